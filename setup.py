@@ -59,6 +59,7 @@ setup(
         "datasets",
         "safetensors",
         "msgspec",
+        "pydantic>=2.14,<3",
         "rich",
         "tenacity",
         "math-verify",

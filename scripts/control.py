@@ -1,4 +1,4 @@
-"""Ask a run that is going on for something, or ask how it is. It is done when the rollout that the run is at is over.
+"""Send a request to a running run, or print its status. Requests are done at the end of the current rollout.
 
 python scripts/control.py runs/quickstart status
 python scripts/control.py runs/quickstart save|eval|report|stop [--wait SECONDS]
@@ -18,7 +18,7 @@ from slime_like.errors import DataError, SlimeLikeError
 from slime_like.printable import complaint, visible
 from slime_like.util.deadline import Deadline
 
-WHAT = {
+ACTIONS = {
     Request.EVAL: "evaluate",
     Request.SAVE: "write a checkpoint",
     Request.REPORT: "write report.html",
@@ -27,10 +27,10 @@ WHAT = {
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, 1 where --wait saw the request fail or saw nothing in time, 2 where there is no run to ask."""
+    """Return the exit code: 0, 1 if the request of --wait failed or got no answer in time, 2 without a running run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of the run")
-    words = "; ".join(f"{request}: {text}" for request, text in WHAT.items())
+    words = "; ".join(f"{request}: {text}" for request, text in ACTIONS.items())
     parser.add_argument("request", choices=[*Request, "status"], help=f"{words}; status: how it is, and what was asked")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait so long for the answer")
     args = parser.parse_args(argv)
@@ -43,20 +43,20 @@ def main(argv: list[str]) -> int:
         return 2 if isinstance(error, DataError) else 1
 
 
-def request(run_dir: Path, wanted: Request, wait: float | None) -> int:
-    """Ask, and with ``wait`` print the answer."""
+def request(run_dir: Path, action: Request, wait: float | None) -> int:
+    """Send the request; with ``wait``, print the answer."""
     status = living(run_dir)
-    request_id = ask(run_dir, wanted)
+    request_id = ask(run_dir, action)
     if wait is None:
-        print(visible(f"asked to {WHAT[wanted]}; the run is at rollout {status.step + 1} of {status.num_steps}"))
+        print(visible(f"asked to {ACTIONS[action]}; the run is at rollout {status.step + 1} of {status.num_steps}"))
         return 0
-    answer = wait_for_answer(run_dir, wanted, request_id, Deadline("scripts/control.py", "wait", wait))
+    answer = wait_for_answer(run_dir, action, request_id, Deadline("scripts/control.py", "wait", wait))
     print(visible(line(answer)))
     return 0 if answer.state == DONE else 1
 
 
 def show(run_dir: Path) -> int:
-    """Print ``status.json`` for people."""
+    """Print ``status.json`` in readable form."""
     status = read_status(run_dir)
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
@@ -74,7 +74,7 @@ def show(run_dir: Path) -> int:
 
 
 def line(answer: ControlReply) -> str:
-    """One request and what became of it."""
+    """Return a line with one request and its outcome."""
     at = time.strftime("%H:%M:%S", time.localtime(answer.asked))
     by = f" by {answer.by}" if answer.by else ""
     detail = f": {answer.detail}" if answer.detail else ""

@@ -1,4 +1,4 @@
-"""Configuration keys that nothing reads: each key must be an attribute that code outside ``slime_like/config`` looks up.
+"""List configuration keys that no code outside ``slime_like/config`` reads as an attribute.
 
 python scripts/dead_keys.py [folder of the package]      exit code 1 and one key per line when there are any
 """
@@ -23,7 +23,7 @@ PACKAGE = REPOSITORY / "slime_like"
 
 
 def groups(config: type[Config], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Every group below ``config``: its name, its class and its dotted path."""
+    """Yield name, class name and dotted path of every group below ``config``."""
     for item in fields(config):
         factory = item.default_factory
         if isinstance(factory, type) and issubclass(factory, Config):
@@ -42,7 +42,7 @@ CLASSES = {
 
 
 def last_name(node: ast.expr) -> str:
-    """``cfg.rollout`` -> ``rollout``, ``self._config`` -> ``config``."""
+    """Return the last name of an expression: ``cfg.rollout`` -> ``rollout``, ``self._config`` -> ``config``."""
     match node:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name.lstrip("_")
@@ -51,7 +51,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
-    """Names that hold a group in this file: annotated with its class, or assigned from one that does."""
+    """Return the names bound to a group in this file: annotated with its class, or assigned from such a name."""
     paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):
         match node:
@@ -73,19 +73,19 @@ def aliases(tree: ast.AST) -> dict[str, set[str]]:
 
 
 def unpack(node: ast.expr) -> list[ast.expr]:
-    """The elements of a tuple, or the expression alone."""
+    """Return the elements of a tuple, or the expression alone."""
     return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
 def annotated(annotation: ast.expr) -> Iterator[str]:
-    """Groups whose class an annotation names."""
+    """Yield the groups whose class an annotation names."""
     for node in ast.walk(annotation):
         if isinstance(node, (ast.Name, ast.Attribute)) and last_name(node) in CLASSES:
             yield CLASSES[last_name(node)]
 
 
 def keys_read(source: str) -> set[str]:
-    """Dotted keys that one file reads, as ``<group>.<key>`` or through a name that holds the group."""
+    """Return the dotted keys that a file reads, as ``<group>.<key>`` or through a name bound to the group."""
     tree = ast.parse(source)
     named = aliases(tree)
     read_keys: set[str] = set()
@@ -105,7 +105,7 @@ def dead_keys(package: Path, keys: Collection[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 1 when a key is dead."""
+    """Return exit code 1 if a key is dead."""
     package = Path(argv[0]) if argv else PACKAGE
     keys = known_keys()
     dead = dead_keys(package, keys)

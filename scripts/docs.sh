@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the pages of docs/ into build/site with mkdocs-material, in an environment of its own. A dead link is an error.
+# Build docs/ into build/site with mkdocs-material, in a separate environment. A dead link is an error.
 #
 #   bash scripts/docs.sh          # build/site/index.html
-#   bash scripts/docs.sh serve    # on 127.0.0.1:8000, again after each change
+#   bash scripts/docs.sh serve    # serve on 127.0.0.1:8000, rebuilt after each change
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 source "$REPO/scripts/lib/find_python.sh"
 cd "$REPO"
-trap 'exit 130' INT # also where the command that was interrupted ended in its own way
+trap 'exit 130' INT # even if the interrupted command exits differently
 
 case ${1:-} in
     '') command=(build --strict) ;;

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: links from docs/ to files of the repository outside it become the names of these files.
+"""mkdocs hook: replace links from docs/ to other files of the repository by the link text.
 
-On a forge they lead to the source; the site does not hold it. A file that does not exist is a warning, which ``--strict``
-makes an error.
+On a forge these links lead to the source, which the site does not contain. A missing file gives a warning, which
+``--strict`` makes an error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ logger = logging.getLogger("mkdocs.hooks.docs_links")
 
 
 class File(Protocol):
-    """``mkdocs.structure.files.File``, as far as it is used here."""
+    """Used part of ``mkdocs.structure.files.File``."""
 
     abs_src_path: str
 
 
 class Page(Protocol):
-    """``mkdocs.structure.pages.Page``, as far as it is used here."""
+    """Used part of ``mkdocs.structure.pages.Page``."""
 
     file: File
 

@@ -1,9 +1,9 @@
 """Write the tables of SGLang's and Megatron's option names that ``slime_like.config`` checks keys against.
 
-Reads the installed packages' source with ``ast``: importing them takes seconds and wants a device.
+Reads the installed packages' source with ``ast``: importing them takes seconds and may need a device.
 
-    python scripts/dump_upstream_keys.py            # rewrite slime_like/config/upstream/*.json
-    python scripts/dump_upstream_keys.py --check    # exit 1 where a file differs from what is installed
+    python scripts/dump_upstream_keys.py            # rewrite slime_like/config/rules/upstream/*.json
+    python scripts/dump_upstream_keys.py --check    # exit 1 if a file differs from the installed packages
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Table = dict[str, dict[str, Any]]
 
 
 def package_folder(name: str) -> Path:
-    """Folder of an installed package, which is not imported."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.submodule_search_locations, f"{name} is not installed"
     return Path(spec.submodule_search_locations[0])
 
 
 def class_fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr, ast.expr | None]]:
-    """Annotated fields of a dataclass or msgspec struct: name, annotation, default."""
+    """Yield name, annotation and default of each field of a dataclass or msgspec struct."""
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             name, annotation = item.target.id, ast.unparse(item.annotation)
@@ -40,7 +40,7 @@ def class_fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr, ast.expr |
 
 
 def default_text(value: ast.expr | None) -> str | None:
-    """A field's default as source text; ``None`` for a field that must be given."""
+    """Return a field's default as source text; None for a required field."""
     if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
         arguments = {k.arg: k.value for k in value.keywords}
         if "default" in arguments:
@@ -51,7 +51,7 @@ def default_text(value: ast.expr | None) -> str | None:
 
 
 def cli_names(name: str, metadata: list[ast.expr]) -> list[str]:
-    """Flags of an SGLang field beyond the one its name gives."""
+    """Return the flags of an SGLang field other than the one from its name."""
     keys: list[str] = []
     for call in metadata:
         for keyword in call.keywords if isinstance(call, ast.Call) else []:
@@ -62,7 +62,7 @@ def cli_names(name: str, metadata: list[ast.expr]) -> list[str]:
 
 
 def sglang_server_args() -> Table:
-    """Fields of ``sglang.srt.server_args.ServerArgs``: the namespaces of ``arg_groups/fields`` that it collects."""
+    """Return the fields of ``sglang.srt.server_args.ServerArgs``, from the namespaces of ``arg_groups/fields``."""
     table: Table = {}
     for path in sorted((package_folder("sglang") / "srt" / "arg_groups" / "fields").glob("*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -80,7 +80,7 @@ def sglang_server_args() -> Table:
 
 
 def megatron_transformer_config() -> Table:
-    """Fields of ``megatron.core.transformer.TransformerConfig``, its base ``ModelParallelConfig`` first."""
+    """Return the fields of ``megatron.core.transformer.TransformerConfig``, its base ``ModelParallelConfig`` first."""
     core = package_folder("megatron.core")
     sources = {
         "ModelParallelConfig": core / "model_parallel_config.py",
@@ -97,7 +97,7 @@ def megatron_transformer_config() -> Table:
 
 
 def render(distribution: str, table: Table) -> str:
-    """One JSON file: the version, then a line per key."""
+    """Return the text of a JSON file: the version, then one line per key."""
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(table.items()))
     version = json.dumps(f"{distribution} {importlib.metadata.version(distribution)}")
     return f'{{\n  "source": {version},\n  "keys": {{\n{lines}\n  }}\n}}\n'
@@ -112,7 +112,7 @@ def files() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write or, with ``--check``, compare."""
+    """Write the files or, with ``--check``, compare them."""
     stale = [path for path, text in files().items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if "--check" in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run as a model in HF format. Starts neither Ray nor an engine; training may be going on.
+"""Write a checkpoint of a run as a model in HF format. Starts neither Ray nor engines; the run may still be training.
 
 python scripts/export_hf.py runs/my_run --output models/mine                    # the newest checkpoint
 python scripts/export_hf.py runs/my_run/checkpoints/iter_0000040 --output models/mine --dtype bfloat16
@@ -22,7 +22,7 @@ from slime_like.util.leave import leave
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, or 1 with one message."""
+    """Return the exit code: 0, or 1 with one message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a run's folder, its checkpoints folder, or one iteration of it")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; replaced if it is an export")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def find(path: Path) -> Path:
-    """The iteration folder that ``path`` means."""
+    """Return the iteration folder that ``path`` refers to."""
     for folder in (path / "checkpoints", path):
         if (source := megatron_folder(folder)) is not None:
             return source
@@ -52,7 +52,7 @@ def find(path: Path) -> Path:
 
 
 def model_of(source: Path) -> str:
-    """``model.hf_checkpoint`` of the run that ``source`` belongs to. Nothing else that its config.yaml names is looked at."""
+    """Return ``model.hf_checkpoint`` from the config.yaml of the run of ``source``; nothing else in it is read."""
     path = source.parents[1] / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, so the model is unknown: give its folder with --hf-checkpoint")

@@ -1,8 +1,8 @@
-"""Turn a launch script of slime (run-*.sh) into a recipe, and say what became of every flag. Nothing of it is run.
+"""Convert a launch script of slime (run-*.sh) into a recipe and report on every flag. No command of the script is run.
 
 python scripts/from_slime.py run-qwen3-4B.sh [--out my_configs/recipe/qwen3_4b.yaml] [--set NUM_GPUS=8] [--skip FILE] [--drop FLAG]
-python scripts/from_slime.py --check FOLDER   # what becomes of every launch script below a folder; no recipe is kept
-Exit code: 0, the recipe is the same job; 1, it is once the functions that it names are ported; 2, there is none.
+python scripts/from_slime.py --check FOLDER   # outcomes of all launch scripts below a folder; no recipe is kept
+Exit code: 0, the recipe is the same job; 1, it will be once the functions that it names are ported; 2, no recipe.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from slime_like_compat.slime.job import NONE, convert_script
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 the same job, 1 the same job once code of the user's is ported, 2 no recipe."""
+    """Return the exit code: 0 the same job, 1 the same job once user code is ported, 2 no recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", type=Path, help="a launch script, or a folder of them with --check")
-    parser.add_argument("--check", action="store_true", help="a table of what becomes of every script in a folder")
+    parser.add_argument("--check", action="store_true", help="print a table of the outcomes of all scripts in a folder")
     parser.add_argument("--out", type=Path, help="the recipe to write; default: from_slime/recipe/<name>.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
     parser.add_argument("--skip", action="append", default=[], metavar="FILE", help="a sourced file to leave out")
     parser.add_argument("--drop", action="append", default=[], metavar="FLAG", help="a flag to leave out: --drop=--lr")
-    parser.add_argument("--force", action="store_true", help="replace a recipe that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing recipe")
     args = parser.parse_args(argv)
     try:
         if wrong := [text for text in args.set if not re.match(r"[A-Za-z_]\w*=", text)]:

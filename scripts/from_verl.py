@@ -1,5 +1,5 @@
-"""Turn a launch script of verl (python3 -m verl.trainer.main_ppo key=value ...), or a YAML file of its keys, into a recipe,
-and say what became of every key. Nothing of it is run.
+"""Convert a launch script of verl (python3 -m verl.trainer.main_ppo key=value ...), or a YAML file of its keys, into a recipe
+and report on every key. No command of the script is run.
 
 python scripts/from_verl.py run_qwen3_8b.sh [key=value ...] --with reward.name=math [--out my_configs/recipe/qwen3_8b.yaml]
     [--set NAME=VALUE] [--skip FILE] [--config FILE] [--drop KEY]
@@ -21,11 +21,13 @@ from slime_like_compat.verl.convert import VerlSource, convert_verl
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 the same job, 1 the same job once code of the user's is ported, 2 no recipe."""
+    """Return the exit code: 0 the same job, 1 the same job once user code is ported, 2 no recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path, help="a launch script, or a .yaml of verl's keys; a folder with --check")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of verl, behind those of the job")
-    parser.add_argument("--check", action="store_true", help="a table of what becomes of every script in a folder")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys of verl, applied after those of the job"
+    )
+    parser.add_argument("--check", action="store_true", help="print a table of the outcomes of all scripts in a folder")
     parser.add_argument("--out", type=Path, help="the recipe to write; default: from_verl/recipe/<name>.yaml")
     parser.add_argument(
         "--with", dest="user_overrides", action="append", default=[], metavar="KEY=VALUE", help="a key of ours"
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--skip", action="append", default=[], metavar="FILE", help="a sourced file to leave out")
     parser.add_argument("--config", type=Path, help="the file that the script's --config-name names")
     parser.add_argument("--drop", action="append", default=[], metavar="KEY", help="a key of verl to leave out")
-    parser.add_argument("--force", action="store_true", help="replace a recipe that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing recipe")
     args = parser.parse_intermixed_args(argv)
     try:
         for name, texts in (("--set", args.set), ("--with", args.user_overrides)):

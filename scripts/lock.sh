@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Resolves scripts/requirements/*.in anew into cpu.lock, gpu.lock, fla_interpreter.lock and docs.lock. Commit them together.
+# Resolve scripts/requirements/*.in into cpu.lock, gpu.lock, fla_interpreter.lock and docs.lock. Commit them together.
 #
-#   bash scripts/lock.sh             # keeps the versions of the present locks where the *.in files still allow them
-#   bash scripts/lock.sh --upgrade   # takes the newest; or --upgrade-package NAME
+#   bash scripts/lock.sh             # keeps the versions of the current locks if the *.in files allow them
+#   bash scripts/lock.sh --upgrade   # uses the newest versions; or --upgrade-package NAME
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 source "$REPO/scripts/lib/package_index.sh"
 source "$REPO/scripts/lib/find_python.sh"

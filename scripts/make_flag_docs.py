@@ -1,4 +1,4 @@
-"""Fill the tables of the pages for people who come from slime or verl, from the tables of ``slime_like.convert``."""
+"""Write the tables of the migration pages for slime and verl, from the tables of ``slime_like_compat``."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the newest version of an upstream package into .venv, pre-releases included, and runs the tests marked upstream:
-# what fails there names the hook or patch that does not fit that version. The next set-up makes .venv from the lock again.
+# Install the newest version of an upstream package into .venv, pre-releases included, and run the tests marked upstream:
+# failures name the hooks and patches that do not fit that version. The next set-up creates .venv from the lock again.
 #
 #   bash scripts/next_upstream.sh sglang    # or megatron-core, torch
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
@@ -9,16 +9,16 @@ cd "$REPO"
 
 case ${1:-} in
     sglang | megatron-core) packages=("$1") ;;
-    torch) packages=(torch torchvision) ;; # a torchvision is built for one torch
+    torch) packages=(torch torchvision) ;; # each torchvision is built for one version of torch
     *) fail "unknown package '${1:-}': give sglang, megatron-core or torch" ;;
 esac
 
-# version: of the package in .venv.
+# version: print the version of the package in .venv.
 version() {
     "$PYTHON" -c 'import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))' "${packages[0]}"
 }
 
-# install_next: a version with a pre-release in its bound is how uv is told to take pre-releases of this package alone.
+# install_next: a pre-release in the bound makes uv accept pre-releases of this package only.
 install_next() {
     local package
     local -a install=("$VENV/bin/uv" pip install --python "$PYTHON" --overrides scripts/requirements/cpu.overrides)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def replace_section(page: Path, heading: str, text: str) -> None:
-    """Replace the section of ``page`` that begins with the line ``heading``, or append it; other sections stay as they are."""
+    """Replace the section of ``page`` that begins with the line ``heading``, or append it; keep other sections."""
     head, present, body = page.read_text().partition(f"{heading}\n")
     next_heading = body.find("\n## ") if present else -1
     following = f"\n{body[next_heading:].strip()}\n" if next_heading >= 0 else ""

@@ -1,7 +1,7 @@
-"""Public data sets as the jsonl that ``data.train`` reads: one object per line with ``prompt``, ``label`` and ``rm_type``.
+"""Write public data sets as jsonl for ``data.train``: one object per line with ``prompt``, ``label`` and ``rm_type``.
 
 python scripts/prepare_data.py gsm8k data          writes data/gsm8k/train.jsonl and test.jsonl
-python scripts/prepare_data.py dapo-math-17k data --source folder      reads a copy that is on this machine
+python scripts/prepare_data.py dapo-math-17k data --source folder       reads a local copy
 
 Needs the network unless ``--source`` names a folder that ``datasets.load_dataset`` can read.
 """
@@ -22,7 +22,7 @@ GSM8K_HINT = "Let's think step by step and give the final answer after ####, in 
 
 
 class UnusableRow(Exception):
-    """A row that is not what its data set promises."""
+    """Raised for a row without the fields of its data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Format:
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``question`` and ``answer``, whose result stands after ``####``."""
+    """Convert ``question`` and ``answer``, whose result follows ``####``."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:
         raise UnusableRow("has no question, or no answer with '####'")
@@ -45,7 +45,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_label(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``prompt`` (chat messages) and ``label``, as slime's copies of these sets have them."""
+    """Convert ``prompt`` (chat messages) and ``label``, as in slime's copies of these data sets."""
     if not row.get("prompt") or row.get("label") is None:
         raise UnusableRow("has no prompt or no label")
     return {"prompt": row["prompt"], "label": str(row["label"]), "rm_type": "math"}
@@ -59,7 +59,7 @@ FORMATS = {
 
 
 def convert(name: str, target: Path, source: str | None) -> list[Path]:
-    """Write one jsonl per split; returns their paths. Raises ``UnusableRow`` naming split and row."""
+    """Write one jsonl per split; return their paths. Raises ``UnusableRow`` naming split and row."""
     from datasets import load_dataset
 
     form = FORMATS[name]
@@ -82,7 +82,7 @@ def convert(name: str, target: Path, source: str | None) -> list[Path]:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, or 1 when the data cannot be had or is not what it should be."""
+    """Return the exit code: 0, or 1 if the data cannot be loaded or is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(FORMATS))
     parser.add_argument("target", type=Path, help="folder to write to")
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
     try:
         for path in convert(args.name, args.target, args.source):
             sys.stdout.write(visible(f"{path}: {sum(1 for _ in path.open())} rows\n"))
-    except (UnusableRow, OSError, ValueError) as error:  # datasets raises these for what is missing or unreachable
+    except (UnusableRow, OSError, ValueError) as error:  # raised by datasets if something is missing or unreachable
         sys.stderr.write(visible(f"{args.name}: {error}\n"))
         return 1
     return 0

@@ -1,12 +1,13 @@
-"""Memory taken by every collective at first use and in later calls, and a guard policy made from it.
+"""Measure the memory that every collective takes at first use and in later calls, and write a guard policy from it.
 
-python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py    the run itself, N rollouts
-python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                        ops by themselves
-python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                       such a run, also one that failed
+python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py     profile the run, N rollouts
+python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                         profile each op alone
+python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                        read a profiled run, even a failed one
 
-Prints a table (the worst of all ranks, MiB; allocator: growth of what the process holds, driver: drop of free memory; on a
-CPU resident memory, and what the host and its control groups leave) and writes DIR/guard/NAME.yaml, with a reason for
-each op. First use is the first call, and each that carries more than any before it; steady state is the rest. Use it by ``--config-dir DIR guard=NAME``.
+Prints a table (maximum over ranks, in MiB; allocator: growth of the process's memory, driver: drop of free memory; on a CPU:
+resident memory, and free memory of the host and its control groups) and writes DIR/guard/NAME.yaml with a reason for each op.
+First use is the first call and every call with more bytes than any before; all others are later calls. Use the policy with
+``--config-dir DIR guard=NAME``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ REPEATS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code of train.py, or 1 if nothing was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="rollouts of the user's own run")
+    parser.add_argument("--steps", type=int, default=3, help="rollouts of the user's source run")
     parser.add_argument("--sweep", type=int, metavar="RANKS", help="no run: each op in a world of so many ranks")
     parser.add_argument("--read", type=Path, metavar="RUN_DIR", help="no run: what one has measured, to its end or not")
     parser.add_argument(
@@ -70,20 +71,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
-    """train.py, measured: its exit code, and where its ranks wrote what they saw."""
-    short = [f"loop.num_rollout={steps}", "optim.warmup_steps=0", "optim.warmup_fraction=null"]  # of no account here
+    """Profile train.py; return its exit code and the folder with the measurements of its ranks."""
+    short = [
+        f"loop.num_rollout={steps}",
+        "optim.warmup_steps=0",
+        "optim.warmup_fraction=null",
+    ]  # irrelevant for the profile
     argv = [*overrides, *short, "guard=auto", "guard.profile=true"]
     try:
         folder = profile_folder(load_config(argv, files=False).run.dir)
     except SlimeLikeError:
-        return train_main(argv), Path()  # which says what is wrong
+        return train_main(argv), Path()  # reports the error
     for old in folder.glob("*.json"):
         old.unlink()
     return train_main(argv), folder
 
 
 def sweep(ranks: int, folder: Path) -> None:
-    """Every op in several sizes, on ranks of this machine."""
+    """Run every op in several sizes, on ranks of this machine."""
     from torch import multiprocessing
 
     spawn = getattr(multiprocessing, "spawn")  # noqa: B009 (untyped)
@@ -109,7 +114,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
 
 def measure(device: Any) -> None:
-    """Every op in every size, in the world that this process is in; what they took goes to ``guard.profile``'s folder."""
+    """Run every op in every size in the current process group; measurements go to ``guard.profile``'s folder."""
     import torch.distributed as dist
 
     from slime_like.distributed.wrapper import install
@@ -122,29 +127,29 @@ def measure(device: Any) -> None:
 
 
 def _every_op(device: Any, n: int) -> None:
-    """``n`` floats a rank."""
+    """Run every op on ``n`` floats per rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     size, rank = dist.get_world_size(), dist.get_rank()
-    mine = torch.ones(n, device=device)
-    part, whole = mine[: n // size].clone(), mine.repeat(size)
+    source = torch.ones(n, device=device)
+    part, gathered = source[: n // size].clone(), source.repeat(size)
     gather, scatter = getattr(dist, "all_gather_into_tensor"), getattr(dist, "reduce_scatter_tensor")  # noqa: B009
-    dist.all_reduce(mine)
-    dist.broadcast(mine, 0)
-    gather(whole, mine)
-    scatter(part, mine)
-    dist.all_to_all_single(torch.empty_like(mine), mine)
+    dist.all_reduce(source)
+    dist.broadcast(source, 0)
+    gather(gathered, source)
+    scatter(part, source)
+    dist.all_to_all_single(torch.empty_like(source), source)
     dist.barrier()
-    with c10d._coalescing_manager(async_ops=True) as works:
+    with c10d._coalescing_manager(async_ops=True) as works:  # pyright: ignore[reportPrivateUsage]  the one that megatron uses
         for _ in range(2):
-            gather(whole, mine)
+            gather(gathered, source)
     works.wait()
     dist.broadcast_object_list([rank], src=0)
     if size > 1:
         peers = (rank + 1) % size, (rank - 1) % size
-        batch = [dist.P2POp(dist.isend, mine, peers[0]), dist.P2POp(dist.irecv, torch.empty_like(mine), peers[1])]
+        batch = [dist.P2POp(dist.isend, source, peers[0]), dist.P2POp(dist.irecv, torch.empty_like(source), peers[1])]
         for work in dist.batch_isend_irecv(batch):
             work.wait()
 

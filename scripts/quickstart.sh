@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Sets up .venv, then runs the default job: a small model learns sums. Prints its held-out accuracy before and after.
+# Set up .venv and run the default job: a small model learns sums. Prints its held-out accuracy before and after.
 #
 #   bash scripts/quickstart.sh                          # about ten minutes on two cores, set-up included
-#   bash scripts/quickstart.sh reward.shuffle=true      # arguments go to train.py: a control, in a folder of its own
-#   bash scripts/quickstart.sh +recipe=quickstart_async # another recipe in place of the default one
+#   bash scripts/quickstart.sh reward.shuffle=true      # arguments are passed to train.py: a control run, in its own folder
+#   bash scripts/quickstart.sh +recipe=quickstart_async # another recipe
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 cd "$REPO"
 
 start=$(now)
 bash scripts/setup.sh
 
-# An experiment of its own (reward.shuffle=true) gets a folder of its own, named after what differs.
+# A run with other settings (reward.shuffle=true) gets its own folder, named after them.
 recipe=(+recipe=quickstart)
 slug=
 for argument in "$@"; do

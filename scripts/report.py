@@ -1,4 +1,4 @@
-"""Write report.html of a run, finished or going on: curves, trainer against engine, time, memory, sampled tokens.
+"""Write report.html of a finished or active run: curves, trainer against engine, time, memory, sampled tokens.
 
 python scripts/report.py runs/quickstart [--out report.html]
 """
@@ -15,7 +15,7 @@ from slime_like.report.write import write_report
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, or 2 where the folder is no run's or cannot be read or written."""
+    """Return the exit code: 0, or 2 if the folder is not a run's or cannot be read or written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of a run")
     parser.add_argument("--out", type=Path, help="where to; default: report.html in the run's folder")

@@ -1,11 +1,11 @@
-"""Make the pictures of docs/watching.md from a run of its own: the live view on a terminal, and report.html in a browser.
+"""Make the pictures of docs/watching.md from a new run: the live view on a terminal, and report.html in a browser.
 
 python scripts/screenshots.py [--folder FOLDER] [--out docs/images] [train.py's arguments]
 
-Runs ``train.py +recipe=quickstart`` (or what the arguments say) on a pseudo-terminal, asks it in the middle for a
-checkpoint and an evaluation by scripts/control.py's own way, keeps the live view that shows that they were done, and takes
-pictures of it and of the report in a headless browser. Ends with an error where a page complains on the browser's console or asks
-for anything beside itself. tests/report/browser.py says how the browser is found.
+Runs ``train.py +recipe=quickstart`` (or the given arguments) on a pseudo-terminal, requests a checkpoint and an evaluation
+halfway as scripts/control.py does, keeps the frame of the live view that shows them done, and takes pictures of it and of the
+report in a headless browser. Fails if a page writes to the browser's console or requests another resource.
+tests/report/browser.py describes how the browser is found.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ TERMINAL = "terminal.log"
 LIVE_HEIGHT, REPORT_HEIGHT, TOKENS_HEIGHT = 480, 1500, 900
 
 
-class Asking:
-    """Asks the run once for a checkpoint and an evaluation, when half of its rollouts are done."""
+class MidRunRequests:
+    """Callback that requests a checkpoint and an evaluation once, when half of the rollouts are done."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._asked = False
+        self._sent = False
 
     def __call__(self) -> None:
-        """Look how far the run is."""
-        if self._asked or not (self._run_dir / "status.json").is_file():
+        """Check the progress of the run, and send the requests if it is halfway."""
+        if self._sent or not (self._run_dir / "status.json").is_file():
             return
         status = living(self._run_dir)
         if status.step >= status.num_steps // 2:
             ask(self._run_dir, Request.EVAL)
             ask(self._run_dir, Request.SAVE)
-            self._asked = True
+            self._sent = True
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, 1 where the run failed or a page complained, 2 where there is no browser."""
+    """Return the exit code: 0, 1 if the run failed or a page complained, 2 without a browser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--folder", type=Path, help="where the run goes, or the run of an earlier call; default: temporary"
@@ -100,9 +100,9 @@ def main(argv: list[str]) -> int:
 
 
 def run(run_dir: Path, job: list[str]) -> bool:
-    """Run the job and keep what it wrote on its terminal; False where it failed, which is then said."""
+    """Run the job and save its terminal output. Return False after printing the output if it failed."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *job, *ALWAYS, f"run.dir={run_dir}"]
-    code, written = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, Asking(run_dir))
+    code, written = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, MidRunRequests(run_dir))
     if code:
         sys.stderr.write(visible(written[-3000:]))
         return False

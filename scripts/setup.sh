@@ -1,41 +1,41 @@
 #!/usr/bin/env bash
-# Makes .venv from the lock file of this machine's device; does nothing if that was done before. Other scripts call it.
+# Create .venv from the lock file of this machine's device, unless it is up to date. Called by other scripts.
 #
-#   bash scripts/setup.sh                        # SLIME_LIKE_DEVICE=cpu|gpu overrides what nvidia-smi says
-#   bash scripts/setup.sh --dependencies-only    # all but this package: a layer of a Docker image
+#   bash scripts/setup.sh                        # SLIME_LIKE_DEVICE=cpu|gpu overrides the detection by nvidia-smi
+#   bash scripts/setup.sh --dependencies-only    # without this package: a layer of a Docker image
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 source "$REPO/scripts/lib/platform.sh"
 source "$REPO/scripts/lib/find_python.sh"
 source "$REPO/scripts/lib/package_index.sh"
 cd "$REPO"
-trap 'exit 130' INT # also where the command that was interrupted ended in its own way
+trap 'exit 130' INT # even if the interrupted command exits differently
 
-# There while packages are installed: one that an interrupted set-up left half written would pass for installed.
+# Marker during installation: a package left incomplete by an interrupted set-up would count as installed.
 HALF_MADE=$VENV/.slime_like_half_made
-# fla's kernels for tests on a CPU, in a folder that nothing but those tests has on its path.
+# fla's kernels for tests on a CPU, in a folder that only those tests have on their path.
 TEST_KERNELS=scripts/requirements/fla_interpreter.lock
 declare -A NEED_GB=([cpu]=9 [gpu]=14)
 
-# What a caller's shell may hold that would send an installer elsewhere than into .venv.
+# Variables of the caller that would make an installer write outside .venv.
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV UV_SYSTEM_PYTHON
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300}
 
-# identity: of the environment itself. A moved checkout is another one, since console scripts hold absolute paths.
+# identity: print device, Python and path of the environment. Console scripts contain absolute paths.
 identity() {
     printf '%s %s %s' "$DEVICE" "$("$PYTHON" -c 'import sys; print(sys.version.split()[0])' 2>/dev/null)" "$VENV"
 }
 
-# contents: of what is installed.
+# contents: print a hash of the requirements.
 contents() {
     cat "$LOCK" "$TEST_KERNELS" setup.py | sha256sum | cut -d ' ' -f 1
 }
 
-# wait_for_turn: one set-up at a time per checkout; the lock goes when this process ends, however it ends.
+# wait_for_turn: allow one set-up at a time per checkout; the lock is released when this process ends.
 wait_for_turn() {
     type -P flock >/dev/null || return 0
     exec 9<"$REPO/scripts/setup.sh"
     flock --nonblock 9 && return
-    say "another set-up of $REPO is at work; waiting for it"
+    say "another set-up of $REPO is running; waiting for it"
     flock --timeout 1800 9 || fail "the other set-up has held $REPO for 30 minutes: end it, then run this again"
 }
 
@@ -43,20 +43,20 @@ is_done() {
     [[ -f $STAMP && $(<"$STAMP") == "$(identity)"$'\n'"$(contents)" ]]
 }
 
-# keep_or_drop_venv: an environment of another kind, or half made, is removed; one that was made by hand is kept.
+# keep_or_drop_venv: remove an environment of another kind or an incomplete one; keep one created by hand.
 keep_or_drop_venv() {
     [[ -e $VENV ]] || return 0
-    [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV is there and is no virtual environment: move it away"
+    [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it away"
     if [[ -f $HALF_MADE ]]; then
-        say "an interrupted set-up left $VENV half made: making it anew"
+        say "an interrupted set-up left $VENV incomplete: creating it again"
     elif [[ -f $STAMP && $(head -n 1 "$STAMP") == "$(identity)" ]]; then
         return
     elif [[ ! -f $STAMP ]] && "$PYTHON" -c "$PYTHON_TEST" >/dev/null 2>&1; then
         return
     else
-        say "$VENV was made for another device, Python or place: making it anew"
+        say "$VENV was created for another device, Python or path: creating it again"
     fi
-    rm -rf "$VENV/bin" "$VENV/lib" # in this order an interrupted removal is still known for an environment, and unfit
+    rm -rf "$VENV/bin" "$VENV/lib" # in this order an interrupted removal leaves an environment that is recognised as incomplete
     rm -rf "$VENV"
 }
 
@@ -75,7 +75,7 @@ install_uv() {
     "$PYTHON" -m pip install --quiet uv
 }
 
-# uv_install ARGUMENTS...: a terminal gets uv's progress bars; a log is spared the lines per package, the largest excepted.
+# uv_install ARGUMENTS...: show uv's progress bars on a terminal; in a log, lines of the largest packages only.
 uv_install() {
     local -a install=("$VENV/bin/uv" pip install --python "$PYTHON" --no-deps)
     if [[ -t 2 ]]; then
@@ -96,19 +96,19 @@ install_test_kernels() {
     uv_install --require-hashes -r "$TEST_KERNELS" --target "$VENV/fla_interpreter"
 }
 
-# setuptools comes from the lock: a build environment of its own would fetch the newest one.
+# setuptools comes from the lock; an isolated build environment would fetch the newest version.
 install_package() {
     uv_install --no-build-isolation -e .
 }
 
-# compile_all: uv leaves no .pyc, and without them importing SGLang takes 19 s instead of 8. Some packages carry
-# templates that are no Python; what they say is noise. Tests of other packages never run here.
+# compile_all: uv creates no .pyc, and importing SGLang takes 19 s instead of 8 without them. Some packages contain
+# templates that are not Python; their errors are ignored. Tests of other packages are skipped.
 compile_all() {
     "$PYTHON" -m compileall -q -j 0 -x '/tests?/' "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
         >/dev/null 2>&1 || true
 }
 
-# compile_kernels: engines on a CPU decode with them. Without a compiler torch's kernels serve; that is no failure.
+# compile_kernels: compile the decode kernels of CPU engines. Without a compiler torch's kernels are used.
 compile_kernels() {
     (cd "$REPO" && "$PYTHON" -m slime_like_plugins.sglang_cpu.build) || true
 }
@@ -127,7 +127,7 @@ main() {
     check_platform
     say "device: $DEVICE, requirements: $LOCK"
     keep_or_drop_venv
-    [[ -d $VENV ]] || step "making $VENV" make_venv
+    [[ -d $VENV ]] || step "creating $VENV" make_venv
     identity >"$STAMP"
     step "installing uv" install_uv
     use_pip_settings

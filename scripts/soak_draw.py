@@ -12,8 +12,8 @@ from slime_like.config.schema.faults import FATAL, RECOVERED, WORKERS, Fault
 SURVIVED = (*RECOVERED, *WORKERS)
 STARTING = "signals_at_start"
 ENDS = (*FATAL, STARTING)
-PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # of faults, and how long they take on an idle machine (s)
-LAYOUTS = (  # what may change between parts of one run
+PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # phases of faults, with their duration on an idle machine (s)
+LAYOUTS = (  # layouts that may alternate between parts of one run
     ("one engine", ()),
     ("two engines", ("rollout.num_engines=2",)),
     ("two engines, broadcast", ("rollout.num_engines=2", "placement.mode=split")),
@@ -22,7 +22,7 @@ LAYOUTS = (  # what may change between parts of one run
 
 @dataclass(frozen=True, slots=True)
 class DrawnFaults:
-    """One part of the run: its layout with the overrides that make it, its faults, and what ends it (``""``: nothing)."""
+    """One part of the run: its layout with the overrides for it, its faults, and the fault that ends it (``""``: none)."""
 
     layout: str
     overrides: tuple[str, ...]
@@ -31,33 +31,35 @@ class DrawnFaults:
 
 
 def draw_part(
-    rng: random.Random, rollouts: range, most: int, ends: Mapping[str, int], struck: Mapping[str, int]
+    rng: random.Random, rollouts: range, max_faults: int, ends: Mapping[str, int], struck: Mapping[str, int]
 ) -> DrawnFaults:
-    """Draw a part over the ``rollouts`` that are left, with ``most`` faults at most; with none the run is left alone.
+    """Draw a part over the remaining ``rollouts`` with up to ``max_faults`` faults; with 0 the part is undisturbed.
 
-    ``ends`` counts earlier parts by what was to end them, ``struck`` the faults that struck by kind.
+    ``ends`` counts earlier parts by their final fault, ``struck`` counts past faults by kind.
     """
     layout, overrides = rng.choice(LAYOUTS)
-    end = _least(rng, ENDS, ends) if most else ""
+    end = _least(rng, ENDS, ends) if max_faults else ""
     if end == STARTING:
         return DrawnFaults(layout, overrides, end, ())
-    spacing = (1, 2) if layout == "one engine" else (3, 9)  # rollouts; with one engine none ends before it is back
-    at, last = rollouts.start, rollouts.stop - 1
+    spacing = (
+        (1, 2) if layout == "one engine" else (3, 9)
+    )  # in rollouts; with one engine, no rollout ends before it is back
+    rollout, last = rollouts.start, rollouts.stop - 1
     counts, faults = Counter(struck), list[Fault]()
-    for _ in range(most - 1):
-        if at >= last:
+    for _ in range(max_faults - 1):
+        if rollout >= last:
             break
         kind = _least(rng, SURVIVED, counts)
         counts[kind] += 1
-        faults.append(_fault(rng, kind, at))
-        at += rng.randint(*spacing)
+        faults.append(_fault(rng, kind, rollout))
+        rollout += rng.randint(*spacing)
     if end:
-        faults.append(_fault(rng, end, min(at, last)))
+        faults.append(_fault(rng, end, min(rollout, last)))
     return DrawnFaults(layout, overrides, end, tuple(faults))
 
 
 def _least(rng: random.Random, kinds: Sequence[str], counts: Mapping[str, int]) -> str:
-    """One of the ``kinds`` with the lowest count."""
+    """Return a random one of the ``kinds`` with the lowest count."""
     lowest = min(counts.get(kind, 0) for kind in kinds)
     return rng.choice([kind for kind in kinds if counts.get(kind, 0) == lowest])
 

@@ -1,19 +1,18 @@
-"""Plant random faults in one long run, part after part, and compare it with one that nothing happened to.
+"""Inject random faults into one long run, part by part, and compare it with an undisturbed run.
 
 python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 480] [--folder FOLDER] [--table FILE]
     [--write]
 
 A part of the run is one call of train.py. Faults that a run survives (an engine or a part of it killed, stopped or slow, a
-reward worker killed) strike in four of its rollouts, at times before an engine is back from the last one, then one that ends
-it: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT, SIGTERM or SIGHUP at a phase, or
-once or twice at a moment of its start. The kinds that were tried least come first (``soak_draw.py``), so that 14 parts, of 66
-faults where all strike, have each of them. Parts differ in the number of engines and in how weights reach them. A part is clean when its exit code is that
-of what ended it, and when it left one crash bundle, which names the victim, where that was no signal, and none elsewhere. After
-each part processes, listening ports, named
-shared memory and scratch folders that it left are counted. At the end every sample (id, prompt, seed, tokens, log-
-probabilities, version), every loss and the final weights are compared with the undisturbed run, bit for bit. The
-folder keeps what has been done: the same command goes on where it stopped, by at most --most faults per call, and
-rewrites the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
+reward worker killed) strike in four of its rollouts, sometimes before an engine is back from the previous fault. Then one
+fault ends the part: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT, SIGTERM or SIGHUP
+in a phase, or one or two signals during its start. The least tried kinds come first (``soak_draw.py``), so that 14 parts, with
+66 faults if all strike, include every kind. Parts differ in the number of engines and in the weight transport. A part is clean
+if its exit code is the one of its final fault, and if it left one crash bundle naming the victim, or none if it ended by a
+signal or by itself. After each part, leftover processes, listening ports, named shared memory and scratch folders are counted.
+At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the final weights are compared
+with the undisturbed run, bit for bit. The folder keeps the progress: the same command continues where it stopped, with up to
+--most faults per call, and rewrites the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ SETTINGS = (
 PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
 HEADING = "## Faults"
 MEANING = (
-    "A fault is handled where the part of the run that it struck went on, or ended with its exit code and a crash bundle that "
-    "names the victim, within every deadline, and left no process, port, shared memory or scratch folder behind."
+    "A fault is handled if that part of the run continued, or ended with the expected exit code and a crash bundle that names "
+    "the target, within every deadline, and left no process, port, shared memory or scratch folder behind."
 )
-CODES = {"interrupt": 130, "terminate": 130, "hangup": 130, STARTING: 130, "": 0}  # by what ended a part
-# What ends a part with exit code 1 and a crash bundle, and whom the bundle must name.
+CODES = {"interrupt": 130, "terminate": 130, "hangup": 130, STARTING: 130, "": 0}  # by the final fault of a part
+# Faults that end a part with exit code 1 and a crash bundle -> the victim that the bundle must name.
 VICTIMS = {
     "kill_rank": "trainer rank 0",
     "stop_rank": "trainer rank 0",
@@ -73,40 +72,44 @@ VICTIMS = {
     "kill_dashboard_agent": "Ray's dashboard agent",
     "kill_runtime_env_agent": "Ray's runtime-env agent",
 }
-STARTS = (2.0, 25.0)  # s within which signals at start come
-PART_S = 300.0  # longest that a part may take: its start, four restarts, the deadlines of what ends it
+STARTS = (2.0, 25.0)  # time range of signals at the start, in s
+PART_S = 300.0  # maximum duration of a part: its start, four restarts, the deadlines at its end
 
 
 @dataclass(frozen=True, slots=True)
 class SoakPart:
-    """One call of train.py."""
+    """Result of one call of train.py."""
 
     number: int
     layout: str
-    end: str  # what was to end it; "" for nothing
+    end: str  # final fault; "" for none
     code: int
     seconds: float
     hung: bool
-    first: int  # rollouts behind the run before, and after
+    first: int  # rollouts trained before the part, and after it
     last: int
-    outcomes: list[tuple[str, str, str]]  # fault, target, what came of it
+    outcomes: list[tuple[str, str, str]]  # (fault, target, outcome)
     leftovers: list[str]
-    said: str  # the last line of its output
-    causes: list[str] = field(default_factory=list[str])  # first lines of the crash bundles that it left
+    said: str  # last line of its output
+    causes: list[str] = field(default_factory=list[str])  # first lines of its crash bundles
 
     @property
     def planted(self) -> list[tuple[str, str, str]]:
-        """Outcomes of the planted faults that met a process; the others are losses that followed from one."""
+        """Outcomes of planted faults that hit a process; other outcomes are consequential losses."""
         return [outcome for outcome in self._drawn if outcome[1]]
 
     @property
     def missed(self) -> list[tuple[str, str, str]]:
-        """Planted faults of which no victim was running."""
+        """Planted faults without a running victim."""
         return [outcome for outcome in self._drawn if not outcome[1]]
 
     @property
     def _drawn(self) -> list[tuple[str, str, str]]:
-        return [one for one in self.outcomes if one[0].partition(":")[0] in FAULTS or one[0].startswith("SIG")]
+        return [
+            outcome
+            for outcome in self.outcomes
+            if outcome[0].partition(":")[0] in FAULTS or outcome[0].startswith("SIG")
+        ]
 
     @property
     def clean(self) -> bool:
@@ -122,7 +125,7 @@ class SoakPart:
 
 
 def main() -> int:
-    """Exit code 0 when nothing hung, was lost, doubled or left behind, so far."""
+    """Return exit code 0 if so far nothing hung, was lost, duplicated or left behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--most", type=int, default=50)
@@ -151,7 +154,7 @@ def main() -> int:
 
 
 class FaultSoak:
-    """The undisturbed run, and the one that is disturbed, in one folder."""
+    """Undisturbed run and disturbed run, in one folder."""
 
     def __init__(self, folder: Path, seed: int, rollouts: int) -> None:
         self.folder, self.seed, self.rollouts = folder, seed, rollouts
@@ -164,7 +167,7 @@ class FaultSoak:
 
     @property
     def num_faults(self) -> int:
-        """Struck so far."""
+        """Number of faults that struck so far."""
         return sum(len(part.planted) for part in self.parts)
 
     @property
@@ -178,19 +181,19 @@ class FaultSoak:
         return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
 
     def reference(self) -> None:
-        """The run that nobody disturbs."""
-        self._job, self.whole = undisturbed(self.folder, self.rollouts)
+        """Run the undisturbed run, or reuse it."""
+        self._job, self.undisturbed_dir = undisturbed(self.folder, self.rollouts)
 
-    def part(self, most: int) -> None:
-        """Another part of the disturbed run, with at most so many faults; with none, the run goes on to its end."""
+    def part(self, max_faults: int) -> None:
+        """Run another part of the disturbed run with up to ``max_faults`` faults; with 0 it runs to its end."""
         number = len(self.parts)
         rng = random.Random(f"{self.seed} {number}")
         first = max(0, last_step(self.run))
         ends = Counter(part.end for part in self.parts)
-        struck = Counter(_kind(what) for part in self.parts for what, *_ in part.planted)
-        plan = draw_part(rng, range(first, self.rollouts), most, ends, struck)
-        named = f"chaos.faults=[{','.join(map(str, plan.faults))}]"
-        self._go(number, plan.layout, plan.end, (*plan.overrides, *SETTINGS, named), rng)
+        struck = Counter(_kind(fault) for part in self.parts for fault, *_ in part.planted)
+        plan = draw_part(rng, range(first, self.rollouts), max_faults, ends, struck)
+        override = f"chaos.faults=[{','.join(map(str, plan.faults))}]"
+        self._go(number, plan.layout, plan.end, (*plan.overrides, *SETTINGS, override), rng)
 
     def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
         scratch = Path(tempfile.mkdtemp(prefix="soak"))
@@ -202,7 +205,7 @@ class FaultSoak:
         try:
             sent = self._signals(training, rng) if end == STARTING else []
             code, hung = self._end(training)
-        except BaseException:  # the soak itself is interrupted: the next one goes on where this part ended
+        except BaseException:  # the soak is interrupted: the next one continues after this part
             training.end()
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -213,10 +216,10 @@ class FaultSoak:
         ]
         strikes, recoveries = faults.read(self.run)
         since = strikes[num_before].time if len(strikes) > num_before else float("inf")
-        found = faults.outcomes(
+        fault_outcomes = faults.outcomes(
             strikes[num_before:], [recovery for recovery in recoveries if recovery.noticed >= since]
         )
-        outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in found]
+        outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in fault_outcomes]
         output = log.read_text().strip().splitlines()[-1:] or [""]
         part = SoakPart(
             number=number,
@@ -245,7 +248,7 @@ class FaultSoak:
 
     @staticmethod
     def _signals(training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
-        """One or two signals at moments of the start; the first lets it go on to its first checkpoint."""
+        """Send one or two signals during the start; the first lets the run continue to its first checkpoint."""
         sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         at = rng.uniform(*STARTS)
@@ -259,7 +262,7 @@ class FaultSoak:
 
     @staticmethod
     def _end(training: Training) -> tuple[int, bool]:
-        """Exit code, and whether it had to be killed."""
+        """Return the exit code, and whether the part had to be killed."""
         deadline = Deadline("soak", "part", PART_S)
         while training.running():
             if deadline.elapsed() > deadline.limit:
@@ -270,29 +273,29 @@ class FaultSoak:
 
     def _differences(self) -> list[str]:
         if self.finished:
-            return differences(self.whole, self.run, self.rollouts)
-        return sample_differences(self.whole, self.run, range(max(0, last_step(self.run))))
+            return differences(self.undisturbed_dir, self.run, self.rollouts)
+        return sample_differences(self.undisturbed_dir, self.run, range(max(0, last_step(self.run))))
 
     def table(self) -> str:
-        """Markdown: the counts, what became of each kind of fault, then each part."""
+        """Return Markdown: the counts, the outcomes of each kind of fault, then each part."""
         lines = ["# Faults, soaked", "", setting(), "", *self._counts(), ""]
-        lines += ["| fault | planted | came of it |", "|---|---|---|"]
+        lines += ["| fault | injected | result |", "|---|---|---|"]
         planted = [(part, outcome) for part in self.parts for outcome in part.planted]
         for kind in (*SURVIVED, *FATAL, STARTING):
-            here = [
+            kind_outcomes = [
                 (p, o)
                 for p, o in planted
                 if o[0].partition(":")[0] == kind or (kind == STARTING and o[0].startswith("SIG"))
             ]
-            if here:
-                lines.append(f"| {kind} | {len(here)} | {_summary(kind, here)} |")
+            if kind_outcomes:
+                lines.append(f"| {kind} | {len(kind_outcomes)} | {_summary(kind, kind_outcomes)} |")
         lines += [
             "",
             "| part | layout | rollouts | faults | ended by | code | crash bundle | s | left behind |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for part in self.parts:
-            names = ", ".join(f"{what} ({where})" for what, where, _ in part.planted)
+            names = ", ".join(f"{fault} ({target})" for fault, target, _ in part.planted)
             lines.append(
                 f"| {part.number} | {part.layout} | {part.first} to {part.last} | {names} | {part.end or 'its end'} | "
                 f"{part.code} | {'; '.join(part.causes) or 'none'} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
@@ -300,22 +303,24 @@ class FaultSoak:
         return "\n".join(lines) + "\n"
 
     def section(self) -> str:
-        """Markdown: what was tried, handled and not, by kind of fault."""
+        """Return Markdown: numbers of tried, handled and unhandled faults by kind."""
         rows = ["| fault | tried | handled | not |", "|---|---|---|---|"]
-        planted = [(part, found[0]) for part in self.parts for found in part.planted]
+        planted = [(part, outcome[0]) for part in self.parts for outcome in part.planted]
         for kind in (*SURVIVED, *FATAL, STARTING):
-            here = [part for part, what in planted if _kind(what) == kind]
-            handled = sum(part.clean and not part.leftovers for part in here)
-            if here:
+            kind_parts = [part for part, fault in planted if _kind(fault) == kind]
+            handled = sum(part.clean and not part.leftovers for part in kind_parts)
+            if kind_parts:
                 rows.append(
-                    f"| {FAULTS.get(kind, 'signals at the start')} | {len(here)} | {handled} | {len(here) - handled} |"
+                    f"| {FAULTS.get(kind, 'signals at the start')} | {len(kind_parts)} | {handled} | {len(kind_parts) - handled} |"
                 )
         return "\n".join([HEADING, "", setting(), "", MEANING, "", *rows, "", *self._counts()]) + "\n"
 
     def _counts(self) -> list[str]:
-        planted = [found for part in self.parts for *_, found in part.planted]
-        lost = [found for found in planted if "noticed after" in found]
-        others = [found for part in self.parts for found in part.outcomes if found not in (*part.planted, *part.missed)]
+        planted = [outcome for part in self.parts for *_, outcome in part.planted]
+        engine_losses = [outcome for outcome in planted if "noticed after" in outcome]
+        further_losses = [
+            outcome for part in self.parts for outcome in part.outcomes if outcome not in (*part.planted, *part.missed)
+        ]
         ended = [part for part in self.parts if part.end]
         failed = [part for part in self.parts if part.code == 1]
         num_done = self.rollouts if self.finished else max(0, last_step(self.run))
@@ -326,10 +331,10 @@ class FaultSoak:
             "planted faults without a running victim, not counted": sum(len(part.missed) for part in self.parts),
             "parts of the run": len(self.parts),
             "rollouts": f"{num_done} of {self.rollouts}",
-            "engines lost": len(lost),
-            "of them serving again before the part ended": sum("serves" in found for found in lost),
-            "further engines lost, as a consequence": len(others),
-            "of these serving again before the part ended": sum("serves" in found for *_, found in others),
+            "engines lost": len(engine_losses),
+            "of them serving again before the part ended": sum("serves" in outcome for outcome in engine_losses),
+            "further engines lost, as a consequence": len(further_losses),
+            "of these serving again before the part ended": sum("serves" in outcome for *_, outcome in further_losses),
             "parts ended as their fault must": f"{sum(part.clean for part in ended)} of {len(ended)}",
             "crash bundles of parts that ended with exit code 1, the victim named": f"{sum(part.explained for part in failed)} of "
             f"{len(failed)}",
@@ -340,12 +345,12 @@ class FaultSoak:
                 len(part.leftovers) for part in self.parts
             ),
         }
-        lines = ["| | |", "|---|---|", *(f"| {what} | {count} |" for what, count in counts.items())]
+        lines = ["| | |", "|---|---|", *(f"| {label} | {count} |" for label, count in counts.items())]
         return [*lines, *(f"- {text}" for text in different[:5])]
 
 
-def _kind(what: str) -> str:
-    return STARTING if what.startswith("SIG") else what.partition(":")[0]
+def _kind(fault: str) -> str:
+    return STARTING if fault.startswith("SIG") else fault.partition(":")[0]
 
 
 def setting() -> str:
@@ -365,17 +370,19 @@ def _first_line(path: Path) -> str:
     return (path.read_text().splitlines() or [""])[0].replace("|", "/") if path.exists() else f"no {path.name}"
 
 
-def _summary(kind: str, here: list[tuple[SoakPart, tuple[str, str, str]]]) -> str:
+def _summary(kind: str, kind_outcomes: list[tuple[SoakPart, tuple[str, str, str]]]) -> str:
     if kind in FATAL or kind == STARTING:
-        return f"{sum(part.clean for part, _ in here)} ended the part as they must"
-    lost = [what for _, (_, _, what) in here if "noticed after" in what]
-    again = [
-        float(what.rpartition("serves")[2].rpartition(" after ")[2].split(" s")[0]) for what in lost if "serves" in what
+        return f"{sum(part.clean for part, _ in kind_outcomes)} ended the part as they must"
+    engine_losses = [outcome for _, (_, _, outcome) in kind_outcomes if "noticed after" in outcome]
+    restart_times = [
+        float(outcome.rpartition("serves")[2].rpartition(" after ")[2].split(" s")[0])
+        for outcome in engine_losses
+        if "serves" in outcome
     ]
-    times = f" {min(again):.1f} to {max(again):.1f} s after the fault" if again else ""
-    found = [f"{len(lost)} engines lost", f"{len(again)} serving again{times}"]
-    others = Counter(what for _, (_, _, what) in here if "noticed after" not in what)
-    return ", ".join(found) + "".join(f"; {count}: {what}" for what, count in others.items())
+    times = f" {min(restart_times):.1f} to {max(restart_times):.1f} s after the fault" if restart_times else ""
+    counts = [f"{len(engine_losses)} engines lost", f"{len(restart_times)} serving again{times}"]
+    other_outcomes = Counter(outcome for _, (_, _, outcome) in kind_outcomes if "noticed after" not in outcome)
+    return ", ".join(counts) + "".join(f"; {count}: {outcome}" for outcome, count in other_outcomes.items())
 
 
 if __name__ == "__main__":

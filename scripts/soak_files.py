@@ -1,12 +1,12 @@
-"""Damage every file that a run reads, in many ways, and read it as the run does. Starts no process; takes some minutes.
+"""Damage every file that a run reads, in many ways, and read it as a run does. Starts no process; takes some minutes.
 
 python scripts/soak_files.py [--count 1200] [--seed 0] [--write] [--show]
 
-A small model, its reference, data, a recipe and the folder of a run that was stopped are written to a temporary folder.
-Then, ``--count`` times in all, one file is damaged (bytes, one field, a folder or a pipe in its place, its permissions),
-the readers of ``train.py --plan``, of a run that goes on and of its report read it, and it is mended. The exit code is 0
-when each file was refused in one message, or read with a value that may stand in it. ``--write`` replaces the section
-"Damaged files" of docs/measurements/robustness.md.
+A small model, its reference, data, a recipe and the folder of a stopped run are written to a temporary folder. Then, ``--count``
+times, one file is damaged (bytes, one field, a folder or pipe in its place, its permissions), read by the readers of
+``train.py --plan``, of a resumed run and of its report, and restored. The exit code is 0 if each file was refused with one
+message, or read with a permitted value. ``--write`` replaces the section "Damaged files" of
+docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.damage.world import FILES  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
 TITLE = "## Damaged files"
-SHOWN = 1500  # characters of a trial that went wrong
+SHOWN = 1500  # printed characters of a failed trial
 
 
 def main() -> int:
-    """Exit code: 0 when every damaged file was handled."""
+    """Return exit code 0 if every damaged file was handled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1200, help="damaged files in all")
     parser.add_argument("--seed", type=int, default=0)
@@ -55,14 +55,14 @@ def main() -> int:
 
 
 def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
-    """Damage ``count`` files, the classes in turn."""
+    """Damage ``count`` files, alternating between the classes."""
     kinds = [name for name in FILES if kind in name]
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), trainer=True)
-        for at in range(count):
-            name = kinds[at % len(kinds)]
-            rng = Random(f"{seed} {name} {at // len(kinds)}")
+        for index in range(count):
+            name = kinds[index % len(kinds)]
+            rng = Random(f"{seed} {name} {index // len(kinds)}")
             trial = world.trial(name, rng.choice(FILES[name]), rng)
             trials.append(trial)
             if show or trial.outcome in FAULTS:
@@ -71,14 +71,14 @@ def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
 
 
 def section(trials: list[Trial], command: str, seconds: float) -> str:
-    """The section of the page."""
-    found = Counter((trial.kind, trial.outcome) for trial in trials)
+    """Return the section of the page."""
+    num_trials = Counter((trial.kind, trial.outcome) for trial in trials)
     columns = [*Outcome]
     rows = [f"| files | tried | {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) + 1)}"]
     for kind in dict.fromkeys(trial.kind for trial in trials):
-        counts = [found[kind, outcome] for outcome in columns]
+        counts = [num_trials[kind, outcome] for outcome in columns]
         rows.append(f"| {kind} | {sum(counts)} | {' | '.join(map(str, counts))} |")
-    totals = [sum(found[kind, outcome] for kind in FILES) for outcome in columns]
+    totals = [sum(num_trials[kind, outcome] for kind in FILES) for outcome in columns]
     rows.append(f"| all | {sum(totals)} | {' | '.join(map(str, totals))} |")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True

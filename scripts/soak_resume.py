@@ -1,12 +1,11 @@
-"""Kill a small deterministic run again and again, continue it each time, and compare it with one that was left alone.
+"""Kill a small deterministic run repeatedly, resume it each time, and compare it with an undisturbed run.
 
 python scripts/soak_resume.py [--kills 50] [--seed 0] [--rollouts 20] [--folder FOLDER] [--table FILE]
 
-Each kill is SIGKILL of the driver at a point that the seed chooses: a phase (collect, step, push, save), a rollout, and a
-time within the phase as long as the undisturbed run spent there. A run is killed
-a third to half as often as it has rollouts before it may end; then prompts, seeds, tokens, log-probabilities, versions,
-losses and weights are compared, and the next run begins. The folder keeps what has been done: the same command goes on
-where it stopped, and rewrites the table.
+Each kill is SIGKILL of the driver at a random point: a phase (collect, step, push, save), a rollout, and a time within the
+phase's duration in the undisturbed run. The number of kills of a run is a third to half of its rollouts; then it runs to its
+end, prompts, seeds, tokens, log-probabilities, versions, losses and weights are compared, and the next run begins. The folder
+keeps the progress: the same command continues where it stopped, and rewrites the table.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ TIMES = {
     "save": "perf/save_time",
 }
 PHASES = tuple(TIMES)
-SAVE_S = 0.3  # where the metrics have no time of saving
+SAVE_S = 0.3  # if the metrics have no save time
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: where it was meant to be, and from which checkpoint the run went on."""
+    """One kill: its intended point, and the checkpoint from which the run resumed."""
 
     run: int
     phase: str
     rollout_id: int
     seconds: float
-    died: bool  # by the kill; False: the run failed in another way
+    died: bool  # False: the run failed in another way
     resumed_at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One run after its kills, against the undisturbed one."""
+    """Comparison of a run after its kills with the undisturbed run."""
 
     run: int
     differences: list[str]
@@ -61,7 +60,7 @@ class Verdict:
 
 
 def main() -> int:
-    """Exit code 0 when every kill was one and every run the same."""
+    """Return exit code 0 if every kill succeeded and every run had the same results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -80,7 +79,7 @@ def main() -> int:
 
 
 class ResumeSoak:
-    """The undisturbed run, and the runs that are killed, in one folder."""
+    """Undisturbed run and killed runs, in one folder."""
 
     def __init__(self, folder: Path, seed: int, rollouts: int) -> None:
         self.folder, self.seed, self.rollouts = folder, seed, rollouts
@@ -95,7 +94,7 @@ class ResumeSoak:
                 else:
                     self.verdicts.append(Verdict(**note))
             ended = {verdict.run for verdict in self.verdicts}
-            self.kills = [kill for kill in self.kills if kill.run in ended]  # a run that was cut off is made anew
+            self.kills = [kill for kill in self.kills if kill.run in ended]  # an interrupted run is repeated
 
     @property
     def good(self) -> bool:
@@ -103,38 +102,38 @@ class ResumeSoak:
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:
-        """The run that nobody disturbs."""
-        self._job, self.whole = undisturbed(self.folder, self.rollouts)
-        rows = [row for row in metrics(self.whole) if row["step"] > 0]
+        """Run the undisturbed run, or reuse it."""
+        self._job, self.undisturbed_dir = undisturbed(self.folder, self.rollouts)
+        rows = [row for row in metrics(self.undisturbed_dir) if row["step"] > 0]
         self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
 
-    def one_run(self, most: int) -> None:
-        """Kill one run a few times, let it end, compare."""
+    def one_run(self, max_kills: int) -> None:
+        """Kill one run several times, let it end, and compare it."""
         run = len(self.verdicts)
         rng = random.Random(f"{self.seed} {run}")
         folder = self.folder / f"run_{run}"
         shutil.rmtree(folder, ignore_errors=True)
         kills: list[Kill] = []
-        for _ in range(min(most, rng.randint(self.rollouts // 3, self.rollouts // 2))):
+        for _ in range(min(max_kills, rng.randint(self.rollouts // 3, self.rollouts // 2))):
             if self._saved(folder) == self.rollouts:
                 break
             kills.append(self._kill(run, folder, rng))
             if not kills[-1].died:
                 break
         result = train(*self._job, f"run.dir={folder}", log=self.folder / f"run_{run}_end.log")
-        found = [result.output[-500:]] if result.code else differences(self.whole, folder, self.rollouts)
+        problems = [result.output[-500:]] if result.code else differences(self.undisturbed_dir, folder, self.rollouts)
         values = [row[name] for row in metrics(folder) for name in (DRIFT, PROBE) if name in row]
-        verdict = Verdict(run, found, max(values, default=float("nan")))
+        verdict = Verdict(run, problems, max(values, default=float("nan")))
         with self._notes.open("a") as file:
             for note in (*kills, verdict):
                 file.write(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n")
         self.kills += kills
         self.verdicts.append(verdict)
         print(
-            visible(f"run {run}: {len(kills)} kills, {len(found)} differences, {len(self.kills)} kills in all"),
+            visible(f"run {run}: {len(kills)} kills, {len(problems)} differences, {len(self.kills)} kills in all"),
             flush=True,
         )
-        if not found:
+        if not problems:
             shutil.rmtree(folder)
 
     def _kill(self, run: int, folder: Path, rng: random.Random) -> Kill:
@@ -153,13 +152,13 @@ class ResumeSoak:
 
     @staticmethod
     def _saved(folder: Path) -> int:
-        """Rollouts that the newest checkpoint has behind it."""
+        """Return the number of rollouts trained at the newest checkpoint."""
         marker = folder / "checkpoints" / LATEST
         text = marker.read_text() if marker.exists() else NONE_YET
         return 0 if text == NONE_YET else int(text)
 
     def table(self) -> str:
-        """Markdown: per phase, and per run."""
+        """Return Markdown: one table per phase and one per run."""
         lines = [
             "| killed in | kills | earliest and latest moment in it (s) | lost rollouts, redone |",
             "|---|---|---|---|",
@@ -172,7 +171,7 @@ class ResumeSoak:
                 lines.append(f"| {phase} | {len(kills)} | {min(times):.3f} to {max(times):.3f} | {redone} |")
         lines += [
             "",
-            "| run | killed at (phase:rollout:seconds, went on after rollout) | differences | drift |",
+            "| run | killed at (phase:rollout:seconds, resumed after rollout) | differences | drift |",
             "|---|---|---|---|",
         ]
         for verdict in self.verdicts:

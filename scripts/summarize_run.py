@@ -17,7 +17,7 @@ from slime_like_compat.flags.translate import translate
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, or 1 when the run left no accuracy."""
+    """Return the exit code: 0, or 1 if the run has no accuracy."""
     if translate(argv).action != "train":
         return 0
     cfg = load_config(argv, files=False)
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def summarize(path: Path, metric: str) -> int:
-    """Print first and last value of ``metric`` in a metrics.jsonl. Returns 1 when no line has it, else 0."""
+    """Print the first and last value of ``metric`` in a metrics.jsonl. Return 1 if no line has it, else 0."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     with_metric: list[dict[str, Any]] = [row for row in rows if metric in row]
     if not with_metric:
@@ -42,7 +42,7 @@ def summarize(path: Path, metric: str) -> int:
 
 
 def _when(row: dict[str, Any]) -> str:
-    """In words, which moment of the run ``row`` tells of."""
+    """Return the time of ``row`` in words."""
     return f"after {row['step']:g} rollouts" if row["step"] else "after the warm start"
 
 

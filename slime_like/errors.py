@@ -1,4 +1,8 @@
-"""Errors shown to users. Each takes one message (to pickle across Ray) that names key or file, value and fix."""
+"""Errors shown to users.
+
+Each takes a single message argument, so that it can be pickled across Ray. The message names the key or file, the value
+and the fix.
+"""
 
 import sys
 
@@ -11,7 +15,7 @@ class SlimeLikeError(Exception):
     printed = False
 
     def say(self) -> None:
-        """Print the error once: first by the run, before it stops its processes, otherwise by its caller."""
+        """Print the error once: the run calls this before it stops its processes, and its caller as a fallback."""
         if not self.printed:
             self.printed = True
             sys.stderr.write(complaint(self))
@@ -27,7 +31,7 @@ class DataError(SlimeLikeError, ValueError):
 
 
 class CheckpointError(SlimeLikeError, RuntimeError):
-    """A checkpoint that is missing, corrupt or of another model."""
+    """A checkpoint that is missing, corrupt or from another model."""
 
 
 class RewardError(SlimeLikeError, RuntimeError):
@@ -55,11 +59,11 @@ class WeightSyncError(SlimeLikeError, RuntimeError):
 
 
 class ConsistencyError(SlimeLikeError, RuntimeError):
-    """Engine and trainer disagree about the log-probability of the same tokens under the same weights."""
+    """A disagreement of engine and trainer about the log-probabilities of tokens under the same weights."""
 
 
 class WorkerError(SlimeLikeError, RuntimeError):
-    """A trainer rank or another process of the run failed; ``died`` if it has exited."""
+    """A trainer rank or another process of the run that failed; ``died`` is True if it has exited."""
 
     def __init__(self, message: str, died: bool = False) -> None:
         super().__init__(message)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.metrics.types import Metric, RunWarning
@@ -51,21 +51,43 @@ class Engine(Protocol):
         ...
 
 
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that this project uses."""
+
+    @property
+    def name_or_path(self) -> str: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def chat_template(self) -> object: ...
+    def __call__(self, text: list[str], /, **options: bool) -> Mapping[str, Sequence[object]]:
+        """Return the encoded texts as columns, such as ``input_ids``."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, object]], /, **options: object) -> object:
+        """Return the text of chat messages, with ``tokenize=False``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateContext:
-    """Context of a generate call, in addition to prompt and engine."""
+    """Arguments of a generate call other than prompt and engine."""
 
     sampling: Sampling
-    decode: Any  # Callable[[Sequence[int]], str]: token ids -> text, special tokens dropped
+    decode: Callable[[Sequence[int]], str]  # token ids -> text, special tokens dropped
     group_id: int
     first_sample_id: int
     max_context_len: int
-    tokenizer: Any = None  # of model.hf_checkpoint; ``data.chat.tokenize`` encodes text the model did not write
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # data.chat_template_kwargs
+    tokenizer: Tokenizer  # of model.hf_checkpoint; ``data.chat.tokenize`` encodes text the model did not write
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict[str, object])  # data.chat_template_kwargs
 
 
 class GenerateFn(Protocol):
-    """Generate the samples of one group: single-turn, multi-turn, tools. Runs in the rollout manager's event loop."""
+    """Generates the samples of one group, with one turn, several turns or tools, in the rollout manager's event loop."""
 
     async def __call__(
         self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
@@ -77,7 +99,7 @@ class Generator(GenerateFn, Protocol):
     """A stateful ``GenerateFn``: a class named by ``rollout.generate``, constructed with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return metrics since the last call; names need an entry in ``metrics.dictionary`` to be documented."""
+        """Return metrics since the last call; only names with an entry in ``metrics.dictionary`` are documented."""
         ...
 
     def warnings(self) -> tuple[str, ...]:
@@ -102,7 +124,7 @@ class GroupRewardFn(Protocol):
 
 
 class GroupFilter(Protocol):
-    """Return ``None`` to keep the group, or the reason to drop it, which is counted as a metric."""
+    """Returns ``None`` to keep the group, or the reason for dropping it, which a metric counts."""
 
     def __call__(self, group: SampleGroup) -> str | None: ...
 
@@ -119,19 +141,24 @@ class DataSource(Protocol):
         """Return metrics of the data, such as ``data/bad_rows``."""
         ...
 
-    def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def state(self) -> Mapping[str, object]:
+        """Return the cursor, as JSON values."""
+        ...
+
+    def load_state(self, state: Mapping[str, object]) -> None:
+        """Continue at a cursor that ``state`` returned."""
+        ...
 
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------
 class GroupAdvantage(Protocol):
-    """Map rewards_G to advantages_G of one group, in the driver."""
+    """Maps rewards_G of a group to advantages_G, in the driver."""
 
     def __call__(self, rewards_G: F32) -> F32: ...
 
 
 class Reduce(Protocol):
-    """Element-wise sum over all ranks that hold part of the batch: the only collective available to an algorithm."""
+    """Element-wise sum over all ranks that have part of the batch: the only collective available to an algorithm."""
 
     def sum(self, value: Tensor) -> Tensor: ...
 
@@ -151,13 +178,11 @@ class TokenView:
     old_logprobs: Tensor | None  # F32 [T], proximal policy
     ref_logprobs: Tensor | None  # F32 [T]
     teacher_logprobs: Tensor | None = None  # F32 [T], of the teacher policy
-    values: Tensor | None = (
-        None  # F32 [T], a critic's estimate of the return from the token onward, made before the token
-    )
+    values: Tensor | None = None  # F32 [T], a critic's estimate of the return from this token on, before it is sampled
 
 
 class TokenAdvantage(Protocol):
-    """Compute per-token advantages for all micro-batches of a rollout on this rank, before the first optimizer step."""
+    """Computes per-token advantages of all micro-batches of a rollout on this rank, before the first optimizer step."""
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return F32 [T] per view."""
@@ -186,7 +211,7 @@ class Sequences(Protocol):
     """Per-sequence reductions over a micro-batch, of which a rank holds only a part under context parallelism.
 
     N local tokens, S sequences. Sums are differentiable collectives over the ranks that share the sequences:
-    every such rank makes the same calls in the same order, even if it holds no token of a sequence.
+    each of these ranks must make the same calls in the same order, even if it has no token of a sequence.
     """
 
     def sum(self, values: Tensor) -> Tensor:
@@ -204,7 +229,7 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LossView:
-    """Inputs of a token loss. [T] columns by predicted token; under context parallelism this rank's part of them."""
+    """Inputs of a token loss. [T] columns are indexed by predicted token; under context parallelism a rank has its part."""
 
     logprobs: Tensor  # F32 [T], carries the gradient
     entropy: Tensor | None  # F32 [T], carries the gradient; present if the loss sets needs_entropy
@@ -243,13 +268,13 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """Ship each dp shard once, annotate scores, take every optimizer step of the batch."""
+        """Send each dp shard once, add the scores, take every optimizer step of the batch."""
         ...
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
         """Return [T] log-probabilities at the sampling temperature, 0 at each sequence's first token.
 
-        ``exact``: the kind of layer (table EXACT_LAYERS, or all) to compute in float64.
+        ``exact`` names the kind of layer to compute in float64 (a name in the table EXACT_LAYERS, or all).
         """
         ...
 
@@ -258,14 +283,14 @@ class Trainer(Protocol):
         ...
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
-        """Return sample id -> [L] advantages that the ranks computed in the last ``step``, for samples of ``sample_ids`` it held.
+        """Return sample id -> [L] advantages that the ranks computed in the last ``step``, for those of ``sample_ids`` in it.
 
         Empty if the algorithm uses group advantages, or if the run dumps no rollouts.
         """
         ...
 
     def rest(self) -> None:
-        """Release resources only needed for communication: rollouts run, and no rank communicates until the next call."""
+        """Release resources needed only for communication, since no rank communicates until the next call."""
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:
@@ -285,7 +310,7 @@ class NamesKernels(Protocol):
     """A layer with more than one kernel implementation."""
 
     def kernels(self) -> str:
-        """Describe the kernels that ran, with versions: one sentence for the log."""
+        """Describe the kernels that ran, with their versions, in one sentence for the log."""
         ...
 
 
@@ -301,13 +326,13 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """HF tensors that travel together."""
+    """HF tensors that are sent together."""
 
     tensors: tuple[tuple[str, Tensor], ...]
 
 
 class WeightSource(Protocol):
-    """The trainer side of a push on one rank. All ranks of a pipeline stage iterate together: gathers are collectives."""
+    """The trainer side of a push on one rank. All ranks of a pipeline stage iterate together, as gathers are collectives."""
 
     @property
     def is_sender(self) -> bool:
@@ -321,6 +346,16 @@ class WeightSource(Protocol):
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of the manifest in order; a tensor larger than ``max_bytes`` gets its own bucket."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Address and key by which a trainer rank reaches an engine."""
+
+    name: str
+    url: str
+    admin_key: str
+    tp: int
 
 
 class WeightReceiver(Protocol):
@@ -373,7 +408,7 @@ class WeightSender(Protocol):
 
 
 class MetricSink(Protocol):
-    """A destination of reduced metrics."""
+    """A destination of reduced metrics. A sink of ``metrics.sinks`` may leave out ``note`` and ``warn``."""
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None: ...
     def note(self, text: str) -> None:

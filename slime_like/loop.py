@@ -7,8 +7,8 @@ collect   consumes prompts, produces scored groups; waits for the engines; at mo
 step      consumes one rollout, produces weights of the next version; waits for the trainer ranks
 push      consumes weights, unblocks the engines; the probe checks that both sides hold the same weights
 
-With ``loop.max_staleness=0`` the three take turns. With 1 or more the manager collects the next rollout while
-``step`` runs, and a push pauses it briefly: the same loop with another number.
+With ``loop.max_staleness=0`` the three phases take turns. With 1 or more, the manager collects the next rollout while
+``step`` runs, and a push pauses it briefly. The loop is the same in both cases.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slime_like.errors import ConfigError
@@ -23,7 +23,12 @@ def is_path(name: str | None) -> bool:
     return name is not None and ":" in name
 
 
-def check(key: str, name: str, table: dict[str, str], *, dotted: bool = False) -> None:
+def metric_part(name: str) -> str:
+    """Return ``name`` for the name of a metric: a file without its folder. Example: ``/a/b.py:f`` gives ``b.py:f``."""
+    return name.rpartition("/")[2] if is_path(name) else name
+
+
+def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False) -> None:
     """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, looks like ``package.module:attribute``."""
     if name in table or (dotted and is_path(name)):
         return

@@ -34,11 +34,14 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
+UNTRAINED = (Status.FAILED, Status.ABORTED)  # their tokens have no weight, and their rewards are in no baseline
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens ``[start, stop)`` of a sample with their source and, for model tokens, the weight version.
 
-    Example: prompt of 3 and 4 sampled tokens, the last 2 after a push:
+    Example: a prompt of 3 tokens and 4 sampled tokens, the last 2 of them after a push:
     ``(Span(0, 3, PROMPT, -1), Span(3, 5, MODEL, 6), Span(5, 7, MODEL, 7))``.
     """
 
@@ -66,9 +69,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Reward of a sample. Advantages use ``score``; ``accuracy`` (0 or 1, if the task has a correct answer) is reported.
+    """Reward of a sample. Advantages use ``score``; ``accuracy`` (0 or 1, if the task has a correct answer) is only reported.
 
-    ``parts`` are the scores of a composed reward's parts, before their weights.
+    ``parts`` are the unweighted scores of the components of a composed reward.
     """
 
     score: float
@@ -78,7 +81,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One episode: all its tokens, in the order the engine saw them."""
+    """One episode: all its tokens, in the order in which the engine saw them."""
 
     group_id: int
     episode_id: int
@@ -140,7 +143,10 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Result of a trainer step: version of the new weights and metrics."""
+    """Result of training on one rollout: version of the new weights and metrics.
+
+    ``step`` here and in metrics counts rollouts trained on, while ``OptimizerStep`` and ``StepBatch`` are optimizer steps.
+    """
 
     version: int
     metrics: tuple[Metric, ...]

@@ -9,14 +9,14 @@ from typing import Any
 from slime_like.config.schema.root import TrainConfig
 
 VERDICTS = {
-    "mapped": "a key says the same",
-    "always": "done here anyway, no key",
-    "default": "not given, and the two projects differ in what that means",
+    "mapped": "mapped to a key with the same meaning",
+    "always": "always done here, no key",
+    "default": "not given, and the defaults of the two projects differ",
     "code": "code of your own, named in the recipe: no run starts until it can be imported, ported to this project's signature",
     "dropped": "left out, with the reason: the job is the same without it",
-    "refused": "carries meaning, and nothing here says the same",
-    "needed": "its value is not written there",
-    "unknown": "no setting that either project knows",
+    "refused": "changes the job and has no equivalent here",
+    "needed": "its value is not in the script",
+    "unknown": "unknown to both projects",
 }
 ESSENTIAL = frozenset({"--hf-checkpoint", "--prompt-data", "actor_rollout_ref.model.path"})
 """Settings that every job needs: dropping them is of no use."""
@@ -77,4 +77,4 @@ def in_the_way(rows: Sequence[Row]) -> str:
     if drops:
         them = "the others" if ESSENTIAL & flags.keys() else "them"
         lines.append(f"To convert the job without {them}, add: {drops}")
-    return "\n".join(["no recipe is written, as it would be another job:", *lines])
+    return "\n".join(["no recipe is written, because it would be another job:", *lines])

@@ -1,4 +1,4 @@
-"""Names that slime and verl have for metrics, with our name for each; verl's keys are in ``verl_keys``.
+"""Names that slime and verl have for metrics, with our name for each; verl's keys are in ``verl.keys``.
 
 Sources: ``slime/observability`` and ``slime/backends/megatron_utils`` of slime 0.3.1,
 ``verl/trainer/ppo/metric_utils.py`` of verl 0.9.0.

@@ -49,7 +49,7 @@ def _mapped() -> Iterator[str]:
 
 
 def _always() -> Iterator[str]:
-    yield from _table("flag", "why it has no key")
+    yield from _table("flag", "reason")
     for flag, (only, reason) in ALWAYS.items():
         yield _row(f"`{flag}`" if only is None else f"`{flag} {only}`", reason)
 
@@ -81,13 +81,13 @@ def _verl_keys() -> Iterator[str]:
 
 
 def _verl_without() -> Iterator[str]:
-    yield from _table("verl", "why it sets nothing")
+    yield from _table("verl", "reason")
     for their_name, reason in WITHOUT_EFFECT.items():
         yield _row(f"`{their_name}`", reason)
 
 
 def _verl_refused() -> Iterator[str]:
-    yield from _table("verl", "taken where it is", "instead")
+    yield from _table("verl", "accepted values", "instead")
     for their_name, item in NOT_HERE.items():
         yield _row(
             f"`{their_name}`", ", ".join(f"`{format_value(value)}`" for value in item.off) or "never", item.instead

@@ -39,7 +39,7 @@ def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, for
         trial.parent.mkdir()
         trial.write_text(text)
         if load_config(_arguments(trial), files=False, machine=False, code=False) != mapped.config:
-            raise ConfigError(f"{path} does not compose to what {launch.script} says; please report it")
+            raise ConfigError(f"{path} does not compose to what {launch.script} does; please report it")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
@@ -85,7 +85,7 @@ def _shown(mapped: Mapped) -> dict[str, Any]:
 
 
 def _lines(mapped: Mapped, launch: Launch, project: str) -> Iterator[str]:
-    assert mapped.config is not None, "a job with settings in the way has no recipe"
+    assert mapped.config is not None, "a job with blocking settings has no recipe"
     yield "# @package _global_"
     yield f"# {launch.script.name} of {project}, translated by scripts/from_{project}.py. Its report names what was left out."
     yield "defaults:"
@@ -124,7 +124,7 @@ def _tree(tree: dict[str, Any], indent: str, project: str) -> Iterator[str]:
 def _origin(row: Row, project: str) -> str:
     if row.verdict == "code":
         return f"{row.flag}: to be ported"
-    return f"{row.flag}, as {project} does where it is not given" if row.verdict == "default" else row.flag
+    return f"{row.flag}, as {project} does if it is not given" if row.verdict == "default" else row.flag
 
 
 def _scalar(value: Any) -> str:
@@ -155,9 +155,9 @@ def _report(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str
     yield ""
     yield from launch.notes
     if names := ", ".join(launch.environment):
-        yield f"variables of the job, to be set where train.py is started if they are needed: {names}"
+        yield f"variables of the job, set them in the environment of train.py if needed: {names}"
     if launch.skipped:
-        yield f"not read, as asked: {', '.join(launch.skipped)}"
+        yield f"not read, as requested: {', '.join(launch.skipped)}"
     if launch.commands:
         other_commands = ", ".join(
             f"{name} ({times})" if times > 1 else name for name, times in launch.commands.items()

@@ -1,4 +1,4 @@
-"""A refusal leaves what is on the disk as it was."""
+"""Check that a block leaves a folder untouched."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Name below ``folder`` -> bytes of the file; None of a folder."""
-    found = sorted(folder.rglob("*"))
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
+    """Return {path relative to ``folder``: bytes of the file}, None for a folder."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @contextmanager
 def unchanged(folder: Path) -> Generator[None]:
-    """Assert that ``folder`` holds the same names and bytes before and after the block, and that it still exists or not."""
+    """Assert that the block changes neither the names and bytes in ``folder`` nor its existence."""
     before, existed = contents(folder), folder.exists()
     yield
     after = contents(folder)

@@ -1,7 +1,7 @@
-"""Runtime hooks into SGLang that are proven to be in place, or stop the engine.
+"""Runtime hooks into SGLang that are verified to be in place, or stop the engine.
 
-SGLang's ``HookRegistry`` logs and swallows every error, so that a hook whose target was renamed upstream would silently
-do nothing. ``install`` registers hooks, applies them and then looks at the target itself.
+SGLang's ``HookRegistry`` logs and swallows every error, so a hook whose target was renamed upstream would silently do
+nothing. ``install`` registers hooks, applies them and then checks the targets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-OPTION = "SLIME_LIKE_SGLANG"  # comma list of the seams to switch on in this process and its children
+OPTION = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in this process and its children
 
 
 def enabled(name: str) -> bool:
@@ -22,7 +22,7 @@ def enabled(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """``function`` is put around, after or in place of ``target``, the dotted path of an SGLang function or method."""
+    """A ``function`` to run around, after or instead of ``target``, the dotted path of an SGLang function or method."""
 
     target: str
     kind: Literal["around", "after", "replace"]
@@ -57,16 +57,16 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 
 
 def stop_on(owner: str, problems: Sequence[str]) -> None:
-    """Stop the engine, naming every problem, if there is one."""
+    """Stop the engine if there are ``problems``, naming each."""
     if problems:
         raise SystemExit(
             f"slime_like plugin {owner!r} does not fit this SGLang: {'; '.join(problems)}. "
-            f"Install the SGLang version that setup.py names, or take {owner!r} out of {OPTION}."
+            f"Install the SGLang version that setup.py names, or remove {owner!r} from {OPTION}."
         )
 
 
 def replace_attribute(owner: str, module: Any, name: str, value: Any) -> None:
-    """Set ``module.name``, which must exist: a touch-up of something upstream renamed would be a silent no-op."""
+    """Set ``module.name``, which must exist: replacing a name that upstream renamed would have no effect."""
     if not hasattr(module, name):
         stop_on(owner, [f"{module.__name__}.{name} does not exist"])
     setattr(module, name, value)

@@ -1,6 +1,6 @@
-# Sourced: find_python prints the path of a Python 3.12 that runs and can make virtual environments.
+# Sourced: find_python prints the path of a working Python 3.12 that can create virtual environments.
 
-# Runs inside a candidate: prints the interpreter behind shims and environments if it serves, else ends with the reason.
+# Runs in a candidate: prints the interpreter behind shims and environments if it is usable, else exits with the reason.
 PYTHON_TEST='
 import sys
 if sys.version_info[:2] != (3, 12) or sys.implementation.name != "cpython":
@@ -12,7 +12,7 @@ except ImportError:
 print(getattr(sys, "_base_executable", None) or sys.executable)
 '
 
-# python_candidates: one path per line, best first, from PATH, uv and pyenv. A line may name what does not work.
+# python_candidates: print one path per line, best first, from PATH, uv and pyenv; some may not work.
 python_candidates() {
     type -aP python3.12 || true
     type -aP python3 || true
@@ -25,7 +25,7 @@ python_candidates() {
     done < <(pyenv_roots)
 }
 
-# pyenv_roots: folders that may hold pyenv's versions. HOME may be empty, so shims on PATH tell where theirs is.
+# pyenv_roots: print folders that may contain pyenv's versions; shims on PATH are used too, since HOME may be empty.
 pyenv_roots() {
     local -a folders
     IFS=: read -ra folders <<<"$PATH"
@@ -39,12 +39,12 @@ pyenv_roots() {
     } | awk '!seen[$0]++'
 }
 
-# find_python: prints the first candidate that serves; otherwise says what was tried and how to get one, and fails.
+# find_python: print the first usable candidate; otherwise fail with those tried and how to get one.
 find_python() {
     local candidate answer last tried=''
     while read -r candidate; do
         if answer=$("$candidate" -c "$PYTHON_TEST" 2>&1 </dev/null) && [[ -x ${answer##*$'\n'} ]]; then
-            printf '%s\n' "${answer##*$'\n'}" # shims and locales may have warned before
+            printf '%s\n' "${answer##*$'\n'}" # last line only: shims and locales may print warnings first
             return
         fi
         last=${answer##*$'\n'}

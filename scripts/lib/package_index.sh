@@ -1,7 +1,7 @@
-# Sourced: uv does not read pip's settings. Where uv has none of its own, it gets the index, files and certificates that
-# the user gave pip, so that a company's mirror or proxy serves both.
+# Sourced: uv does not read pip's settings. Unless uv has its own, pass it the index, files and certificates configured for
+# pip, so that a company's mirror or proxy is used by both.
 
-# pip_setting NAME: value of pip's setting (environment, pip.conf), or nothing. Environment wins.
+# pip_setting NAME: print pip's setting (environment before pip.conf), or nothing.
 pip_setting() {
     sed -n "s/^:env:\.$1='\(.*\)'$/\1/p" <<<"$PIP_SETTINGS" | grep . ||
         sed -n -E "s/^(global|install)\.$1='(.*)'$/\2/p" <<<"$PIP_SETTINGS" | tail -n 1

@@ -1,15 +1,15 @@
-# Sourced: refuses machines on which the wheels cannot run, before anything is downloaded.
+# Sourced: refuse machines on which the wheels cannot run, before downloading anything.
 
 MIN_GLIBC=2.34 # megatron-core and SGLang publish manylinux_2_34 wheels for x86-64 only
 
-# What the machine says of itself; tests replace these.
+# Properties of the machine; tests replace these.
 probe_kernel() { uname -s; }
 probe_machine() { uname -m; }
 probe_glibc() { getconf GNU_LIBC_VERSION 2>/dev/null || true; } # "glibc 2.36"; nothing on musl
 probe_free_gb() { df -Pk "$1" | awk 'NR == 2 { print int($4 / 1048576) }'; }
 probe_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
-# check_platform: returns if this is Linux x86-64 with a new enough glibc, else fails naming what it is and a way out.
+# check_platform: return on Linux x86-64 with a recent glibc, else fail with the platform and an alternative.
 check_platform() {
     local kernel machine glibc
     local elsewhere="use WSL2 on Windows, or the CPU image on any machine with Docker (docker/README.md)"
@@ -27,7 +27,7 @@ check_platform() {
     fi
 }
 
-# check_disk FOLDER GB: fails if the file system of FOLDER (or of its nearest parent that exists) has less free.
+# check_disk FOLDER GB: fail if the file system of FOLDER (or of its nearest existing parent) has less free space.
 check_disk() {
     local folder=$1 need=$2 free
     while [[ ! -d $folder ]]; do folder=$(dirname "$folder"); done
@@ -38,7 +38,7 @@ check_disk() {
     fi
 }
 
-# choose_device: prints cpu or gpu: what SLIME_LIKE_DEVICE says, else whether the NVIDIA driver answers.
+# choose_device: print cpu or gpu, from SLIME_LIKE_DEVICE or the presence of an NVIDIA driver.
 choose_device() {
     case ${SLIME_LIKE_DEVICE:-} in
         cpu | gpu) echo "$SLIME_LIKE_DEVICE" ;;

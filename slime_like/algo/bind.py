@@ -1,23 +1,36 @@
-"""Losses and advantages by name, bound to the algorithm's config. Errors of a user's own carry key, line and fix."""
+"""Losses, advantages and corrections by name, bound to the algorithm's config. Errors of a user's own carry key and line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
-from slime_like.config.schema.names import GROUP_ADVANTAGES, LOSSES, TOKEN_ADVANTAGES
-from slime_like.config.schema.policy import AlgoConfig
+from slime_like.algo.off_policy import Correction, OffPolicy
+from slime_like.config.schema.names import GROUP_ADVANTAGES, LOSSES, OFF_POLICY, TOKEN_ADVANTAGES
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.errors import UserCodeError
-from slime_like.interfaces import GroupAdvantage, LossFn, LossOutput, LossView, Reduce, TokenAdvantage, TokenView
+from slime_like.interfaces import (
+    Diagnostics,
+    GroupAdvantage,
+    HasCriticTargets,
+    LossFn,
+    LossOutput,
+    LossView,
+    Reduce,
+    Sequences,
+    TokenAdvantage,
+    TokenView,
+)
 from slime_like.registry import is_path, resolve
 from slime_like.types import F32
 from slime_like.util.user_code import errors_named
 
 LOSS, GROUP, TOKEN = "algo.loss", "algo.group_advantage", "algo.token_advantage"
+CORRECTION = "algo.off_policy"
 
 
 def bind_loss(config: AlgoConfig) -> LossFn:
@@ -30,6 +43,12 @@ def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
     """Return the token advantage that ``config`` names, if it names one."""
     name = config.token_advantage
     return None if name is None else resolve(TOKEN, name, TOKEN_ADVANTAGES)(config)
+
+
+def bind_off_policy(config: PolicyConfig) -> OffPolicy:
+    """Return the off-policy correction that ``config`` names."""
+    correct: OffPolicy = resolve(CORRECTION, config.off_policy, OFF_POLICY)
+    return UserCorrection(config.off_policy, correct) if is_path(config.off_policy) else correct
 
 
 def bind_group_advantage(name: str) -> GroupAdvantage:
@@ -79,15 +98,63 @@ class UserGroupAdvantage:
         return advantages_G
 
 
+@dataclass(frozen=True, slots=True)
+class UserCorrection:
+    """A user's own off-policy correction."""
+
+    name: str
+    correct: OffPolicy
+
+    def __call__(
+        self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
+    ) -> Correction:
+        """Call the function. Raises ``UserCodeError`` when it raises, or returns other than one factor per token."""
+        shape = tuple(old_logprobs.shape)
+        subject = f"a micro-batch of {len(old_logprobs)} tokens on this rank"
+        with errors_named(CORRECTION, self.name, subject):
+            output = cast(object, self.correct(config, old_logprobs, rollout_logprobs, sequences))
+        factors = (output.weight, output.keep) if isinstance(output, Correction) else None
+        if factors is None or any(factor is not None and tuple(factor.shape) != shape for factor in factors):
+            given = (
+                type(output).__name__ if factors is None else [None if f is None else tuple(f.shape) for f in factors]
+            )
+            raise UserCodeError(
+                f"{CORRECTION}={self.name} returned {given} for {subject}: return Correction(weight, keep, means), weight and "
+                f"keep with shape {shape} or None"
+            )
+        return cast(Correction, output)
+
+
 def token_advantages(
     config: AlgoConfig, advantage: TokenAdvantage, views: Sequence[TokenView], reduce: Reduce
 ) -> list[Tensor]:
     """Call a token advantage. Raises ``UserCodeError`` when a user's own raises, or returns other than [T] per view."""
+    return _columns(config, views, lambda: advantage(views, reduce))
+
+
+def critic_targets(config: AlgoConfig, advantage: HasCriticTargets, views: Sequence[TokenView]) -> list[Tensor]:
+    """Call ``returns`` of a token advantage. Raises ``UserCodeError`` as ``token_advantages`` does."""
+    return _columns(config, views, lambda: advantage.returns(views))
+
+
+def diagnose(
+    config: AlgoConfig, advantage: Diagnostics, views: Sequence[TokenView], reduce: Reduce
+) -> Mapping[str, float]:
+    """Call ``diagnose`` of a token advantage. Raises ``UserCodeError`` when a user's own raises."""
+    name = config.token_advantage or ""
+    if not is_path(name):
+        return advantage.diagnose(views, reduce)
+    with errors_named(TOKEN, name, f"{len(views)} micro-batches on this rank"):
+        return advantage.diagnose(views, reduce)
+
+
+def _columns(config: AlgoConfig, views: Sequence[TokenView], compute: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    """Return [T] per view; errors of a user's own code name it."""
     name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
     if not is_path(name):
-        return advantage(views, reduce)
+        return list(compute())
     with errors_named(TOKEN, name, subject):
-        columns = list(advantage(views, reduce))
+        columns = list(compute())
         shapes = [tuple(column.shape) for column in columns]
     if shapes != (expected := [tuple(view.loss_weight.shape) for view in views]):
         raise UserCodeError(

@@ -1,4 +1,7 @@
-"""On-policy distillation: a teacher scores each token of the student's samples (table TOKEN_ADVANTAGES)."""
+"""On-policy distillation: a teacher scores each token of the student's samples (table TOKEN_ADVANTAGES).
+
+Axes: T = tokens of a micro-batch, A = trained tokens (actions) of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,17 @@ class ReverseKL:
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return F32 [T] per view, 0 at untrained tokens."""
-        advantages = [self._advantages(view) for view in views]
+        advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
-            return advantages
-        return whiten(advantages, [view.loss_weight > 0 for view in views], reduce)
+            return advantages_T
+        return whiten(advantages_T, [view.loss_weight > 0 for view in views], reduce)
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``teacher_kl``: mean of log student - log teacher over the trained tokens of all ranks."""
-        gaps = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
-        if not gaps:
+        parts_A = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
+        if not parts_A:
             return {}
-        gaps_A = torch.cat(gaps)
+        gaps_A = torch.cat(parts_A)
         total, count = reduce.sum(torch.stack([gaps_A.sum(), gaps_A.new_tensor(float(len(gaps_A)))])).tolist()
         return {"teacher_kl": total / max(count, 1.0)}
 
@@ -55,9 +58,9 @@ class ReverseKL:
             sum_A = sum_A + cfg.reward_coef * view.rewards[segment_A]
         if view.advantages is not None:
             sum_A = sum_A + view.advantages[segment_A]
-        out_T = torch.zeros_like(view.loss_weight, dtype=sum_A.dtype)
-        out_T[mask_T] = sum_A
-        return out_T
+        advantages_T = torch.zeros_like(view.loss_weight, dtype=sum_A.dtype)
+        advantages_T[mask_T] = sum_A
+        return advantages_T
 
 
 def _student(view: TokenView) -> Tensor:

@@ -1,6 +1,6 @@
 """Generalised advantage estimation, for PPO with a critic (table TOKEN_ADVANTAGES).
 
-Axes: T = tokens of a micro-batch, A = trained tokens (actions) of a micro-batch.
+Axes: T = tokens of a micro-batch, A = trained tokens (actions) of a micro-batch; a number is a size.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class GeneralisedAdvantage:
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return F32 [T] per view, 0 at untrained tokens; normalize_advantages whitens them over all ranks."""
-        advantages = [self._advantages(view) for view in views]
+        advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
-            return advantages
-        return whiten(advantages, [view.loss_weight > 0 for view in views], reduce)
+            return advantages_T
+        return whiten(advantages_T, [view.loss_weight > 0 for view in views], reduce)
 
     def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
         """Return the critic's targets, F32 [T] per view: unwhitened advantage plus value, 0 at untrained tokens."""
@@ -50,17 +50,17 @@ class GeneralisedAdvantage:
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks."""
-        pairs = [
-            torch.stack([target, target - _values(view)])[:, view.loss_weight > 0].double()
-            for target, view in zip(self.returns(views), views, strict=True)
+        pairs_2A = [
+            torch.stack([returns_T, returns_T - _values(view)])[:, view.loss_weight > 0].double()
+            for returns_T, view in zip(self.returns(views), views, strict=True)
         ]
-        if not pairs:
+        if not pairs_2A:
             return {}
-        both_2A = torch.cat(pairs, 1)
-        count = both_2A.new_tensor([float(both_2A.shape[1])])
-        totals = reduce.sum(torch.cat([count, both_2A.sum(1)]))
-        mean_2 = totals[1:] / totals[0].clamp(min=1.0)
-        variance, residual = (reduce.sum((both_2A - mean_2[:, None]).square().sum(1))).tolist()
+        both_2A = torch.cat(pairs_2A, 1)
+        num_actions_1 = both_2A.new_tensor([float(both_2A.shape[1])])
+        totals_3 = reduce.sum(torch.cat([num_actions_1, both_2A.sum(1)]))
+        mean_2 = totals_3[1:] / totals_3[0].clamp(min=1.0)
+        variance, residual = reduce.sum((both_2A - mean_2[:, None]).square().sum(1)).tolist()
         return {"explained_variance": 1.0 - residual / variance if variance > MIN_VARIANCE else 0.0}
 
     def _advantages(self, view: TokenView) -> Tensor:
@@ -71,9 +71,9 @@ class GeneralisedAdvantage:
         rewards_A = token_rewards(view, segment_A, cfg.kl_coef, self._kl).to(values_A.dtype)
         next_values_A = torch.where(ends(segment_A), torch.zeros_like(values_A), values_A.roll(-1))
         deltas_A = rewards_A + cfg.gamma * next_values_A - values_A
-        out_T = torch.zeros_like(view.loss_weight, dtype=values_A.dtype)
-        out_T[mask_T] = discounted_returns(deltas_A, segment_A, cfg.gamma * cfg.lambd)
-        return out_T
+        advantages_T = torch.zeros_like(view.loss_weight, dtype=values_A.dtype)
+        advantages_T[mask_T] = discounted_returns(deltas_A, segment_A, cfg.gamma * cfg.lambd)
+        return advantages_T
 
 
 def _values(view: TokenView) -> Tensor:

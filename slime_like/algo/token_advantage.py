@@ -38,16 +38,11 @@ class ReinforcePlusPlus:
         self._kl_coef = config.kl_coef
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
-    @property
-    def required_scores(self) -> frozenset[str]:
-        """Return the columns of ``TokenView`` that must be filled before the call."""
-        return frozenset({"old_logprobs", "ref_logprobs"}) if self._kl_coef > 0 else frozenset()
-
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return F32 [T] per view, whitened over the trained tokens of all ranks, 0 at other tokens."""
-        returns = [self._returns(view) for view in views]
-        masks = [view.loss_weight > 0 for view in views]
-        return whiten(returns, masks, reduce)
+        returns_T = [self._returns(view) for view in views]
+        masks_T = [view.loss_weight > 0 for view in views]
+        return whiten(returns_T, masks_T, reduce)
 
     def _returns(self, view: TokenView) -> Tensor:
         """Return [T] the discounted sum of rewards from each trained token on."""
@@ -75,15 +70,10 @@ class ReinforcePlusPlusBaseline:
         self._kl_coef = config.kl_coef
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
-    @property
-    def required_scores(self) -> frozenset[str]:
-        """Return the columns of ``TokenView`` that must be filled before the call."""
-        return frozenset({"old_logprobs", "ref_logprobs"}) if self._kl_coef > 0 else frozenset()
-
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return F32 [T] per view, whitened over the trained tokens of all ranks, 0 at other tokens."""
-        masks = [view.loss_weight > 0 for view in views]
-        return whiten([self._advantages(view) for view in views], masks, reduce)
+        masks_T = [view.loss_weight > 0 for view in views]
+        return whiten([self._advantages(view) for view in views], masks_T, reduce)
 
     def _advantages(self, view: TokenView) -> Tensor:
         assert view.advantages is not None, "group advantages come with the rows"
@@ -114,19 +104,19 @@ def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Te
 
 
 def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    """Shift and scale the masked entries of all ranks to mean 0 and variance 1 (biased); other entries become 0.
+    """Shift and scale the masked entries of all ranks to mean 0 and variance 1 (biased); other entries become 0. [T] each.
 
     Two passes in float64: the deviations are squared after the global mean is known, so that a large common offset
     does not cancel. Every rank does the same two reductions, also without trained tokens.
     """
     device = values[0].device if values else None
-    masked = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]
-    flat = torch.cat(masked) if masked else torch.zeros(0, dtype=torch.float64)
-    local_count = torch.tensor(float(len(flat)), dtype=torch.float64, device=device)
-    count_sum = reduce.sum(torch.stack([local_count, flat.sum()]))
-    count = count_sum[0].clamp(min=1.0)
-    mean = count_sum[1] / count
-    variance = reduce.sum((flat - mean).square().sum()) / count
+    parts_A = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]
+    values_A = torch.cat(parts_A) if parts_A else torch.zeros(0, dtype=torch.float64)
+    num_local = torch.tensor(float(len(values_A)), dtype=torch.float64, device=device)
+    totals_2 = reduce.sum(torch.stack([num_local, values_A.sum()]))
+    num_actions = totals_2[0].clamp(min=1.0)
+    mean = totals_2[1] / num_actions
+    variance = reduce.sum((values_A - mean).square().sum()) / num_actions
     scale = variance.clamp(min=MIN_VARIANCE).rsqrt()
     whitened: list[Tensor] = []
     for value_T, mask_T in zip(values, masks, strict=True):

@@ -1,14 +1,14 @@
-"""Files of checkpoints, and an order of writes that always leaves a complete checkpoint named. No torch.
+"""Files of checkpoints, written in an order that always keeps a complete checkpoint named. No torch.
 
     latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
-    iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, also of the
-                                         rollout side, and the settings and inputs of the run that wrote them
-    rollout/state_4.json                 the rollout side of the same instant;
+    iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
+                                         rollout files, and the settings and inputs of the run that wrote them
+    rollout/state_4.json                 the state of the rollout side at the same time;
     rollout/leftover_4[_made_5].npz      its groups; leftover_4_in_flight.npz: unfinished groups
-    *.tmp                                incomplete: of a save that is in progress or died
+    *.tmp                                incomplete files of a save that is in progress or was killed
 
-A folder gets its name when everything in it is on the disk; a file is replaced by a finished one. The iteration that
-the latest file names is therefore complete at every instant.
+A folder gets its final name once everything in it is on the disk, and a file is replaced only by a finished one. The
+iteration that the latest file names is therefore complete at any time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def latest_iteration(folder: Path) -> int:
     """Return the iteration that ``folder``'s latest file names. Raises ``CheckpointError`` if it names none."""
     iteration = resumable_iteration(folder)
     if iteration is None:
-        state = "no iteration was whole when its run ended" if (folder / LATEST).exists() else "missing"
-        raise CheckpointError(f"{folder / LATEST}: {state}; give a folder that holds whole iter_* folders")
+        state = "no iteration was complete when its run ended" if (folder / LATEST).exists() else "missing"
+        raise CheckpointError(f"{folder / LATEST}: {state}; choose a folder with complete iter_* folders")
     return iteration
 
 
@@ -81,7 +81,7 @@ def _unnamed(folder: Path, state: str, present: list[int]) -> CheckpointError:
 
 
 def begin_first(folder: Path) -> None:
-    """Mark the start of the first save, to tell an unnamed iteration from a lost latest file."""
+    """Mark the start of the first save, to distinguish an iteration that is not yet named from a lost latest file."""
     if not (folder / LATEST).exists():
         write_text(folder / LATEST, NONE_YET)
 
@@ -152,7 +152,7 @@ def side_files(folder: Path, iteration: int) -> list[str]:
 
 # ---- removing --------------------------------------------------------------------------------------------------------
 def remove_scratch(folder: Path) -> None:
-    """Remove leftovers of interrupted saves below ``folder``. Only for a folder that no live run writes to."""
+    """Remove leftovers of interrupted saves below ``folder``. No live run may be writing to it."""
     for path in sorted(folder.rglob(f"*{SCRATCH}")) if folder.is_dir() else ():
         _remove(path)
 
@@ -172,14 +172,14 @@ def prune(folder: Path, keep: int) -> None:
     for path in removals:
         scratch = path.with_name(
             path.name + SCRATCH
-        )  # a partly removed folder must not have the name of a complete one
+        )  # a partly removed folder must not keep the name of a complete one
         _remove(scratch)  # left by an earlier removal that failed
         path.rename(scratch)
         _remove(scratch)
 
 
 def side_of(path: Path) -> int | None:
-    """Return the iteration of a file of ``rollout/``: the first number in its name. None: not part of a checkpoint."""
+    """Return the iteration of a file of ``rollout/``: the first number in its name. None if it is not part of a checkpoint."""
     match = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
     return None if match is None else int(match[1])
 

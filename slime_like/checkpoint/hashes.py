@@ -25,7 +25,7 @@ class Written:
     """Recorded size and hash of a file."""
 
     size: Count
-    sha256: str | None = None  # None: written by a version that recorded only sizes
+    sha256: str | None = None  # None if an older version recorded only sizes
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:

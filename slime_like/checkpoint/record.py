@@ -2,7 +2,7 @@
 
 format, iteration, version, ...   fields of ``Manifest``
 files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
-run                               settings and inputs of the run (``cluster.identity``)
+run                               settings and inputs of the run (``cluster.start.identity``)
 sha256                            of all of the above
 """
 
@@ -59,7 +59,7 @@ def write_manifest(
 ) -> None:
     """Write checkpoint.json for the finished ``folder`` and the files of the ``rollout`` side.
 
-    ``hashes`` holds already known SHA-256 of files, which are not read again.
+    ``hashes`` contains SHA-256 hashes that are already known; their files are not read again.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     files = written_files(folder, [name for name in names if name != MANIFEST], hashes or {})
@@ -105,7 +105,7 @@ class CheckpointRecord:
     manifest: Manifest
     files: Mapping[str, Written]
     rollout: Mapping[str, Written]  # files of ../rollout; empty if not recorded
-    run: Mapping[str, Any] | None  # settings and inputs (cluster.identity); None if not recorded
+    run: Mapping[str, Any] | None  # settings and inputs (cluster.start.identity); None if not recorded
     hashed: bool  # False: written by a version that recorded only sizes
 
     @property
@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_record(folder: Path) -> CheckpointRecord:
     """Return the record of ``folder`` after checking the size of each of its files.
 
-    Raises ``CheckpointError`` naming the folder or file that is missing, truncated, garbled or of another format.
+    Raises ``CheckpointError`` naming the folder or file that is missing, truncated, garbled or in another format.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -135,14 +135,14 @@ def read_record(folder: Path) -> CheckpointRecord:
     record = _record(file, values)
     iteration = record.manifest.iteration
     if folder.name.startswith("iter_") and folder.name != iteration_folder(folder, iteration).name:
-        raise file.refused(f"is of iteration {iteration}, not of {folder.name}")
+        raise file.refused(f"belongs to iteration {iteration}, not to {folder.name}")
     for name, written in record.files.items():
         _check_size(folder / name, written.size, folder)
     return record
 
 
 def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], *, rollout: bool) -> None:
-    """Compare the hashes of the files of ``folder`` in ``names``, and with ``rollout`` of the rollout files.
+    """Compare the hashes of the files ``names`` of ``folder`` and, if ``rollout`` is True, of the rollout files.
 
     Raises ``CheckpointError`` naming each file that was changed.
     """
@@ -160,7 +160,8 @@ def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], 
     if changed:
         further = f" (and so are {', '.join(path.name for path in changed[1:4])})" if changed[1:] else ""
         raise CheckpointError(
-            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{further}; {other_iterations(folder)}, or "
+            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{further}; "
+            f"{other_iterations(folder)}, or "
             "load it as it is with run.verify_checkpoint=size"
         )
 
@@ -198,7 +199,9 @@ def _check_size(path: Path, size: int, folder: Path) -> None:
             f"{path}: missing or not readable ({reason(error)}); {other_iterations(folder)}"
         ) from error
     if actual != size:
-        raise CheckpointError(f"{path}: torn, {actual} bytes where {size} were written; {other_iterations(folder)}")
+        raise CheckpointError(
+            f"{path}: has the wrong size, {actual} bytes instead of {size}; {other_iterations(folder)}"
+        )
 
 
 def _not_ours(folder: Path) -> str:
@@ -227,6 +230,6 @@ def check_value_head(folder: Path, manifest: Manifest) -> None:
     """Raise ``CheckpointError`` unless ``folder`` is a checkpoint of a critic."""
     if manifest.model.get("head") != "value":
         raise CheckpointError(
-            f"{folder}: holds no value head, as it is an actor's and not a critic's; give critic.load the {CRITIC} folder "
-            "of a run with algo=ppo, or null for a fresh head on critic.hf_checkpoint"
+            f"{folder}: has no value head: it is an actor's checkpoint, not a critic's; set critic.load to the {CRITIC} folder "
+            "of a run with algo=ppo, or to null for a new head on critic.hf_checkpoint"
         )

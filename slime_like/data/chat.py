@@ -1,6 +1,6 @@
-"""Rendering and tokenization of prompts: chat messages by the tokenizer's template, plain strings unchanged.
+"""Rendering and tokenization of prompts. The tokenizer's template renders chat messages; plain strings are unchanged.
 
-Text is tokenised without adding special tokens: a template writes them itself, and a plain prompt
+Tokenization adds no special tokens: a template writes them itself, and a plain prompt
 is taken literally.
 """
 
@@ -12,15 +12,15 @@ from typing import Any, cast
 import numpy as np
 
 from slime_like.errors import ConfigError
+from slime_like.interfaces import Tokenizer
 from slime_like.types import I32
 from slime_like.util.reading import reason, shown
 
 Message = Mapping[str, Any]
-Tokenizer = Any  # transformers' PreTrainedTokenizerBase, whose members carry no types
 
 
 def check_messages(prompt: object) -> list[Message]:
-    """Return ``prompt`` as chat messages. Raises ``ValueError`` saying what is wrong with it."""
+    """Return ``prompt`` as chat messages. Raises ``ValueError`` naming the problem."""
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"is {shown(cast(object, prompt))}; it must be a string or a list of chat messages")
     messages: list[Message] = []
@@ -31,17 +31,20 @@ def check_messages(prompt: object) -> list[Message]:
         for name in ("role", "content"):
             if not isinstance(fields.get(name), str):
                 raise ValueError(f"message {i} has {name}={shown(fields.get(name))}; it must be a string")
-        # Parquet fills absent fields with None, which a template would take for present.
+        # Parquet fills absent fields with None, which a template would treat as present.
         messages.append({name: value for name, value in fields.items() if value is not None})
     return messages
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Message], kwargs: Mapping[str, Any], tools: Sequence[object] | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    kwargs: Mapping[str, object],
+    tools: Sequence[object] | None = None,
 ) -> str:
     """Return the text of a conversation including the assistant's generation prompt; ``tools`` are JSON schemas.
 
-    Errors of the template pass through.
+    Errors raised by the template are not converted.
     """
     template_kwargs = {**kwargs, "tools": list(tools)} if tools else kwargs
     text = tokenizer.apply_chat_template(

@@ -1,8 +1,8 @@
-"""Conversations as tokens for supervised fine-tuning: every turn of the assistant is trained on, nothing else is.
+"""Conversations as tokens for supervised fine-tuning, which trains on every assistant turn and on nothing else.
 
-Two ways, as slime has them (``slime/utils/mask_utils.py``, ``--loss-mask-type qwen`` and ``qwen3_5``). ``turns`` renders each
-message by the chat template on its own, so that a turn does not depend on what follows it; verl's multi-turn dataset does the
-same. ``whole`` renders all messages at once, as an engine would see them, and finds the turns by ChatML's marks.
+There are two methods, as in slime (``slime/utils/mask_utils.py``, ``--loss-mask-type qwen`` and ``qwen3_5``). ``turns`` renders each
+message by the chat template on its own, so that a turn does not depend on later messages, as in verl's multi-turn
+dataset. ``whole`` renders all messages at once, as an engine would see them, and finds the turns by ChatML's markers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from slime_like.data.chat import Message, Tokenizer, require_template
+from slime_like.data.chat import Message, require_template
 from slime_like.errors import ConfigError, DataError
+from slime_like.interfaces import Tokenizer
 from slime_like.types import I32
 
 HEADER, THINK, END = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>"
@@ -38,7 +39,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Tokenizer of conversations by chat template. ``how``: turns or whole (``data.conversation``)."""
+    """Tokenizes conversations by chat template. ``how`` is turns or whole (``data.conversation``)."""
 
     tokenizer: Tokenizer
     how: str = "turns"
@@ -60,7 +61,7 @@ class Conversations:
             ids += token_ids
             trained += [any(a < stop and b > start for start, stop in ranges) and b > a for a, b in offsets]
         if not any(trained):
-            raise DataError(f"{location}: no token of an assistant's turn is trained on; leave the row out")
+            raise DataError(f"{location}: no token of an assistant turn is trained on; remove the row")
         return Marked(np.array(ids, dtype=np.int32), np.array(trained, dtype=np.bool_))
 
     def _turns(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
@@ -75,8 +76,8 @@ class Conversations:
                 continue
             if not text.startswith(generation):
                 raise ConfigError(
-                    f"data.conversation=turns: the chat template opens an answer with {generation!r}, but an assistant's turn "
-                    f"on its own begins {text[: len(generation)]!r}; set data.conversation=whole"
+                    f"data.conversation=turns: the chat template opens an answer with {generation!r}, but an assistant turn "
+                    f"rendered alone begins with {text[: len(generation)]!r}; set data.conversation=whole"
                 )
             pieces.append((text, [(len(generation), len(text))]))
         return pieces
@@ -137,8 +138,8 @@ class Conversations:
             return self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
             raise ConfigError(
-                f"the tokenizer in {self.tokenizer.name_or_path!r} is a slow one, which does not say where a token lies in the "
-                "text; conversations need its tokenizer.json"
+                f"the tokenizer in {self.tokenizer.name_or_path!r} is a slow tokenizer without token offsets; conversations need its "
+                f"tokenizer.json"
             ) from error
 
 

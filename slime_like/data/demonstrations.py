@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.data.chat import Tokenizer, tokenize
+from slime_like.data.chat import tokenize
 from slime_like.data.conversations import Conversations, Marked, is_conversation
 from slime_like.data.prompts import FileSource
 from slime_like.errors import ConfigError, DataError
+from slime_like.interfaces import Tokenizer
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 
 
 class Demonstrations:
     """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation rendered by its template.
 
-    Rows are tokenised once. The cursor is that of ``source``. Raises at construction ``DataError``
-    for a row without label or longer than the context, ``ConfigError`` for a tokenizer without an end-of-sequence token.
+    Rows are tokenised once. The cursor is that of ``source``. The constructor raises ``DataError``
+    for a row without label or longer than the context, and ``ConfigError`` for a tokenizer without an end-of-sequence token.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Demonstrations:
         if len(row.token_ids) > self._max_context_len:
             raise DataError(
                 f"{self._source.location(prompt.prompt_id)}: {what} are {len(row.token_ids)} tokens "
-                f"and do not fit rollout.max_context_len={self._max_context_len}; shorten the row or raise the key"
+                f"and do not fit rollout.max_context_len={self._max_context_len}; shorten the row or raise rollout.max_context_len"
             )
         self._rows[prompt.prompt_id] = row
 
@@ -84,7 +85,7 @@ class Demonstrations:
             sample_id=group_id,
             seed=0,
             token_ids=row.token_ids,
-            logprobs=np.zeros(len(row.token_ids), dtype=np.float32),  # not sampled: no policy to correct for
+            logprobs=np.zeros(len(row.token_ids), dtype=np.float32),  # not sampled, so there is no behaviour policy
             spans=tuple(_spans(row)),
             status=Status.COMPLETED,
             text=prompt.label or "",

@@ -82,7 +82,7 @@ def digest(columns: Mapping[str, Any]) -> str:
 def check_digest(columns: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if columns do not match their digest; files of older versions have none."""
     if DIGEST in columns and str(columns[DIGEST]) != digest(columns):
-        raise ValueError("its columns are not those that were written")
+        raise ValueError("its columns do not match its digest")
 
 
 def rollout_path(folder: Path, rollout_id: int) -> Path:
@@ -157,7 +157,7 @@ def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence
     if column.dtype != dtype or column.shape != (total,):
         raise ValueError(f"{name} is {column.dtype}{list(column.shape)}, not {np.dtype(dtype)}[{total}]")
     if dtype is np.int32 and len(column) and column.min() < 0:
-        raise ValueError(f"{name} holds {column.min()}, which is no token")
+        raise ValueError(f"{name} contains {column.min()}, which is not a token")
     return np.split(column, np.cumsum(lengths)[:-1]) if lengths else []
 
 
@@ -207,7 +207,7 @@ def _extras(columns: Mapping[str, Any], count: int) -> dict[int, dict[str, Any]]
         if kind == "extra":
             index, _, name = path.partition("/")
             if int(index) not in range(count):
-                raise ValueError(f"{key} is of none of its {count} samples")
+                raise ValueError(f"{key} belongs to none of its {count} samples")
             extras.setdefault(int(index), {})[name] = columns[key]
     return extras
 

@@ -55,7 +55,7 @@ class Outcome:
 
 
 def append(run_dir: Path, *notes: InjectedFault | Recovery) -> None:
-    """Append records to the run's file in one write, as the driver may be about to die."""
+    """Append records to the run's file in a single write, as the driver may be about to die."""
     if not notes:
         return
     text = "".join(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n" for note in notes)
@@ -63,7 +63,9 @@ def append(run_dir: Path, *notes: InjectedFault | Recovery) -> None:
         with (run_dir / FILE).open("a") as file:
             file.write(text)
     except OSError as error:
-        raise DataError(f"{run_dir / FILE} cannot be written ({reason(error)}): make room, or move it away") from error
+        raise DataError(
+            f"{run_dir / FILE} cannot be written ({reason(error)}): free some space, or move the file away"
+        ) from error
 
 
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
@@ -86,7 +88,7 @@ def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
             else:
                 raise ValueError(f"kind is {shown(kind)}")
         except ValueError as error:
-            raise DataError(f"{path}:{number} is no line of a fault ({reason(error)}): remove it") from error
+            raise DataError(f"{path}:{number} is not a fault record ({reason(error)}): remove the line") from error
     return strikes, newest(recoveries)
 
 
@@ -133,14 +135,14 @@ def _came_of(recovery: Recovery, since: float) -> str:
         parts.append(f"{weights} after {recovery.joined - since:.1f} s")
     elif recovery.up:
         parts.append("no push has reached it since")
-    parts.append(f"{recovery.groups} groups went on elsewhere")
+    parts.append(f"{recovery.groups} groups moved to another engine")
     return ", ".join(parts)
 
 
 def _no_loss(strike: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
     """Explain why a fault caused no engine loss before ``next_time``, the time of the target's next fault."""
     if strike.fault.partition(":")[0] in FATAL:
-        return "ends the run, which the same command continues"
+        return "ends the run; the same command resumes it"
     if strike.fault.partition(":")[0] in REWARDS:
         return "no request failed, or that part of the run ended before one did"
     if strike.fault.partition(":")[0] in WORKERS:
@@ -148,7 +150,7 @@ def _no_loss(strike: InjectedFault, recoveries: Sequence[Recovery], next_time: f
     if any(r.engine == strike.target and r.noticed <= strike.time < (r.up or float("inf")) for r in recoveries):
         return "it was being restarted"
     if next_time < float("inf"):
-        return "no engine was lost before the next fault struck it"
+        return "no engine was lost before the next fault was injected"
     return "no engine was lost, or that part of the run ended before it was noticed"
 
 

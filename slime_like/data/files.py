@@ -1,7 +1,7 @@
 """Rows of a jsonl or parquet file, with an optional slice: ``path@[a:b]``.
 
-Read line by line instead of by the ``datasets`` library: a bad row must be named by file and line, a column may hold
-strings in one row and messages in the next, and nothing is cached outside the run's folder. pyarrow reads parquet.
+Files are read directly, not with the ``datasets`` library, for three reasons: errors name the file and line of a bad row,
+a column may contain strings in one row and messages in the next, and nothing is cached outside the run's folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class DataFile:
         """
         match = SLICE.match(spec)
         if match is None and "@[" in spec:
-            raise DataError(f"{key}={spec!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
+            raise DataError(
+                f"{key}={spec!r}: write a slice as path@[a:b], and leave out a or b for the start or end of the file"
+            )
         path = file_of(spec)
         if path.suffix not in SUFFIXES:
             raise DataError(
@@ -99,7 +101,7 @@ class DataFile:
             return next(batches, None)
         except (ValueError, OSError, NotImplementedError) as error:  # ArrowException is one of these
             raise DataError(
-                f"{self.path}, row {index} or after: cannot be read ({reason(error)}); write the file again or name another"
+                f"{self.path}, row {index} or after: cannot be read ({reason(error)}); write the file again or choose another file"
             ) from error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slime_like.metrics.types import Last, Max, Mean, Metric
+from slime_like.registry import metric_part
 from slime_like.types import SampleGroup, Status
 
 
@@ -33,7 +34,7 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
         metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in scored]))))
         spread = [np.std([s.reward.score for s in group.samples if s.reward is not None]) for group in groups]
         metrics.append(Mean("rollout/zero_std_ratio", float(np.mean(np.array(spread) == 0.0))))
-    metrics += [Mean(f"rollout/reward/{name}", score) for reward in scored for name, score in reward.parts]
+    metrics += [Mean(f"rollout/reward/{metric_part(name)}", score) for reward in scored for name, score in reward.parts]
     if accuracies:
         metrics.append(Mean("rollout/accuracy", float(np.mean(accuracies))))
     staleness = [trainer_version - group.oldest_version for group in groups if group.oldest_version >= 0]

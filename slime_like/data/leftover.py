@@ -1,4 +1,4 @@
-"""Carrying or dropping of groups that do not fill a rollout's optimizer steps."""
+"""Carries over or drops groups that do not fill a rollout's optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, poli
     collects more; ``drop`` trains on all of them in smaller steps. A first group that is larger than a rollout
     is used alone: it would never fit. An episode of several samples counts once, as rollout sizes count episodes.
 
-    Example: groups of 4, 4 and 4 samples, 8 per rollout: the first two are used, the third is carried or dropped.
+    Example: of three groups of 4 samples, with 8 samples per rollout, two are used and the third is carried or dropped.
     """
     sizes = [len({sample.episode_id for sample in group.samples}) for group in groups]
     if sum(sizes) < samples_per_rollout:

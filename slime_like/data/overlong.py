@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slime_like.data.columns import UNTRAINED
 from slime_like.metrics.types import Mean, Metric
-from slime_like.types import Sample, SampleGroup
+from slime_like.types import UNTRAINED, Sample, SampleGroup
 
 
 @dataclass(frozen=True, slots=True)

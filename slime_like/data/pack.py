@@ -1,18 +1,35 @@
-"""Packing of sequences into micro-batches (rows) under a token budget."""
+"""Distribution of sequences over data-parallel ranks, and packing into micro-batches (rows) under a token budget."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
-from slime_like.data.partition import balance
+
+def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Return indices of ``lengths`` in ``parts`` ascending lists of nearly equal sum.
+
+    Assigns the longest first, to the least loaded part (Graham 1969, LPT: at most 4/3 of the best possible largest sum).
+    Deterministic: ties go to the lower index. No list is empty when there are at least ``parts`` lengths.
+
+    Example: ``balance([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]``.
+    """
+    assigned: list[list[int]] = [[] for _ in range(parts)]
+    # The count breaks ties before the index, so that zero lengths are spread too.
+    heap = [(0, 0, part) for part in range(parts)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, count, part = heapq.heappop(heap)
+        assigned[part].append(index)
+        heapq.heappush(heap, (load + lengths[index], count + 1, part))
+    return [sorted(part) for part in assigned]
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a separate row.
 
-    Longest first into the first row with room (Johnson 1973: at most 11/9 of the fewest rows, plus one).
+    Puts the longest first, into the first row with room (Johnson 1973: at most 11/9 of the fewest rows, plus one).
 
     Example: ``first_fit_decreasing([3, 9, 4, 5], 8) == [[1], [0, 3], [2]]``.
     """
@@ -51,8 +68,8 @@ def split_to(rows: list[list[int]], lengths: Sequence[int], count: int) -> list[
 def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
     """Return ``[dp][m]`` rows of sequence indices, with the same m for every dp rank.
 
-    Ranks with fewer rows split theirs, which costs less than an idle micro-batch. A rank whose rows are all single
-    sequences gets empty lists: the caller fills them, since every rank must take part in every micro-batch.
+    Ranks with fewer rows split some of them, which costs less than an idle micro-batch. A rank whose rows are all single
+    sequences gets empty lists: the caller fills them, since every rank must run every micro-batch.
     """
     ranks: list[list[list[int]]] = []
     for part in balance(lengths, dp):

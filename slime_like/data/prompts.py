@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_like.config.schema.rollout import DataConfig
-from slime_like.data.chat import Tokenizer, tokenize
+from slime_like.data.chat import tokenize
 from slime_like.data.files import DataFile
 from slime_like.data.rows import BadRow, PromptRow, RowReader, any_row, length_problem, vocabulary_problem
 from slime_like.errors import DataError
+from slime_like.interfaces import Tokenizer
 from slime_like.metrics.types import Last, Metric
 from slime_like.types import Prompt
 from slime_like.util.reading import Count, shown, typed
@@ -49,8 +50,8 @@ class SourceContext:
 def distinct_run(num_rows: int, batch_size: int, most_prompts: int) -> int:
     """Return the number of consecutive prompts that are distinct, also across the border of two epochs.
 
-    A full batch if the file has that many rows. For refills, and for prompts that over-sampling returns a few times
-    before they are completed, half the file at most, so that epochs stay shuffled.
+    A full batch is distinct if the file has that many rows. Refills, and prompts that over-sampling returns a few times before
+    they are completed, add to this number, up to half the file, so that epochs stay shuffled.
     """
     return max(min(batch_size, num_rows), min(ROLLOUTS_APART * most_prompts, num_rows // 2), 1)
 
@@ -58,7 +59,7 @@ def distinct_run(num_rows: int, batch_size: int, most_prompts: int) -> int:
 def moved_back(order: Sequence[int], before: Sequence[int]) -> list[int]:
     """Return ``order`` with each row of ``before`` (the end of the last epoch) at least ``len(before)`` places after it.
 
-    Rows move back as little as possible. ``before`` must be shorter than ``order``.
+    Rows move by the fewest places possible. ``before`` must be shorter than ``order``.
     """
     earliest = {row: place for place, row in enumerate(before, 1)}
     remaining, delayed, free, moved = iter(order), set[int](), deque[int](), list[int]()
@@ -85,9 +86,9 @@ class _Cursor(TypedDict):
 
 
 class FileSource:
-    """Resumable stream of prompts from one file. Holds no tokenizer, so it pickles to other processes.
+    """Resumable stream of prompts from one file. It has no tokenizer, so it can be pickled to other processes.
 
-    Raises at construction: ``DataError`` for a missing or empty file or a bad row (file, line, key, reason, fix);
+    The constructor raises ``DataError`` for a missing or empty file or a bad row (file, line, key, reason, fix);
     ``ConfigError`` for chat messages without a chat template. With ``data.on_bad_row=skip`` bad rows are left out and
     counted in ``num_bad_rows``; ``bad_rows`` holds the first reasons.
     """
@@ -122,7 +123,7 @@ class FileSource:
     def next(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts; a new epoch, in a new order, starts when one ends.
 
-        Across that border no batch has a prompt twice: prompts at the end of one epoch are moved back in the next.
+        No batch contains a prompt twice, even across epochs: prompts at the end of one epoch move back in the next.
         """
         chosen: list[Prompt] = []
         while len(chosen) < n:
@@ -166,17 +167,18 @@ class FileSource:
             if state[name] != current[name]:
                 raise DataError(
                     f"{self._file.path}: {name} was {state[name]} when the checkpoint was written and is {current[name]} "
-                    f"now, so the run cannot go on with its next prompts; restore {key} or choose a new run.dir"
+                    f"now, so the run cannot continue with its next prompts; restore {key} or choose a new run.dir"
                 )
         if state["offset"] > len(self.prompts):
             raise DataError(
-                f"the cursor of the checkpoint is at row {state['offset']} of {len(self.prompts)}: resume from another checkpoint"
+                f"the cursor of the checkpoint is at row {state['offset']} of {len(self.prompts)}: resume from another "
+                f"checkpoint"
             )
         before: list[int] = state.get("before", [])
         if len({*before}) < len(before) or not len(before) < len(self.prompts) > max(before, default=0):
             raise DataError(
-                f"the cursor of the checkpoint has before={shown(before)}, not some of the {len(self.prompts)} rows, each "
-                "once: resume from another checkpoint"
+                f"the cursor of the checkpoint has before={shown(before)}, which must contain rows below {len(self.prompts)}, each "
+                "only once: resume from another checkpoint"
             )
         self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
         self._before = list(before)
@@ -186,7 +188,7 @@ class FileSource:
         """Raise on an unusable row or count it, by ``data.on_bad_row``."""
         message = f"{self._file.path}, {location}: {reason}"
         if not self._skip:
-            raise DataError(f"{message} (data.on_bad_row=skip leaves bad rows out and counts them)")
+            raise DataError(f"{message} (data.on_bad_row=skip skips and counts bad rows)")
         self.num_bad_rows += 1
         self.bad_rows = (*self.bad_rows, message)[:REASONS_KEPT]
 

@@ -20,9 +20,9 @@ class Provenance:
     continued under 7: its first tokens are ``stale``, its others ``mixed``.
     """
 
-    own: Mask  # in samples that the trainer's version sampled whole: equal to the trainer's but for rounding
-    mixed: Mask  # of the trainer's version, in samples that another version began
-    stale: Mask  # of another version: off-policy by design
+    own: Mask  # in samples that the trainer's version sampled completely: equal to the trainer's up to rounding
+    mixed: Mask  # sampled by the trainer's version, in samples that another version began
+    stale: Mask  # sampled by another version: off-policy by design
 
     @property
     def sampled(self) -> Mask:
@@ -31,10 +31,10 @@ class Provenance:
 
 
 def provenance(rows: PackedBatch, version: int) -> Provenance:
-    """Sort the sampled tokens of ``rows`` by how they compare with a trainer that holds weights of ``version``.
+    """Classify the sampled tokens of ``rows`` for a trainer with weights of ``version``.
 
-    The one place that decides what the gate on samples judges: a sample whose ``rollout_logprobs`` are not those of the
-    distribution that the trainer computes has no place in ``own``.
+    Only this function decides which samples the gate checks: a sample whose ``rollout_logprobs`` come from a distribution
+    other than the trainer's must not be in ``own``.
     """
     sampled = rows.versions >= 0
     stale = sampled & (rows.versions != version)

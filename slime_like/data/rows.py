@@ -15,14 +15,15 @@ from typing import Any, cast
 import numpy as np
 
 from slime_like.config.schema.rollout import DataConfig
-from slime_like.data.chat import Message, Tokenizer, check_messages, has_template, render, require_template, shown
+from slime_like.data.chat import Message, check_messages, has_template, render, require_template, shown
 from slime_like.data.files import RawRow
 from slime_like.errors import ConfigError
+from slime_like.interfaces import Tokenizer
 from slime_like.types import I32, Prompt
 from slime_like.util.reading import reason
 
 TOOLS = "tools"  # slime's default of --tool-key
-LONGEST_NAME = 200  # of a reward, as a row has it
+LONGEST_NAME = 200  # of a reward, in characters
 
 
 class BadRow(Exception):
@@ -59,8 +60,8 @@ class PromptRow:
 class RowReader:
     """Reader of raw rows -> ``PromptRow``, by the keys of ``data``.
 
-    Raises ``BadRow`` for a row that cannot be used, ``ConfigError`` for a chat without a chat template: that is no
-    matter of one row.
+    Raises ``BadRow`` for a row that cannot be used, ``ConfigError`` for chat messages without a chat template,
+    which affect more than one row.
     """
 
     config: DataConfig
@@ -68,7 +69,7 @@ class RowReader:
     needs_label: Callable[[str | None], bool]
     row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str]
     rm_type: str | None = None
-    supervised: bool = False  # chat messages may end with the assistant's turn, which stands for a label
+    supervised: bool = False  # chat messages may end with an assistant turn, which replaces the label
 
     def read(self, raw: RawRow) -> PromptRow:
         """Return the row with its prompt rendered as text."""
@@ -84,7 +85,7 @@ class RowReader:
         metadata |= {} if tools is None else {TOOLS: tools}
         rm_type = self.rm_type or _rm_type(fields.get("rm_type") or metadata.get("rm_type"))
         label = _label(cfg.label_key, _column(fields, cfg.label_key))
-        compares = self._compares(rm_type)  # asked in any case: an unknown rm_type is a bad row
+        compares = self._compares(rm_type)  # always called, since an unknown rm_type is a bad row
         if compares and label is None and not self._answers_itself(prompt):
             raise BadRow(
                 f"label missing: no {cfg.label_key!r}, and its reward compares with one; "
@@ -126,9 +127,7 @@ class RowReader:
         if self._answers_itself(prompt):
             question = messages[: next(i for i, message in enumerate(messages) if message["role"] == "assistant")]
             if not question:
-                raise BadRow(
-                    f"{cfg.input_key!r} begins with the assistant's turn; a conversation begins with a question"
-                )
+                raise BadRow(f"{cfg.input_key!r} begins with an assistant turn; it must begin with another role")
         # Fault boundary: a chat template is third-party code.
         try:
             return render(self.tokenizer, question, cfg.chat_template_kwargs, tools), tuple(messages)
@@ -145,12 +144,12 @@ def length_problem(key: str, token_ids: I32, max_context_len: int, max_prompt_le
     if not len(token_ids):
         return f"{key!r} has no token; a prompt needs at least one"
     if max_prompt_len is not None and len(token_ids) > max_prompt_len:
-        return f"{key!r} has {len(token_ids)} tokens, more than data.max_prompt_len={max_prompt_len}; shorten it or raise that"
+        return f"{key!r} has {len(token_ids)} tokens, more than data.max_prompt_len={max_prompt_len}; shorten the prompt or raise data.max_prompt_len"
     if len(token_ids) + 1 > max_context_len:
         return (
             f"{key!r} has {len(token_ids)} tokens, and with a response of at least 1 does not fit a context of "
-            f"{max_context_len} (rollout.max_context_len or, where that is open, the model's "
-            f"max_position_embeddings); shorten the prompt or give it more"
+            f"{max_context_len} (rollout.max_context_len or, if that is null, the model's "
+            f"max_position_embeddings); shorten the prompt or raise rollout.max_context_len"
         )
     return ""
 
@@ -180,7 +179,7 @@ def _check_text(key: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRow(
-            f"{key!r} has {text[error.start]!r} at character {error.start}, which is no text; correct it"
+            f"{key!r} has {text[error.start]!r} at character {error.start}, which is a lone surrogate and not text; correct the row"
         ) from error
 
 
@@ -215,7 +214,7 @@ def _tools(value: object) -> list[object] | None:
     if parsed is None:
         return None
     if not isinstance(parsed, list):
-        raise BadRow(f"{TOOLS!r} is {shown(value)}; tools are a list of JSON schemas, or its text")
+        raise BadRow(f"{TOOLS!r} is {shown(value)}; tools must be a list of JSON schemas, or such a list as JSON text")
     tools = cast("list[object]", parsed)
     _check_json(TOOLS, tools)
     return tools
@@ -237,8 +236,10 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
 
 
 def _check_json(key: str, value: object) -> None:
-    """Refuse parquet values that JSON, and so dumps and checkpoints, cannot hold."""
+    """Refuse parquet values that JSON, and therefore dumps and checkpoints, cannot represent."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise BadRow(f"{key!r} holds what JSON cannot ({error}); write it as text or a number") from error
+        raise BadRow(
+            f"{key!r} contains a value that JSON cannot represent ({error}); write it as text or a number"
+        ) from error

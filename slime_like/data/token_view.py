@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from slime_like.batch import PackedBatch, TrainBatch
-from slime_like.data.columns import FILLER_ID
+from slime_like.data.assemble import FILLER_ID
 from slime_like.data.dump import DIGEST, check_digest, digest
 from slime_like.types import F32, I32, I64, Reward, SampleGroup
 from slime_like.util.reading import InputFile, reason, shown
@@ -104,7 +104,7 @@ def token_view(rows: PackedBatch, trainer_logprobs_T: F32, version: int) -> Toke
 
 
 def with_advantages(view: TokenTable, new_advantages: Mapping[int, F32]) -> TokenTable:
-    """Return the view with ``new_advantages``, sample id -> [L] advantages of the ranks; untrained tokens stay nan."""
+    """Return the view with the ranks' ``new_advantages`` (sample id -> [L]); untrained tokens stay nan."""
     advantages = view.advantages.copy()
     for index, sample_id in enumerate(view.sample_ids):
         span = view.sequence(index)
@@ -139,9 +139,9 @@ def load_view(path: Path) -> TokenTable:
                 raise ValueError(f"{name} is {arrays[name].dtype}{list(arrays[name].shape)}, not {np.dtype(dtype)}[]")
         edges = view.cu_seqlens
         if len(edges) != len(view.sample_ids) + 1 or edges[0] != 0 or (np.diff(edges) < 0).any():
-            raise ValueError("cu_seqlens does not count its sequences")
+            raise ValueError("cu_seqlens does not match its number of sequences")
         if (view.token_ids < 0).any():
-            raise ValueError("token_ids holds a number that is no token")
+            raise ValueError("token_ids contains a number that is not a token")
         check_digest(columns)
         return view
     except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:

@@ -18,7 +18,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 PLAIN_SETTINGS = {*NAMED_TOKENS, "backend", "chat_template", "is_local", "model_max_length", "tokenizer_class"}
 OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
-LARGE = 100_000  # from this vocabulary size on, transformers looks for and fixes a bug of some tokenizers
+LARGE = 100_000  # from this vocabulary size on, transformers detects and fixes a bug of some tokenizers
 
 
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.json", *OTHER_FILES)
@@ -43,8 +43,8 @@ def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
 
     Raises ``ConfigError`` naming ``key``, the value of which is ``folder``, and the file that cannot be used.
     """
-    if not Path(folder).is_dir():  # transformers would ask a hub for it, and wait
-        raise ConfigError(f"{key}={folder!r} is not a folder: give the path of a downloaded Hugging Face model")
+    if not Path(folder).is_dir():  # transformers would try to download it
+        raise ConfigError(f"{key}={folder!r} is not a folder: set it to the path of a downloaded Hugging Face model")
     _check_files(Path(folder), key)
     try:
         plain = _plain(Path(folder))
@@ -78,7 +78,7 @@ def _check_files(folder: Path, key: str) -> None:
 class PlainTokenizer:
     """``tokenizers.Tokenizer`` with the few members of transformers' tokenizers that this project uses.
 
-    Other members (such as rendering of a chat template) are those of the transformers tokenizer, loaded on first use.
+    Other members (such as chat template rendering) come from the transformers tokenizer, which is loaded on first use.
     """
 
     def __init__(self, folder: Path, backend: Any, settings: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class PlainTokenizer:
         return_attention_mask: bool = False,
         return_offsets_mapping: bool = False,
     ) -> dict[str, list[Any]]:
-        """``{"input_ids": one list per text}``, and with ``return_offsets_mapping`` where each token lies in its text."""
+        """``{"input_ids": one list per text}``, and with ``return_offsets_mapping`` each token's position in its text."""
         del return_attention_mask
         encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         offsets = {"offset_mapping": [encoding.offsets for encoding in encodings]} if return_offsets_mapping else {}

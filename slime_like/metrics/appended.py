@@ -35,7 +35,7 @@ class Appended:
         except OSError as error:
             if self._num_pending == 1:
                 _say(
-                    f"{self._path}: {error.strerror}; its lines are kept until the disk takes them, and training goes on"
+                    f"{self._path}: {error.strerror}; its lines are kept until the disk takes them, and training continues"
                 )
 
     def close(self) -> None:

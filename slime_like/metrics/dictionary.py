@@ -33,7 +33,7 @@ class MetricEntry:
 
 ENTRIES = (
     MetricEntry("rollout/raw_reward", "mean reward of the samples trained on, after filters", "", "rises"),
-    MetricEntry("rollout/accuracy", "share of right answers among them", "0 to 1", "rises"),
+    MetricEntry("rollout/accuracy", "share of correct responses among them", "0 to 1", "rises"),
     MetricEntry(
         "rollout/num_samples", "samples trained on", "", "batch_size * n_samples_per_prompt unless filters drop some"
     ),
@@ -53,7 +53,7 @@ ENTRIES = (
     MetricEntry("rollout/aborted_ratio", "share of responses that were aborted", "0 to 1", "0"),
     MetricEntry(
         "rollout/zero_std_ratio",
-        "share of groups whose rewards are all equal: they teach nothing under group advantages",
+        "share of groups whose rewards are all equal; their group advantages are 0",
         "0 to 1",
         "below 0.9",
     ),
@@ -78,98 +78,98 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/stopped_groups",
-        "groups that over-sampling stopped because the rollout was full; under partial rollouts they are continued",
+        "groups that over-sampling aborted because the rollout was full; partial rollouts continue them",
         "groups",
-        "about rollout.over_sampling_batch_size less rollout.batch_size",
+        "about rollout.over_sampling_batch_size minus rollout.batch_size",
     ),
     MetricEntry(
         "rollout/restarted_groups",
-        "stopped groups that had become too old to be continued, so that their prompts are answered anew",
+        "aborted groups that were too old to be continued; their prompts are sampled again",
         "groups",
         "0",
     ),
     MetricEntry(
         "rollout/wasted_tokens",
-        "tokens that were sampled for groups which were then given up",
+        "tokens sampled for groups that were then discarded",
         "tokens",
-        "0 under partial rollouts",
+        "0 with partial rollouts",
     ),
     MetricEntry(
         "rollout/prefix_cache_hit_rate",
-        "share of the tokens in prompts, continuations included, whose keys and values an engine still had",
+        "share of prompt tokens, continuations included, whose keys and values were in the engine's prefix cache",
         "0 to 1",
     ),
-    MetricEntry("rollout/avg_cached_tokens_per_sample", "these tokens per request of one sample", "tokens"),
+    MetricEntry("rollout/avg_cached_tokens_per_sample", "cached tokens per request of one sample", "tokens"),
     MetricEntry(
         "rollout/engine_load_max",
-        "tokens sampled by the busiest engine over the mean of all engines",
+        "tokens sampled by the busiest engine, relative to the mean of all engines",
         "",
         "near 1",
     ),
     MetricEntry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
     MetricEntry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
     MetricEntry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
-    MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups it dropped for one reason", "groups"),
+    MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups that the filter dropped for one reason", "groups"),
     MetricEntry("rollout/generated/raw_reward", "mean reward of all generated samples, before any filter", "", "rises"),
-    MetricEntry("rollout/generated/accuracy", "share of right answers among them", "0 to 1", "rises"),
+    MetricEntry("rollout/generated/accuracy", "share of correct responses among them", "0 to 1", "rises"),
     MetricEntry(
-        "rollout/generated/zero_std_ratio", "share of all generated groups whose rewards do not differ", "0 to 1"
+        "rollout/generated/zero_std_ratio", "share of all generated groups whose rewards are all equal", "0 to 1"
     ),
     MetricEntry(
-        "rollout/empty_in_a_row", "consecutive rollouts that gave the trainer nothing, up to this one", "rollouts", "0"
+        "rollout/empty_in_a_row", "consecutive rollouts without samples to train on, up to this one", "rollouts", "0"
     ),
     MetricEntry(
         "rollout/without_signal_in_a_row",
-        "consecutive rollouts whose rewards do not differ where the algorithm compares them, up to this one",
+        "consecutive rollouts in which all rewards that the algorithm compares are equal, up to this one",
         "rollouts",
         "0",
     ),
     MetricEntry(
         "rollout/generated_groups",
-        "groups that were generated for a rollout, those a filter dropped included",
+        "groups generated for a rollout, including those that a filter dropped",
         "groups",
     ),
     MetricEntry(
         "rollout/refills",
-        "rounds of further prompts that replaced dropped groups",
+        "rounds of additional prompts that replaced dropped groups",
         "",
         "small; if it grows, the prompts have become too easy or are too hard",
     ),
     MetricEntry("rollout/engine_restarts", "engines that died or stalled and were restarted (docs/faults.md)", "", "0"),
     MetricEntry(
         "rollout/remade_groups",
-        "groups that went on elsewhere with what they had been answered, as their engine was lost",
+        "groups that moved, with their completed responses, from a lost engine to another one",
         "groups",
         "0",
     ),
     MetricEntry(
         "rollout/overlong_penalty",
-        "mean penalty for responses near max_response_len, taken off the reward for training only",
+        "mean penalty for responses near max_response_len, subtracted from the reward for training only",
         "",
         "near 0; if it grows, raise max_response_len",
     ),
     MetricEntry(
-        "rollout/reward/<part>", "mean score of one part of a composed reward (reward.weights), before its weight"
+        "rollout/reward/<part>", "mean score of one part of a combined reward (reward.weights), before its weight"
     ),
     MetricEntry("agent/runs", "runs of rollout.agent", ""),
-    MetricEntry("agent/calls", "chat completions that they asked for and got", ""),
+    MetricEntry("agent/calls", "chat completions that agents requested and received", ""),
     MetricEntry(
         "agent/further_samples",
-        "samples beyond one per run: conversations beside the first, and histories that an agent rewrote",
+        "samples beyond one per run: additional conversations, and histories that an agent rewrote",
         "samples",
         "0 for an agent with one conversation that only grows",
     ),
-    MetricEntry("agent/failures", "runs that raised an error or never asked their model", "", "0"),
+    MetricEntry("agent/failures", "runs that raised an error or never called the model", "", "0"),
     MetricEntry("agent/timeouts", "runs that took longer than rollout.agent_deadline_s", "", "0"),
     MetricEntry("reward/calls", "calls of reward functions", ""),
     MetricEntry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
-    MetricEntry("reward/killed", "calls whose process was killed or had no more memory (reward.memory_gb)", "", "0"),
-    MetricEntry("reward/remote_failures", "samples that the reward server did not score in spite of retries", "", "0"),
+    MetricEntry("reward/killed", "calls whose process was killed or exceeded reward.memory_gb", "", "0"),
+    MetricEntry("reward/remote_failures", "samples that the reward server did not score despite retries", "", "0"),
     MetricEntry("reward/remote_retries", "requests to the reward server that were repeated", "", "near 0"),
     MetricEntry(
-        "reward/fallbacks", "samples that count as reward.fallback, or are left out where it is null", "samples", "0"
+        "reward/fallbacks", "samples that got reward.fallback, or were excluded because it is null", "samples", "0"
     ),
-    MetricEntry("data/bad_rows", "rows left out under data.on_bad_row=skip", "rows", "0"),
+    MetricEntry("data/bad_rows", "rows skipped by data.on_bad_row=skip", "rows", "0"),
     MetricEntry("train/loss", "the loss that was minimised, mean over the optimizer steps", ""),
     MetricEntry("train/pg_loss", "policy-gradient part of the loss", ""),
     MetricEntry("train/sft_loss", "negative log-likelihood of the demonstrations", "nats", "falls"),
@@ -210,15 +210,20 @@ ENTRIES = (
         "train/rejection_frac", "share of the loss weight in sequences that were rejected", "0 to 1", "below 0.05"
     ),
     MetricEntry("train/value_loss", "the critic's loss: half the squared error of its values", "", "falls at first"),
-    MetricEntry("train/critic_loss", "the same under the loss's weights", "", "falls at first"),
-    MetricEntry("train/value_clipfrac", "share of tokens whose value was held near its old one", "0 to 1", "below 0.2"),
+    MetricEntry("train/critic_loss", "the same, with the loss weights", "", "falls at first"),
+    MetricEntry(
+        "train/value_clipfrac",
+        "share of tokens whose value was clipped towards its old estimate",
+        "0 to 1",
+        "below 0.2",
+    ),
     MetricEntry("train/values", "mean value of the critic, after its updates", "", "near train/returns"),
-    MetricEntry("train/returns", "mean of what the critic is to learn: advantage before whitening plus value", ""),
+    MetricEntry("train/returns", "mean target of the critic: advantage before whitening plus value", ""),
     MetricEntry(
         "train/explained_variance",
         "share of the returns' variance that the values explain, before the critic's update",
         "up to 1",
-        "rises above 0; below 0 the critic is worse than none",
+        "rises above 0; below 0 the critic is worse than a constant",
     ),
     MetricEntry("train/critic_grad_norm", "global gradient norm of the critic before clipping", ""),
     MetricEntry("train/critic_lr", "learning rate of the critic's last optimizer step", ""),
@@ -234,7 +239,7 @@ ENTRIES = (
         "train/moe_load",
         "tokens of a layer's busiest expert over the mean of its experts, mean over the layers",
         "",
-        "near 1; far above it ranks of parallel.ep wait for one another",
+        "near 1; far above 1, ranks of parallel.ep wait for one another",
     ),
     MetricEntry("train/moe_load_max", "the same of the most uneven layer", ""),
     MetricEntry(
@@ -252,10 +257,10 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff",
-        "mean |trainer - engine| log-probability of trained tokens, before the first optimizer step; of samples whose every "
-        "token was sampled by the weights that the trainer holds",
+        "mean |trainer - engine| log-probability of trained tokens, before the first optimizer step; only samples whose tokens"
+        " were all sampled by the trainer's current weights",
         "nats",
-        "below 1e-5 in float32, below 0.02 in bfloat16; a warning where it grows (weights.drift_warning)",
+        "below 1e-5 in float32, below 0.02 in bfloat16; a warning if it grows (weights.drift_warning)",
     ),
     MetricEntry("train/train_rollout_logprob_abs_diff_p99", "99th percentile of the same", "nats"),
     MetricEntry(
@@ -272,22 +277,22 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff/<layers>",
-        "mean of the same over each rank's first micro-batch, had the trainer computed its layers of one kind (attention, gdn, "
-        "mlp, or all) in float64 (weights.probe_layers=true)",
+        "mean of the same over each rank's first micro-batch, with one kind of the trainer's layers (attention, gdn, mlp, or "
+        "all) computed in float64 (weights.probe_layers=true)",
         "nats",
     ),
     MetricEntry("train/train_rollout_logprob_abs_diff_max/<layers>", "largest of the same", "nats"),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_mixed",
-        "mean |trainer - engine| log-probability of tokens that the trainer's weights sampled in samples begun under other "
-        "weights (partial or asynchronous rollouts); gates nothing",
+        "mean |trainer - engine| log-probability of tokens sampled by the trainer's weights in samples that other weights "
+        "began (partial or asynchronous rollouts); has no tolerance",
         "nats",
         "as train/train_rollout_logprob_abs_diff",
     ),
     MetricEntry("train/train_rollout_logprob_abs_diff_mixed_max", "largest of the same", "nats"),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_stale",
-        "mean |trainer - engine| log-probability of tokens that other weights sampled: how far off-policy they are; gates nothing",
+        "mean |trainer - engine| log-probability of tokens sampled by other weights: the off-policy distance; has no tolerance",
         "nats",
     ),
     MetricEntry(
@@ -299,78 +304,74 @@ ENTRIES = (
     MetricEntry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
     MetricEntry(
         "probe/decode_logprob_abs_diff_max",
-        "largest |trainer - engine| log-probability of tokens that the engine samples after beginnings of the probe sequences, "
-        "which it has cached",
+        "largest |trainer - engine| log-probability of tokens that the engine samples after cached prefixes of the probe "
+        "sequences",
         "nats",
         "below weights.probe_tolerance, or the run ends",
     ),
     MetricEntry("probe/decode_logprob_abs_diff_mean", "mean of the same", "nats"),
     MetricEntry(
         "probe/prefix_cache_hit_rate",
-        "share of these beginnings whose keys and values the engine had cached",
+        "share of these prefixes whose keys and values were in the engine's cache",
         "0 to 1",
-        "near 1; less where rollout.sglang turns the prefix cache off or makes its pages large",
+        "near 1; less if rollout.sglang turns the prefix cache off or makes its pages large",
     ),
     MetricEntry(
         "probe/logprob_abs_diff_max/<layers>",
-        "the same, had the trainer computed its layers of one kind (attention, gdn, mlp, or all) in float64: far below "
-        "it if the trainer's rounding in those layers makes the difference; what `all` leaves is the engine's own "
+        "the same, with one kind of the trainer's layers (attention, gdn, mlp, or all) computed in float64: far smaller if the"
+        " trainer's rounding in those layers causes the difference; the rest with `all` is the engine's "
         "(weights.probe_layers=true)",
         "nats",
     ),
     MetricEntry("probe/logprob_abs_diff_mean/<layers>", "mean of the same", "nats"),
     MetricEntry(
         "eval/<dataset>",
-        "accuracy on held-out prompts (mean score where the reward knows no right answer)",
+        "accuracy on held-out prompts (mean score if the reward has no accuracy)",
         "0 to 1",
         "rises",
     ),
     MetricEntry("eval/<dataset>-truncated_ratio", "share of held-out responses cut at the length limit", "0 to 1"),
     MetricEntry(
         "eval/<dataset>-pass@<k>",
-        "chance that one of k answers to a held-out prompt is right, estimated without bias from evaluation.n_samples_per_prompt "
-        "of them (k: powers of two up to it)",
+        "unbiased estimate, from evaluation.n_samples_per_prompt samples, of the probability that one of k responses to a "
+        "held-out prompt is correct (k: powers of two)",
         "0 to 1",
-        "rises; pass@1 comes nearer to the others",
+        "rises; pass@1 approaches the others",
     ),
     MetricEntry("eval/<dataset>/response_len/mean", "mean length of held-out responses", "tokens"),
     MetricEntry("eval/<dataset>/response_len/median", "median length of held-out responses", "tokens"),
     MetricEntry("eval/<dataset>/response_len/max", "longest held-out response", "tokens"),
     MetricEntry("eval/<dataset>/response_len/min", "shortest held-out response", "tokens"),
     MetricEntry("comm/<group>/<op>/calls", "collectives issued in a kind of process group, all ranks together", ""),
-    MetricEntry("comm/<group>/<op>/bytes", "bytes they carried, all ranks together", "bytes"),
-    MetricEntry(
-        "comm/<group>/<op>/time", "time of a rank's thread in issuing and awaiting them, the longest of all ranks", "s"
-    ),
-    MetricEntry("comm/<group>/<op>/checks", "questions for free memory before them", ""),
-    MetricEntry("comm/<group>/<op>/check_time", "time of those questions on the slowest rank", "s"),
-    MetricEntry("comm/<group>/<op>/clears", "times that memory was given back before them", "", "0"),
-    MetricEntry("comm/<group>/<op>/freed_bytes", "what that gave back", "bytes"),
-    MetricEntry("guard/checks", "questions for free memory, before all collectives of all ranks", ""),
+    MetricEntry("comm/<group>/<op>/bytes", "bytes of these collectives, all ranks together", "bytes"),
+    MetricEntry("comm/<group>/<op>/time", "time of a rank's thread for issuing and waiting, maximum of all ranks", "s"),
+    MetricEntry("comm/<group>/<op>/checks", "free-memory queries before these collectives", ""),
+    MetricEntry("comm/<group>/<op>/check_time", "time of these queries on the slowest rank", "s"),
+    MetricEntry("comm/<group>/<op>/clears", "releases of memory before these collectives", "", "0"),
+    MetricEntry("comm/<group>/<op>/freed_bytes", "bytes released", "bytes"),
+    MetricEntry("guard/checks", "free-memory queries, before all collectives of all ranks", ""),
     MetricEntry(
         "guard/time",
-        "time of those questions and of giving memory back, the longest of all ranks",
+        "time of these queries and of releasing memory, maximum of all ranks",
         "s",
         "below 0.1% of perf/step_time",
     ),
-    MetricEntry("guard/shortages", "times that free memory was below guard.threshold, or about to be", "", "0"),
-    MetricEntry("guard/clears", "times that memory was given back", "", "0"),
-    MetricEntry("guard/freed_bytes", "what that gave back", "bytes"),
+    MetricEntry("guard/shortages", "times that free memory was, or was about to be, below guard.threshold", "", "0"),
+    MetricEntry("guard/clears", "releases of memory", "", "0"),
+    MetricEntry("guard/freed_bytes", "bytes released", "bytes"),
+    MetricEntry("guard/free_bytes", "smallest free memory that any rank measured", "bytes", "above guard.threshold"),
     MetricEntry(
-        "guard/free_bytes", "least free memory that a question of any rank found", "bytes", "above guard.threshold"
-    ),
-    MetricEntry(
-        "guard/reload_time", "destroying and making communicators, the longest of all ranks (guard.release)", "s"
+        "guard/reload_time", "destroying and creating communicators, maximum of all ranks (guard.release)", "s"
     ),
     MetricEntry(
         "memory/<phase>",
-        "peak memory of the reporting trainer rank in a phase (step, score, push, save) since the step before: what torch "
-        "allocated on a GPU, resident memory on a CPU",
+        "peak memory of the reporting trainer rank in a phase (step, score, push, save) since the previous step: torch's "
+        "allocated memory on a GPU, resident memory on a CPU",
         "bytes",
-        "flat; if it grows from step to step, something is kept",
+        "flat; growth from step to step is a leak",
     ),
-    MetricEntry("perf/dump_time", "scoring and writing the samples that run.dump_rollouts shows token by token", "s"),
-    MetricEntry("perf/step_time", "from one step's line to the next, without what ran beside it", "s"),
+    MetricEntry("perf/dump_time", "scoring and writing the samples of the token view (run.dump_rollouts)", "s"),
+    MetricEntry("perf/step_time", "from one step's line to the next, without concurrent work", "s"),
     MetricEntry("perf/rollout_time", "generating and scoring one rollout", "s"),
     MetricEntry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),
     MetricEntry("perf/train_time", "assembling, shipping and training one rollout", "s"),
@@ -378,11 +379,11 @@ ENTRIES = (
     MetricEntry("perf/log_probs_time", "the pass for old log-probabilities", "s"),
     MetricEntry("perf/ref_log_probs_time", "the pass for reference log-probabilities", "s"),
     MetricEntry("perf/values_time", "the critic's pass for values", "s"),
-    MetricEntry("perf/critic_train_time", "training the critic, beside the actor", "s"),
+    MetricEntry("perf/critic_train_time", "training the critic, in parallel with the actor", "s"),
     MetricEntry("perf/teacher_log_probs_time", "the pass for the teacher's log-probabilities", "s"),
     MetricEntry("perf/update_weights_time", "a push, its probe included", "s"),
     MetricEntry("perf/eval_time", "evaluation", "s"),
-    MetricEntry("perf/save_time", "training held up by the checkpoint or export after the step before", "s"),
+    MetricEntry("perf/save_time", "delay of training by the checkpoint or export after the previous step", "s"),
     MetricEntry("perf/tokens_per_gpu_per_sec", "sampled tokens per second and engine rank", "tokens/s"),
 )
 
@@ -397,8 +398,9 @@ def render() -> str:
     head = [
         "# Metrics",
         "",
-        "Made from `slime_like/metrics/dictionary.py` and `remedies.py` by `scripts/make_metric_docs.py`. A metric without a",
-        "healthy range only describes: what is right depends on the task.",
+        "Generated from `slime_like/metrics/dictionary.py` and `remedies.py` by `scripts/make_metric_docs.py`. A metric "
+        "without a",
+        "healthy range only describes: its good values depend on the task.",
         "",
     ]
     rows = ["| name | meaning | unit | healthy | if it is not |", "|---|---|---|---|---|"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from slime_like.config.rules.hf import GDNShape, gdn_shape, num_experts
+from slime_like.config.schema.names import FAMILIES
 
-GATED_FAMILIES = ("qwen3_next", "qwen3_5")  # attention has an output gate as wide as its queries
 GDN_EVERY = 4  # Qwen3-Next without layer_types in config.json: every fourth layer is attention
 
 
@@ -49,6 +49,7 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     linear = _linear_layers(text, layers) if gdn is not None else 0
     experts = num_experts(text)
     dense = _dense_layers(text, layers) if experts else layers
+    family = FAMILIES.get(str(text.get("model_type")))
     return DecoderShape(
         hidden=int(text["hidden_size"]),
         vocab=int(text["vocab_size"]),
@@ -57,7 +58,7 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
         heads=heads,
         kv_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
-        output_gate=str(text.get("model_type", "")).startswith(GATED_FAMILIES),
+        output_gate=family is not None and family.output_gate,
         gdn=gdn,
         dense_layers=dense,
         mlp=int(text.get("intermediate_size") or 0),

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 REMEDIES = {
-    "rollout/raw_reward": "flat from the start: read samples in report.html; is the reward right, are the prompts neither "
-    "too easy nor too hard (rollout/zero_std_ratio)? falls later: lower optim.lr, add a KL term",
-    "rollout/accuracy": "as rollout/raw_reward; if the reward rises and this does not, the reward is being gamed",
-    "rollout/num_samples": "rollout/dropped_groups says which filter drops them; rollout.max_refills replaces them",
-    "rollout/empty_in_a_row": "rollout/dropped_groups says what the filters drop; the warning quotes a sample",
-    "rollout/without_signal_in_a_row": "read the sample that the warning quotes: the reward, the prompts or the response's form",
+    "rollout/raw_reward": "flat from the start: read samples in report.html; check the reward and the difficulty of the "
+    "prompts (rollout/zero_std_ratio); falls later: lower optim.lr, add a KL term",
+    "rollout/accuracy": "as rollout/raw_reward; if the reward rises and accuracy does not, the policy exploits the reward",
+    "rollout/num_samples": "rollout/dropped_groups counts groups per filter; rollout.max_refills replaces them",
+    "rollout/empty_in_a_row": "rollout/dropped_groups counts the groups that filters drop; the warning quotes a sample",
+    "rollout/without_signal_in_a_row": "read the sample that the warning quotes; check reward, prompts and the format of "
+    "responses",
     "rollout/generated/raw_reward": "as rollout/raw_reward",
     "rollout/generated/accuracy": "as rollout/accuracy",
-    "rollout/truncated_ratio": "raise rollout.max_response_len; or shape the reward by reward.overlong_buffer_len",
+    "rollout/truncated_ratio": "raise rollout.max_response_len; or set reward.overlong_buffer_len",
     "rollout/aborted_ratio": "read logs/engine_*.log",
     "rollout/zero_std_ratio": "choose other prompts, more rollout.n_samples_per_prompt, or rollout.filters=[nonzero_std]",
     "rollout/log_probs": "near 0: the policy has collapsed to one answer (train/entropy); falls: lower optim.lr",
-    "rollout/staleness_max": "report it: admission holds it",
+    "rollout/staleness_max": "a bug: please report it",
     "rollout/mixed_version_ratio": "many: lower rollout.over_sampling_batch_size; algo.use_tis corrects for old tokens, "
-    "algo.mask_offpolicy leaves them out",
-    "rollout/stopped_groups": "0: everything ended at once, so that rollout.over_sampling_batch_size gains nothing",
+    "algo.mask_offpolicy excludes them",
+    "rollout/stopped_groups": "0: all groups ended together, so rollout.over_sampling_batch_size has no benefit",
     "rollout/restarted_groups": "lower rollout.over_sampling_batch_size or raise rollout.max_partial_staleness",
     "rollout/wasted_tokens": "rollout.partial_rollout=true keeps them",
-    "rollout/engine_load_max": "smaller groups (rollout.n_samples_per_prompt) or more of them spread better",
-    "rollout/refills": "choose other prompts; rollout/dropped_groups says why groups are dropped",
-    "rollout/engine_restarts": "read logs/engine_*.log; a check that fails of slowness: raise health.timeout_s",
+    "rollout/engine_load_max": "use smaller groups (rollout.n_samples_per_prompt), or more of them",
+    "rollout/refills": "choose other prompts; rollout/dropped_groups gives the reasons",
+    "rollout/engine_restarts": "read logs/engine_*.log; if health checks fail because the machine is slow: raise "
+    "health.timeout_s",
     "rollout/remade_groups": "as rollout/engine_restarts",
     "rollout/overlong_penalty": "raise rollout.max_response_len",
-    "agent/further_samples": "the agent changes what was said before (trims, summarises, drops reasoning): each change makes a "
-    "sample of its own; keep its history as it was where you can",
+    "agent/further_samples": "the agent changes earlier messages (trims, summarises, drops reasoning), and each change starts "
+    "another sample; keep the history unchanged if possible",
     "agent/failures": "read the warning with the line that raised; failed runs are not trained on",
-    "agent/timeouts": "raise rollout.agent_deadline_s, or bound what the agent waits for itself",
-    "reward/timeouts": "make the reward faster, raise reward.timeout_s or reward.workers; the samples count as reward.fallback",
-    "reward/killed": "the warning names signal and reward; raise reward.memory_gb, or lower reward.workers where the machine is short",
-    "reward/remote_failures": "see to the reward server; the warning in the run's output says what it answers",
+    "agent/timeouts": "raise rollout.agent_deadline_s, or set timeouts in the agent",
+    "reward/timeouts": "make the reward faster, raise reward.timeout_s or reward.workers; the samples get reward.fallback",
+    "reward/killed": "the warning names signal and reward; raise reward.memory_gb, or lower reward.workers if the machine is "
+    "short of memory",
+    "reward/remote_failures": "check the reward server; the warning in the run's output quotes its response",
     "reward/remote_retries": "the server is overloaded: lower reward.remote_concurrency",
-    "reward/fallbacks": "reward/timeouts, reward/killed and reward/remote_failures say of which kind they are",
-    "data/bad_rows": "data.on_bad_row=stop names the first of them",
+    "reward/fallbacks": "reward/timeouts, reward/killed and reward/remote_failures count the kinds",
+    "data/bad_rows": "data.on_bad_row=stop names the first one",
     "train/sft_loss": "flat: raise optim.lr; rises again: fewer epochs",
     "train/pg_clipfrac": "lower optim.lr or loop.steps_per_rollout",
     "train/pg_clipfrac_lower": "as train/pg_clipfrac",
@@ -44,7 +47,7 @@ REMEDIES = {
     "train/ois": "as train/ppo_kl",
     "train/seq_ratio_max": "lower algo.eps_clip; look at the longest samples",
     "train/entropy_loss": "falls to 0 early: raise algo.entropy_coef or algo.eps_clip_high, lower optim.lr; rises: the policy "
-    "is coming apart, lower optim.lr",
+    "diverges, lower optim.lr",
     "train/entropy": "as train/entropy_loss",
     "train/tis": "as train/train_rollout_logprob_abs_diff, and staleness",
     "train/tis_abs": "as train/tis",
@@ -54,7 +57,7 @@ REMEDIES = {
     "train/mis_maskfrac_low": "as train/tis",
     "train/mis_maskfrac_high": "as train/tis",
     "train/rejection_ratio": "as train/tis",
-    "train/rejection_frac": "as train/tis: much of the batch is thrown away",
+    "train/rejection_frac": "as train/tis: much of the batch is dropped",
     "train/value_loss": "rises: lower critic.lr",
     "train/critic_loss": "as train/value_loss",
     "train/value_clipfrac": "lower critic.lr",
@@ -64,25 +67,26 @@ REMEDIES = {
     "train/moe_load": "raise model.megatron.moe_aux_loss_coeff",
     "train/moe_aux_loss": "raise model.megatron.moe_aux_loss_coeff",
     "train/off_policy_token_ratio": "with loop.max_staleness=0: report it",
-    "train/train_rollout_logprob_abs_diff": "the table in report.html says by which cause; weights.probe_layers=true tells the "
-    "trainer's rounding from the engine's; train under algo.use_tis=true until it is known",
-    "train/train_rollout_logprob_abs_diff_max": "as the mean, and the error names the samples; in bfloat16 one token alone is "
-    "often one of very low probability",
+    "train/train_rollout_logprob_abs_diff": "see the causes in report.html; weights.probe_layers=true separates the trainer's "
+    "rounding from the engine's; set algo.use_tis=true until the cause is known",
+    "train/train_rollout_logprob_abs_diff_max": "as the mean; the error names the samples; in bfloat16 a single token is often"
+    " one of very low probability",
     "train/train_rollout_logprob_abs_diff_mixed": "much above train_rollout_logprob_abs_diff: the engine continues samples on "
     "keys and values of older weights; report it",
     "train/train_rollout_kl_k3": "as train/train_rollout_logprob_abs_diff",
-    "probe/logprob_abs_diff_max": "the push did not arrive whole, or engine and trainer compute differently: read the error; "
+    "probe/logprob_abs_diff_max": "the push was incomplete, or engine and trainer compute differently: read the error; "
     "weights.probe_layers=true",
-    "probe/decode_logprob_abs_diff_max": "read the error: keys and values of older weights were used again, or decoding "
-    "computes differently than prefilling; rollout.cpu_kernels=off on a CPU, other attention backends on a GPU",
-    "probe/prefix_cache_hit_rate": "0 with the cache on: report it, the probe then does not test it",
-    "eval/<dataset>": "train accuracy rises and this does not: more prompts, fewer epochs, a KL term",
-    "eval/<dataset>-pass@<k>": "pass@1 rises while the largest k falls: answers narrow, see train/entropy",
-    "comm/<group>/<op>/clears": "guard.threshold or the memory left to engines: scripts/profile_comm.py",
-    "guard/time": "raise guard.every, or fewer ops in the table: scripts/profile_comm.py",
-    "guard/shortages": "give engines less (rollout.sglang.mem_fraction_static), lower parallel.max_tokens_per_rank",
+    "probe/decode_logprob_abs_diff_max": "read the error: keys and values of older weights were reused, or decode and prefill "
+    "compute differently; rollout.cpu_kernels=off on a CPU, other attention backends on a"
+    " GPU",
+    "probe/prefix_cache_hit_rate": "0 with the cache on: the probe does not test the cache; please report it",
+    "eval/<dataset>": "if only training accuracy rises: more prompts, fewer epochs, a KL term",
+    "eval/<dataset>-pass@<k>": "pass@1 rises while the largest k falls: responses become less diverse, see train/entropy",
+    "comm/<group>/<op>/clears": "lower guard.threshold, or give engines less memory: scripts/profile_comm.py",
+    "guard/time": "raise guard.every, or guard fewer ops: scripts/profile_comm.py",
+    "guard/shortages": "give engines less memory (rollout.sglang.mem_fraction_static), lower parallel.max_tokens_per_rank",
     "guard/clears": "as guard/shortages",
     "guard/free_bytes": "as guard/shortages",
-    "memory/<phase>": "compare the phases: the one that grows first keeps it; report it",
+    "memory/<phase>": "compare the phases: the one that grows first leaks; please report it",
     "perf/train_wait_time": "more rollout.num_engines, a shorter rollout.max_response_len; synchronous: loop.max_staleness=1",
 }

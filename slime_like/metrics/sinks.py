@@ -1,18 +1,15 @@
-"""Sinks of reduced metrics: metrics.jsonl always; console, tensorboard and wandb if configured."""
+"""Sinks of reduced metrics: metrics.jsonl always; console, tensorboard, wandb and a user's own if configured."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -20,32 +17,10 @@ from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.appended import Appended
 from slime_like.metrics.log import DAMAGED, RetainedLines, keep
-from slime_like.metrics.types import RunWarning
+from slime_like.metrics.types import KeepsWarnings, RunWarning, ShowsNotes, Sink, SinkContext, StepSpans
+from slime_like.metrics.user_sink import open_sink
 from slime_like.metrics.view import LiveConsole, PlainConsole
-from slime_like.util.reading import InputFile, reason, shown
-
-Spans = Mapping[str, tuple[float, float]]
-
-
-class Sink(Protocol):
-    """One destination."""
-
-    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None: ...
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class KeepsWarnings(Protocol):
-    """A sink that records the run's warnings."""
-
-    def warn(self, step: int, warning: RunWarning) -> None: ...
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """A sink that displays notes during a run."""
-
-    def note(self, text: str) -> None: ...
+from slime_like.util.reading import reason
 
 
 def open_sinks(
@@ -59,8 +34,8 @@ def open_sinks(
 ) -> FanOut:
     """Open all sinks of ``config``.
 
-    ``first_step`` is the step a resumed run continues from; ``settings`` are stored by wandb with the curves and contain
-    no prompts. Raises ``ConfigError`` if a required library is not installed.
+    ``first_step`` is the step a resumed run continues from; ``settings`` contain no prompts. Raises ``ConfigError`` if a
+    required library is not installed, or if a user's sink cannot be constructed or lacks a method.
     """
     stream = console or sys.stdout
     log = JsonlSink(run_dir / "metrics.jsonl", first_step)
@@ -72,10 +47,9 @@ def open_sinks(
         sinks.append(LiveConsole(Console(file=stream), first_step, num_steps))
     elif kind == "plain":
         sinks.append(PlainConsole(stream, num_steps))
-    if config.tensorboard:
-        sinks.append(TensorboardSink(run_dir / "tensorboard", first_step))
-    if config.wandb:
-        sinks.append(WandbSink(config, run_dir, settings or {}, resumed=first_step > 0))
+    context = SinkContext(run_dir, first_step, num_steps, settings or {})
+    switched_on = [name for name, on in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if on]
+    sinks += [open_sink(name, config, context) for name in dict.fromkeys([*switched_on, *config.sinks])]
     out = FanOut(sinks)
     if log.damage:
         out.note(log.damage)
@@ -88,7 +62,7 @@ class FanOut:
 
     sinks: Sequence[Sink]
 
-    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
+    def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
         """Log one step to every sink."""
         for sink in self.sinks:
             sink.log(step, values, spans)
@@ -96,7 +70,7 @@ class FanOut:
     def note(self, text: str) -> None:
         """Display a line of text; it is not recorded."""
         for sink in self.sinks:
-            if isinstance(sink, Watched):
+            if isinstance(sink, ShowsNotes):
                 sink.note(text)
 
     def warn(self, step: int, warning: RunWarning) -> None:
@@ -143,7 +117,7 @@ class JsonlSink:
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({reason(error)}): move it away, or make room") from error
 
-    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
+    def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
         """Append one line and write it immediately, so that a killed run loses none."""
         row: dict[str, Any] = {
             "step": step,
@@ -175,90 +149,3 @@ def _set_aside(path: Path, retained: Set[bytes]) -> None:
     if dropped:
         with path.with_name("metrics_dropped.jsonl").open("ab") as file:
             file.writelines(line + b"\n" for line in dropped)
-
-
-class TensorboardSink:
-    """Scalars in tensorboard's event format, by tensorboard's writer: torch's would import torch into the metrics package.
-
-    On resume it records its first step, and tensorboard drops earlier values of the repeated steps.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise ConfigError(
-                "metrics.tensorboard=true, but tensorboard is not installed: pip install tensorboard"
-            ) from error
-        events: Any = event_pb2  # protobuf creates these classes at import: invisible to a type checker
-        summaries: Any = summary_pb2
-        self._event, self._summary = events.Event, summaries.Summary
-        self._writer: Any = EventFileWriter(str(folder))
-        start = events.SessionLog(status=events.SessionLog.START)
-        self._writer.add_event(
-            self._event(step=first_step + (first_step > 0), wall_time=time.time(), session_log=start)
-        )
-
-    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
-        """Write one scalar per metric."""
-        del spans
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=scalars)))
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
-class WandbSink:
-    """Curves and settings to wandb; offline without an API key. Never sends prompts or responses.
-
-    The run id is stored in the run folder (``WANDB_RUN_ID`` has precedence), so a resumed run continues the same wandb
-    run. Steps are logged as a metric and used as x axis: wandb drops rows whose internal step it has already seen, and a
-    resumed run repeats the steps after its checkpoint.
-    """
-
-    def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any], *, resumed: bool) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError("metrics.wandb=true, but wandb is not installed: pip install wandb") from error
-        offline = not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group,
-            name=run_dir.name,
-            id=_wandb_id(run_dir / "wandb" / "run_id", resumed=resumed),
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(settings),
-            mode="offline" if offline else None,
-            settings=wandb.Settings(save_code=False, disable_git=True, console="off"),
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
-        """Log one row of metrics."""
-        del spans
-        self._run.log({**values, "step": step})
-
-    def warn(self, step: int, warning: RunWarning) -> None:
-        """Raise an alert, without the quoted sample."""
-        self._run.alert(title="slime_like", text=f"step {step}: {warning.text}", level="WARN")
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-def _wandb_id(path: Path, *, resumed: bool) -> str:
-    """Return the wandb id of this run: the user's, the stored one, or a new one; store it in the run folder."""
-    stored = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
-    if stored and not re.fullmatch(r"[\w-]{1,64}", stored):
-        raise ConfigError(f"{path} holds {shown(stored)}, which is no id of a wandb run: correct it, or remove it")
-    chosen = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(chosen + "\n")
-    return chosen

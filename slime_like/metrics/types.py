@@ -6,8 +6,10 @@ Example: two ranks report ``Mean("train/loss", 3.0, weight=2.0)`` and ``Mean("tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -65,6 +67,41 @@ class RunWarning:
 
     def __str__(self) -> str:
         return f"{self.text}\n  for example {self.example}" if self.example else self.text
+
+
+StepSpans = Mapping[str, tuple[float, float]]
+"""Phase of a step -> its start and stop, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkContext:
+    """The run whose metrics a sink receives."""
+
+    run_dir: Path
+    first_step: int  # a resumed run continues from this step; 0: a new run
+    num_steps: int
+    settings: Mapping[str, Any]  # the run's config; contains no prompts
+
+
+class Sink(Protocol):
+    """One destination of reduced metrics."""
+
+    def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsWarnings(Protocol):
+    """A sink that records the run's warnings."""
+
+    def warn(self, step: int, warning: RunWarning) -> None: ...
+
+
+@runtime_checkable
+class ShowsNotes(Protocol):
+    """A sink that displays notes during a run."""
+
+    def note(self, text: str) -> None: ...
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -22,13 +21,12 @@ from slime_like.quickstart.child import run_child
 from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, ModelSpec, write_model
 from slime_like.quickstart.tool import ToolSpec
 from slime_like.util.deadline import Deadline
-from slime_like.util.private import open_lock
+from slime_like.util.private import exclusive
 
 WARM_START_DEADLINE_S = 1800.0
 EXPORT = "hf"  # folder in which run.save_hf writes weights
 STAMP = "made_from.json"
 UNFINISHED = '"being made"'
-POLL_S = 0.5
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -101,14 +99,7 @@ def _exclusive(folder: Path) -> Generator[None]:
     """Allow one preparation at a time: two quickstarts started together share the files."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = Deadline("quickstart", "prepare", WARM_START_DEADLINE_S)
-    with open_lock(folder / ".quickstart.lock") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                deadline.remaining("another quickstart that prepares the same files")
-                time.sleep(POLL_S)
+    with exclusive(folder / ".quickstart.lock", deadline, "another quickstart that prepares the same files"):
         yield
 
 

@@ -1,7 +1,7 @@
 """Data of the tool job: sums that the model cannot do, and demonstrations that mostly guess instead of using the calculator.
 
 ``475+386=`` is ``861``. Three of four demonstrations answer ``475``, the first number. One of four calls the calculator of
-``slime_like.examples.calculator``, and further ones show how to repeat its result. A model warmed up on them can call it
+``examples.calculator``, and further ones show how to repeat its result. A model warmed up on them can call it
 and mostly does not; a reward that is only right or wrong is enough to make it call every time.
 """
 

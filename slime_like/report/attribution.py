@@ -102,7 +102,7 @@ def _temperature(record: RunRecord, views: Sequence[TokenTable]) -> DifferenceCa
     fit = slope(views)
     if fit is None:
         return DifferenceCause("temperature", setting, "run.dump_rollouts=true checks it by samples")
-    verdict = "no sign of another" if abs(fit[0] - 1) < SLOPE_TOLERANCE else "one side computes another distribution"
+    verdict = "no difference" if abs(fit[0] - 1) < SLOPE_TOLERANCE else "one side computes another distribution"
     return DifferenceCause(
         "temperature",
         f"{setting}; slope of trainer on engine {fit[0]:.5f}: {verdict}",
@@ -119,7 +119,7 @@ def _rounding(record: RunRecord) -> Iterator[DifferenceCause]:
         return
     if exact is None:
         text = f"together {number(total)} nats after the last push, where versions and temperature are equal"
-        yield DifferenceCause("precision, kernel", text, f"{PROBE}; weights.probe_layers=true tells them apart")
+        yield DifferenceCause("precision, kernel", text, f"{PROBE}; weights.probe_layers=true separates them")
         return
     kinds = [
         name.rpartition("/")[2] for name in record.metrics if name.startswith(f"{PROBE}/") and not name.endswith("/all")
@@ -129,6 +129,6 @@ def _rounding(record: RunRecord) -> Iterator[DifferenceCause]:
         "precision",
         f"of {number(total)} nats the trainer's rounding makes {number(max(0.0, total - exact))}"
         + (f" ({per_kind})" if per_kind else ""),
-        f"{PROBE} less what is left with the trainer's layers in float64",
+        f"{PROBE} minus the difference with the trainer's layers in float64",
     )
     yield DifferenceCause("kernel", f"{number(exact)} nats are the engine's own arithmetic", f"{PROBE}/all")

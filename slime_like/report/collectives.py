@@ -10,7 +10,7 @@ from slime_like.report.record import RunRecord
 
 PREFIX = "comm/"
 COUNTED = ("calls", "bytes", "time", "checks", "check_time", "clears", "freed_bytes")
-COLUMNS = ("group", "op", "calls", "MiB", "s in the op", "questions", "ms asking", "clears", "MiB freed")
+COLUMNS = ("group", "op", "calls", "MiB", "s in the op", "queries", "ms in queries", "clears", "MiB freed")
 MIB = 2**20
 
 

@@ -20,7 +20,7 @@ ENTROPY = "entropy"
 CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "Reward": (
         ("reward", ("rollout/raw_reward", "rollout/accuracy")),
-        ("groups that teach nothing", ("rollout/zero_std_ratio",)),
+        ("groups with equal rewards", ("rollout/zero_std_ratio",)),
     ),
     "KL and entropy": (
         ("KL to the reference", ("train/kl_loss",)),
@@ -72,7 +72,7 @@ def _body(record: RunRecord, sampled: Sequence[SampledRollout], decode: Decode) 
             yield f'<h2>{title}</h2><div class="grid-of-charts">{"".join(shown)}</div>'
     views = [rollout.view for rollout in sampled if rollout.view is not None]
     parts = attribute(record, views)
-    yield "<h3>Where the difference comes from</h3>"
+    yield "<h3>Causes of the difference</h3>"
     yield table(("cause", "measured", "by"), ((part.cause, part.measured, part.source) for part in parts))
     yield from _time(record)
     yield from _memory(record)
@@ -170,7 +170,7 @@ def _time(record: RunRecord) -> Iterator[str]:
     yield _bar(totals, total)
     inside = {phase: sum(_seconds(row, phase) for row in rows) for phase in INSIDE}
     cells = [(phase, "phase of the loop", spent, spent / total) for phase, spent in totals.items() if spent]
-    cells += [(phase, "beside or within a phase", spent, spent / total) for phase, spent in inside.items() if spent]
+    cells += [(phase, "concurrent or nested", spent, spent / total) for phase, spent in inside.items() if spent]
     yield table(
         ("", "", "s", "s per step", "share of the loop"),
         (
@@ -229,13 +229,13 @@ def _faults(record: RunRecord) -> Iterator[str]:
     """Yield the table of faults, if there were any."""
     if outcomes := faults.outcomes(*faults.read(record.folder)):
         yield "<h2>Faults</h2>"
-        yield table(("what", "where", "what came of it"), ((f.what, f.where, f.found) for f in outcomes))
+        yield table(("what", "where", "result"), ((f.what, f.where, f.found) for f in outcomes))
 
 
 def _samples(sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:
     yield "<h2>Sampled tokens</h2>"
     if not sampled:
-        yield "<p class=note>run.dump_rollouts=true keeps each rollout's samples, and they are shown here</p>"
+        yield "<p class=note>run.dump_rollouts=true saves each rollout's samples, to be shown here</p>"
         return
     yield legend()
     for rollout in sampled:

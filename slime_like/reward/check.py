@@ -1,4 +1,4 @@
-"""Validation of rewards at load, in the driver: a wrong name or signature never starts a process."""
+"""Loading and validation of rewards. The driver checks names and signatures before it starts a process; workers load them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_reward(key: str, name: str) -> AnyReward:
         )
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
-            f"{key}={name!r} is a coroutine function; rewards run in processes of their own: make it a plain function"
+            f"{key}={name!r} is a coroutine function; rewards run in separate processes: define it with def, not async def"
         )
     check_signature(key, name, function, f"reward(prompt, {takes})", 2)
     return cast(AnyReward, function)
@@ -87,6 +87,6 @@ def _functions(config: RewardConfig, rm_type: str | None) -> list[AnyReward]:
         if not is_configured:
             check_reward_name("rm_type", name)
         if split_prefix(name)[1] == REMOTE and config.remote_url is None:
-            raise ConfigError(f"rm_type={name!r} asks a reward server: set reward.remote_url to its address")
+            raise ConfigError(f"rm_type={name!r} needs a reward server: set reward.remote_url to its address")
         functions.append(load_reward("reward" if is_configured else "rm_type", name))
     return functions

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import re
 
-from slime_like.reward.boxed import OPENING, last_boxed
-from slime_like.reward.kinds import needs_label
-from slime_like.reward.labels import label_of
-from slime_like.reward.latex import equal, label_latex
+from slime_like.reward.kinds import label_of, needs_label
+from slime_like.reward.latex import OPENING, equal, label_latex, last_boxed
 from slime_like.types import Prompt, Reward, Sample
 
 TAIL = 300  # characters; answers of MATH-500 have at most 159

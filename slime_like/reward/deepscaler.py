@@ -5,8 +5,7 @@ Source of the rule: DeepScaleR (Luo et al. 2025), as slime's rm_type ``deepscale
 
 from __future__ import annotations
 
-from slime_like.reward.kinds import needs_label
-from slime_like.reward.labels import label_of
+from slime_like.reward.kinds import label_of, needs_label
 from slime_like.reward.math import boxed_is
 from slime_like.types import Prompt, Reward, Sample
 

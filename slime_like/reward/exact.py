@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.reward.kinds import needs_label
-from slime_like.reward.labels import label_of
+from slime_like.reward.kinds import label_of, needs_label
 from slime_like.types import Prompt, Reward, Sample
 
 

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from slime_like.reward.kinds import checks_rows, needs_label
-from slime_like.reward.labels import label_of
+from slime_like.reward.kinds import checks_rows, label_of, needs_label
 from slime_like.types import Prompt, Reward, Sample
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -29,7 +28,7 @@ def words(text: str) -> list[str]:
 def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
     del metadata
     if label is not None and not words(label):
-        return f"label {label!r} has no word, so that no answer could score under f1: give one"
+        return f"label {label!r} has no words, so no answer could score under f1: add a label with words"
     return ""
 
 

@@ -13,6 +13,6 @@ def given(prompt: Prompt, sample: Sample) -> Reward:
     if sample.status is Status.TRUNCATED:
         return Reward(0.0)
     raise ValueError(
-        f"sample {sample.sample_id} of prompt {prompt.prompt_id} came without a reward, and reward.name=given computes none: "
-        "let rollout.agent or rollout.generate score every sample, or name a reward that does"
+        f"sample {sample.sample_id} of prompt {prompt.prompt_id} has no reward, and reward.name=given computes none: "
+        "score every sample in rollout.agent or rollout.generate, or set reward.name to a reward function"
     )

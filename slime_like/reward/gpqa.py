@@ -19,7 +19,7 @@ from slime_like.types import Prompt, Reward, Sample
 DEFAULT_LETTERS = tuple(string.ascii_uppercase[:10])
 THOUGHT = "</think>"
 OPTION = r"[\s:*$({\[\\]{0,8}(?:(?:boxed|text|mathrm)[{(\s]{1,3}){0,2}([A-Z](?!\w)|[a-z](?=[)}\].*$\s]{0,8}\Z))"
-SETTLED = (  # statements of the chosen option, the most explicit first
+SETTLED = (  # phrases that state the chosen option, the most explicit first
     re.compile(rf"\b(?i:answer)(?:\s{{1,3}}(?i:is))?{OPTION}"),
     re.compile(r"(?<!\w)\(?([A-Z])\)?\s{1,3}(?i:is(?:\s{1,3}the)?\s{1,3}correct)\b"),
     re.compile(rf"\b(?i:option|choice)(?:\s{{1,3}}(?i:is))?{OPTION}"),
@@ -70,7 +70,9 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
             "correct the label, metadata.correct_letter or metadata.choices"
         )
     if parsed.correct is None and not parsed.texts:
-        return "has neither a label nor metadata.correct_letter, so that gpqa cannot know the right option; add one"
+        return (
+            "has neither a label nor metadata.correct_letter, so gpqa cannot know the correct option; add one of them"
+        )
     return ""
 
 

@@ -1,9 +1,11 @@
-"""Markers of reward functions, read by the framework before a run starts."""
+"""Markers of reward functions, read by the framework before a run starts, and the label they compare with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from slime_like.types import Prompt
 
 RowCheck = Callable[[str | None, Mapping[str, Any]], str]
 """(label, metadata) -> reason why a row cannot be scored, and the fix; empty if it can."""
@@ -39,6 +41,13 @@ def takes_groups(function: object) -> bool:
 def row_check(function: object) -> RowCheck | None:
     """Return the check of a row apart from its label, if the reward has one."""
     return getattr(function, ROW, None)
+
+
+def label_of(prompt: Prompt) -> str:
+    """Return the label. Raises ``ValueError`` without one: such rows are refused when the data is read."""
+    if prompt.label is None:
+        raise ValueError(f"prompt {prompt.prompt_id} of {prompt.dataset} has no label")
+    return prompt.label
 
 
 def _marked[F: Callable[..., Any]](function: F, mark: str, value: object) -> F:

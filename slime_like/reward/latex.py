@@ -1,6 +1,7 @@
-"""Equality of two LaTeX strings by value: math-verify, restricted to inputs that terminate and run no code.
+"""LaTeX answers: the last ``\\boxed{}`` of a text, and equality by value.
 
-math-verify (Hugging Face) parses LaTeX into sympy by a grammar and compares by value. Excluded are
+math-verify (Hugging Face) parses LaTeX into sympy by a grammar and compares by value, restricted to inputs that terminate
+and run no code. Excluded are
 
 - its parser for plain expressions, which uses sympy's ``parse_expr`` and so Python's ``eval`` on text that a model
   wrote: only LaTeX is passed to it;
@@ -13,12 +14,15 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from slime_like.reward.boxed import last_boxed
 from slime_like.reward.size import size_of
+from slime_like.types import Sample
 
+OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BRACE = re.compile(r"\\[\\{}]|[{}]")  # an escaped brace is text
 INTEGER = re.compile(r"[-+]?\d{1,18}")
 DOLLARS = re.compile(r"\$\$(.+)\$\$|\$([^$\n]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 PERCENT = re.compile(r"\\?%$")
@@ -42,6 +46,29 @@ WILD = re.compile(
 LOOKS = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[!,;:]|\\?\$|\^\s*\{?\s*\\circ\s*\}?|°|\.\s*$")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 SPACE = re.compile(r"(?<!\d) | (?!\d)")  # "1 2" is not "12"
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last ``\\boxed{}`` or ``\\fbox{}``; None without one, or if it does not close.
+
+    Example: ``last_boxed(r"\\boxed{1}, no: \\boxed{\\frac{1}{2}}") == r"\\frac{1}{2}"``.
+    """
+    start = -1
+    for match in OPENING.finditer(text):
+        start = match.end()
+    if start < 0:
+        return None
+    depth = 1
+    for match in BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return text[start : match.start()]
+    return None
+
+
+def only_boxed(sample: Sample) -> Sample:
+    """Return the sample with the content of its last box as text; empty without a box."""
+    return replace(sample, text=last_boxed(sample.text) or "")
 
 
 def equal(label: str, answer: str) -> bool:

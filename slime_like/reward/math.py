@@ -5,10 +5,8 @@ As slime's ``math``: without a box there is no answer. Use ``answer`` for prompt
 
 from __future__ import annotations
 
-from slime_like.reward.boxed import last_boxed
-from slime_like.reward.kinds import needs_label
-from slime_like.reward.labels import label_of
-from slime_like.reward.latex import equal, label_latex
+from slime_like.reward.kinds import label_of, needs_label
+from slime_like.reward.latex import equal, label_latex, last_boxed
 from slime_like.types import Prompt, Reward, Sample
 
 

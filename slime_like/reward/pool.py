@@ -13,8 +13,8 @@ from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
-from slime_like.reward.boxed import only_boxed
 from slime_like.reward.compose import components, composed
+from slime_like.reward.latex import only_boxed
 from slime_like.reward.number import checked
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
@@ -165,7 +165,7 @@ class RewardPool:
         worker = worker or WorkerProcess(self._config.timeout_s, int((self._config.memory_gb or 0) * 2**30))
         try:
             yield worker
-        except BaseException:  # a late or cancelled call may still be running in its process
+        except BaseException:  # a call that timed out or was cancelled may still run in its process
             worker.kill()
             raise
         self._idle.append(worker)
@@ -179,7 +179,7 @@ class RewardPool:
             self._warn_server_down(error)
             return None
         if self._server_down:
-            self._warnings.append(f"the reward server {self._config.remote_url} answers again")
+            self._warnings.append(f"the reward server {self._config.remote_url} responds again")
             self._server_down = False
         return reward
 
@@ -199,7 +199,7 @@ class RewardPool:
             self._warned.add((name, str(error)))
             self._warnings.append(
                 f"{self._death(error)}, as it ran reward {name!r} for {_of(samples)} of prompt {prompt.prompt_id} "
-                f"({prompt.dataset}): another takes its place, and such samples {self._fallback()} (reward.fallback); "
+                f"({prompt.dataset}): it is replaced, and such samples {self._fallback()} (reward.fallback); "
                 "reward/killed counts them"
             )
 
@@ -210,7 +210,7 @@ class RewardPool:
 
     def _fallback(self) -> str:
         value = self._config.fallback
-        return "are left out of training" if value is None else f"count as {value:g}"
+        return "are excluded from training" if value is None else f"count as {value:g}"
 
     def _warn_server_down(self, error: Exception) -> None:
         """Warn once per outage, not once per sample."""

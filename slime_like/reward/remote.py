@@ -27,7 +27,7 @@ WRONG_ADDRESS = (301, 302, 307, 308, 401, 403, 404, 405)  # neither a retry nor 
 BUSY = (408, 425, 429)  # 4xx codes that permit a retry
 
 PLAIN = {"Accept-Encoding": "identity"}  # no compression: a short body could expand to a large one
-EXPECTED = 'a reward server answers a finite number, or an object such as {"score": 0.5, "acc": 1}'
+EXPECTED = 'a reward server must return a finite number, or an object such as {"score": 0.5, "acc": 1}'
 
 
 class ServerFailed(Exception):
@@ -128,11 +128,13 @@ class RemoteReward:
             raise _Transient(f"{type(error).__name__}: {error}") from error
         if response.status == 200:
             if len(content) > MAX_ANSWER_BYTES:
-                raise RewardError(f"reward.remote_url={url} answers more than {MAX_ANSWER_BYTES} bytes; {EXPECTED}")
+                raise RewardError(f"reward.remote_url={url} returned more than {MAX_ANSWER_BYTES} bytes; {EXPECTED}")
             return content
         reply = f"HTTP {response.status}: {content[:200].decode(errors='replace').strip() or response.reason}"
         if response.status in WRONG_ADDRESS:
-            raise RewardError(f"reward.remote_url={url} answers {reply}; give the address that takes POST requests")
+            raise RewardError(
+                f"reward.remote_url={url} returned {reply}; set it to the address that accepts POST requests"
+            )
         raise (_Transient if response.status >= 500 or response.status in BUSY else ServerFailed)(reply)
 
     def _reward(self, content: bytes) -> Reward:
@@ -142,7 +144,7 @@ class RemoteReward:
             return checked(fields["score"], fields.get("acc"))
         except (ValueError, KeyError, RecursionError) as error:
             raise RewardError(
-                f"reward.remote_url={self._config.remote_url} answered {content[:200].decode(errors='replace')!r}: "
+                f"reward.remote_url={self._config.remote_url} returned {content[:200].decode(errors='replace')!r}: "
                 f"{error}; {EXPECTED}"
             ) from error
 

@@ -189,7 +189,7 @@ def _binomial(top: Size, bottom: Size) -> Size:
 
 
 def _product(size: Size, n: float) -> float:
-    """Return how many terms sympy makes of ``(m + n)!`` and ``\\binom{n}{m}`` with a letter m: ``n`` factors, multiplied out
-    one after another.
+    """Return the number of terms into which sympy expands ``(m + n)!`` and ``\\binom{n}{m}`` for a symbol m: it multiplies
+    out ``n`` factors one by one.
     """
     return min(MAX_SIZE, max(size.terms, n * n))

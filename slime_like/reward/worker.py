@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from slime_like.config.schema.reward_names import split_prefix
-from slime_like.reward.boxed import only_boxed
 from slime_like.reward.check import load_reward
 from slime_like.reward.kinds import takes_groups
+from slime_like.reward.latex import only_boxed
 from slime_like.reward.number import checked
 from slime_like.types import Prompt, Reward, Sample
 from slime_like.util.deadline import scale

@@ -60,7 +60,7 @@ def cache_folder() -> Path:
     try:
         return caches.cache_folder("cpu_kernels")
     except (OSError, SlimeLikeError) as error:
-        raise BuildError(f"cannot keep compiled kernels: {error}; set XDG_CACHE_HOME") from error
+        raise BuildError(f"cannot cache compiled kernels: {error}; set XDG_CACHE_HOME to a writable folder") from error
 
 
 def cpu_identity() -> str:

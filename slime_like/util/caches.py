@@ -1,4 +1,4 @@
-"""Cache folders of compiled code. It is executed, so they are private with all parents, and work without a writable home."""
+"""Cache folders of compiled code. The code is executed, so folders and their parents are private. No writable home is needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache_folder(name: str) -> Path:
         else:
             for part in (folder.parent, folder):
                 if not is_private(part):
-                    raise SlimeLikeError(f"{part} is not this user's alone: chown and chmod 700 it")
+                    raise SlimeLikeError(f"{part} is not private to this user: make it yours with chown and chmod 700")
             return folder
     return temporary_folder(name, SHORT)
 

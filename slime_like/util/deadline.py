@@ -57,8 +57,8 @@ class Deadline:
         return seconds
 
     def exceeded(self, waits_for: str) -> DeadlineExceeded:
-        """Return the error to raise if ``waits_for`` did not answer in time."""
+        """Return the error to raise if ``waits_for`` did not respond in time."""
         return DeadlineExceeded(
             f"{self.owner} waited {self.elapsed():.0f} s for {waits_for} in phase '{self.phase}' (limit {self.limit:.0f} s; "
-            f"set {FACTOR_VARIABLE} above {scale():g} if this machine is only slow)"
+            f"set {FACTOR_VARIABLE} above {scale():g} if this machine is just slow)"
         )

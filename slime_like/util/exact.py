@@ -1,4 +1,4 @@
-"""Batch-invariant arithmetic on a CPU, shared by engine and trainer: the bits of a row do not depend on other rows.
+"""Batch-invariant arithmetic on a CPU, shared by engine and trainer: each output row is bitwise independent of the other rows.
 
 MKL's float32 matrix products have this property with at least ``ROWS`` rows, ``COLUMNS`` columns and one thread;
 smaller or multi-threaded products use kernels with another order of summation. Products are therefore padded to these
@@ -37,7 +37,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor, scale: float) -> Tensor:
     """Return softmax attention [b, K, R, D] over the keys that ``visible`` selects; each row sees at least the first key.
 
-    The bits of a row depend only on its query, its visible keys and their positions: masked keys add exact zeros,
+    Bitwise, a row depends only on its query, its visible keys and their positions: masked keys add exact zeros,
     and the products of the blocks are added in float64, in order.
     """
     rows, length = q_bKRD.shape[2], k_bKLD.shape[2]
@@ -97,6 +97,6 @@ def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
             if not torch.equal(linear(x[-rows:], weight), expected[-rows:]):
                 return (
                     f"a product of {rows} rows with a [{outputs}, {inputs}] matrix differs from the same rows among 67 "
-                    f"({torch.get_num_threads()} threads): the BLAS of this machine does not keep rows apart"
+                    f"({torch.get_num_threads()} threads): in this machine's BLAS a row depends on other rows"
                 )
     return None

@@ -15,8 +15,8 @@ from typing import Any
 def heavy_imports() -> Generator[None]:
     """Avoid two costs that make up a third of SGLang's import time (measured: docs/measurements/startup.md).
 
-    The garbage collector repeatedly scans a heap that only grows: it is disabled during the import, and the imported
-    objects are then frozen, which also shortens later collections. And transformers maps modules to distributions by
+    First, the garbage collector repeatedly scans a heap that only grows: it is disabled during the import, and the imported
+    objects are then frozen, which also shortens later collections. Second, transformers maps modules to distributions by
     reading the file list of every installed package: here the few names it needs are looked up directly.
     """
     collecting, original = gc.isenabled(), importlib.metadata.packages_distributions

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from slime_like.errors import SlimeLikeError
+from slime_like.util.deadline import Deadline
 
+POLL_S = 0.1
 OTHERS = 0o077  # permission bits of everybody but the owner
 
 
@@ -24,12 +29,14 @@ def private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700)
     state = path.lstat()
     if not (stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & OTHERS):
-        raise SlimeLikeError(f"{path} is not a folder of this user alone: remove it, or chmod 700 it where it is yours")
+        raise SlimeLikeError(
+            f"{path} is not a private folder of this user: remove it, or run chmod 700 on it if it is yours"
+        )
     return path
 
 
 def temporary_folder(name: str, place: str | None = None) -> Path:
-    """Create or reuse this user's private temporary folder ``name``, the same one in each process.
+    """Create or reuse this user's private temporary folder ``name``, the same path in each process.
 
     Raises ``SlimeLikeError`` if another user has taken the path, ``OSError`` if it cannot be written to.
     """
@@ -55,10 +62,27 @@ def open_lock(path: Path) -> IO[bytes]:
     state = os.fstat(fd)
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
         os.close(fd)
-        raise OSError(f"{path} is not a plain file: remove it")
+        raise OSError(f"{path} is not a regular file: remove it")
     if state.st_uid == os.geteuid():
         os.fchmod(fd, 0o600)  # anyone who can open it can lock it and block every run
     return os.fdopen(fd, "r+b", buffering=0)
+
+
+@contextmanager
+def exclusive(path: Path, deadline: Deadline, holder: str) -> Generator[None]:
+    """Hold the lock file ``path``, waiting while another process holds it.
+
+    Raises ``DeadlineExceeded`` naming ``holder`` once ``deadline`` has passed, and ``OSError`` as ``open_lock`` does.
+    """
+    with open_lock(path) as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                deadline.remaining(holder)
+                time.sleep(POLL_S)
+        yield
 
 
 def planted_by_another(path: Path) -> Path | None:

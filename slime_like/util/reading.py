@@ -76,7 +76,7 @@ class InputFile:
         """Return the file's JSON object."""
         values = self.json()
         if not isinstance(values, dict):
-            raise self.refused(f"holds no JSON object but {shown(values)}")
+            raise self.refused(f"contains {shown(values)} instead of a JSON object")
         return cast("dict[str, Any]", values)
 
     def yaml(self) -> Any:
@@ -119,7 +119,7 @@ def parse_strict_json(text: str) -> Any:
     """Return the value of a JSON text. Raises ``ValueError`` as ``parse_json`` does, and on NaN and Infinity."""
 
     def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not valid JSON")
 
     try:
         return json.loads(text, parse_constant=refuse)

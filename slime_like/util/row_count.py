@@ -42,5 +42,5 @@ def open_parquet(path: Path) -> Any:
         return module.ParquetFile(path)
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
         raise DataError(
-            f"{path} is not a readable parquet file ({reason(error)}); write it again or name another"
+            f"{path} is not a readable parquet file ({reason(error)}); write the file again or choose another file"
         ) from error

@@ -8,7 +8,10 @@ from typing import Any
 
 
 def being_cancelled() -> bool:
-    """Return True if the current task was cancelled; otherwise a ``CancelledError`` in it was raised by a callee."""
+    """Return whether the current task itself is being cancelled.
+
+    If False, a ``CancelledError`` caught here came from an awaited call.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -18,6 +21,17 @@ async def together[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
+    """Wait for the first of ``waits``, and cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()

@@ -24,7 +24,9 @@ def check_signature(key: str, name: str, function: Callable[..., Any], form: str
     try:
         inspect.signature(function).bind(*[None] * num_args)
     except TypeError as error:
-        raise ConfigError(f"{key}={name!r} cannot be called as {form}: {error}{location(function)}") from error
+        raise ConfigError(
+            f"{key}={name!r} cannot be called as {form}: {error}{location(function)}; docs/extending.md describes the call"
+        ) from error
     except ValueError:  # a builtin without a signature
         pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -28,23 +29,32 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
             f"{key}={value!r}: cannot import {module!r} ({error}); is it installed, in the current directory {Path.cwd()} "
             "or on PYTHONPATH?"
         ) from error
-    except Exception as error:  # code of a user's may raise anything
+    except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"{key}={value!r}: importing {module!r} raised {describe(error)}: correct that line"
         ) from error
 
 
-def _of_file(key: str, value: str, name: str) -> ModuleType:
-    """Import a file once per process. Modules beside it are importable from it.
+def absolute(name: str) -> str:
+    """Return ``file.py:attribute`` with the file's absolute path; a name of another form, or of no file, unchanged."""
+    file, colon, attribute = name.rpartition(":")
+    if not file.endswith(".py") or (path := _file(file)) is None:
+        return name
+    return f"{path}{colon}{attribute}"
 
-    A relative path is looked up in the current directory, then on ``sys.path``: Ray puts the driver's directory there in
-    workers that were started elsewhere.
-    """
-    path = Path(name).expanduser()
-    file = next((found for folder in (".", *sys.path) if (found := Path(folder) / path).is_file()), None)
+
+def _file(name: str) -> Path | None:
+    """Return the file ``name`` of the current directory or, as for modules, of a folder of ``sys.path``."""
+    path = os.path.expanduser(name)
+    files = (os.path.join(folder, path) for folder in (".", *sys.path))
+    return next((Path(file).resolve() for file in files if os.path.isfile(file)), None)
+
+
+def _of_file(key: str, value: str, name: str) -> ModuleType:
+    """Import a file once per process. It can import modules of its own folder."""
+    file = _file(name)
     if file is None:
-        raise ConfigError(f"{key}={value!r}: there is no file {path} in {Path.cwd()}: correct the path")
-    file = file.resolve()
+        raise ConfigError(f"{key}={value!r}: there is no file {name} in {Path.cwd()}: correct the path")
     known = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # shadows no module of the same name
     if known in sys.modules:
         return sys.modules[known]
@@ -62,6 +72,6 @@ def _of_file(key: str, value: str, name: str) -> ModuleType:
 
 
 def _append(folder: Path) -> None:
-    """Make the modules of ``folder`` importable after all others, so that they shadow none."""
+    """Make the modules of ``folder`` importable after all others, so that they shadow no other module."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,5 +1,7 @@
 """Split transport: the sender of each pipeline stage and all engine ranks share a process group; buckets are broadcast."""
 
+# torch has no public way to make a group outside the world.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +21,7 @@ from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
 from slime_like.util.deadline import scale
 from slime_like.util.ports import Meeting, meeting_at
-from slime_like.weights.stream import meta_of
+from slime_like.weights.manifest import meta_of
 
 LEAVE_S = 10.0  # limit for an engine to leave a group; a dead one never does
 POLL_S = 0.02

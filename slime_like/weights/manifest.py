@@ -1,12 +1,21 @@
-"""Manifest of a push: every tensor of the HF checkpoint once, in the checkpoint's shape."""
+"""Manifest of a push: every tensor of the HF checkpoint once, in the checkpoint's shape; torch is not imported."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import TensorMeta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def meta_of(name: str, tensor: Tensor) -> TensorMeta:
+    """Return name, shape and dtype of one tensor."""
+    return TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def merge(stages: Sequence[Iterable[TensorMeta]]) -> dict[str, TensorMeta]:
@@ -31,6 +40,6 @@ def check(version: int, manifest: dict[str, TensorMeta], sent: Iterable[TensorMe
     foreign = sorted(meta.name for meta in received - expected)
     if missing or foreign:
         raise WeightSyncError(
-            f"push of version {version} is not whole: {len(missing)} tensors missing ({', '.join(missing[:3])}), "
+            f"push of version {version} is incomplete: {len(missing)} tensors missing ({', '.join(missing[:3])}), "
             f"{len(foreign)} foreign or of another shape ({', '.join(foreign[:3])})"
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
-from slime_like.weights.stream import meta_of
+from slime_like.weights.manifest import meta_of
 
 MAGIC = b"slime_like shared tensors\n"
 ALIGNMENT = 64  # bytes
@@ -99,7 +99,7 @@ def received(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
         data = _as_tensor(memory)
         tensors = [(str(name), _tensor(data, *layout)) for name, *layout in message["tensors"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise WeightSyncError(f"a message about shared tensors is garbled: {error}") from error
+        raise WeightSyncError(f"a message about shared tensors is malformed: {error}") from error
     yield tensors
     tensors.clear()
     del data

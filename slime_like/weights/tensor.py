@@ -12,8 +12,8 @@ import torch
 
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.weights.manifest import meta_of
 from slime_like.weights.shared import Region
-from slime_like.weights.stream import meta_of
 
 
 class TensorSender:
@@ -91,5 +91,5 @@ def _name_storage_loader() -> None:
     function is unchanged; only the name written into a pickle is torch's. Can go when megatron-core leaves
     ``torch.storage._load_from_bytes`` alone.
     """
-    loader: Any = torch.storage._load_from_bytes
+    loader: Any = torch.storage._load_from_bytes  # pyright: ignore[reportPrivateUsage]  pickles hold this name
     loader.__module__, loader.__qualname__ = "torch.storage", "_load_from_bytes"

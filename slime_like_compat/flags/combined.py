@@ -1,4 +1,4 @@
-"""Flags whose keys depend on other flags as well: those of ``flag_table.COMBINED``, and the values they are read with."""
+"""Flags of ``table.COMBINED``, whose keys depend on other flags too."""
 
 from __future__ import annotations
 
@@ -13,90 +13,111 @@ from slime_like.config.schema.render import render
 from slime_like.errors import ConfigError
 from slime_like.util.reading import parse_strict_json, reason, shown
 from slime_like_compat.flags.eval_config import eval_config_overrides
-from slime_like_compat.flags.table import ESTIMATORS, count, number, whole
+from slime_like_compat.flags.table import ESTIMATORS, count, dotted, integer, number
 
-type Seen = Mapping[str, list[str]]
+type FlagValues = Mapping[str, list[str]]
 
 ROLLOUT_FUNCTIONS = {
     f"{project}.rollout.{module}.generate_rollout": loss
     for project in ("slime", "miles")
     for module, loss in (("sglang_rollout", "policy_loss"), ("sft_rollout", "sft_loss"))
 }
-"""slime's and miles' own rollout functions that the loop here stands for, with the --loss-type that each goes with."""
+"""Rollout functions of slime and miles that the loop here replaces -> the --loss-type they need."""
 NO_VALUE = ("--use-kl-loss", "--use-opd", "--sglang-enable-dp-attention", "--disable-compute-advantages-and-returns")
 SEVERAL_VALUES = ("--eval-prompt-data",)
 
 
-def combine(seen: Seen) -> Iterator[str]:
-    """Overrides of the flags in ``COMBINED``; ``seen`` maps each flag of the command line to its values."""
-    yield from _algorithm(seen)
-    yield from _loss(seen)
-    yield from _engines(seen)
-    yield from _batches(seen)
-    yield from _dp_attention(seen)
-    # slime replaces what its filter drops for as long as it takes.
-    yield from (["rollout.max_refills=100"] if "--dynamic-sampling-filter-path" in seen else [])
-    if (path := _one(seen, "--load")) is not None:
-        yield _load(path, _one(seen, "--save"))
-    yield from _kl(seen)
-    if (path := _one(seen, "--load-debug-rollout-data")) is not None:
+def combine(flags: FlagValues) -> Iterator[str]:
+    """Yield the overrides of the flags in ``COMBINED``; ``flags`` maps each flag of the command line to its values."""
+    yield from _algorithm(flags)
+    yield from _loss(flags)
+    yield from _engines(flags)
+    yield from _batches(flags)
+    yield from _dp_attention(flags)
+    # slime replaces dropped groups without a limit.
+    yield from (["rollout.max_refills=100"] if "--dynamic-sampling-filter-path" in flags else [])
+    if (path := _last(flags, "--load")) is not None:
+        yield _load(path, _last(flags, "--save"))
+    yield from _kl(flags)
+    if (path := _last(flags, "--load-debug-rollout-data")) is not None:
         yield f"run.replay_from={render(path)}"
         yield "run.mode=train_only"
-    if (text := _one(seen, "--apply-chat-template-kwargs")) is not None:
+    if (text := _last(flags, "--apply-chat-template-kwargs")) is not None:
         yield from _chat_template_kwargs(text)
-    if (text := _one(seen, "--rollout-max-prompt-len")) is not None:
-        yield f"data.max_prompt_len={whole('--rollout-max-prompt-len', text)}"
+    if (text := _last(flags, "--rollout-max-prompt-len")) is not None:
+        yield f"data.max_prompt_len={integer('--rollout-max-prompt-len', text)}"
         yield "data.on_bad_row=skip"
-    if (text := _one(seen, "--eval-config")) is not None:  # counts alone where both are given, as in slime
+    if (text := _last(flags, "--eval-config")) is not None:  # takes precedence over --eval-prompt-data, as in slime
         yield from eval_config_overrides(Path(text))
-    elif "--eval-prompt-data" in seen:
-        yield from _eval_sets(seen["--eval-prompt-data"])
+    elif "--eval-prompt-data" in flags:
+        yield from _eval_sets(flags["--eval-prompt-data"])
 
 
-def _algorithm(seen: Seen) -> Iterator[str]:
-    name = _one(seen, "--advantage-estimator")
+def _algorithm(flags: FlagValues) -> Iterator[str]:
+    name = _last(flags, "--advantage-estimator")
     if name is not None and name not in ESTIMATORS:
         raise ConfigError(f"--advantage-estimator {name} is not supported yet: one of {', '.join(ESTIMATORS)}")
-    if "--use-opd" in seen:
-        yield from _distillation(seen, ESTIMATORS[name or "grpo"])
+    if "--use-opd" in flags:
+        yield from _distillation(flags, ESTIMATORS[name or "grpo"])
     elif name is not None:
         yield f"algo={ESTIMATORS[name]}"
 
 
-def _loss(seen: Seen) -> Iterator[str]:
-    """--loss-type, and the two flags that go with supervised fine-tuning."""
-    kind = _one(seen, "--loss-type") or "policy_loss"
-    if kind not in ("policy_loss", "sft_loss"):
-        raise ConfigError(f"--loss-type {kind} is not supported yet: policy_loss, or sft_loss for algo=sft")
-    function = _one(seen, "--rollout-function-path")
+def _loss(flags: FlagValues) -> Iterator[str]:
+    """Yield the overrides of --loss-type and the two flags of supervised fine-tuning."""
+    kind = _last(flags, "--loss-type") or "policy_loss"
+    if kind not in ("policy_loss", "custom_loss", "sft_loss"):
+        raise ConfigError(f"--loss-type {kind} is not supported yet: policy_loss, custom_loss or sft_loss (algo=sft)")
+    yield from _own_functions(flags, kind)
+    kind = "policy_loss" if kind == "custom_loss" else kind
+    function = _last(flags, "--rollout-function-path")
     if function is not None and ROLLOUT_FUNCTIONS.get(function) != kind:
         raise ConfigError(
             f"--rollout-function-path {function} with --loss-type {kind} is not supported yet: a generate function per "
             "group is the seam (--custom-generate-function-path)"
         )
-    if "--disable-compute-advantages-and-returns" in seen and kind != "sft_loss":
+    if "--disable-compute-advantages-and-returns" in flags and kind != "sft_loss":
         raise ConfigError("--disable-compute-advantages-and-returns is supported with --loss-type sft_loss only")
     if kind == "sft_loss":
         yield "algo=sft"
 
 
-def _batches(seen: Seen) -> Iterator[str]:
-    """Optimizer steps per rollout follow from the batch sizes, and rollouts from epochs, as in slime."""
-    sizes = [_one(seen, f) for f in ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")]
-    given = [int(text) for text in sizes if text is not None and text.isdecimal()]
-    if len(given) == 3 and "--num-steps-per-rollout" not in seen:
-        prompts, samples, step = given
+def _own_functions(flags: FlagValues, loss: str) -> Iterator[str]:
+    """Yield the paths of a user's loss and correction.
+
+    Raises ``ConfigError`` if one is missing, or if slime would not call it.
+    """
+    path, flag = _last(flags, "--custom-loss-function-path"), "--custom-loss-function-path"
+    if loss == "custom_loss" and path is None:
+        raise ConfigError(f"--loss-type custom_loss needs {flag}: give it, or policy_loss")
+    if loss != "custom_loss" and path is not None:
+        raise ConfigError(f"{flag} {path} has no effect without --loss-type custom_loss: add it, or set algo.loss")
+    if path is not None:
+        yield f"algo.loss={render(dotted(flag, path))}"
+    path, flag = _last(flags, "--custom-tis-function-path"), "--custom-tis-function-path"
+    if path is not None and "--use-tis" not in flags:
+        raise ConfigError(f"{flag} {path} has no effect without --use-tis: add it, or set algo.off_policy")
+    if path is not None:
+        yield f"algo.off_policy={render(dotted(flag, path))}"
+
+
+def _batches(flags: FlagValues) -> Iterator[str]:
+    """Yield optimizer steps per rollout from the batch sizes, and epochs, as in slime."""
+    sizes = [_last(flags, f) for f in ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")]
+    numbers = [int(text) for text in sizes if text is not None and text.isdecimal()]
+    if len(numbers) == 3 and "--num-steps-per-rollout" not in flags:
+        prompts, samples, step = numbers
         if step and prompts * samples % step == 0 and prompts * samples > step:
             yield f"loop.steps_per_rollout={prompts * samples // step}"
-    if (text := _one(seen, "--num-epoch")) is not None and "--num-rollout" not in seen:
-        yield f"loop.num_epoch={whole('--num-epoch', text)}"
+    if (text := _last(flags, "--num-epoch")) is not None and "--num-rollout" not in flags:
+        yield f"loop.num_epoch={integer('--num-epoch', text)}"
 
 
-def _dp_attention(seen: Seen) -> Iterator[str]:
-    """SGLang's attention data parallelism lies inside an engine: its newer name is attn_dp_size."""
-    text = _one(seen, "--sglang-dp-size") or _one(seen, "--sglang-data-parallel-size")
-    size = whole("--sglang-dp-size", text) if text is not None else 1
-    if size > 1 and "--sglang-enable-dp-attention" not in seen:
+def _dp_attention(flags: FlagValues) -> Iterator[str]:
+    """Yield SGLang's attention data parallelism inside one engine, now named attn_dp_size."""
+    text = _last(flags, "--sglang-dp-size") or _last(flags, "--sglang-data-parallel-size")
+    size = integer("--sglang-dp-size", text) if text is not None else 1
+    if size > 1 and "--sglang-enable-dp-attention" not in flags:
         raise ConfigError(
             f"--sglang-dp-size {size} needs --sglang-enable-dp-attention, as in slime: it splits the attention of one "
             "engine; several engines are --rollout-num-gpus over --rollout-num-gpus-per-engine"
@@ -105,22 +126,22 @@ def _dp_attention(seen: Seen) -> Iterator[str]:
         yield f"rollout.sglang.attn_dp_size={size}"
 
 
-def _kl(seen: Seen) -> Iterator[str]:
-    if (text := _one(seen, "--kl-loss-coef")) is not None:
-        if number("--kl-loss-coef", text) > 0 and "--use-kl-loss" not in seen:
+def _kl(flags: FlagValues) -> Iterator[str]:
+    if (text := _last(flags, "--kl-loss-coef")) is not None:
+        if number("--kl-loss-coef", text) > 0 and "--use-kl-loss" not in flags:
             raise ConfigError(
                 f"--kl-loss-coef {text} has no effect without --use-kl-loss: add it, or set algo.kl_loss_coef"
             )
-        if number("--kl-loss-coef", text) > 0 or _one(seen, "--loss-type") != "sft_loss":
+        if number("--kl-loss-coef", text) > 0 or _last(flags, "--loss-type") != "sft_loss":
             yield f"algo.kl_loss_coef={render(number('--kl-loss-coef', text))}"
     # slime's scripts give --kl-coef 0 to algorithms that have no such key.
-    if (text := _one(seen, "--kl-coef")) is not None and number("--kl-coef", text) != 0:
+    if (text := _last(flags, "--kl-coef")) is not None and number("--kl-coef", text) != 0:
         yield f"algo.kl_coef={render(number('--kl-coef', text))}"
 
 
-def _distillation(seen: Seen, estimator: str) -> Iterator[str]:
-    """slime adds a teacher's judgement to the advantages of an estimator."""
-    kind = _one(seen, "--opd-type")
+def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
+    """Yield the overrides of distillation, in which slime adds a teacher's term to the advantages of an estimator."""
+    kind = _last(flags, "--opd-type")
     if kind != "megatron":
         raise ConfigError(f"--opd-type {kind}: the teacher runs on Megatron ranks; give --opd-type megatron")
     if estimator not in GROUP_ADVANTAGES:
@@ -132,9 +153,9 @@ def _distillation(seen: Seen, estimator: str) -> Iterator[str]:
 
 
 def _load(path: str, save: str | None) -> str:
-    """slime resumes by --load and --save naming one folder; run.resume=auto looks in run.dir.
+    """Return the override of --load: run.resume=auto if --save names the same folder, as slime resumes.
 
-    Weights without a trainer's state, as slime's converters write them, are where a run starts.
+    Weights without a trainer's state, as slime's converters write them, become the start of the run.
     """
     try:
         source = megatron_folder(Path(path))
@@ -146,16 +167,16 @@ def _load(path: str, save: str | None) -> str:
     return f"run.resume={render('auto' if same else path)}"
 
 
-def _one(seen: Seen, flag: str) -> str | None:
-    return seen[flag][-1] if flag in seen else None
+def _last(flags: FlagValues, flag: str) -> str | None:
+    return flags[flag][-1] if flag in flags else None
 
 
-def _engines(seen: Seen) -> Iterator[str]:
-    """slime counts GPUs for rollout, we count engines; without --colocate these GPUs are the rollout's own."""
-    per = count("--rollout-num-gpus-per-engine", _one(seen, "--rollout-num-gpus-per-engine") or "1")
-    gpus, nodes = _one(seen, "--rollout-num-gpus"), _one(seen, "--actor-num-nodes") or "1"
-    if gpus is None and "--colocate" in seen and "--actor-num-gpus-per-node" in seen:
-        per_node = count("--actor-num-gpus-per-node", seen["--actor-num-gpus-per-node"][-1])
+def _engines(flags: FlagValues) -> Iterator[str]:
+    """Yield the number of engines from slime's rollout GPUs, which are separate without --colocate."""
+    per = count("--rollout-num-gpus-per-engine", _last(flags, "--rollout-num-gpus-per-engine") or "1")
+    gpus, nodes = _last(flags, "--rollout-num-gpus"), _last(flags, "--actor-num-nodes") or "1"
+    if gpus is None and "--colocate" in flags and "--actor-num-gpus-per-node" in flags:
+        per_node = count("--actor-num-gpus-per-node", flags["--actor-num-gpus-per-node"][-1])
         gpus = str(per_node * count("--actor-num-nodes", nodes))
     if gpus is None:
         return
@@ -166,7 +187,7 @@ def _engines(seen: Seen) -> Iterator[str]:
             f"give --rollout-num-gpus as a multiple of {per}"
         )
     yield f"rollout.num_engines={total // per}"
-    if "--colocate" not in seen:
+    if "--colocate" not in flags:
         yield "placement.mode='split'"
 
 
@@ -185,7 +206,7 @@ def _chat_template_kwargs(text: str) -> Iterator[str]:
 
 
 def _eval_sets(words: list[str]) -> Iterator[str]:
-    words = ["aime", *words] if len(words) == 1 else words  # as slime reads a path alone
+    words = ["aime", *words] if len(words) == 1 else words  # as slime reads a single path
     if len(words) % 2:
         raise ConfigError(
             f"--eval-prompt-data {' '.join(words)}: expected pairs of a name and a path, such as aime data/aime.jsonl"

@@ -1,4 +1,4 @@
-"""Defaults of slime that are not ours: what a script means by leaving a flag out, in our keys.
+"""Defaults of slime that differ from ours: the meaning of a missing flag, in our keys.
 
 Source of the values: ``slime/utils/arguments.py`` of slime 0.3.1, and Megatron-LM's parser where slime leaves it alone.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SlimeDefault:
-    """What a run of slime does when ``flag`` is not given.
+    """Behaviour of slime without ``flag``.
 
-    ``override`` says the same here, in Hydra's grammar; None where it is left as it is here.
+    ``override`` is the equivalent here in Hydra's grammar; None keeps our default.
     """
 
     flag: str
@@ -20,7 +20,7 @@ class SlimeDefault:
     key: str
     override: str | None
     note: str = ""
-    needs: tuple[str, ...] = ()  # flags of which one must be given for this default to count
+    needs: tuple[str, ...] = ()  # the default applies only if one of these flags is given
 
 
 HELD_OUT = ("--eval-prompt-data", "--eval-config")
@@ -43,7 +43,7 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         "as --rollout-temperature",
         "evaluation.temperature",
         "${rollout.temperature}",
-        "here held-out prompts are answered greedily unless told otherwise",
+        "here held-out prompts are sampled greedily by default",
         needs=HELD_OUT,
     ),
     SlimeDefault("--eval-top-p", "as --rollout-top-p", "evaluation.top_p", "${rollout.top_p}", needs=HELD_OUT),
@@ -56,24 +56,24 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         "off",
         "parallel.sequence_parallel",
         None,
-        "on here with tp > 1: the same values, less memory",
+        "here on with tp > 1: the same values, less memory",
     ),
     SlimeDefault(
         "--qwen-gdn-backend",
         "fla",
         "model.gdn.backend",
         None,
-        "here fla on a GPU and torch on a CPU; another one has to be asked for",
+        "here fla on a GPU and torch on a CPU",
         needs=("--spec",),
     ),
-    SlimeDefault("--label-key", "none", "data.label_key", None, "here the column `label` is read where a row has it"),
-    SlimeDefault("--tool-key", "tools", "data.metadata_key", None, "the column `tools` is read here as well"),
-    SlimeDefault("--async-save", "off", "run.async_save", None, "checkpoints are written beside training"),
+    SlimeDefault("--label-key", "none", "data.label_key", None, "here the column `label` is read if a row has it"),
+    SlimeDefault("--tool-key", "tools", "data.metadata_key", None, "here the column `tools` is also read"),
+    SlimeDefault("--async-save", "off", "run.async_save", None, "here checkpoints are written during training"),
 )
-"""In the order of slime's groups."""
+"""Ordered like slime's groups of arguments."""
 
 NEEDED: dict[str, str] = {
     flag: f"a script without it trains with Megatron's dropout of 0.1, and there is none here: add {flag} 0.0 to it"
     for flag in ("--attention-dropout", "--hidden-dropout")
 }
-"""Flags without which slime does what nothing here does."""
+"""Flags that slime needs, because its default has no equivalent here."""

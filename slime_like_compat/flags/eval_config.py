@@ -24,43 +24,45 @@ SETTINGS = {
     "metadata_key": "metadata_key",
     "apply_chat_template": "apply_chat_template",
 }
-"""A field of a set in slime -> its name in ``evaluation.overrides``. slime has further fields: none has a counterpart."""
+"""Field of a dataset in slime -> its name in ``evaluation.overrides``. Other fields of slime have no counterpart."""
 
 
 def eval_config_overrides(path: Path) -> Iterator[str]:
-    """Yield the overrides that say what the file says.
+    """Yield the overrides equivalent to the file.
 
-    Raises ``ConfigError`` naming file and field where the file is damaged, and for a field that nothing here stands for.
+    Raises ``ConfigError`` naming file and field if the file is damaged or a field has no equivalent here.
     """
     file = InputFile(path, ConfigError, "give a mapping with datasets, each with a name and a path", FLAG)
     tree: Any = file.yaml()
     tree = tree.get("eval", tree) if isinstance(tree, dict) else tree
     if not isinstance(tree, dict):
         raise file.refused("holds no mapping")
-    found = cast("dict[str, Any]", tree)
-    shared = found.get("defaults") or {}
+    config = cast("dict[str, Any]", tree)
+    shared = config.get("defaults") or {}
     if not isinstance(shared, Mapping):
         raise file.refused(f"has defaults={shown(shared)}, which is no mapping")
-    sets = list(_sets(found.get("datasets"), file))
+    sets = list(_sets(config.get("datasets"), file))
     if not sets:
         raise file.refused("names no datasets")
     yield "evaluation.datasets={}"
     for fields in sets:
         name, data = fields["name"], fields["path"]
-        own = {**cast("Mapping[str, Any]", shared), **fields}
-        if reference := next((field for field, value in own.items() if "${" in str(value)), ""):
-            raise file.refused(f"has {name}.{reference}={shown(own[reference])}, a reference: write the value")
+        merged = {**cast("Mapping[str, Any]", shared), **fields}
+        if reference := next((field for field, value in merged.items() if "${" in str(value)), ""):
+            raise file.refused(f"has {name}.{reference}={shown(merged[reference])}, a reference: write the value")
         yield f"evaluation.datasets.{name}={render(data)}"
-        settings = dict(_settings(name, own, file))
+        settings = dict(_settings(name, merged, file))
         if settings:
             yield f"evaluation.overrides.{name}={render(settings)}"
 
 
 def _sets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
-    """The sets, each a mapping with a name and a path: a list of them, or a mapping by name."""
+    """Yield the datasets, given as a list or as a mapping by name, each with a name and a path."""
     if isinstance(value, Mapping):
         by_name = cast("Mapping[str, Any]", value)
-        items: list[Any] = [{"name": name, **own} if isinstance(own, Mapping) else own for name, own in by_name.items()]
+        items: list[Any] = [
+            {"name": name, **entry} if isinstance(entry, Mapping) else entry for name, entry in by_name.items()
+        ]
     else:
         items = cast("list[Any]", value) if isinstance(value, list) else []
     for item in items:
@@ -77,6 +79,6 @@ def _settings(name: str, fields: Mapping[str, Any], file: InputFile) -> Iterator
             continue
         if field not in SETTINGS:
             raise file.refused(
-                f"has {name}.{field}={shown(value)}, and nothing here says the same: a set may have {', '.join(SETTINGS)}"
+                f"has {name}.{field}={shown(value)}, which has no equivalent here: a set may have {', '.join(SETTINGS)}"
             )
         yield SETTINGS[field], value

@@ -1,4 +1,4 @@
-"""slime's and Megatron's flags: which key each one sets, with value converters. ``flags`` reads the command line."""
+"""slime's and Megatron's flags: the key that each one sets, with value converters."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SLIME_FILTERS = {
 }
 
 
-def whole(flag: str, text: str) -> int:
-    """A whole number."""
+def integer(flag: str, text: str) -> int:
+    """Return a whole number."""
     try:
         value = int(text)
     except ValueError:
@@ -43,13 +43,13 @@ def whole(flag: str, text: str) -> int:
 
 def count(flag: str, text: str) -> int:
     """Return a whole number above 0."""
-    if (value := whole(flag, text)) < 1:
+    if (value := integer(flag, text)) < 1:
         raise ConfigError(f"{flag} {text}: expected 1 or more")
     return value
 
 
 def number(flag: str, text: str) -> float:
-    """A number."""
+    """Return a number."""
     try:
         return float(text)
     except ValueError:
@@ -57,14 +57,14 @@ def number(flag: str, text: str) -> float:
 
 
 def word(flag: str, text: str) -> str:
-    """Any text."""
+    """Return a non-empty text."""
     if not text:
         raise ConfigError(f"{flag} is empty: expected a name or path")
     return text
 
 
 def one_of(*choices: str, **renamed: str) -> Convert:
-    """One of several words, of which some are named otherwise here."""
+    """Return a converter that accepts ``choices``, and the keys of ``renamed`` with their names here."""
 
     def convert(flag: str, text: str) -> str:
         if text not in (*choices, *renamed):
@@ -75,7 +75,7 @@ def one_of(*choices: str, **renamed: str) -> Convert:
 
 
 def dotted(flag: str, text: str) -> str:
-    """slime's ``package.module.function`` (or ours, ``package.module:function``), as ``package.module:function``."""
+    """Return slime's ``package.module.function``, or our ``package.module:function``, as the latter."""
     module, colon, name = text.partition(":") if ":" in text else text.rpartition(".")
     if not (module and colon and name):
         raise ConfigError(f"{flag} {text}: expected a dotted path such as my_package.my_module.my_function")
@@ -83,63 +83,64 @@ def dotted(flag: str, text: str) -> str:
 
 
 def group_filter(flag: str, text: str) -> list[str]:
-    """One group filter: slime's own by its name here, any other as a dotted path."""
+    """Return one group filter: slime's own by its name here, any other as a dotted path."""
     return [SLIME_FILTERS.get(text) or dotted(flag, text)]
 
 
 def attention(flag: str, text: str) -> str:
-    """Megatron's backend: our own attention is a flash kernel on a GPU; among TransformerEngine's it chooses itself."""
-    found = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
-    if found is None:
+    """Return our attention for Megatron's backend. Ours is a flash kernel on a GPU; TransformerEngine selects its own."""
+    backend = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
+    if backend is None:
         raise ConfigError(
             f"{flag} {text}: expected auto, flash or local (our own attention, a flash kernel in 16 bits on a GPU); with "
             "model.attention=te TransformerEngine chooses one of its own kernels"
         )
-    return found
+    return backend
 
 
 def mebibytes(flag: str, text: str) -> float:
-    """slime gives bytes, the key wants MiB."""
-    return whole(flag, text) / 2**20
+    """Return slime's bytes in MiB."""
+    return integer(flag, text) / 2**20
 
 
 VALUES: dict[str, tuple[str, Convert]] = {
-    "--actor-num-nodes": ("placement.actor_num_nodes", whole),
-    "--actor-num-gpus-per-node": ("placement.actor_num_gpus_per_node", whole),
-    "--rollout-num-gpus-per-engine": ("rollout.tp", whole),
+    "--actor-num-nodes": ("placement.actor_num_nodes", integer),
+    "--actor-num-gpus-per-node": ("placement.actor_num_gpus_per_node", integer),
+    "--rollout-num-gpus-per-engine": ("rollout.tp", integer),
     "--hf-checkpoint": ("model.hf_checkpoint", word),
     "--ref-load": ("model.ref_checkpoint", word),
     "--save": ("run.dir", word),
-    "--save-interval": ("run.save_interval", whole),
+    "--save-interval": ("run.save_interval", integer),
     "--prompt-data": ("data.train", word),
     "--input-key": ("data.input_key", word),
     "--label-key": ("data.label_key", word),
     "--metadata-key": ("data.metadata_key", word),
     "--data-source-path": ("data.source", dotted),
-    "--num-rollout": ("loop.num_rollout", whole),
-    "--num-steps-per-rollout": ("loop.steps_per_rollout", whole),
-    "--global-batch-size": ("loop.global_batch_size", whole),
-    "--rollout-batch-size": ("rollout.batch_size", whole),
-    "--n-samples-per-prompt": ("rollout.n_samples_per_prompt", whole),
-    "--rollout-max-response-len": ("rollout.max_response_len", whole),
-    "--rollout-max-context-len": ("rollout.max_context_len", whole),
+    "--num-rollout": ("loop.num_rollout", integer),
+    "--num-steps-per-rollout": ("loop.steps_per_rollout", integer),
+    "--global-batch-size": ("loop.global_batch_size", integer),
+    "--rollout-batch-size": ("rollout.batch_size", integer),
+    "--n-samples-per-prompt": ("rollout.n_samples_per_prompt", integer),
+    "--rollout-max-response-len": ("rollout.max_response_len", integer),
+    "--rollout-max-context-len": ("rollout.max_context_len", integer),
     "--rollout-temperature": ("rollout.temperature", number),
     "--rollout-top-p": ("rollout.top_p", number),
-    "--rollout-top-k": ("rollout.top_k", whole),
+    "--rollout-top-k": ("rollout.top_k", integer),
     "--dynamic-sampling-filter-path": ("rollout.filters", group_filter),
-    "--over-sampling-batch-size": ("rollout.over_sampling_batch_size", whole),
+    "--over-sampling-batch-size": ("rollout.over_sampling_batch_size", integer),
     "--custom-generate-function-path": ("rollout.generate", dotted),
+    "--custom-advantage-function-path": ("algo.token_advantage", dotted),
     "--loss-mask-type": ("data.conversation", one_of(qwen="turns", qwen3_5="whole")),
-    "--sglang-max-running-requests": ("rollout.max_running_requests", whole),
+    "--sglang-max-running-requests": ("rollout.max_running_requests", integer),
     "--rm-type": ("reward.name", word),
     "--custom-rm-path": ("reward.name", dotted),
     "--rm-url": ("reward.remote_url", word),
-    "--eval-interval": ("evaluation.interval", whole),
-    "--n-samples-per-eval-prompt": ("evaluation.n_samples_per_prompt", whole),
-    "--eval-max-response-len": ("evaluation.max_response_len", whole),
+    "--eval-interval": ("evaluation.interval", integer),
+    "--n-samples-per-eval-prompt": ("evaluation.n_samples_per_prompt", integer),
+    "--eval-max-response-len": ("evaluation.max_response_len", integer),
     "--eval-temperature": ("evaluation.temperature", number),
     "--eval-top-p": ("evaluation.top_p", number),
-    "--eval-top-k": ("evaluation.top_k", whole),
+    "--eval-top-k": ("evaluation.top_k", integer),
     "--kl-loss-type": ("algo.kl_loss_type", word),
     "--entropy-coef": ("algo.entropy_coef", number),
     "--eps-clip": ("algo.eps_clip", number),
@@ -149,8 +150,8 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--lambd": ("algo.lambd", number),
     "--value-clip": ("critic.value_clip", number),
     "--critic-lr": ("critic.lr", number),
-    "--critic-lr-warmup-iters": ("critic.lr_warmup_steps", whole),
-    "--num-critic-only-steps": ("critic.warmup_rollouts", whole),
+    "--critic-lr-warmup-iters": ("critic.lr_warmup_steps", integer),
+    "--num-critic-only-steps": ("critic.warmup_rollouts", integer),
     "--critic-load": ("critic.load", word),
     "--opd-kl-coef": ("algo.opd_kl_coef", number),
     "--opd-teacher-load": ("teacher.hf_checkpoint", word),
@@ -159,10 +160,10 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--lr": ("optim.lr", number),
     "--min-lr": ("optim.min_lr", number),
     "--lr-decay-style": ("optim.schedule", one_of("constant", "linear", "cosine", WSD="wsd")),
-    "--lr-warmup-iters": ("optim.warmup_steps", whole),
+    "--lr-warmup-iters": ("optim.warmup_steps", integer),
     "--lr-warmup-fraction": ("optim.warmup_fraction", number),
-    "--lr-decay-iters": ("optim.decay_steps", whole),
-    "--lr-wsd-decay-iters": ("optim.wsd_decay_steps", whole),
+    "--lr-decay-iters": ("optim.decay_steps", integer),
+    "--lr-wsd-decay-iters": ("optim.wsd_decay_steps", integer),
     "--lr-wsd-decay-style": ("optim.wsd_decay_style", one_of("exponential", "linear", "cosine", "minus_sqrt")),
     "--weight-decay": ("optim.weight_decay", number),
     "--adam-beta1": ("optim.beta1", number),
@@ -170,23 +171,23 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--adam-eps": ("optim.eps", number),
     "--clip-grad": ("optim.clip_grad", number),
     "--optimizer-offload-fraction": ("optim.cpu_offload_fraction", number),
-    "--tensor-model-parallel-size": ("parallel.tp", whole),
-    "--pipeline-model-parallel-size": ("parallel.pp", whole),
-    "--num-virtual-stages-per-pipeline-rank": ("parallel.vpp", whole),
-    "--num-layers-per-virtual-pipeline-stage": ("parallel.layers_per_virtual_stage", whole),
-    "--decoder-first-pipeline-num-layers": ("parallel.first_stage_layers", whole),
-    "--decoder-last-pipeline-num-layers": ("parallel.last_stage_layers", whole),
+    "--tensor-model-parallel-size": ("parallel.tp", integer),
+    "--pipeline-model-parallel-size": ("parallel.pp", integer),
+    "--num-virtual-stages-per-pipeline-rank": ("parallel.vpp", integer),
+    "--num-layers-per-virtual-pipeline-stage": ("parallel.layers_per_virtual_stage", integer),
+    "--decoder-first-pipeline-num-layers": ("parallel.first_stage_layers", integer),
+    "--decoder-last-pipeline-num-layers": ("parallel.last_stage_layers", integer),
     "--pipeline-model-parallel-layout": ("parallel.pipeline_layout", word),
-    "--context-parallel-size": ("parallel.cp", whole),
-    "--expert-model-parallel-size": ("parallel.ep", whole),
-    "--max-tokens-per-gpu": ("parallel.max_tokens_per_rank", whole),
-    "--ddp-bucket-size": ("parallel.bucket_size", whole),
+    "--context-parallel-size": ("parallel.cp", integer),
+    "--expert-model-parallel-size": ("parallel.ep", integer),
+    "--max-tokens-per-gpu": ("parallel.max_tokens_per_rank", integer),
+    "--ddp-bucket-size": ("parallel.bucket_size", integer),
     "--attention-backend": ("model.attention", attention),
     "--qwen-gdn-backend": ("model.gdn.backend", word),
     "--recompute-granularity": ("model.recompute", one_of("full", "selective")),
     "--recompute-method": ("model.recompute_method", one_of("uniform", "block")),
-    "--recompute-num-layers": ("model.recompute_num_layers", whole),
-    "--log-probs-chunk-size": ("model.logits_chunk", whole),
+    "--recompute-num-layers": ("model.recompute_num_layers", integer),
+    "--log-probs-chunk-size": ("model.logits_chunk", integer),
     "--update-weight-buffer-size": ("weights.bucket_mb", mebibytes),
     "--update-weight-transport": ("weights.transport", one_of(nccl="auto")),
     "--rollout-health-check-interval": ("health.interval_s", number),
@@ -194,13 +195,13 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--rollout-health-check-first-wait": ("health.first_wait_s", number),
     "--wandb-project": ("metrics.wandb_project", word),
     "--wandb-group": ("metrics.wandb_group", word),
-    "--seed": ("run.seed", whole),
+    "--seed": ("run.seed", integer),
 }
 """``--flag value``"""
 
 LISTS: dict[str, tuple[str, Convert]] = {
     "--recompute-modules": ("model.recompute_modules", word),
-    "--rollout-stop-token-ids": ("rollout.stop_token_ids", whole),
+    "--rollout-stop-token-ids": ("rollout.stop_token_ids", integer),
 }
 """``--flag value value ...``"""
 
@@ -236,6 +237,8 @@ SWITCHES: dict[str, tuple[str, Value]] = {
 COMBINED: dict[str, tuple[str, ...]] = {
     "--advantage-estimator": ("algo",),
     "--loss-type": ("algo",),
+    "--custom-loss-function-path": ("algo.loss",),
+    "--custom-tis-function-path": ("algo.off_policy",),
     "--rollout-function-path": ("algo",),
     "--disable-compute-advantages-and-returns": ("algo",),
     "--num-epoch": ("loop.num_epoch",),
@@ -255,7 +258,7 @@ COMBINED: dict[str, tuple[str, ...]] = {
     "--opd-type": ("teacher.hf_checkpoint",),
     "--load-debug-rollout-data": ("run.replay_from", "run.mode"),
 }
-"""Flags whose keys depend on more than their own value: functions of ``flags``."""
+"""Flags whose keys depend on more than their own value -> these keys; see ``combined``."""
 
 ALWAYS: dict[str, tuple[str | None, str]] = {
     "--use-dynamic-batch-size": (None, "sequences are always packed by a token budget"),
@@ -269,19 +272,19 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
     "--attention-dropout": ("0.0", "models are trained without dropout"),
     "--hidden-dropout": ("0.0", "models are trained without dropout"),
     "--overlap-cpu-optimizer-d2h-h2d": (None, "an offloaded optimizer always overlaps its copies"),
-    "--use-precision-aware-optimizer": (None, "main weights and moments are float32, as by its defaults"),
+    "--use-precision-aware-optimizer": (None, "main weights and moments are float32, as by slime's defaults"),
     "--no-offload-train": (None, "trainer and engines stay on their devices"),
     "--no-offload-rollout": (None, "trainer and engines stay on their devices"),
     "--rollout-skip-special-tokens": (None, "rewards read text without special tokens"),
     "--update-weight-mode": ("full", "every push sends all weights"),
-    "--reward-key": ("score", "a reward has a score, which is trained on"),
-    "--eval-reward-key": ("acc", "a reward has an accuracy, which evaluation reports"),
-    "--log-passrate": (None, "evaluation reports pass@k wherever a prompt has several samples"),
+    "--reward-key": ("score", "training uses the score of a reward"),
+    "--eval-reward-key": ("acc", "evaluation reports the accuracy of a reward"),
+    "--log-passrate": (None, "evaluation reports pass@k if prompts have several samples"),
     "--get-mismatch-metrics": (None, "the mismatch of trainer and engine is always measured"),
     "--distributed-backend": ("nccl", "gloo on a CPU, NCCL on GPUs"),
-    "--update-weights-interval": ("1", "weights are pushed after every rollout that was trained on"),
+    "--update-weights-interval": ("1", "weights are pushed after training on every rollout"),
 }
-"""Flags that name what this project does anyway: accepted with the one value given here."""
+"""Flags for fixed behaviour of this project -> (the accepted value or None, the behaviour)."""
 
 REFUSED: dict[str, str] = {
     "--release-train": "",
@@ -289,17 +292,17 @@ REFUSED: dict[str, str] = {
     "--num-gpus-per-node": "the machine's GPUs are counted; --actor-num-gpus-per-node limits the trainer",
     **MODEL_SHAPE,
     **NOT_HERE,
-    "--num-experts": "config.json of --hf-checkpoint says how many there are: remove the flag",
+    "--num-experts": "config.json of --hf-checkpoint has this number: remove the flag",
     "--micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
-    "--rollout-seed": "one seed serves the whole run: --seed",
+    "--rollout-seed": "the run has one seed: --seed",
     "--use-routing-replay": "",
     "--use-rollout-routing-replay": "",
     "--enable-mtp-training": "",
-    "--critic-save": "the critic's checkpoints are those of its run: run.dir/checkpoints/critic",
-    "--critic-num-nodes": "the critic has the actor's layout: critic.tp, critic.pp, critic.cp and critic.dp change it",
-    "--critic-num-gpus-per-node": "the critic has the actor's layout: critic.tp, critic.pp, critic.cp and critic.dp change it",
+    "--critic-save": "the critic is saved with the run: run.dir/checkpoints/critic",
+    "--critic-num-nodes": "the critic has the actor's layout unless critic.tp, critic.pp, critic.cp or critic.dp are set",
+    "--critic-num-gpus-per-node": "the critic has the actor's layout unless critic.tp, critic.pp, critic.cp or critic.dp are set",
     "--use-opsm": "",
-    "--group-rm": "mark the function with slime_like.reward.kinds:scores_groups, and it gets all samples of a prompt",
+    "--group-rm": "mark the function with slime_like.reward.kinds:scores_groups to pass it all samples of a prompt",
     "--multimodal-keys": "",
     "--rollout-stop": "give token ids with --rollout-stop-token-ids",
     "--offload": "",
@@ -308,7 +311,7 @@ REFUSED: dict[str, str] = {
     "--fp16": "use --bf16, or model.dtype=float32",
     "--megatron-to-hf-mode": "HF checkpoints are read and written by our own converter",
     "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N every N-th to run.dir/hf_iter_*",
-    "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key stands in a command line",
-    "--sglang-server-concurrency": "rollout.max_running_requests bounds what an engine decodes together",
+    "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key is on a command line",
+    "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine",
 }
-"""Flags of slime whose feature does not exist here (yet), with what serves instead."""
+"""Flags of slime without a feature here -> the alternative, or an empty text."""

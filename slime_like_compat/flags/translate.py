@@ -1,4 +1,4 @@
-"""argv -> what to do, and Hydra overrides. slime's and Megatron's flags become keys by ``flag_table``."""
+"""Translation of a command line into an action and Hydra overrides; flags become keys by ``table``."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _OVERRIDE = re.compile(rf"[+~]*({_GROUPS})(\.[\w.-]+)?=", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line: what to do, and the overrides that describe the run."""
+    """Parsed command line: the action, and the overrides that describe the run."""
 
     action: str  # train | plan | doctor | help | show
     overrides: tuple[str, ...]
-    topic: str | None = None  # the group that --help asks for
+    topic: str | None = None  # group for --help
     config_dir: str | None = None
-    machine: str | None = None  # that --plan-for asks about
+    machine: str | None = None  # machine for --plan-for
 
 
 def translate(argv: Sequence[str]) -> Command:
@@ -70,65 +70,65 @@ def translate(argv: Sequence[str]) -> Command:
             overrides += _simple(token, tokens)
         if token in VALUES or token in SWITCHES:
             combined[token] = [tokens.last]
-    # What several flags say together comes first, so that a key given outright wins.
+    # Overrides of combined flags come first, so that an explicit key wins.
     return Command(action, (*combine(combined), *overrides), topic, config_dir, machine)
 
 
 def flag_of(key: str) -> str | None:
-    """The flag that sets ``key``, if there is one."""
+    """Return the flag that sets ``key``, or None."""
     simple = [flag for table in (VALUES, LISTS, SWITCHES) for flag, (target, _) in table.items() if target == key]
     return next(iter([*simple, *(flag for flag, targets in COMBINED.items() if key in targets)]), None)
 
 
 def known_flags() -> list[str]:
-    """Every flag that is accepted by name; ``--sglang-*`` and Megatron's TransformerConfig fields come on top."""
+    """Return every flag accepted by name, without ``--sglang-*`` and Megatron's TransformerConfig fields."""
     return [*ACTIONS, *VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS]
 
 
 class _Tokens:
-    """The command line, with ``--flag=value`` split in two."""
+    """Tokens of a command line, with ``--flag=value`` split in two."""
 
     def __init__(self, argv: list[str]) -> None:
-        self._left: list[str] = []
+        self._remaining: list[str] = []
         self.last = ""
         for text in argv:
             flag, equals, value = text.partition("=")
-            self._left += [flag, f"\0{value}"] if text.startswith("--") and equals else [text]
+            self._remaining += [flag, f"\0{value}"] if text.startswith("--") and equals else [text]
 
     def __iter__(self) -> Iterator[str]:
-        while self._left:
-            token = self._left.pop(0)
+        while self._remaining:
+            token = self._remaining.pop(0)
             if token.startswith("\0"):
                 raise ConfigError(f"{self.last} takes no value, but got {token[1:]!r}")
             self.last = token
             yield token
 
     def word(self) -> str | None:
-        """The next token, if it is a value."""
-        if not self._left or self._left[0].startswith("--"):
+        """Take the next token if it is a value."""
+        if not self._remaining or self._remaining[0].startswith("--"):
             return None
-        if not self._left[0].startswith("\0") and _OVERRIDE.match(self._left[0]):
+        if not self._remaining[0].startswith("\0") and _OVERRIDE.match(self._remaining[0]):
             return None
-        self.last = self._left.pop(0).removeprefix("\0")
+        self.last = self._remaining.pop(0).removeprefix("\0")
         return self.last
 
     def value(self, flag: str) -> str:
-        """The value of ``flag``."""
-        found = self.word()
-        if found is None:
+        """Take the value of ``flag``."""
+        text = self.word()
+        if text is None:
             raise ConfigError(f"{flag} needs a value: {flag} VALUE or {flag}=VALUE")
-        return found
+        return text
 
     def values(self, flag: str) -> list[str]:
-        """One or more values of ``flag``."""
-        found = [self.value(flag)]
-        while (more := self.word()) is not None:
-            found.append(more)
-        return found
+        """Take one or more values of ``flag``."""
+        texts = [self.value(flag)]
+        while (text := self.word()) is not None:
+            texts.append(text)
+        return texts
 
 
 def _simple(flag: str, tokens: _Tokens) -> list[str]:
-    """Overrides of a flag that needs no other flag to be understood."""
+    """Return the overrides of a flag that does not depend on other flags."""
     if flag in VALUES:
         key, convert = VALUES[flag]
         return [f"{key}={render(convert(flag, tokens.value(flag)))}"]
@@ -142,8 +142,8 @@ def _simple(flag: str, tokens: _Tokens) -> list[str]:
         return [f"{key}={render(value)}"]
     if flag in ALWAYS:
         only, reason = ALWAYS[flag]
-        if only is not None and (given := tokens.value(flag)) != only:
-            raise ConfigError(f"{flag} {given} is not supported yet: {reason}; remove it or give {only}")
+        if only is not None and (value_text := tokens.value(flag)) != only:
+            raise ConfigError(f"{flag} {value_text} is not supported yet: {reason}; remove it or give {only}")
         return []
     if flag in REFUSED:
         raise ConfigError(f"{flag} is not supported yet: {REFUSED[flag] or 'remove it'}")
@@ -155,19 +155,19 @@ def _simple(flag: str, tokens: _Tokens) -> list[str]:
 
 
 def nearest_flag(flag: str) -> str:
-    """A hint for an unknown flag."""
+    """Return a hint for an unknown flag."""
     hint = nearest(flag, [*known_flags(), *REFUSED])
     return hint if hint.startswith("did you mean") else "python train.py --help lists flags and keys"
 
 
 def _foreign(flag: str, name: str, root: str, tokens: _Tokens) -> str:
-    """A flag of SGLang or Megatron as an override of a free mapping; a truth value needs no word after it."""
+    """Return a flag of SGLang or Megatron as an override of a free mapping; a boolean needs no value."""
     table = foreign.table(foreign.ROOTS[root])
     aliases = {alias: key for key, entry in table.items() for alias in entry.get("flags", [])}
     key = aliases.get(f"--{name}", name.replace("-", "_"))
     key = SGLANG_RENAMED.get(key, key) if root == "rollout.sglang" else key
     if key not in table:
-        hint = nearest(f"--sglang-{name}", [f"--sglang-{known.replace('_', '-')}" for known in table])
+        hint = nearest(f"--sglang-{name}", [f"--sglang-{field.replace('_', '-')}" for field in table])
         hint = hint if hint.startswith("did you mean") else "no field has a similar name"
         raise ConfigError(f"{flag} is unknown: {foreign.source(foreign.ROOTS[root])} has no field {key}: {hint}")
     if key in foreign.OWNED[foreign.ROOTS[root]]:
@@ -188,7 +188,7 @@ def _truth(flag: str, text: str | None) -> bool:
 
 
 def _fitting(annotation: str, text: str) -> Any:
-    """``text`` as the first of int, float, JSON and str that ``annotation`` (or a list of it) accepts."""
+    """Return ``text`` as the first of int, float, JSON and str that ``annotation`` (or a list of it) accepts."""
     readings: list[Any] = []
     for read in (int, float, parse_strict_json, str):
         try:

@@ -1,22 +1,22 @@
-"""Flags of slime and Megatron that set nothing here: those that a model's config.json answers, and those of missing features.
+"""Flags of slime and Megatron without a key here: answered by a model's config.json, or of missing features.
 
-``flag_table`` takes them into its table of refused flags. A job is the same without those in ``HARMLESS``; each other one
-is part of what the job does, so that a script that gives it is not converted.
+``table`` includes them in its refused flags. Flags in ``HARMLESS`` do not change a job; a script with any other one is not
+converted.
 """
 
 from __future__ import annotations
 
-_SHAPE = "config.json of --hf-checkpoint says it: remove the flag"
+_SHAPE = "config.json of --hf-checkpoint has this value: remove the flag"
 _KERNELS = "the trainer chooses its kernels: remove it"
-_HOOK = "there is no such hook; docs/coming_from_slime.md names the seams there are"
-_DISK = "weights reach the engines through memory or a broadcast, never through files"
+_HOOK = "there is no such hook; docs/coming_from_slime.md lists the available interfaces"
+_DISK = "weights are sent to the engines through memory or a broadcast, never through files"
 _OWN = "its signature differs: port it to algo.loss, algo.token_advantage or algo.off_policy (docs/extending.md)"
 _BUFFER = "there is no external rollout buffer: write a data source (data.source) or a generate function"
-_OUTPUT = "metrics.jsonl and the report of a run have what there is"
+_OUTPUT = "see metrics.jsonl and the report of a run"
 _MEMORY = "memory is measured by guard.memory and the report"
 _ROUTER = "engines are addressed directly"
-_FAMILY = "no model family here has it"
-_DEADLINES = "every wait has a deadline of its own: rollout.start_deadline_s, rollout.request_deadline_s"
+_FAMILY = "no supported model family has it"
+_DEADLINES = "every wait has its own deadline: rollout.start_deadline_s, rollout.request_deadline_s"
 
 MODEL_SHAPE: dict[str, str] = dict.fromkeys(
     [
@@ -56,7 +56,7 @@ MODEL_SHAPE: dict[str, str] = dict.fromkeys(
     ],
     _SHAPE,
 )
-"""Megatron's flags that describe a model: slime's scripts/models give them, here the checkpoint's config.json does."""
+"""Megatron's flags that describe a model, which slime's scripts/models set; here the checkpoint's config.json does."""
 
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(["--no-rope-fusion", "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"], _KERNELS),
@@ -90,9 +90,6 @@ NOT_HERE: dict[str, str] = {
     ),
     **dict.fromkeys(
         [
-            "--custom-loss-function-path",
-            "--custom-tis-function-path",
-            "--custom-advantage-function-path",
             "--custom-pg-loss-reducer-function-path",
         ],
         _OWN,
@@ -166,19 +163,19 @@ NOT_HERE: dict[str, str] = {
     "--eval-max-prompt-len": "a prompt that leaves no room in the context is a bad row (data.on_bad_row)",
     "--eval-min-new-tokens": "",
     "--distributed-timeout-minutes": _DEADLINES,
-    "--train-env-vars": "set the variables where train.py is started",
+    "--train-env-vars": "set the variables in the environment of train.py",
     "--custom-config-path": "write its keys into the recipe",
-    "--megatron-config-path": "the critic's keys are critic.*",
-    "--allgather-cp": "context parallelism splits attention and Gated DeltaNet layers on its own (model.gdn.cp_mode)",
+    "--megatron-config-path": "set the critic's keys, critic.*",
+    "--allgather-cp": "context parallelism always splits attention and Gated DeltaNet layers (model.gdn.cp_mode)",
     "--no-check-for-nan-in-loss-and-grad": "",
     "--log-probs-max-tokens-per-gpu": "scoring passes use the micro-batches of training: --max-tokens-per-gpu",
     "--balance-by-flops": "work is balanced over ranks within the token budget",
-    "--eval-max-context-len": "rollout.max_context_len bounds held-out prompts as well",
-    "--eval-input-key": "a held-out set's own columns are evaluation.overrides.<name>.input_key and the like",
+    "--eval-max-context-len": "rollout.max_context_len also bounds held-out prompts",
+    "--eval-input-key": "set the columns of a held-out set with evaluation.overrides.<name>.input_key and the like",
     "--eval-label-key": "a held-out set's own columns are evaluation.overrides.<name>.label_key and the like",
     "--eval-tool-key": "",
-    "--start-rollout-id": "a resumed run continues where its checkpoint was: run.resume",
-    "--no-save-optim": "a checkpoint is a whole run",
+    "--start-rollout-id": "a resumed run continues at its checkpoint: run.resume",
+    "--no-save-optim": "a checkpoint holds the full state of the run",
     "--only-train-params-name-list": "",
     "--freeze-params-name-list": "",
     "--freeze-indexer": "",
@@ -188,7 +185,7 @@ NOT_HERE: dict[str, str] = {
     "--keep-old-actor": "",
     "--reset-optimizer-states": "",
     "--use-stateless-adam": "",
-    "--disable-rewards-normalization": "algo.group_advantage chooses the baseline",
+    "--disable-rewards-normalization": "algo.group_advantage selects the baseline",
     "--dump-details": "run.dump_rollouts=true writes every sample",
     "--save-debug-train-data": "run.dump_rollouts=true writes every sample",
     "--enable-experimental": "",
@@ -198,18 +195,22 @@ NOT_HERE: dict[str, str] = {
     "--wandb-team": "set the environment variable WANDB_ENTITY",
     "--wandb-host": "set the environment variable WANDB_BASE_URL",
     "--wandb-mode": "set the environment variable WANDB_MODE",
-    "--wandb-dir": "wandb's files lie in run.dir",
-    "--disable-wandb-random-suffix": "a wandb run has the name of its run, without a suffix: remove it",
-    "--sglang-config": "engines are alike: rollout.num_engines of rollout.tp GPUs",
+    "--wandb-dir": "wandb's files are in run.dir",
+    "--disable-wandb-random-suffix": "a wandb run has the name of the run, without a suffix: remove it",
+    "--sglang-config": "all engines have the same settings: rollout.num_engines of rollout.tp GPUs each",
     "--prefill-num-servers": "",
 }
-"""Flag -> what serves instead, or nothing."""
+"""Flag -> alternative, or an empty text."""
 
 HARMLESS: frozenset[str] = frozenset(
     {
         *MODEL_SHAPE,
-        *(flag for flag, why in NOT_HERE.items() if why in (_KERNELS, _DISK, _DEADLINES, _OUTPUT, _MEMORY, _ROUTER)),
-        # the same weights reach the engines, the same samples the trainer
+        *(
+            flag
+            for flag, reason in NOT_HERE.items()
+            if reason in (_KERNELS, _DISK, _DEADLINES, _OUTPUT, _MEMORY, _ROUTER)
+        ),
+        # transport only: weights and samples are the same
         "--update-weight-mode",
         "--update-weight-transport",
         "--release-train",
@@ -245,7 +246,7 @@ HARMLESS: frozenset[str] = frozenset(
         "--wandb-mode",
         "--wandb-dir",
         "--disable-wandb-random-suffix",
-        # other draws of the same distribution, a check that is always made, a switch of nothing by itself
+        # another random sequence, checks that are always made, switches without an effect of their own
         "--rollout-seed",
         "--no-check-for-nan-in-loss-and-grad",
         "--num-experts",
@@ -253,7 +254,7 @@ HARMLESS: frozenset[str] = frozenset(
         "--opsm-delta",
     }
 )
-"""Flags without which a job is the same: their rows are dropped with a reason, and the script is converted."""
+"""Flags that do not change a job: dropped with a reason, and the script is converted."""
 
 SGLANG_RENAMED: dict[str, str] = {
     "cuda_graph_bs": "cuda_graph_bs_decode",
@@ -262,4 +263,4 @@ SGLANG_RENAMED: dict[str, str] = {
     "nsa_prefill_backend": "dsa_prefill_backend",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
-"""Fields of older SGLang that slime's scripts still name -> what they are called now."""
+"""Fields of older SGLang in slime's scripts -> their current names."""

@@ -20,9 +20,9 @@ _SET_IF_UNSET = re.compile(r"([A-Za-z_]\w*)(:?)=")  # ${NAME:=word}
 
 @dataclass(frozen=True, slots=True)
 class Assignments:
-    """Sets variables of ``scope`` as a command of ``script`` does.
+    """Effects of a command of ``script`` on the variables of ``scope``.
 
-    ``inside`` says under which condition the command runs; where it is not empty, the variables become unknown.
+    ``inside`` is the condition under which the command runs; if not empty, its variables become unknown.
     """
 
     scope: Scope
@@ -30,7 +30,7 @@ class Assignments:
     inside: str
 
     def expand(self, words: Sequence[Token]) -> None:
-        """Set what the expansions of ``words`` set, such as ``${NAME:=word}`` and ``$((NAME++))``."""
+        """Apply expansions that set variables, such as ``${NAME:=word}`` and ``$((NAME++))``."""
         for word in words:
             if isinstance(word, Operator):
                 self._compute(word.text, word.file_line)
@@ -38,21 +38,21 @@ class Assignments:
                 self._expansions(item)
 
     def assign(self, item: Word | Array) -> None:
-        """Set ``NAME=word``, ``NAME+=word``, ``NAME[0]=word`` or an array; a name without a value is left as it is."""
+        """Set ``NAME=word``, ``NAME+=word``, ``NAME[0]=word`` or an array; ignore a name without a value."""
         if isinstance(item, Array):
             if self.inside:
                 self.scope.taint(item.name, f"is set {self.inside}")
             else:
                 self.scope.assign_array(item, self.script)
             return
-        found = _ASSIGNMENT.match(item.parts[0].text) if item.parts and item.parts[0].kind == "text" else None
-        if found is None:  # export NAME
+        match = _ASSIGNMENT.match(item.parts[0].text) if item.parts and item.parts[0].kind == "text" else None
+        if match is None:  # export NAME
             return
-        name, index, append = found[1], found[2], bool(found[3])
+        name, index, append = match[1], match[2], bool(match[3])
         if self.inside:
             self.scope.taint(name, f"is set {self.inside}")
             return
-        value = self.scope.text(_without(item, found.end()), self.script)
+        value = self.scope.text(_without(item, match.end()), self.script)
         if index is None:
             self.scope.assign_text(name, value, append=append)
         elif int(index) >= MAX_WORDS:
@@ -66,17 +66,17 @@ class Assignments:
             self.scope.assign(name, tuple(values))
 
     def declare(self, words: Sequence[Word | Array]) -> None:
-        """Take ``declare``, ``export`` and the like. Raises ``ConfigError`` for an option that changes an assignment."""
+        """Apply ``declare``, ``export`` and the like. Raises ``ConfigError`` for an option that changes an assignment."""
         plain = [word.literal or "" for word in words if isinstance(word, Word)]
         options = [word for word in plain[1:] if word.startswith("-")]
         if plain[0] not in ("export", "readonly") and (changing := [item for item in options if set(item) & {*"nilu"}]):
-            why = "changes what an assignment means, which is not read: write the values out"
-            raise ConfigError(f"{words[0].file_line}: {plain[0]} {changing[0]} {why}")
+            problem = "changes what an assignment means, which is not read: write the values out"
+            raise ConfigError(f"{words[0].file_line}: {plain[0]} {changing[0]} {problem}")
         for item in words[1:]:
             self.assign(item)
 
     def builtin(self, words: Sequence[Word]) -> bool:
-        """Take a builtin that sets variables. Return False for any other command."""
+        """Apply a builtin that sets variables. Return False for any other command."""
         match words[0].literal:
             case "unset":
                 for word in words[1:]:
@@ -95,11 +95,11 @@ class Assignments:
         return True
 
     def taint(self, words: Sequence[Token]) -> None:
-        """Make the variables that ``words`` name unknown."""
+        """Mark the variables that ``words`` name as unknown."""
         for word in words:
             if isinstance(word, Word) and re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
-                why = f"is set {self.inside}" if self.inside else f"is read at {word.file_line}"
-                self.scope.taint(word.literal or "", why)
+                reason = f"is set {self.inside}" if self.inside else f"is read at {word.file_line}"
+                self.scope.taint(word.literal or "", reason)
 
     def _unset(self, word: Word) -> None:
         name, bracket, _ = (word.literal or "").partition("[")
@@ -117,40 +117,40 @@ class Assignments:
         for part in word.parts:
             if part.kind == "arithmetic":
                 self._compute(part.text, word.file_line)
-            if part.kind != "variable" or (found := _SET_IF_UNSET.match(part.text)) is None:
+            if part.kind != "variable" or (match := _SET_IF_UNSET.match(part.text)) is None:
                 continue
-            values = self.scope.lookup(found[1], word.file_line)
-            if values and (values[0].text or values[0].problem or not found[2]):
+            values = self.scope.lookup(match[1], word.file_line)
+            if values and (values[0].text or values[0].problem or not match[2]):
                 continue
             if self.inside:
-                self.scope.taint(found[1], f"is set {self.inside}")
+                self.scope.taint(match[1], f"is set {self.inside}")
             else:
-                self.scope.assign(found[1], (self.scope.text(Word((part,), word.file_line), self.script),))
+                self.scope.assign(match[1], (self.scope.text(Word((part,), word.file_line), self.script),))
 
     def _set_arguments(self, words: Sequence[Word]) -> None:
-        """Take ``set [options] [--] [words]`` or ``shift [n]``, which set the script's own arguments."""
+        """Apply ``set [options] [--] [words]`` or ``shift [n]``, which set the script's own arguments."""
         values = [value for word in words[1:] for value in self.scope.expand(word, self.script)]
         texts = [value.text for value in values]
-        known = self.scope.lookup(ARGUMENTS, words[0].file_line)
+        arguments = self.scope.lookup(ARGUMENTS, words[0].file_line)
         if problem := next((value.problem for value in values if value.problem), ""):
             self.scope.values[ARGUMENTS] = (Value("", words[0].file_line, problem),)
         elif words[0].literal == "shift":
             number = int(texts[0]) if texts and texts[0].isdigit() else 1
-            if self.inside and known:
+            if self.inside and arguments:
                 self.scope.taint(ARGUMENTS, f"is set {self.inside}")
-            elif known and not known[0].problem and number <= len(known):
-                self.scope.assign(ARGUMENTS, known[number:])
+            elif arguments and not arguments[0].problem and number <= len(arguments):
+                self.scope.assign(ARGUMENTS, arguments[number:])
         else:
-            at = 0
-            while at < len(texts) and texts[at][:1] in "-+" and texts[at] not in ("--", "-", ""):
-                at += 2 if texts[at].endswith("o") else 1
-            ends = texts[at : at + 1] == ["--"]
-            if not ends and at >= len(texts):
+            index = 0
+            while index < len(texts) and texts[index][:1] in "-+" and texts[index] not in ("--", "-", ""):
+                index += 2 if texts[index].endswith("o") else 1
+            ends = texts[index : index + 1] == ["--"]
+            if not ends and index >= len(texts):
                 return
             if self.inside:
                 self.scope.taint(ARGUMENTS, f"is set {self.inside}")
             else:
-                self.scope.assign(ARGUMENTS, tuple(values[at + ends :]))
+                self.scope.assign(ARGUMENTS, tuple(values[index + ends :]))
 
 
 def _without(word: Word, length: int) -> Word:
@@ -163,10 +163,10 @@ def _without(word: Word, length: int) -> Word:
 def leading_assignments(words: Sequence[Token]) -> tuple[list[Word | Array], list[Word | Array]]:
     """Return the assignments that a command begins with, and its other words."""
     items = [word for word in words if not isinstance(word, Operator)]
-    at = 0
-    while at < len(items) and _is_assignment(items[at]):
-        at += 1
-    return items[:at], items[at:]
+    num_assignments = 0
+    while num_assignments < len(items) and _is_assignment(items[num_assignments]):
+        num_assignments += 1
+    return items[:num_assignments], items[num_assignments:]
 
 
 def _is_assignment(item: Word | Array) -> bool:
@@ -186,5 +186,5 @@ def names_of(assignments: Sequence[Word | Array]) -> Iterator[str]:
     for item in assignments:
         if isinstance(item, Array):
             yield item.name
-        elif found := _ASSIGNMENT.match(item.parts[0].text):
-            yield found[1]
+        elif match := _ASSIGNMENT.match(item.parts[0].text):
+            yield match[1]

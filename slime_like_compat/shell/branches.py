@@ -1,5 +1,5 @@
-"""Follows a bash script's commands: ``if``, ``case``, ``&&`` and ``||`` where variables decide them, subshells without their
-variables, and all else as commands that may run or not."""
+"""Control flow of bash scripts: ``if``, ``case``, ``&&`` and ``||`` are followed if variables decide them; variables of
+subshells are dropped; other commands may or may not run."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from slime_like_compat.shell.values import Scope, Value
 from slime_like_compat.shell.words import Token, Word
 
 type Run = Callable[[Sequence[Token], str], None]
-"""Takes the words of a command, and the condition under which it runs: empty where it runs."""
+"""Called with the words of a command and the condition under which it runs; empty if it runs."""
 
 
 @dataclass(slots=True)
 class Branches:
-    """Follows the commands of ``script`` and calls ``run`` for each that may run.
+    """Interpreter of a script's control flow that calls ``run`` for each command that may run.
 
-    A result is True or False, or None where it depends on a command or on an unknown variable.
+    A result is True or False, or None if it depends on a command or an unknown variable.
     """
 
     scope: Scope
     script: Path
     run: Run
-    starts: Callable[[Sequence[Token]], bool]  # says of a command's words that they start training
-    inside: str = ""  # the condition under which commands run here
+    starts: Callable[[Sequence[Token]], bool]  # whether the words of a command start training
+    inside: str = ""  # condition under which the current commands run
     repeats: bool = False  # in a loop or function: a variable may have another value when its commands run again
 
     def follow(self, commands: Commands) -> bool | None:
@@ -61,10 +61,10 @@ class Branches:
             runs = result if sign == "&&" else negated(result)
             if runs is False:
                 continue
-            # a command before the one that starts training prepares it
+            # a command before ``&&`` and the training command prepares it
             starts = sign == "&&" and any(self.starts(command.words) for command in simple_commands_of(pipeline))
-            unless = self.inside or f"only if another command succeeds{self._decided_by(words)}"
-            with self._under(unless) if runs is None and not starts else nullcontext():
+            condition = self.inside or f"only if another command succeeds{self._decided_by(words)}"
+            with self._under(condition) if runs is None and not starts else nullcontext():
                 second = self._pipeline(pipeline)
             result = both(result, second) if sign == "&&" else either(result, second)
             words += _words(simple_commands_of(pipeline))
@@ -75,8 +75,8 @@ class Branches:
         for command in item.commands:
             with self.scope.subshell() if len(item.commands) > 1 else nullcontext():
                 results.append(self._command(command))
-        *others, result = results
-        if any(other is not True for other in others):  # set -o pipefail
+        *earlier_results, result = results
+        if any(earlier is not True for earlier in earlier_results):  # set -o pipefail
             result = both(result, None)
         return negated(result) if item.negated else result
 
@@ -100,13 +100,13 @@ class Branches:
 
     def _simple(self, words: Sequence[Token]) -> bool | None:
         plain = [word for word in words if isinstance(word, Word)]
-        known = len(plain) == len(words) and self._stays(plain)
-        result = decide(plain, self.scope, self.script) if known else None
+        is_constant = len(plain) == len(words) and self._stays(plain)
+        result = decide(plain, self.scope, self.script) if is_constant else None
         self.run(words, self.inside)
         return result
 
     def _if(self, command: IfCommand) -> bool | None:
-        earlier: bool | None = False  # a branch before this one ran
+        earlier: bool | None = False  # whether an earlier branch ran
         result: bool | None = True
         words: list[Word] = []
         for condition, body in (*command.branches, ((), command.otherwise)):
@@ -122,7 +122,7 @@ class Branches:
 
     def _case(self, command: CaseCommand) -> bool | None:
         earlier: bool | None = False
-        through: bool | None = False  # the branch before this one ran, and ends in ``;&``
+        through: bool | None = False  # whether the previous branch ran and ends in ``;&``
         result: bool | None = True
         reason = _block(command.file_line) + self._decided_by([command.subject])
         subject = self.scope.text(command.subject, self.script)
@@ -156,7 +156,7 @@ class Branches:
         return None
 
     def _body(self, runs: bool | None, body: Commands, reason: str) -> bool | None:
-        """Follow ``body`` unless ``runs`` is False. Return the result that it has where it runs."""
+        """Follow ``body`` unless ``runs`` is False. Return its result if it runs."""
         if runs is False:
             return None
         with self._under(reason) if runs is None else nullcontext():
@@ -165,12 +165,12 @@ class Branches:
     @contextmanager
     def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
         """Follow commands that run only under the condition ``reason``."""
-        kept = self.inside, self.repeats
+        outer = self.inside, self.repeats
         self.inside, self.repeats = reason, self.repeats or repeats
         try:
             yield
         finally:
-            self.inside, self.repeats = kept
+            self.inside, self.repeats = outer
 
     def _stays(self, words: Sequence[Word]) -> bool:
         """Return whether ``words`` expand to the same text whenever their command runs."""
@@ -178,7 +178,7 @@ class Branches:
         return not self.repeats or all(part.kind == "text" or part.text in self.scope.fixed for part in parts)
 
     def _decided_by(self, words: Sequence[Word]) -> str:
-        """Return the end of a message: the first variable in ``words`` that has no known value."""
+        """Return the end of a message that names the first variable in ``words`` without a known value."""
         for name in variables(words):
             values = self.scope.lookup(name, "")
             if values is None or any(value.problem for value in values):

@@ -1,6 +1,6 @@
 """Conditions of a bash script that variables decide: ``[ ... ]``, ``[[ ... ]]``, ``true``, ``false`` and patterns of ``case``.
 
-A result is True or False, or None where it depends on a command or on an unknown variable.
+A result is True or False, or None if it depends on a command or an unknown variable.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _NUMBERS = ("-eq", "-ne", "-gt", "-ge", "-lt", "-le")
 
 
 def both(a: bool | None, b: bool | None) -> bool | None:
-    """``a && b``, where None is unknown."""
+    """Return ``a && b``; None is unknown."""
     return False if False in (a, b) else (None if None in (a, b) else True)
 
 
 def either(a: bool | None, b: bool | None) -> bool | None:
-    """``a || b``, where None is unknown."""
+    """Return ``a || b``; None is unknown."""
     return True if True in (a, b) else (None if None in (a, b) else False)
 
 
 def negated(a: bool | None) -> bool | None:
-    """``! a``, where None is unknown."""
+    """Return ``! a``; None is unknown."""
     return None if a is None else not a
 
 
 def variables(words: Sequence[Word]) -> list[str]:
     """Return the names of the variables in ``words``."""
     texts = [part.text for word in words for part in word.parts if part.kind == "variable"]
-    return [found[0] for text in texts if (found := re.match(r"[A-Za-z_]\w*", text))]
+    return [match[0] for text in texts if (match := re.match(r"[A-Za-z_]\w*", text))]
 
 
 def decide(words: Sequence[Word], scope: Scope, script: Path) -> bool | None:
@@ -57,19 +57,19 @@ def decide(words: Sequence[Word], scope: Scope, script: Path) -> bool | None:
 
 
 def fits(value: Value, pattern: Word, scope: Scope, script: Path) -> bool | None:
-    """Return whether ``value`` fits a pattern of ``case`` or ``[[``, in which quoted text stands for itself."""
+    """Return whether ``value`` matches a pattern of ``case`` or ``[[``, in which quoted text is literal."""
     if pattern.keyword == "*":
         return True
     pieces = [(part.quoted, scope.text(Word((part,), pattern.file_line), script)) for part in pattern.parts]
     if value.problem or any(piece.problem for _, piece in pieces):
         return None
     if any(not quoted and re.search(r"\[\^|\[:", piece.text) for quoted, piece in pieces):
-        return None  # bash's own classes of characters
+        return None  # bash's character classes
     return fnmatchcase(value.text, "".join(escape(piece.text) if quoted else piece.text for quoted, piece in pieces))
 
 
 def _test(words: Sequence[Word], scope: Scope, script: Path, *, patterns: bool) -> bool | None:
-    """Return the result of a test; with ``patterns`` of ``[[``, which splits no word at blanks."""
+    """Return the result of a test. ``patterns``: the test is ``[[``, which does not split words."""
     values = [
         value for word in words for value in ([scope.text(word, script)] if patterns else scope.expand(word, script))
     ]
@@ -80,11 +80,11 @@ def _test(words: Sequence[Word], scope: Scope, script: Path, *, patterns: bool) 
         return bool(texts[0])
     if len(texts) == 2:
         return bool(texts[1]) == (texts[0] == "-n") if texts[0] in ("-n", "-z") else None
-    left, sign, right = texts
+    lhs, sign, rhs = texts
     if sign in ("=", "==", "!="):
-        same = fits(values[0], words[2], scope, script) if patterns else left == right
+        same = fits(values[0], words[2], scope, script) if patterns else lhs == rhs
         return same if sign != "!=" else negated(same)
-    if sign in _NUMBERS and all(text.lstrip("+-").isdigit() for text in (left, right)):
-        a, b = int(left), int(right)
+    if sign in _NUMBERS and all(text.lstrip("+-").isdigit() for text in (lhs, rhs)):
+        a, b = int(lhs), int(rhs)
         return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[sign]
     return None

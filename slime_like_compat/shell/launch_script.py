@@ -1,8 +1,8 @@
-"""The arguments that a launch script gives to its training command, found without running a line of it.
+"""Arguments that a launch script passes to its training command, read without running the script.
 
 Assignments, arrays, ``source`` and the training command are read; no command is run. ``if``, ``case``, ``&&`` and ``||`` are
-followed where variables decide them, and variables of a subshell are lost with it. A variable that is set under any other
-condition, in a loop or in a function is unknown, and refused where an argument needs it.
+followed if variables decide them, and variables of a subshell are dropped at its end. A variable that is set under any other
+condition, in a loop or in a function is unknown, and refused if an argument needs it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ TRAIN = ("train.py", "train_async.py")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The training command of a script, and the commands and files next to it."""
+    """Training command of a script, with its other commands and files."""
 
     script: Path
     program: str
     arguments: tuple[Value, ...]
     file_line: str
     sourced: tuple[Path, ...]
-    skipped: tuple[str, ...]  # files that were left out on request
-    commands: Mapping[str, int]  # other commands, not run: name -> how often
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])  # of --runtime-env-json, where it is written
-    notes: tuple[str, ...] = ()  # about files that were read elsewhere or are not there
+    skipped: tuple[str, ...]  # files skipped on request
+    commands: Mapping[str, int]  # other commands, not run: name -> count
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])  # from --runtime-env-json
+    notes: tuple[str, ...] = ()  # about files read from another place, or missing
 
 
 def read_launch(
@@ -39,9 +39,9 @@ def read_launch(
 ) -> Launch:
     """Find the one training command of ``script``.
 
-    ``variables`` are those that the script takes from outside (they win over its own); ``skip`` names sourced files to
-    leave out, by their last path component or whole; ``programs`` are files, or modules that ``python -m`` runs. Raises
-    ``ConfigError`` with file and line on what cannot be read.
+    ``variables`` are given from outside and override the script's; ``skip`` names sourced files to leave out, by file name
+    or path; ``programs`` are files, or modules that ``python -m`` runs. Raises ``ConfigError`` with file and line for
+    anything that cannot be read.
     """
     if script.suffix == ".py":
         raise ConfigError(python_launcher(script))
@@ -49,9 +49,7 @@ def read_launch(
     try:
         reader.read(script)
     except RecursionError as error:
-        raise ConfigError(
-            f"{script}: its blocks and the files that it sources lie too deep within one another"
-        ) from error
+        raise ConfigError(f"{script}: its blocks and the files that it sources are nested too deeply") from error
     if not reader.starts:
         raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that does")
     if len(reader.starts) > 1:
@@ -74,8 +72,8 @@ def read_launch(
 def python_launcher(script: Path) -> str:
     """Return the line that prints the commands of a Python launcher of miles or slime without running them."""
     text = script.read_text(errors="replace") if script.is_file() else ""
-    found = re.search(r"import ([\w.]+\.command_utils) as U", text)
-    commands = found[1] if found else "miles.utils.external_utils.command_utils"
+    match = re.search(r"import ([\w.]+\.command_utils) as U", text)
+    commands = match[1] if match else "miles.utils.external_utils.command_utils"
     patch = (
         f"import {commands} as U; U.exec_command_cpu = U.exec_command_gpu = lambda command, **_: print(command) or '0'"
     )

@@ -1,6 +1,6 @@
-"""A bash script as words and operators, without running anything: quotes, ``$`` expansions, arrays, here-documents.
+"""Lexer of bash scripts: words and operators, with quotes, ``$`` expansions, arrays and here-documents.
 
-The lexer knows the part of bash's grammar that launch scripts are written in; all else stays text that nobody executes.
+It covers the part of bash's grammar that launch scripts use; anything else stays text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 def tokens(text: str, name: str) -> Iterator[Token]:
-    """Yield the tokens of the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line where a quote does not end."""
+    """Yield the tokens of the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line if a quote does not end."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{name} has {len(text)} characters: a launch script has at most {MAX_CHARS}")
     reader = _Lexer(text, name)
@@ -43,7 +43,9 @@ class _Lexer:
     at: int = 0
     nesting: int = 0
     testing: bool = False  # between ``[[`` and ``]]``
-    _documents: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])  # (end, tabs are cut)
+    _documents: list[tuple[str, bool]] = field(
+        default_factory=list[tuple[str, bool]]
+    )  # (end marker, whether leading tabs are stripped)
 
     @property
     def file_line(self) -> str:
@@ -52,46 +54,46 @@ class _Lexer:
     def token(self) -> Token | None:
         """Return the next token, or None at the end."""
         while self.at < len(self.text):
-            rest = self.text[self.at]
-            if rest in _BLANK:
+            char = self.text[self.at]
+            if char in _BLANK:
                 self.at += 1
             elif self.text.startswith("\\\n", self.at):
                 self.at += 2
-            elif rest == "#":
+            elif char == "#":
                 self.at = _end(self.text.find("\n", self.at), self.text)
             elif self.text[self.at : self.at + 2] in ("<(", ">("):
                 return Word((Part("command", self._substitution(2), False),), self.file_line)
-            elif self.testing and rest in "<>":
+            elif self.testing and char in "<>":
                 self.at += 1
-                return Operator(rest, self.file_line)
-            elif found := _REDIRECTION.match(self.text, self.at):
-                self._redirection(found)
+                return Operator(char, self.file_line)
+            elif match := _REDIRECTION.match(self.text, self.at):
+                self._redirection(match)
             elif self.text.startswith("((", self.at):
                 return self._arithmetic_command()
-            elif found := _OPERATOR.match(self.text, self.at):
-                return self._operator(found)
+            elif match := _OPERATOR.match(self.text, self.at):
+                return self._operator(match)
             else:
                 return self._word()
         return None
 
-    def _operator(self, found: re.Match[str]) -> Operator:
-        operator = Operator(found[0], self.file_line)
-        self.at = found.end()
-        if found[0] == "\n":
+    def _operator(self, match: re.Match[str]) -> Operator:
+        operator = Operator(match[0], self.file_line)
+        self.at = match.end()
+        if match[0] == "\n":
             while self._documents:
                 self._skip_document(*self._documents.pop(0))
         return operator
 
-    def _redirection(self, found: re.Match[str]) -> None:
+    def _redirection(self, match: re.Match[str]) -> None:
         """Skip a redirection; a here-document is skipped at the end of its line."""
-        file_line, self.at = self.file_line, found.end()
+        file_line, self.at = self.file_line, match.end()
         while self.at < len(self.text) and self.text[self.at] in _BLANK:
             self.at += 1
         if self.at == len(self.text) or self.text[self.at] in "\n;|()":
-            raise ConfigError(f"{file_line}: {found[0]} without a file after it")
+            raise ConfigError(f"{file_line}: {match[0]} without a file after it")
         target = Word(self.parts(stop=_META), file_line)
-        if found[0].lstrip("0123456789") in ("<<", "<<-"):
-            self._documents.append((target.literal or "", found[0].endswith("-")))
+        if match[0].lstrip("0123456789") in ("<<", "<<-"):
+            self._documents.append((target.literal or "", match[0].endswith("-")))
 
     def _skip_document(self, end: str, cut: bool) -> None:
         file_line = self.file_line
@@ -110,9 +112,9 @@ class _Lexer:
 
     def _word(self) -> Word | Array:
         file_line, start = self.file_line, self.at
-        if (found := _ARRAY.match(self.text, self.at)) and self.text.startswith("(", found.end()):
-            self.at = found.end() + 1
-            return Array(found[1], found[2] == "+", tuple(self._elements(file_line)), file_line)
+        if (match := _ARRAY.match(self.text, self.at)) and self.text.startswith("(", match.end()):
+            self.at = match.end() + 1
+            return Array(match[1], match[2] == "+", tuple(self._elements(file_line)), file_line)
         parts = self.parts(stop=_META)
         if self.at == start:
             raise ConfigError(f"{file_line}: {self.text[start]!r} is not understood here")
@@ -137,44 +139,44 @@ class _Lexer:
 
     def parts(self, stop: str) -> tuple[Part, ...]:
         """Read parts up to an unquoted character of ``stop``."""
-        found: list[Part] = []
+        collected: list[Part] = []
         while self.at < len(self.text) and self.text[self.at] not in (stop or "\0"):
             char = self.text[self.at]
             if char == "'":
                 end = self._find("'", self.at + 1)
-                found.append(Part("text", self.text[self.at + 1 : end], True))
+                collected.append(Part("text", self.text[self.at + 1 : end], True))
                 self.at = end + 1
             elif char == '"':
-                found += self._double_quoted()
+                collected += self._double_quoted()
             elif self.text.startswith("$'", self.at):
-                found.append(self._ansi_quoted())
+                collected.append(self._ansi_quoted())
             elif char == "\\":
                 skipped = self.text[self.at + 1 : self.at + 2]
-                found += [] if skipped == "\n" else [Part("text", skipped, True)]
+                collected += [] if skipped == "\n" else [Part("text", skipped, True)]
                 self.at += 2
             elif char in "$`":
-                found.append(self._expansion(quoted=False))
+                collected.append(self._expansion(quoted=False))
             else:
-                found.append(Part("text", char, False))
+                collected.append(Part("text", char, False))
                 self.at += 1
-        return tuple(_merged(found))
+        return tuple(_merged(collected))
 
     def _double_quoted(self) -> list[Part]:
-        file_line, found = self.file_line, list[Part]()
+        file_line, collected = self.file_line, list[Part]()
         self.at += 1
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == '"':
                 self.at += 1
-                return found or [Part("text", "", True)]
+                return collected or [Part("text", "", True)]
             if char == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('$`"\\\n'):
                 escaped = self.text[self.at + 1]
-                found.append(Part("text", "" if escaped == "\n" else escaped, True))
+                collected.append(Part("text", "" if escaped == "\n" else escaped, True))
                 self.at += 2
             elif char in "$`":
-                found.append(self._expansion(quoted=True))
+                collected.append(self._expansion(quoted=True))
             else:
-                found.append(Part("text", char, True))
+                collected.append(Part("text", char, True))
                 self.at += 1
         raise ConfigError(f"{file_line}: the double quote that begins here never ends")
 
@@ -208,9 +210,9 @@ class _Lexer:
             self.at = start + 1
             self.at = self._matching("{", "}")
             return Part("variable", self.text[start + 2 : self.at - 1], quoted)
-        if found := _NAME.match(self.text, start + 1):
-            self.at = found.end()
-            return Part("variable", found[0], quoted)
+        if match := _NAME.match(self.text, start + 1):
+            self.at = match.end()
+            return Part("variable", match[0], quoted)
         self.at += 1
         return Part("text", "$", quoted)
 
@@ -229,9 +231,9 @@ class _Lexer:
         raise ConfigError(f"{file_line}: the $( that begins here has no closing parenthesis")
 
     def _matching(self, opening: str, closing: str) -> int:
-        """Return the place behind the ``closing`` that matches the ``opening`` here, past quotes and nested braces."""
+        """Return the position after the ``closing`` that matches the ``opening`` here, past quotes and nested braces."""
         file_line, depth, at = self.file_line, 0, self.at
-        a, b, wanted = opening[0], closing[0], len(opening)
+        a, b, min_depth = opening[0], closing[0], len(opening)
         while at < len(self.text):
             char = self.text[at]
             if char == "\\":
@@ -245,7 +247,7 @@ class _Lexer:
                 if depth == 0:
                     return at + 1
             at += 1
-        raise ConfigError(f"{file_line}: {opening!r} has no closing {closing!r} (depth {max(depth, wanted)})")
+        raise ConfigError(f"{file_line}: {opening!r} has no closing {closing!r} (depth {max(depth, min_depth)})")
 
     def _find(self, char: str, start: int) -> int:
         end = self.text.find(char, start)
@@ -254,8 +256,8 @@ class _Lexer:
         return end
 
 
-def _end(found: int, text: str) -> int:
-    return len(text) if found < 0 else found
+def _end(position: int, text: str) -> int:
+    return len(text) if position < 0 else position
 
 
 def _merged(parts: list[Part]) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""Output of commands that is known without running them: names of files, and the numbers of ``seq``."""
+"""Output of commands known without running them: file names, and the numbers of ``seq``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
 def file_command(text: str, file_line: str) -> list[Word]:
-    """Return the words of ``cd FOLDER && pwd``, or of one command that names a file; none for any other."""
+    """Return the words of ``cd FOLDER && pwd``, or of a single command; an empty list for anything else."""
     try:
-        found = list(tokens(text, file_line))
+        parsed = list(tokens(text, file_line))
     except ConfigError:
         return []
-    words = [word for word in found if isinstance(word, Word)]
-    operators = [token.text for token in found if isinstance(token, Operator)]
-    if len(words) + len(operators) < len(found):
+    words = [word for word in parsed if isinstance(word, Word)]
+    operators = [token.text for token in parsed if isinstance(token, Operator)]
+    if len(words) + len(operators) < len(parsed):
         return []
     literals = [word.literal for word in words]
     if literals[:1] == ["cd"] and operators == ["&&"] and (literals[-1:] == ["pwd"] or literals[-2:] == ["pwd", "-P"]):
@@ -30,7 +30,7 @@ def file_command(text: str, file_line: str) -> list[Word]:
 
 
 def named_file(command: str, arguments: list[str], script: Path) -> str | None:
-    """Return the name that ``command`` prints; None for a command that is not known."""
+    """Return the name that ``command`` prints; None for an unknown command."""
     match command, arguments:
         case "cd", [folder]:
             path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"
@@ -50,10 +50,10 @@ def named_file(command: str, arguments: list[str], script: Path) -> str | None:
 
 def seq(text: str) -> str | None:
     """Return the numbers that ``seq`` prints; None for any other command."""
-    found = _SEQ.fullmatch(text)
-    if found is None:
+    match = _SEQ.fullmatch(text)
+    if match is None:
         return None
-    numbers = [int(number) for number in found.groups() if number is not None]
+    numbers = [int(number) for number in match.groups() if number is not None]
     first, step, last = (
         (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1] if len(numbers) == 3 else 1, numbers[-1])
     )

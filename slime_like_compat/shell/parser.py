@@ -1,4 +1,4 @@
-"""Parses a bash script into the tree of ``shell_tree``."""
+"""Parser of bash scripts into the nodes of ``tree``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMMAND_ENDS = (";", "&", "\n", ")", "&&", "||", "|", "|&", *_BRANCH_ENDS)
 
 
 def parse(text: str, name: str) -> Commands:
-    """Parse the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line where bash could not."""
+    """Parse the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line of a syntax error."""
     parser = _Parser((*tokens(text, name), Operator("", f"{name}:{text.count('\n') + 1}")))
     commands = parser.commands()
     if not parser.ended:
@@ -38,7 +38,7 @@ def parse(text: str, name: str) -> Commands:
 
 @dataclass(slots=True)
 class _Parser:
-    tokens: Sequence[Token]  # the last one stands for the script's end
+    tokens: Sequence[Token]  # the last one marks the end of the script
     at: int = 0
 
     @property
@@ -51,7 +51,7 @@ class _Parser:
 
     @property
     def sign(self) -> str:
-        """The next token where it is an operator, or bash may read it as a word of its grammar."""
+        """Return the next token if it is an operator or may be a keyword, else an empty text."""
         match self.next:
             case Operator(text=text):
                 return text
@@ -67,15 +67,15 @@ class _Parser:
 
     def commands(self, *ends: str) -> Commands:
         """Parse up to one of ``ends``, or up to the script's end."""
-        found: list[AndOr] = []
+        parsed: list[AndOr] = []
         while True:
             self._skip("\n", ";")
             if self.ended or self.sign in ends:
-                return tuple(found)
-            found.append(self._and_or())
+                return tuple(parsed)
+            parsed.append(self._and_or())
 
     def _accept(self, *signs: str) -> str:
-        """Take the next token where it is one of ``signs``, and return it."""
+        """Take and return the next token if it is one of ``signs``."""
         sign = self.sign
         if self.ended or sign not in signs:
             return ""
@@ -87,7 +87,7 @@ class _Parser:
             pass
 
     def _take(self, sign: str, opener: Token, name: str) -> None:
-        """Take ``sign``, which the block that ``opener`` begins cannot be without."""
+        """Take ``sign``, which the block that begins at ``opener`` requires."""
         if self.ended:
             raise ConfigError(f"{opener.file_line}: the {name!r} here has no {sign!r}")
         if self.sign != sign:
@@ -96,22 +96,22 @@ class _Parser:
 
     def _and_or(self) -> AndOr:
         first = self._pipeline()
-        rest: list[tuple[str, Pipeline]] = []
+        following: list[tuple[str, Pipeline]] = []
         while sign := self._accept("&&", "||"):
             self._skip("\n")
-            rest.append((sign, self._pipeline()))
-        return AndOr(first, tuple(rest), bool(self._accept("&")))
+            following.append((sign, self._pipeline()))
+        return AndOr(first, tuple(following), bool(self._accept("&")))
 
     def _pipeline(self) -> Pipeline:
         negated = False
         while prefix := self._accept("!", "time"):
             negated ^= prefix == "!"
             self._skip("-p")
-        found = [self._command()]
+        commands = [self._command()]
         while self._accept("|", "|&"):
             self._skip("\n")
-            found.append(self._command())
-        return Pipeline(tuple(found), negated)
+            commands.append(self._command())
+        return Pipeline(tuple(commands), negated)
 
     def _command(self) -> Command:
         match self.sign:
@@ -215,7 +215,7 @@ class _Parser:
         return body
 
     def _function(self) -> Function:
-        """Parse a function from its name on."""
+        """Parse a function, starting at its name."""
         file_line = self.next.file_line
         self.at += not self.ended
         if self._accept("("):
@@ -225,12 +225,12 @@ class _Parser:
 
     def _coprocess(self) -> CommandGroup:
         self.at += 1
-        after = self.tokens[self.at + 1] if not self.ended else None
-        self.at += isinstance(after, Word) and after.keyword == "{"  # coproc NAME { ...; }
+        following = self.tokens[self.at + 1] if not self.ended else None
+        self.at += isinstance(following, Word) and following.keyword == "{"  # coproc NAME { ...; }
         return CommandGroup((AndOr(Pipeline((self._command(),), negated=False), (), background=True),), subshell=True)
 
     def _test(self) -> SimpleCommand:
-        """Parse ``[[ ... ]]``, in which operators have another meaning."""
+        """Parse ``[[ ... ]]``, in which operators have a different meaning."""
         opener, start = self.next, self.at
         while not self.ended and self.sign != "]]":
             self.at += 1
@@ -243,7 +243,11 @@ class _Parser:
             if self.sign != "(":
                 words.append(self.next)
                 self.at += 1
-            elif len(words) == 1 and isinstance(after := self.tokens[self.at + 1], Operator) and after.text == ")":
+            elif (
+                len(words) == 1
+                and isinstance(following := self.tokens[self.at + 1], Operator)
+                and following.text == ")"
+            ):
                 self.at = start
                 return self._function()
             else:
@@ -251,7 +255,7 @@ class _Parser:
         return SimpleCommand(tuple(words))
 
     def _skip_parentheses(self) -> None:
-        """Skip ``( ... )`` inside a command: a pattern of ``shopt -s extglob``, which matters to no variable."""
+        """Skip ``( ... )`` inside a command: a pattern of ``shopt -s extglob``, which sets no variable."""
         opener, depth = self.next, 0
         while not self.ended:
             depth += {"(": 1, ")": -1}.get(self.sign, 0)

@@ -1,4 +1,4 @@
-"""Reads a launch script and the files that it sources, command by command, up to the commands that start training."""
+"""Reader of a launch script and the files that it sources, command by command, which finds the training commands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slime_like_compat.shell.values import ARGUMENTS, Scope, Value
 from slime_like_compat.shell.words import Array, Token, Word
 
 MAX_SOURCED = 32
-_MODEL_FILE = re.compile(r"(^|/)models/[\w.-]+\.sh$")  # slime's scripts/models/*.sh set MODEL_ARGS, and nothing else
+_MODEL_FILE = re.compile(r"(^|/)models/[\w.-]+\.sh$")  # slime's scripts/models/*.sh set only MODEL_ARGS
 _VARIABLE = re.compile(r'"([A-Za-z_]\w*)"\s*:\s*"([^"]*)"')
 _RUNNERS = ("python", "python3", "ray", "torchrun", "srun", "nohup", "exec", "env", "uv", "accelerate")
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A command that starts training."""
+    """Command that starts training."""
 
     program: str
     file_line: str  # file:line
@@ -31,7 +31,7 @@ class Start:
 
 @dataclass(slots=True)
 class ScriptReader:
-    """Follows a script's commands; what they set is in ``scope``, all else in the other fields."""
+    """Reader of a script's commands: variables are collected in ``scope``, all else in the other fields."""
 
     scope: Scope
     skip: tuple[str, ...]
@@ -44,7 +44,7 @@ class ScriptReader:
     starts: list[Start] = field(default_factory=list[Start])
 
     def read(self, script: Path) -> None:
-        """Read a file, and what it sources. Raises ``ConfigError`` with file and line on what cannot be read."""
+        """Read a file and the files it sources. Raises ``ConfigError`` with file and line if a part cannot be read."""
         self.files.append(script)
         if len(self.files) > MAX_SOURCED:
             raise ConfigError(f"{script}: more than {MAX_SOURCED} files source one another")
@@ -61,18 +61,18 @@ class ScriptReader:
         return training(plain_words(leading_assignments(words)[1]), self.programs) is not None
 
     def _effects(self, words: Sequence[Token], script: Path, inside: str) -> None:
-        """Take what a command sets, sources or starts; ``inside`` says where it stands if it may not run at all."""
+        """Apply a command's assignments, sourced files or training start. ``inside``: its condition if it may not run."""
         variables = Assignments(self.scope, script, inside)
         variables.expand(words)
-        assignments, rest = leading_assignments(words)
-        name = rest[0].literal if rest and isinstance(rest[0], Word) else ""
+        assignments, command = leading_assignments(words)
+        name = command[0].literal if command and isinstance(command[0], Word) else ""
         if name in ("source", "."):
-            self._source(rest, assignments, script, inside)
+            self._source(command, assignments, script, inside)
             return
-        for item in assignments if not rest else []:
+        for item in assignments if not command else []:
             variables.assign(item)
-        if rest:
-            self._run(name or "", rest, variables)
+        if command:
+            self._run(name or "", command, variables)
 
     def _count(self, name: str) -> None:
         if name and re.fullmatch(r"[\w./-]+", name):
@@ -89,23 +89,23 @@ class ScriptReader:
                 )
         elif name == "eval":
             raise ConfigError(f"{plain[0].file_line}: eval may set anything, and nothing is run here: write it out")
-        elif (at := training(plain, self.programs)) is not None:
+        elif (program_index := training(plain, self.programs)) is not None:
             if inside := variables.inside:
                 raise ConfigError(f"{plain[0].file_line}: training starts {inside}, and whether it runs is not known")
-            arguments = tuple(value for word in plain[at + 1 :] for value in self.scope.expand(word, script))
-            for word in plain[:at]:
+            arguments = tuple(value for word in plain[program_index + 1 :] for value in self.scope.expand(word, script))
+            for word in plain[:program_index]:
                 self._environment(self.scope.text(word, script).text)
-            self.starts.append(Start(Path(plain[at].parts[-1].text).name, plain[0].file_line, arguments))
+            self.starts.append(Start(Path(plain[program_index].parts[-1].text).name, plain[0].file_line, arguments))
         else:
             self._count(name)
 
-    def _leave_model_args(self, why: str) -> None:
-        """Leave the model's shape, which MODEL_ARGS says in slime, to config.json."""
-        self.notes.append(f"{why}, as config.json of --hf-checkpoint does")
+    def _leave_model_args(self, reason: str) -> None:
+        """Clear MODEL_ARGS, which give the model's shape in slime; config.json gives it here."""
+        self.notes.append(f"{reason}, as config.json of --hf-checkpoint does")
         self.scope.assign("MODEL_ARGS", ())
 
     def _environment(self, text: str) -> None:
-        """Take the variables of ``--runtime-env-json=...``, also of JSON in which a value is not known."""
+        """Collect the variables of ``--runtime-env-json=...``, even if some values in the JSON are unknown."""
         if text.startswith("--runtime-env-json="):
             self.environment |= dict(_VARIABLE.findall(text))
 
@@ -119,34 +119,34 @@ class ScriptReader:
             self.skipped.append(f"{value.text or last} ({word.file_line})")
             self.scope.incomplete = True
             return
-        leave = f"--skip {last or 'NAME'} leaves it out"
+        skip_hint = f"--skip {last or 'NAME'} leaves it out"
         if inside:
             raise ConfigError(
-                f"{word.file_line}: a file is sourced {inside}, and whether it runs is not known; {leave}"
+                f"{word.file_line}: a file is sourced {inside}, and whether it runs is not known; {skip_hint}"
             )
         path = self._sourced(value, script)
         if path is None and _MODEL_FILE.search(value.text):
             self._leave_model_args(f"{value.text} ({word.file_line}) is not there: its MODEL_ARGS describe the model")
             return
         if path is None and value.problem:
-            raise ConfigError(f"{word.file_line}: which file is sourced is not known: {value.problem}; {leave}")
+            raise ConfigError(f"{word.file_line}: which file is sourced is not known: {value.problem}; {skip_hint}")
         if path is None:
-            raise ConfigError(f"{word.file_line}: there is no {value.text} to source: put it there; {leave}")
+            raise ConfigError(f"{word.file_line}: there is no {value.text} to source: put it there; {skip_hint}")
         arguments = [value for word in words[2:] if isinstance(word, Word) for value in self.scope.expand(word, script)]
-        before = {name: self.scope.values.get(name) for name in names_of(assignments)}
+        saved = {name: self.scope.values.get(name) for name in names_of(assignments)}
         if arguments:
-            before[ARGUMENTS] = self.scope.values.get(ARGUMENTS)
+            saved[ARGUMENTS] = self.scope.values.get(ARGUMENTS)
             self.scope.assign(ARGUMENTS, tuple(arguments))
         for item in assignments:
             Assignments(self.scope, script, "").assign(item)
         self.read(path)
-        for name, values in before.items():
+        for name, values in saved.items():
             self.scope.values.pop(name, None)
             if values is not None:
                 self.scope.values[name] = values
 
     def _sourced(self, value: Value, script: Path) -> Path | None:
-        """Return the file that ``source`` names: as it is written, or by its last names in a folder above the script."""
+        """Return the file that ``source`` names: as written, or by its last path components in a folder above the script."""
         named = Path(value.text)
         path = named if named.is_absolute() else script.parent / named
         if not value.problem and path.is_file():
@@ -155,20 +155,20 @@ class ScriptReader:
         folders = [script.resolve().parent, *script.resolve().parents]
         for length in range(len(names), 1, -1):
             for folder in folders:
-                if (found := folder.joinpath(*names[-length:])).is_file():
-                    self.notes.append(f"{value.text} is not there: {found} was read")
-                    return found
+                if (candidate := folder.joinpath(*names[-length:])).is_file():
+                    self.notes.append(f"{value.text} is not there: {candidate} was read")
+                    return candidate
         return None
 
 
 def training(words: Sequence[Word], programs: Sequence[str]) -> int | None:
-    """Return where one of ``programs`` stands in a command that starts it; None in any other command."""
-    for at, word in enumerate(words):
+    """Return the index of one of ``programs`` in a command that starts it; None for any other command."""
+    for index, word in enumerate(words):
         last = word.parts[-1] if word.parts else None
-        if not at or last is None or last.kind != "text":
+        if not index or last is None or last.kind != "text":
             continue
-        name = last.text if words[at - 1].literal == "-m" else last.text.rpartition("/")[2]
+        name = last.text if words[index - 1].literal == "-m" else last.text.rpartition("/")[2]
         runner = (words[0].literal or "").rpartition("/")[2]
         if name in programs and (runner.startswith(_RUNNERS) or words[0].literal is None):
-            return at
+            return index
     return None

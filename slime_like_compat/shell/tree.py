@@ -1,4 +1,4 @@
-"""The commands of a bash script as a tree: lists of pipelines, groups, branches, loops and functions."""
+"""Syntax tree of bash commands: lists of pipelines, groups, branches, loops and functions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from slime_like_compat.shell.words import Token, Word
 
 @dataclass(frozen=True, slots=True)
 class SimpleCommand:
-    """A command and its words; ``[[ ... ]]`` and ``((...))`` too."""
+    """Command and its words; also ``[[ ... ]]`` and ``((...))``."""
 
     words: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CommandGroup:
-    """``{ ...; }``, or ``( ... )`` and ``coproc``, which are subshells."""
+    """Group ``{ ...; }``, or a subshell ``( ... )`` or ``coproc``."""
 
     body: Commands
     subshell: bool
@@ -25,7 +25,7 @@ class CommandGroup:
 
 @dataclass(frozen=True, slots=True)
 class IfCommand:
-    """``if``, with the body that runs where no condition holds."""
+    """``if`` command, with the body that runs if no condition holds."""
 
     branches: tuple[tuple[Commands, Commands], ...]  # (condition, body)
     otherwise: Commands
@@ -34,7 +34,7 @@ class IfCommand:
 
 @dataclass(frozen=True, slots=True)
 class CaseBranch:
-    """A branch of ``case``."""
+    """Branch of ``case``."""
 
     patterns: tuple[Word, ...]
     body: Commands
@@ -43,7 +43,7 @@ class CaseBranch:
 
 @dataclass(frozen=True, slots=True)
 class CaseCommand:
-    """``case``."""
+    """``case`` command."""
 
     subject: Word
     branches: tuple[CaseBranch, ...]
@@ -52,7 +52,7 @@ class CaseCommand:
 
 @dataclass(frozen=True, slots=True)
 class LoopCommand:
-    """``for``, ``select``, ``while`` or ``until``."""
+    """Loop: ``for``, ``select``, ``while`` or ``until``."""
 
     keyword: str
     head: tuple[Token, ...]  # of for: NAME and its words, or ``((...))``
@@ -63,7 +63,7 @@ class LoopCommand:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """The definition of a function."""
+    """Definition of a function."""
 
     body: Command
     file_line: str

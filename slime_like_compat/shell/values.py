@@ -1,7 +1,7 @@
-"""Values of bash's expansions that are known without running a command: variables, arrays, arithmetic.
+"""Values of bash expansions known without running a command: variables, arrays, arithmetic.
 
 A value that only a command prints (``$(nvidia-smi ...)``), or that is set under an unknown condition, has a ``problem``;
-the reader of the value refuses it.
+its user refuses it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime_like_compat.shell.lexer import text_parts
 from slime_like_compat.shell.output import file_command, named_file, seq
 from slime_like_compat.shell.words import MAX_WORDS, Array, Part, Word
 
-ARGUMENTS = "@"  # the script's own arguments, where it sets them
+ARGUMENTS = "@"  # the script's arguments, if it sets them itself
 _PARAMETER = re.compile(
     r"(?P<sign>[#!]?)(?P<name>[A-Za-z_]\w*|[@*0-9#?$!-])(\[(?P<index>[^\]]*)\])?(?P<rest>.*)", re.DOTALL
 )
@@ -36,7 +36,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An expanded word: its text, or why that cannot be known."""
+    """Expanded word: its text, or the problem that makes it unknown."""
 
     text: str
     file_line: str  # file:line of its word
@@ -45,21 +45,21 @@ class Value:
 
 @dataclass(slots=True)
 class Scope:
-    """Variables of a script. ``fixed`` are given from outside and win over what the script sets."""
+    """Variables of a script. ``fixed`` are given from outside and override the script's."""
 
     fixed: Mapping[str, str]
     values: dict[str, tuple[Value, ...]] = field(default_factory=dict[str, tuple[Value, ...]])
-    unreadable: dict[str, str] = field(default_factory=dict[str, str])  # name -> why
-    incomplete: bool = False  # a file that may set more was left out
+    unreadable: dict[str, str] = field(default_factory=dict[str, str])  # name -> reason
+    incomplete: bool = False  # a skipped file may set more variables
 
     @contextmanager
     def subshell(self) -> Generator[None]:
         """Restore all variables at the end of the block."""
-        kept = dict(self.values), dict(self.unreadable), self.incomplete
+        saved = dict(self.values), dict(self.unreadable), self.incomplete
         try:
             yield
         finally:
-            self.values, self.unreadable, self.incomplete = kept
+            self.values, self.unreadable, self.incomplete = saved
 
     def assign(self, name: str, values: tuple[Value, ...], *, append: bool = False) -> None:
         """Set a variable (one value) or an array."""
@@ -82,21 +82,21 @@ class Scope:
             array.name, tuple(v for word in array.words for v in self.expand(word, script)), append=array.append
         )
 
-    def taint(self, name: str, why: str) -> None:
-        """Make ``name`` unknown from here on."""
+    def taint(self, name: str, reason: str) -> None:
+        """Mark ``name`` as unknown until it is set again."""
         self.values.pop(name, None)
-        self.unreadable[name] = why
+        self.unreadable[name] = reason
 
     def lookup(self, name: str, file_line: str) -> tuple[Value, ...] | None:
-        """Return the values of a variable; None when it is not set, one with a problem when it cannot be known."""
+        """Return the values of a variable; None if it is not set, one value with a problem if it is unknown."""
         if name in self.fixed:
             return (Value(self.fixed[name], file_line),)
         if name in self.unreadable:
-            why = self.unreadable[name]
+            reason = self.unreadable[name]
             named = (
-                f"the list of arguments {why}: write it out"
+                f"the list of arguments {reason}: write it out"
                 if name == ARGUMENTS
-                else f"{name} {why}: give --set {name}=VALUE"
+                else f"{name} {reason}: give --set {name}=VALUE"
             )
             return (Value("", file_line, named),)
         return self.values.get(name)
@@ -105,38 +105,38 @@ class Scope:
         """Return the words of an expansion: unquoted text is split at blanks, an array gives one per element."""
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
             raise ConfigError(f"{word.file_line}: braces that bash expands are not read: write the words out")
-        done: list[Value] = []
+        finished: list[Value] = []
         current: Value | None = None
         for part in word.parts:
             if part.kind == "text":
                 current = _joined(current, Value(part.text, word.file_line), word.file_line)
                 continue
-            found = self._part(part, word.file_line, script)
+            values = self._part(part, word.file_line, script)
             if part.quoted and part.kind == "variable" and (part.text == "*" or part.text.endswith("[*]")):
-                found = (self._joined_parts((part,), word.file_line, script),)
+                values = (self._joined_parts((part,), word.file_line, script),)
             if not part.quoted:
-                found = tuple(piece for value in found for piece in _split(value))
-            for index, value in enumerate(found):
+                values = tuple(piece for value in values for piece in _split(value))
+            for index, value in enumerate(values):
                 if index and current is not None:
-                    done.append(current)
+                    finished.append(current)
                     current = None
                 current = _joined(current, value, word.file_line)
-            if len(done) > MAX_WORDS:
+            if len(finished) > MAX_WORDS:
                 raise ConfigError(f"{word.file_line}: more than {MAX_WORDS} words")
-        return (*done, current) if current is not None else tuple(done)
+        return (*finished, current) if current is not None else tuple(finished)
 
     def text(self, word: Word, script: Path) -> Value:
-        """Return ``word`` as one value, as on the right of ``=``: nothing is split."""
+        """Return ``word`` as one value without splitting, as on the right of ``=``."""
         return self._joined_parts(word.parts, word.file_line, script)
 
     def _joined_parts(self, parts: tuple[Part, ...], file_line: str, script: Path) -> Value:
-        """Join ``parts`` to one value; a part that is not known leaves the text of the others."""
+        """Join ``parts`` to one value; an unknown part keeps the text of the others and sets the problem."""
         texts: list[str] = []
         problem = ""
         for part in parts:
-            found = (Value(part.text, file_line),) if part.kind == "text" else self._part(part, file_line, script)
-            problem = problem or next((v.problem for v in found if v.problem), "")
-            texts.append(" ".join(value.text for value in found))
+            values = (Value(part.text, file_line),) if part.kind == "text" else self._part(part, file_line, script)
+            problem = problem or next((v.problem for v in values if v.problem), "")
+            texts.append(" ".join(value.text for value in values))
         return Value("".join(texts), file_line, problem)
 
     def _part(self, part: Part, file_line: str, script: Path) -> tuple[Value, ...]:
@@ -163,46 +163,46 @@ class Scope:
         values = [self.text(word, script) for word in words[1:]]
         if problem := next((value.problem for value in values if value.problem), ""):
             return Value("", file_line, problem)
-        found = named_file(words[0].literal or "", [value.text for value in values if value.text != "--"], script)
-        return unknown if found is None else Value(found, file_line)
+        name = named_file(words[0].literal or "", [value.text for value in values if value.text != "--"], script)
+        return unknown if name is None else Value(name, file_line)
 
     def _parameter(self, text: str, file_line: str, script: Path) -> tuple[Value, ...]:
-        found = _PARAMETER.fullmatch(text)
+        match = _PARAMETER.fullmatch(text)
         unknown = (Value("", file_line, f"${{{text}}} is not read here: write its value"),)
-        if found is None or found["sign"]:
+        if match is None or match["sign"]:
             return unknown
-        name, index, rest = found["name"], found["index"], found["rest"]
+        name, index, operation = match["name"], match["index"], match["rest"]
         if name == "BASH_SOURCE" or name == "0":
             return (Value(str(script.resolve()), file_line),)
         if name in "?$!-":
             return unknown
         if name in "@*#" or name.isdigit():
-            return self._positional(name, rest, Place(file_line, script)) or (() if name in "@*" else unknown)
+            return self._positional(name, operation, Place(file_line, script)) or (() if name in "@*" else unknown)
         values = self.lookup(name, file_line)
         several = index in ("@", "*")
         if index and not several and values is not None:
             values = values[int(index) : int(index) + 1] if index.isdigit() else unknown
         elif values is not None and not several:
             values = values[:1]
-        if rest:
-            return self._altered(name, values, rest, Place(file_line, script)) or unknown
+        if operation:
+            return self._altered(name, values, operation, Place(file_line, script)) or unknown
         if values is None and several and not self.incomplete:
-            return ()  # as in bash; an array cannot come from outside
+            return ()  # as in bash; an array cannot be inherited
         if values is None:
-            why = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
-            return (Value("", file_line, f"{name} {why}: give --set {name}=VALUE"),)
+            problem = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
+            return (Value("", file_line, f"{name} {problem}: give --set {name}=VALUE"),)
         if several and values and (name in self.fixed or name in self.unreadable):
             return values if values[0].problem else tuple(Value(w, file_line) for w in values[0].text.split())
         return values
 
-    def _positional(self, name: str, rest: str, place: Place) -> tuple[Value, ...] | None:
-        """Return ``$1``, ``$@``, ``$*`` or ``$#``; None where the script gives itself no arguments, or in a form not read."""
+    def _positional(self, name: str, operation: str, place: Place) -> tuple[Value, ...] | None:
+        """Return ``$1``, ``$@``, ``$*`` or ``$#``; None if the script sets no arguments, or for an unsupported form."""
         values = self.lookup(ARGUMENTS, place.file_line)
-        if values is None or (rest and not name.isdigit()):
+        if values is None or (operation and not name.isdigit()):
             return (
                 None
                 if not values
-                else (Value("", place.file_line, f"${{{name}{rest}}} is not read here: write its value"),)
+                else (Value("", place.file_line, f"${{{name}{operation}}} is not read here: write its value"),)
             )
         if values[:1] and values[0].problem:
             return values[:1]
@@ -210,19 +210,22 @@ class Scope:
             return values
         if name == "#":
             return (Value(str(len(values)), place.file_line),)
-        one = values[int(name) - 1 : int(name)]
-        return self._altered(name, one, rest, place) if rest else one or (Value("", place.file_line),)
+        argument = values[int(name) - 1 : int(name)]
+        return (
+            self._altered(name, argument, operation, place) if operation else argument or (Value("", place.file_line),)
+        )
 
     def _altered(
-        self, name: str, values: tuple[Value, ...] | None, rest: str, place: Place
+        self, name: str, values: tuple[Value, ...] | None, operation: str, place: Place
     ) -> tuple[Value, ...] | None:
-        """Return ``${X:-word}`` and the like; None for a form that is not read."""
+        """Return ``${X:-word}`` and the like; None for an unsupported form."""
         sign = next(
-            (s for s in (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#") if rest.startswith(s)), ""
+            (s for s in (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#") if operation.startswith(s)),
+            "",
         )
         if not sign:
             return None
-        word = self._joined_parts(text_parts(rest[len(sign) :], place.file_line), place.file_line, place.script)
+        word = self._joined_parts(text_parts(operation[len(sign) :], place.file_line), place.file_line, place.script)
         is_set = bool(values) and (not sign.startswith(":") or bool(values[0].text or values[0].problem))
         match sign[-1]:
             case "-" | "=":
@@ -283,7 +286,7 @@ def _split(value: Value) -> Iterator[Value]:
 
 
 def _cut(text: str, pattern: str, sign: str) -> str:
-    """Cut the shortest or longest end (or beginning) that matches: ``${X%pattern}``, ``%%``, ``#``, ``##``."""
+    """Remove the shortest or longest matching suffix or prefix: ``${X%pattern}``, ``%%``, ``#``, ``##``."""
     places = range(len(text) + 1)
     if sign[0] == "%":
         ends = [at for at in places if fnmatchcase(text[at:], pattern)]

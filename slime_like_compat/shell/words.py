@@ -1,16 +1,16 @@
-"""Words of a bash script as the lexer finds them: parts, words, arrays and operators."""
+"""Tokens of the bash lexer: words with their parts, arrays and operators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MAX_WORDS = 10_000
-"""Words that an array or an expansion of a launch script may hold."""
+"""Maximum number of words in an array or an expansion of a launch script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a word. kind: text, variable (``$X``, ``${X...}``), command (``$(...)``) or arithmetic (``$((...))``)."""
+    """Piece of a word. kind: text, variable (``$X``, ``${X...}``), command (``$(...)``) or arithmetic (``$((...))``)."""
 
     kind: str
     text: str
@@ -19,19 +19,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word as written."""
+    """Word as written."""
 
     parts: tuple[Part, ...]
     file_line: str  # file:line
 
     @property
     def literal(self) -> str | None:
-        """Its text, where no part has to be expanded."""
+        """Return the text if no part has to be expanded, else None."""
         return "".join(p.text for p in self.parts) if all(p.kind == "text" for p in self.parts) else None
 
     @property
     def keyword(self) -> str:
-        """Its text, where bash may read it as a word of its grammar: nothing quoted, nothing to expand."""
+        """Return the text if it may be a keyword, with nothing quoted or to expand, else an empty text."""
         plain = all(p.kind == "text" and not p.quoted for p in self.parts)
         return "".join(p.text for p in self.parts) if plain else ""
 
@@ -48,7 +48,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """``;``, ``&&``, ``|``, a line's end, a parenthesis, or ``((...))`` whole."""
+    """Operator: ``;``, ``&&``, ``|``, an end of line, a parenthesis, or a complete ``((...))``."""
 
     text: str
     file_line: str

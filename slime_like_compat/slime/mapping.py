@@ -1,4 +1,4 @@
-"""slime's arguments -> overrides, with a report row for each. The flags are ``config.flag_table``'s."""
+"""slime's arguments -> overrides, with a report row for each. The flags are ``flags.table``'s."""
 
 from __future__ import annotations
 

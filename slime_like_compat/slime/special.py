@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from slime_like.config.rules.user_functions import check_function
 from slime_like.config.schema import names
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.reward_names import split_prefix
@@ -26,11 +27,13 @@ from slime_like_compat.slime.weights import hf_checkpoint, load, ref_load, teach
 CODE = {
     "--custom-rm-path": "reward.name",
     "--custom-generate-function-path": "rollout.generate",
+    "--custom-advantage-function-path": "algo.token_advantage",
+    "--custom-loss-function-path": "algo.loss",
+    "--custom-tis-function-path": "algo.off_policy",
     "--data-source-path": "data.source",
     "--dynamic-sampling-filter-path": "rollout.filters",
 }
 SLIME_SOURCES = [f"{project}.rollout.data_source.RolloutDataSourceWithBuffer" for project in ("slime", "miles")]
-SPECS = ("qwen3_next", "qwen3_5")  # slime_plugins.models.<name>, whose families are here
 QUIET = re.compile(r"(NCCL|CUDA|PYTORCH|TORCH|NVSHMEM|GLOO|RAY|WANDB|HF|TOKENIZERS|OMP|MASTER)_\w+|PYTHON\w+|no_proxy")
 
 type Special = Callable[[Given, Flags], tuple[str, str] | None]  # -> (verdict, note); None: as any other flag
@@ -61,7 +64,10 @@ def _rm_type(item: Given, flags: Flags) -> tuple[str, str] | None:
 
 
 def _code(item: Given, flags: Flags) -> tuple[str, str] | None:
-    del flags
+    if item.flag == "--custom-loss-function-path" and flags.text("--loss-type") != "custom_loss":
+        return "dropped", "has no effect without --loss-type custom_loss, in slime as well"
+    if item.flag == "--custom-tis-function-path" and "--use-tis" not in flags:
+        return "dropped", "has no effect without --use-tis, in slime as well"
     if item.problem or item.text in SLIME_FILTERS:
         return None
     if item.text in SLIME_SOURCES:
@@ -74,8 +80,12 @@ def _code(item: Given, flags: Flags) -> tuple[str, str] | None:
         resolve("", path, {})
     except Exception as error:  # noqa: BLE001  fault boundary: importing a module runs code of whoever wrote it
         reason = "" if isinstance(error, ConfigError) else f" ({type(error).__name__}: {error})"
-        signature = "with the signature that docs/coming_from_slime.md names"
+        signature = "with the signature that docs/extending.md names"
         return "code", f"cannot be imported here{reason}: put it on PYTHONPATH, {signature}"
+    try:
+        check_function(CODE[item.flag], path, {})
+    except ConfigError as error:
+        return "code", f"to be ported: {error}"
     return None
 
 
@@ -95,14 +105,13 @@ def _rollout_function(item: Given, flags: Flags) -> tuple[str, str] | None:
 
 
 def _loss_type(item: Given, flags: Flags) -> tuple[str, str] | None:
-    del flags
     if item.text == "policy_loss":
         return "always", "a policy loss is what --advantage-estimator chooses"
-    return (
-        None
-        if item.text == "sft_loss" or item.problem
-        else ("refused", "its signature differs: port it to algo.loss=my_loss.py:Loss (docs/extending.md)")
-    )
+    if item.text == "sft_loss" or item.problem:
+        return None
+    if item.text == "custom_loss" and "--custom-loss-function-path" in flags:
+        return "mapped", "--custom-loss-function-path names the loss"
+    return "refused", "there are policy_loss, sft_loss, and custom_loss with --custom-loss-function-path"
 
 
 def _sft_only(item: Given, flags: Flags) -> tuple[str, str] | None:
@@ -162,15 +171,15 @@ def _environment(item: Given, flags: Flags) -> tuple[str, str] | None:
         parsed = None
     variables = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"?": ""}
     if all(QUIET.fullmatch(name) for name in variables):
-        return "dropped", "set the variables where train.py is started"
+        return "dropped", "set the variables in the environment of train.py"
     return "refused", "what these variables change is not known: set them where train.py is started, if they are needed"
 
 
 def _spec(item: Given, flags: Flags) -> tuple[str, str] | None:
     del flags
-    if any(f".{name} " in f"{item.text} " for name in SPECS):
+    if any(f".{name} " in f"{item.text} " for name in names.FAMILIES):  # slime_plugins.models.<name>
         return None
-    return "refused", f"no model family here is built by it (there are {', '.join(names.FAMILIES)})"
+    return "refused", f"no supported model family is built by it (supported: {', '.join(names.FAMILIES)})"
 
 
 def _positions(item: Given, flags: Flags) -> tuple[str, str] | None:
@@ -187,7 +196,7 @@ def _num_layers(item: Given, flags: Flags) -> tuple[str, str] | None:
 
 def _norm_after(item: Given, flags: Flags) -> tuple[str, str] | None:
     del item, flags
-    return "refused", "no model family here normalises after attention or feed-forward layers"
+    return "refused", "no supported model family normalises after attention or feed-forward layers"
 
 
 def _router_scores(item: Given, flags: Flags) -> tuple[str, str] | None:

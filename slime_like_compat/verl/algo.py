@@ -218,7 +218,7 @@ def _reject(job: Job, reject: str, bounds: str) -> None:
     if len(criteria) > 1 or criteria[0] not in REJECTIONS or len(texts) != 1:
         known_names = " or ".join(REJECTIONS)
         job.refuse(reject, f"one criterion for whole sequences here: {known_names}; others would be dropped in silence")
-        job.leave("counts with rollout_rs", bounds)
+        job.leave("read only with rollout_rs", bounds)
         return
     low, high = _bounds(job, bounds, texts[0])
     low = 1 / high if low is None else low

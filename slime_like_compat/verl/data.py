@@ -25,7 +25,7 @@ def map_data(job: Job) -> None:
     job.set("data.shuffle", job.switch("data.shuffle"), "data.shuffle")
     if job.value("data.seed") is not None:
         job.set("run.seed", job.whole("data.seed"), "data.seed")
-    job.leave("run.seed is the one seed", "data.seed")
+    job.leave("the run has one seed, run.seed", "data.seed")
     for key in [key for key in job.settings if key.startswith("data.apply_chat_template_kwargs.")]:
         if job.has(key):
             job.set(f"data.chat_template_kwargs.{key.rpartition('.')[2]}", job.value(key), key)
@@ -56,7 +56,7 @@ def map_evaluation(job: Job) -> None:
     sampling = {"n_samples_per_prompt": "n", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
     keys = [f"{ROLLOUT}.val_kwargs.{name}" for name in sampling.values()]
     greedy = f"{ROLLOUT}.val_kwargs.do_sample"
-    job.leave("verl's own loop reads val_kwargs.temperature alone", greedy)
+    job.leave("verl's own loop reads only val_kwargs.temperature", greedy)
     if not files or (every <= 0 and not before_train):
         reason = "nothing is evaluated: no data.val_files, or test_freq and val_before_train are off"
         job.leave(reason, "data.val_files", "trainer.test_freq", "trainer.val_before_train", *keys)
@@ -65,7 +65,7 @@ def map_evaluation(job: Job) -> None:
         job.set(f"evaluation.datasets.{name}", path, "data.val_files")
     if every > 0:
         job.set("evaluation.interval", every, "trainer.test_freq")
-    job.tell("trainer.test_freq", "mapped", "here also after the last rollout", "evaluation.interval")
+    job.tell("trainer.test_freq", "mapped", "here always after the last rollout too", "evaluation.interval")
     job.set("evaluation.before_train", before_train, "trainer.val_before_train")
     for (our_key, _), key in zip(sampling.items(), keys, strict=True):
         read = job.whole if our_key in ("n_samples_per_prompt", "top_k") else job.number

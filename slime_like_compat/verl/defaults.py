@@ -44,27 +44,27 @@ DIFFERENT: tuple[VerlDefault, ...] = (
     VerlDefault("data.max_response_length", 512, "rollout.max_response_len", 1024),
     VerlDefault("data.max_prompt_length", 512, "data.max_prompt_len", None),
     VerlDefault(
-        "reward_model.ground_truth (column)", "", "data.label_key", "label", "where verl's rows have the label"
+        "reward_model.ground_truth (column)", "", "data.label_key", "label", "column of the label in verl's rows"
     ),
-    VerlDefault("extra_info (column)", "", "data.metadata_key", "metadata", "where verl's rows have the metadata"),
+    VerlDefault("extra_info (column)", "", "data.metadata_key", "metadata", "column of the metadata in verl's rows"),
     VerlDefault(f"{ACTOR}.clip_ratio_high", 0.2, "algo.eps_clip_high", None, "dapo 0.28 here, gspo 4e-4, cispo 4.0"),
     VerlDefault(f"{ACTOR}.clip_ratio_c", 3.0, "algo.eps_clip_c", None, "verl's gspo and cispo do not read it"),
-    VerlDefault(f"{ACTOR}.kl_loss_coef", 0.001, "algo.kl_loss_coef", 0.0, "counts with use_kl_loss=True"),
-    VerlDefault("algorithm.kl_ctrl.kl_coef", 0.001, "algo.kl_coef", 0.0, "counts with use_kl_in_reward=True"),
+    VerlDefault(f"{ACTOR}.kl_loss_coef", 0.001, "algo.kl_loss_coef", 0.0, "read only with use_kl_loss=True"),
+    VerlDefault("algorithm.kl_ctrl.kl_coef", 0.001, "algo.kl_coef", 0.0, "read only with use_kl_in_reward=True"),
     VerlDefault(
-        f"{OPTIM}.weight_decay", 0.01, "optim.weight_decay", 0.0, "FSDP: norms and biases too; here they are exempt"
+        f"{OPTIM}.weight_decay", 0.01, "optim.weight_decay", 0.0, "FSDP: includes norms and biases; here excluded"
     ),
     VerlDefault(f"{OPTIM}.betas", [0.9, 0.999], "optim.beta2", 0.98),
-    VerlDefault("critic.optim.lr", 1e-5, "critic.lr", None, "here the actor's unless given"),
+    VerlDefault("critic.optim.lr", 1e-5, "critic.lr", None, "here by default the actor's"),
     VerlDefault("critic.cliprange_value", 0.5, "critic.value_clip", 0.2),
     VerlDefault(f"{MODEL}.enable_gradient_checkpointing", True, "model.recompute", "none", "FSDP; memory only"),
     VerlDefault(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384, "parallel.max_tokens_per_rank", 8192, "memory only"),
     VerlDefault(f"{ROLLOUT}.tensor_model_parallel_size", 2, "rollout.tp", 1),
     VerlDefault(f"{ROLLOUT}.max_num_seqs", 256, "rollout.max_running_requests", None, "speed only"),
-    VerlDefault("trainer.total_epochs", 30, "loop.num_epoch", None, "counts without total_training_steps"),
+    VerlDefault("trainer.total_epochs", 30, "loop.num_epoch", None, "read only without total_training_steps"),
     VerlDefault("trainer.n_gpus_per_node", 8, "placement.actor_num_gpus_per_node", None),
     VerlDefault("trainer.logger", ["console", "wandb"], "metrics.wandb", False),
-    VerlDefault("trainer.project_name", "verl_examples", "metrics.wandb_project", "slime_like", "counts with wandb"),
+    VerlDefault("trainer.project_name", "verl_examples", "metrics.wandb_project", "slime_like", "read only with wandb"),
 )
 """In the order of verl's groups."""
 

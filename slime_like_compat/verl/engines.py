@@ -22,8 +22,8 @@ def map_engines(job: Job, ranks: int) -> None:
     job.set("rollout.tp", size, tp)
     match job.value(_MODE):
         case "sync":
-            job.leave("counts with an asynchronous trainer_mode", _THRESHOLD, _WARM, _NODES, _PUSH)
-            job.leave("counts with rollout.nnodes", _GPUS)
+            job.leave("read only with an asynchronous trainer_mode", _THRESHOLD, _WARM, _NODES, _PUSH)
+            job.leave("read only with rollout.nnodes", _GPUS)
         case "separate_async":
             ranks = job.count(_NODES) * job.count(_GPUS if job.value(_GPUS) is not None else "trainer.n_gpus_per_node")
             _run_ahead(job)
@@ -46,7 +46,7 @@ def _run_ahead(job: Job) -> None:
     if ahead < 1:
         key = _THRESHOLD if max_lag < 1 else _WARM
         raise job.wrong(key, "lets no rollout run beside training: trainer_mode=sync says that")
-    job.set("loop.max_staleness", ahead, _WARM, "rollouts begun ahead")
+    job.set("loop.max_staleness", ahead, _WARM, "rollouts started ahead")
     lag = f"a sample may span that many versions, so it lags {max_lag} at most"
     job.tell(_THRESHOLD, "mapped", lag, "loop.max_staleness")
     steps = steps_per_rollout(job)

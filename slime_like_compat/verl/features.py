@@ -28,12 +28,12 @@ _AGENT = Feature(
     (None, False), "write a generate function or an agent (docs/agents.md)", ("rollout.generate", "rollout.agent")
 )
 _REWARD_MODEL = Feature((False, None), "a reward server: reward.name=remote_rm, reward.remote_url", ("reward.name",))
-_TEXT = Feature((), "text only; --drop it where the rows hold no such column")
-_REPLAY = Feature(("disabled", False, None), "experts are routed anew in training: no routing replay")
+_TEXT = Feature((), "text only; --drop it if the rows have no such column")
+_REPLAY = Feature(("disabled", False, None), "training routes experts again: no routing replay")
 
 NOT_HERE: dict[str, Feature] = {
-    "data.custom_cls.*": Feature((None,), "a data source of your own: data.source", ("data.source",)),
-    "data.sampler.*": Feature((None,), "a data source of your own: data.source", ("data.source",)),
+    "data.custom_cls.*": Feature((None,), "write a data source: data.source", ("data.source",)),
+    "data.sampler.*": Feature((None,), "write a data source: data.source", ("data.source",)),
     "data.tokenizer": Feature((None,), "the tokenizer is that of model.hf_checkpoint"),
     "data.image_key": _TEXT,
     "data.video_key": _TEXT,
@@ -45,11 +45,11 @@ NOT_HERE: dict[str, Feature] = {
     f"{_M}.lora*": _LORA,
     f"{_M}.mtp.*": _MTP,
     f"{_M}.torch_dtype": Feature(("bfloat16", "bf16", None), "model.dtype"),
-    f"{_M}.external_lib": Feature((None,), "import it where train.py is started"),
+    f"{_M}.external_lib": Feature((None,), "import it in the process that starts train.py"),
     f"{_M}.custom_chat_template": Feature((None,), "the chat template is that of model.hf_checkpoint: set it there"),
     f"{_M}.tokenizer_path": Feature((None,), "the tokenizer is that of model.hf_checkpoint"),
     f"{_M}.hf_config_path": Feature((None,), "config.json is that of model.hf_checkpoint"),
-    f"{_M}.override_config.*": Feature((), "config.json of model.hf_checkpoint says it: change it there"),
+    f"{_M}.override_config.*": Feature((), "config.json of model.hf_checkpoint has this value: change it there"),
     f"{_A}.ppo_epochs": Feature((1,), "each sample is trained on once"),
     f"{_A}.policy_loss.*": Feature((None,), "read by a loss that is not here"),
     f"{_A}.tau_*": Feature((), "read by a loss that is not here"),
@@ -58,7 +58,7 @@ NOT_HERE: dict[str, Feature] = {
     f"{_A}.*router_replay.*": _REPLAY,
     f"{_A}.*qat.*": Feature((False, None), "no quantisation-aware training"),
     f"{_A}.*.dtype": Feature(("bfloat16", "bf16"), "model.dtype is float32 or bfloat16"),
-    f"{_A}.megatron.dynamic_context_parallel": Feature((False,), "parallel.cp is one for all sequences"),
+    f"{_A}.megatron.dynamic_context_parallel": Feature((False,), "parallel.cp is the same for all sequences"),
     f"{_A}.megatron.override_mcore_model_config.*": Feature((), "model.megatron.*"),
     f"{_A}.optim.optimizer": Feature(("AdamW", "adam", "adamw", "Adam"), "the optimizer is AdamW"),
     f"{_A}.optim.optimizer_impl": Feature(("torch.optim",), "the optimizer is AdamW"),
@@ -80,35 +80,35 @@ NOT_HERE: dict[str, Feature] = {
     f"{_R}.multi_turn.*": _AGENT,
     f"{_R}.agent.default_agent_loop": Feature(("single_turn_agent", None), _AGENT.instead, _AGENT.settles),
     f"{_R}.agent.*": _AGENT,
-    f"{_R}.disaggregation.*": Feature((False, None), "engines are alike: no prefill servers"),
+    f"{_R}.disaggregation.*": Feature((False, None), "all engines have the same settings: no prefill servers"),
     f"{_R}.checkpoint_engine.custom_backend_module": Feature((None,), "weights.transport"),
     f"{_R}.val_kwargs.ignore_eos": Feature((False,), "an answer ends at its end token"),
     f"{_R}.custom.*": Feature((None,), "the engine is SGLang"),
     "critic.enable": Feature((None, True), "algo=ppo has a critic, the others have none: algorithm.adv_estimator"),
     "critic.ppo_epochs": Feature((1,), "each sample is trained on once"),
-    "critic.loss_agg_mode": Feature((), "the critic's weights are those of the policy's loss: loss_agg_mode"),
+    "critic.loss_agg_mode": Feature((), "the critic's loss has the aggregation of the policy's: loss_agg_mode"),
     "critic.model.lora*": _LORA,
     "critic.optim.optimizer": Feature(("AdamW", "adam", "adamw", "Adam"), "the optimizer is AdamW"),
-    "critic.optim.*": Feature((), "the critic's settings are the actor's, but critic.lr and critic.lr_warmup_steps"),
+    "critic.optim.*": Feature((), "the critic has the actor's settings except critic.lr and critic.lr_warmup_steps"),
     "reward.reward_model.enable": _REWARD_MODEL,
     "reward.sandbox_fusion.url": Feature(
         (None,), "a reward server that runs code: reward.remote_url", ("reward.name",)
     ),
-    "reward.reward_loop*": Feature((None,), "a reward function of your own", ("reward.name",)),
-    "reward.reward_manager.source": Feature(("register",), "a reward function of your own", ("reward.name",)),
-    "reward.reward_manager.module.*": Feature((None,), "a reward function of your own", ("reward.name",)),
-    "reward.reward_kwargs.*": Feature((), "a reward function of your own", ("reward.name",)),
-    "algorithm.use_pf_ppo": Feature((False,), "samples are not drawn anew"),
-    "algorithm.gdpo_*": Feature((None,), "reward.weights adds rewards before the advantage", ("reward.weights",)),
+    "reward.reward_loop*": Feature((None,), "write a reward function", ("reward.name",)),
+    "reward.reward_manager.source": Feature(("register",), "write a reward function", ("reward.name",)),
+    "reward.reward_manager.module.*": Feature((None,), "write a reward function", ("reward.name",)),
+    "reward.reward_kwargs.*": Feature((), "write a reward function", ("reward.name",)),
+    "algorithm.use_pf_ppo": Feature((False,), "samples are not drawn again"),
+    "algorithm.gdpo_*": Feature((None,), "reward.weights sums rewards before the advantage", ("reward.weights",)),
     "distillation.enabled": Feature((False,), "algo=distill with teacher.*: docs/algorithms.md"),
     "trainer.val_only": Feature((False,), "run.mode=rollout_only"),
-    "trainer.resume_from_path": Feature((None,), "verl's checkpoints are not read: export HF weights", ("run.resume",)),
-    "trainer.default_hdfs_dir": Feature((None,), "checkpoints lie in run.dir"),
-    "trainer.device": Feature(("cuda", "gpu"), "NVIDIA GPUs or CPUs"),
-    "trainer.v1.*.hybrid_rollout.enable_switch": Feature((False,), "GPUs do not change sides"),
-    "trainer.v1.sampler.max_off_policy_strategy": Feature(
-        ("drop", "wait"), "samples beyond loop.max_staleness do not arise"
+    "trainer.resume_from_path": Feature(
+        (None,), "verl's checkpoints cannot be read: export HF weights", ("run.resume",)
     ),
+    "trainer.default_hdfs_dir": Feature((None,), "checkpoints are in run.dir"),
+    "trainer.device": Feature(("cuda", "gpu"), "NVIDIA GPUs or CPUs"),
+    "trainer.v1.*.hybrid_rollout.enable_switch": Feature((False,), "GPUs do not move between trainer and engines"),
+    "trainer.v1.sampler.max_off_policy_strategy": Feature(("drop", "wait"), "samples never exceed loop.max_staleness"),
     "trainer.v1.sampler.custom_sampler.*": Feature((None,), "the loop takes rollouts in order"),
     "skip.*.enable": Feature((False,), "run.replay_from trains on dumped rollouts"),
 }

@@ -151,7 +151,7 @@ class Job:
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise self.wrong(key, "holds what JSON cannot") from error
+            raise self.wrong(key, "contains a value that JSON cannot represent") from error
         is_set = self.has(key)
         if (
             not is_set

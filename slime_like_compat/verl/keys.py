@@ -1,6 +1,6 @@
 """Keys of verl with a counterpart here, and how the values differ: the table of docs/coming_from_verl.md.
 
-``verl_keys.tsv`` has a line for each; ``verl_mapping`` translates them. Source: ``verl/trainer/config`` of verl
+``keys.tsv`` has a line for each; ``mapping`` translates them. Source: ``verl/trainer/config`` of verl
 0.10.0.dev.
 """
 

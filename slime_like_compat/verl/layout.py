@@ -46,7 +46,7 @@ def _token_budget(job: Job, longest: int, cp: int) -> None:
     if job.value(micro) is not None:
         note = f"{packed}: as many as {job.count(micro)} of the longest sequences have"
         job.set("parallel.max_tokens_per_rank", -(-job.count(micro) * longest // cp), micro, note)
-    job.leave("counts with use_dynamic_bsz=True; " + packed, tokens)
+    job.leave("read only with use_dynamic_bsz=True; " + packed, tokens)
     job.leave(packed, dynamic)
 
 

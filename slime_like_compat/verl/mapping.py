@@ -145,7 +145,7 @@ def _rest(job: Job, key: str) -> None:
         return
     counts_with = switch(key)
     if counts_with is not None and not fnmatchcase(key, counts_with):
-        job.leave(f"counts with {counts_with}", key)
+        job.leave(f"read only with {counts_with}", key)
         return
     reason, missing = without_effect(key), feature(key)
     if reason is not None:

@@ -1,6 +1,6 @@
 """Names of verl's keys, and the tables that a name belongs to.
 
-Keys with a counterpart are those of ``verl_keys.VERL_KEYS``.
+Keys with a counterpart are those of ``keys.VERL_KEYS``.
 """
 
 from __future__ import annotations

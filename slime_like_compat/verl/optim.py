@@ -59,7 +59,7 @@ def map_optimizer(job: Job) -> None:
             key = f"{OPTIM}.override_optimizer_config.{name}"
             if job.sets(key):
                 job.set("optim.cpu_offload_fraction", float(job.number(key)), key)
-    off = "counts with optimizer_cpu_offload=True"
+    off = "read only with optimizer_cpu_offload=True"
     job.leave(off, offload, *(f"{OPTIM}.override_optimizer_config.{n}offload_fraction" for n in ("", "optimizer_")))
 
 

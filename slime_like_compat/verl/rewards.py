@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from slime_like.config.schema.render import render
 from slime_like_compat.verl.defaults import OVERLONG
 from slime_like_compat.verl.job import Job
@@ -19,7 +17,7 @@ def map_rewards(job: Job, max_response_len: int) -> None:
     if job.value(own_function) is not None and not any(name in job.user_overrides for name in settles):
         function = "reward.custom_reward_function.name"
         name = job.text(function) if job.sets(function) else "compute_score"
-        job.overrides["reward.name"] = render(f"{Path(job.text(own_function)).stem}:{name}")
+        job.overrides["reward.name"] = render(f"{job.text(own_function)}:{name}")
         job.tell(own_function, "code", "a RewardFn of slime_like/interfaces.py (docs/rewards.md)", "reward.name")
         job.leave("reward.name scores every row", by_row)
     elif job.value(own_function) is not None:
@@ -57,7 +55,7 @@ def _overlong(job: Job, max_response_len: int) -> None:
     on, size, factor = f"{OVERLONG}.enable", f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor"
     longest = "reward.reward_kwargs.max_resp_len"
     if not penalizes_length(job):
-        reason = f"counts with overlong_buffer_cfg.enable=True and {_MANAGER}=dapo, in verl as well"
+        reason = f"read only with overlong_buffer_cfg.enable=True and {_MANAGER}=dapo, in verl as well"
         job.leave(reason, on, size, factor, longest)
         return
     for key, example in ((size, 512), (factor, 1.0), (longest, max_response_len)):

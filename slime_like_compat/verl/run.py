@@ -22,7 +22,7 @@ def map_run(job: Job) -> None:
     ):
         if job.sets(key) and job.whole(key) > 0:
             job.set(our_key, job.whole(key), key)
-    job.tell("trainer.save_freq", "mapped", "here also after the last rollout", "run.save_interval")
+    job.tell("trainer.save_freq", "mapped", "here always after the last rollout too", "run.save_interval")
     job.leave("all are kept", "trainer.max_actor_ckpt_to_keep")
     _resume(job)
     _loggers(job)
@@ -50,16 +50,16 @@ def _loggers(job: Job) -> None:
         job.leave(f"{job.settings[project].problem}: --with metrics.wandb_project=...", project)
     elif "wandb" in loggers:
         job.set("metrics.wandb_project", job.text(project), project)
-    job.leave("counts with wandb", project)
+    job.leave("read only with wandb", project)
 
 
 def _resume(job: Job) -> None:
     mode = str(job.value("trainer.resume_mode"))
     if mode == "resume_path":
-        job.refuse("trainer.resume_mode", "verl's checkpoints are not read: export HF weights", ("run.resume",))
+        job.refuse("trainer.resume_mode", "verl's checkpoints cannot be read: export HF weights", ("run.resume",))
         return
     if mode not in ("auto", "disable"):
         job.refuse("trainer.resume_mode", "there are auto and disable", ("run.resume",))
         return
     job.set("run.resume", "never" if mode == "disable" else "auto", "trainer.resume_mode")
-    job.leave("counts with resume_mode=resume_path", "trainer.resume_from_path")
+    job.leave("read only with resume_mode=resume_path", "trainer.resume_from_path")

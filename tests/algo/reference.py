@@ -1,4 +1,4 @@
-"""The same losses once more, from their papers, token by token in Python floats: no packing, no ranks, no vectors."""
+"""Reference losses from the papers, token by token in Python floats: no packing, ranks or vectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Token = tuple[int, int]  # sample id, position
 def reference(
     groups: Sequence[SampleGroup], config: AlgoConfig, policies: Policies, max_response_len: int
 ) -> tuple[float, Tensor]:
-    """Loss and gradient of one optimizer step over all groups."""
+    """Return loss and gradient of one optimizer step over all groups."""
     samples = [s for g in groups for s in g.samples if s.status not in (Status.FAILED, Status.ABORTED)]
     cut = isinstance(config, PolicyConfig) and config.mask_truncated
     actions = {s.sample_id: [] if cut and s.status is Status.TRUNCATED else _actions(s) for s in samples}
@@ -34,15 +34,17 @@ def reference(
     num_sequences = sum(1 for a in actions.values() if a)
     loss = torch.zeros((), dtype=torch.float64)
     for sample in samples:
-        mine = actions[sample.sample_id]
+        positions = actions[sample.sample_id]
         share = {
             "token_mean": 1 / num_tokens,
-            "sequence_mean": 1 / (num_sequences * max(len(mine), 1)),
+            "sequence_mean": 1 / (num_sequences * max(len(positions), 1)),
             "dr_grpo": 1 / (num_sequences * max_response_len),
         }[config.aggregation]
-        found = [advantages.get((sample.sample_id, position), 0.0) for position in mine]
-        if mine:
-            loss = loss + share * sum(_sample_losses(sample, mine, found, config, policies), start=torch.zeros(()))
+        sample_advantages = [advantages.get((sample.sample_id, position), 0.0) for position in positions]
+        if positions:
+            loss = loss + share * sum(
+                _sample_losses(sample, positions, sample_advantages, config, policies), start=torch.zeros(())
+            )
     parameters = [policies.actor.embedding, policies.actor.head]
     gradients = torch.autograd.grad(loss, parameters)
     return float(loss.detach()), torch.cat([g.flatten() for g in gradients])
@@ -53,7 +55,7 @@ def _actions(sample: Sample) -> list[int]:
 
 
 def _logprob(policy: Policy, sample: Sample, position: int) -> tuple[Tensor, Tensor]:
-    """Log-probability of one token and the entropy it was drawn with, from its prefix alone."""
+    """Return the log-probability of one token and the entropy of its distribution, from its prefix."""
     prefix = torch.tensor(sample.token_ids[: position + 1], dtype=torch.int64)
     table = policy.logits(prefix)[-1].log_softmax(-1)
     return table[prefix[-1]], -(table.exp() * table).sum()
@@ -68,18 +70,18 @@ def _advantages(
 ) -> dict[Token, float]:
     if isinstance(config, ReinforcePlusPlusConfig):
         return _whitened(_returns(samples, actions, config, policies))
-    found: dict[Token, float] = {}
-    kept = {s.sample_id: s for s in samples}
+    advantages: dict[Token, float] = {}
+    trained_samples = {s.sample_id: s for s in samples}
     for group in groups:
-        scores = {s.sample_id: s.reward.score for s in group.samples if s.sample_id in kept and s.reward}
+        scores = {s.sample_id: s.reward.score for s in group.samples if s.sample_id in trained_samples and s.reward}
         for sample_id, value in _baseline(scores, config).items():
-            found |= {(sample_id, t): value for t in actions[sample_id]}
+            advantages |= {(sample_id, t): value for t in actions[sample_id]}
     if isinstance(config, ReinforcePlusPlusBaselineConfig):
-        for sample_id, position in found:
-            log_ratio = _log_ratio_to_reference(kept[sample_id], position, policies)
-            found[sample_id, position] -= config.kl_coef * _kl(config.kl_reward_type, log_ratio)
-        return _whitened(found)
-    return found
+        for sample_id, position in advantages:
+            log_ratio = _log_ratio_to_reference(trained_samples[sample_id], position, policies)
+            advantages[sample_id, position] -= config.kl_coef * _kl(config.kl_reward_type, log_ratio)
+        return _whitened(advantages)
+    return advantages
 
 
 def _baseline(scores: dict[int, float], config: AlgoConfig) -> dict[int, float]:
@@ -89,8 +91,8 @@ def _baseline(scores: dict[int, float], config: AlgoConfig) -> dict[int, float]:
     if len(set(scores.values())) == 1:
         return dict.fromkeys(scores, 0.0)
     if config.group_advantage == "rloo":
-        total, others = sum(scores.values()), len(scores) - 1
-        return {sample_id: score - (total - score) / others for sample_id, score in scores.items()}
+        total, num_others = sum(scores.values()), len(scores) - 1
+        return {sample_id: score - (total - score) / num_others for sample_id, score in scores.items()}
     scale = 1 / (statistics.stdev(scores.values()) + 1e-6) if config.group_advantage == "grpo" else 1.0
     return {sample_id: (score - mean) * scale for sample_id, score in scores.items()}
 
@@ -106,12 +108,14 @@ def _returns(
     returns: dict[Token, float] = {}
     for sample in samples:
         assert sample.reward is not None
-        later, mine = 0.0, actions[sample.sample_id]
-        for position in reversed(mine):
-            reward = sample.reward.score if position == mine[-1] else 0.0
+        future_return, positions = 0.0, actions[sample.sample_id]
+        for position in reversed(positions):
+            reward = sample.reward.score if position == positions[-1] else 0.0
             log_ratio = _log_ratio_to_reference(sample, position, policies)
-            later = reward - config.kl_coef * _kl(config.kl_reward_type, log_ratio) + config.gamma * later
-            returns[sample.sample_id, position] = later
+            future_return = (
+                reward - config.kl_coef * _kl(config.kl_reward_type, log_ratio) + config.gamma * future_return
+            )
+            returns[sample.sample_id, position] = future_return
     return returns
 
 
@@ -134,20 +138,20 @@ def _kl(name: str, log_ratio: float) -> float:
 def _sample_losses(
     sample: Sample, positions: Sequence[int], advantages: Sequence[float], config: AlgoConfig, policies: Policies
 ) -> list[Tensor]:
-    """Loss of each trained token of one sequence, which is all there, so that its ratio is a plain mean or sum."""
+    """Return the loss of each trained token of one complete sequence, so that its ratio is a plain mean or sum."""
     scored = [_logprob(policies.actor, sample, t) for t in positions]
     if not isinstance(config, PolicyConfig):
         return [-logprob for logprob, _ in scored]
     old = [
-        float((now if policies.old is None else _logprob(policies.old, sample, t)[0]).detach())
-        for t, (now, _) in zip(positions, scored, strict=True)
+        float((logprob_now if policies.old is None else _logprob(policies.old, sample, t)[0]).detach())
+        for t, (logprob_now, _) in zip(positions, scored, strict=True)
     ]
     rollout = [float(sample.logprobs[t]) for t in positions]
     anchor = rollout if config.use_rollout_logprobs else old
-    log_ratios = [now - then for (now, _), then in zip(scored, anchor, strict=True)]
+    log_ratios = [logprob_now - logprob_anchor for (logprob_now, _), logprob_anchor in zip(scored, anchor, strict=True)]
     if isinstance(config, GspoConfig):
         log_ratios = [sum(log_ratios, start=torch.zeros(())) / len(log_ratios)] * len(log_ratios)
-    kept = is_kept(config, sum(old) - sum(rollout), len(old))
+    keep_weight = is_kept(config, sum(old) - sum(rollout), len(old))
     losses: list[Tensor] = []
     for i, (logprob, entropy) in enumerate(scored):
         loss = surrogate(config, log_ratios[i].exp(), logprob, advantages[i])
@@ -155,12 +159,14 @@ def _sample_losses(
         log_ratio = logprob - float(_logprob(policies.ref, sample, positions[i])[0].detach())
         k3 = torch.exp(-log_ratio) - 1 + log_ratio
         kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": k3, "low_var_kl": k3 if k3 < 10 else torch.tensor(10.0)}
-        losses.append(kept * (loss + config.kl_loss_coef * kl[config.kl_loss_type] - config.entropy_coef * entropy))
+        losses.append(
+            keep_weight * (loss + config.kl_loss_coef * kl[config.kl_loss_type] - config.entropy_coef * entropy)
+        )
     return losses
 
 
 def is_kept(config: PolicyConfig, log_product: float, length: int) -> float:
-    """1 unless rejection drops a sequence whose ratio of old to rollout policy is ``exp(log_product)``."""
+    """Return 0 if rejection drops a sequence whose ratio of old to rollout policy is ``exp(log_product)``, else 1."""
     if config.rejection == "none":
         return 1.0
     ratio = math.exp(log_product / length if config.rejection == "geometric" else log_product)
@@ -169,7 +175,7 @@ def is_kept(config: PolicyConfig, log_product: float, length: int) -> float:
 
 
 def importance(config: PolicyConfig, ratio: float) -> float:
-    """Weight of a token whose ratio of old to rollout policy is ``ratio``."""
+    """Return the weight of a token with this ratio of old to rollout policy."""
     if config.use_tis:
         return max(min(ratio, config.tis_clip), config.tis_clip_low)
     if config.use_mis:
@@ -178,16 +184,16 @@ def importance(config: PolicyConfig, ratio: float) -> float:
 
 
 def surrogate(config: PolicyConfig, ratio: Tensor, logprob: Tensor, advantage: float) -> Tensor:
-    """The ratio counts up to one bound above 1 for what should grow, and down to one below 1 for what should shrink."""
+    """Clipped surrogate loss: the ratio is bounded above for positive and below for negative advantages."""
     low = 1 - config.eps_clip
     high = 1 + (config.eps_clip if config.eps_clip_high is None else config.eps_clip_high)
-    plain = float(ratio.detach())
+    ratio_value = float(ratio.detach())
     if isinstance(config, CispoConfig):
-        return -max(low, min(plain, high)) * advantage * logprob
+        return -max(low, min(ratio_value, high)) * advantage * logprob
     assert isinstance(config, PolicyGradientConfig)
     if advantage >= 0:
-        effective = ratio if plain <= high else 0 * logprob + high
+        effective = ratio if ratio_value <= high else 0 * logprob + high
     else:
         ceiling = math.inf if config.eps_clip_c is None else config.eps_clip_c
-        effective = ratio if low <= plain <= ceiling else 0 * logprob + (low if plain < low else ceiling)
+        effective = ratio if low <= ratio_value <= ceiling else 0 * logprob + (low if ratio_value < low else ceiling)
     return -effective * advantage

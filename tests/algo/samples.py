@@ -15,7 +15,7 @@ REWARDS = (0.0, 1.0, 0.25, -2.0)
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of prompt, model, tool, model tokens; reward; status."""
+    """Lengths of prompt, model, tool and model tokens, reward and status of a sample."""
 
     lengths: tuple[int, int, int, int]
     reward: float
@@ -23,7 +23,7 @@ class Shape:
 
 
 def shapes() -> st.SearchStrategy[Shape]:
-    """One sample, usually completed."""
+    """Strategy of one sample, usually completed."""
     statuses = st.sampled_from([Status.COMPLETED] * 5 + [Status.TRUNCATED, Status.FAILED, Status.ABORTED])
     lengths = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2), st.integers(0, 3))
     return st.builds(Shape, lengths, st.sampled_from(REWARDS), statuses)
@@ -31,14 +31,14 @@ def shapes() -> st.SearchStrategy[Shape]:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[SampleGroup]:
-    """Two to four groups of one to four samples, with at least one completed sample each."""
+    """Draw two to four groups of up to five samples, each with at least one completed sample."""
     structure = draw(st.lists(st.lists(shapes(), min_size=1, max_size=4), min_size=2, max_size=4))
     first = Shape((1, 2, 0, 0), 1.0, Status.COMPLETED)
     return groups_of([[first, *group] for group in structure], seed=draw(st.integers(0, 10_000)))
 
 
 def groups_of(structure: list[list[Shape]], seed: int = 0) -> list[SampleGroup]:
-    """Groups of these shapes with random tokens and behaviour log-probabilities."""
+    """Return groups of these shapes with random tokens and rollout log-probabilities."""
     rng = np.random.default_rng(seed)
     prompt = Prompt(0, np.zeros(1, dtype=np.int32), "", "1", None)
     counter = iter(range(10_000))

@@ -1,4 +1,4 @@
-"""A trainer in miniature: every rank, micro-batch and reduction of one rollout, in float64 on one CPU thread per rank."""
+"""Miniature trainer: all ranks, micro-batches and reductions of one rollout, in float64 with one thread per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.algo.sequences import PackedSequences
+from slime_like.algo.loss import PackedSequences
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.config.schema.names import LOSSES, TOKEN_ADVANTAGES
 from slime_like.config.schema.policy import AlgoConfig
@@ -27,7 +27,7 @@ WIDTH = 4
 
 @dataclass(frozen=True)
 class Policy:
-    """Logits of the next token from the mean embedding of all before it: any leak between sequences changes them."""
+    """Policy whose logits depend on the mean embedding of all earlier tokens, so that any leak between sequences shows."""
 
     embedding: Tensor  # [V, D]
     head: Tensor  # [D, V]
@@ -40,13 +40,13 @@ class Policy:
         return cls(embedding.requires_grad_(), head.requires_grad_())
 
     def logits(self, token_ids: Tensor) -> Tensor:
-        """[L] -> [L - 1, V]: row t predicts token t + 1."""
+        """Return logits [L - 1, V] of tokens [L]; row t predicts token t + 1."""
         count = torch.arange(1, len(token_ids), dtype=torch.float64)[:, None]
         hidden = self.embedding[token_ids[:-1]].cumsum(0) / count
         return hidden.tanh() @ self.head
 
     def score(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[L] log-probabilities and entropies, 0 at the first token."""
+        """Return log-probabilities [L] and entropies [L], 0 at the first token."""
         table = self.logits(token_ids).log_softmax(-1)
         picked = table.gather(1, token_ids[1:, None])[:, 0]
         entropy = -(table.exp() * table).sum(-1)
@@ -56,7 +56,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Policies:
-    """The three policies of a step; ``old=None``: one optimizer step follows the rollout."""
+    """Policies of a step. ``old=None``: a single optimizer step follows the rollout."""
 
     actor: Policy
     ref: Policy
@@ -73,7 +73,7 @@ class Result:
 
 
 class ThreadReduce:
-    """``Reduce`` over threads that each play a rank."""
+    """``Reduce`` over threads, one per rank."""
 
     def __init__(self, size: int) -> None:
         self._values: list[Tensor] = [torch.zeros(()) for _ in range(size)]
@@ -106,7 +106,7 @@ class _ThreadSum(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class DifferentiableThreadSum:
-    """A sum over threads whose gradient is summed over them too."""
+    """Sum over threads with a gradient that is summed over them too."""
 
     exchange: Reduce
 
@@ -117,7 +117,7 @@ class DifferentiableThreadSum:
 
 @dataclass(frozen=True)
 class ForwardOnlySum:
-    """The planted fault: each rank keeps the gradient of its own loss to itself."""
+    """Planted fault: the gradient is not summed over ranks."""
 
     exchange: Reduce
 
@@ -126,7 +126,7 @@ class ForwardOnlySum:
 
 
 class LocalReduce:
-    """The planted fault: a rank that sums only what it holds."""
+    """Planted fault, or a single rank: the sum covers only local values."""
 
     def sum(self, value: Tensor) -> Tensor:
         return value
@@ -144,7 +144,7 @@ def simulate(
     local_reduce: bool = False,
     sequence_reduce: SequenceReduce = DifferentiableThreadSum,
 ) -> list[Result]:
-    """Loss and gradient of each optimizer step at the same weights, each row split over ``cp`` ranks."""
+    """Return loss and gradient of each optimizer step at the same weights, with rows split over ``cp`` ranks."""
     loss_fn: LossFn = resolve("algo.loss", config.loss, LOSSES)(config)
     dp = len(batch.steps[0].rows)
     advantages = _token_advantages(batch, config, policies, dp, local_reduce)
@@ -152,10 +152,10 @@ def simulate(
     with ThreadPoolExecutor(cp) as threads:
         for s, step in enumerate(batch.steps):
             rows = [(row, advantages.get((s, d, m))) for d, rank in enumerate(step.rows) for m, row in enumerate(rank)]
-            meeting = ThreadReduce(cp)
-            ranks = [(meeting.rank(r) if cp > 1 else LocalReduce(), r) for r in range(cp)]
+            cp_reduce = ThreadReduce(cp)
+            ranks = [(cp_reduce.rank(r) if cp > 1 else LocalReduce(), r) for r in range(cp)]
             parts = threads.map(
-                lambda place: _step(rows, loss_fn, policies, sequence_reduce(place[0]), (cp, place[1])),  # noqa: B023
+                lambda rank: _step(rows, loss_fn, policies, sequence_reduce(rank[0]), (cp, rank[1])),  # noqa: B023
                 ranks,
             )
             results.append(_total(list(parts)))
@@ -183,13 +183,13 @@ def _step(
     loss_fn: LossFn,
     policies: Policies,
     reduce: Reduce,
-    place: tuple[int, int],
+    cp_and_rank: tuple[int, int],
 ) -> _Part:
     parameters = [policies.actor.embedding, policies.actor.head]
     gradient = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     loss_sum, weight_sum, sums = 0.0, 0.0, dict[str, float]()
     for row, token_advantages in rows:
-        view = loss_view(row, token_advantages, policies, reduce, place, entropy=loss_fn.needs_entropy)
+        view = loss_view(row, token_advantages, policies, reduce, cp_and_rank, entropy=loss_fn.needs_entropy)
         output = loss_fn(view)
         loss = (output.loss * view.loss_weight).sum()
         gradient += torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
@@ -205,13 +205,15 @@ def loss_view(
     token_advantages: Tensor | None,
     policies: Policies,
     reduce: Reduce,
-    place: tuple[int, int],
+    cp_and_rank: tuple[int, int],
     *,
     entropy: bool,
 ) -> LossView:
-    """A row as rank ``place[1]`` of ``place[0]`` sees it: all of its tokens without context parallelism, else the
-    trained ones of the rank's chunks, by the trainer's own layout."""
-    cp, rank = place
+    """Return the view of a row on rank ``cp_and_rank[1]`` of ``cp_and_rank[0]``.
+
+    It has all tokens without context parallelism, else the trained tokens of the rank's chunks, by the trainer's layout.
+    """
+    cp, rank = cp_and_rank
     layout = token_layout(row.cu_seqlens, cp=cp, cp_rank=rank)
     trained = row.loss_weight > 0
     chosen = layout.predictions(trained).target if cp > 1 else np.arange(len(row.token_ids))
@@ -246,14 +248,14 @@ def _token_advantages(
     reduce = ThreadReduce(dp)
 
     def rank(d: int) -> dict[tuple[int, int, int], Tensor]:
-        places = [(s, d, m) for s, step in enumerate(batch.steps) for m in range(len(step.rows[d]))]
-        views = [token_view(batch.steps[s].rows[d][m], policies) for s, d, m in places]
-        found = estimator(views, LocalReduce() if local_reduce else reduce.rank(d))
-        return dict(zip(places, found, strict=True))
+        indices = [(s, d, m) for s, step in enumerate(batch.steps) for m in range(len(step.rows[d]))]
+        views = [token_view(batch.steps[s].rows[d][m], policies) for s, d, m in indices]
+        values = estimator(views, LocalReduce() if local_reduce else reduce.rank(d))
+        return dict(zip(indices, values, strict=True))
 
     with ThreadPoolExecutor(dp) as threads:
         parts = list(threads.map(rank, range(dp)))
-    return {place: value for part in parts for place, value in part.items()}
+    return {index: value for part in parts for index, value in part.items()}
 
 
 def token_view(row: PackedBatch, policies: Policies) -> TokenView:
@@ -271,7 +273,7 @@ def token_view(row: PackedBatch, policies: Policies) -> TokenView:
 
 
 def score_rows(policy: Policy, row: PackedBatch) -> tuple[Tensor, Tensor]:
-    """[T] log-probabilities and entropies of a packed row, sequence by sequence."""
+    """Return log-probabilities [T] and entropies [T] of a packed row, computed per sequence."""
     edges = row.cu_seqlens.tolist()
     tokens = torch.tensor(row.token_ids, dtype=torch.int64)
     parts = [policy.score(tokens[a:b]) for a, b in itertools.pairwise(edges)]
@@ -279,5 +281,5 @@ def score_rows(policy: Policy, row: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def spread(row: PackedBatch, values_S: Tensor) -> Tensor:
-    """[S] -> [T]."""
+    """Repeat values per sequence [S] to one per token [T]."""
     return values_S.repeat_interleave(torch.tensor(row.cu_seqlens).diff().long())

@@ -36,18 +36,18 @@ def test_rloo_is_the_mean_baseline_rescaled(rewards: list[float]) -> None:
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [1e6] * 3, [3.0], []])
-def test_nothing_to_compare_is_exactly_zero(name: str, rewards: list[float]) -> None:
+def test_equal_rewards_have_an_advantage_of_zero(name: str, rewards: list[float]) -> None:
     advantage: GroupAdvantage = resolve("algo.group_advantage", name, GROUP_ADVANTAGES)
-    found = advantage(np.array(rewards, dtype=np.float32))
-    assert found.dtype == np.float32
-    assert found.tolist() == [0.0] * len(rewards)
+    advantages = advantage(np.array(rewards, dtype=np.float32))
+    assert advantages.dtype == np.float32
+    assert advantages.tolist() == [0.0] * len(rewards)
 
 
 @given(rewards=REWARDS)
 def test_grpo_has_mean_0_and_at_most_unit_deviation(rewards: list[float]) -> None:
-    found = grpo(np.array(rewards, dtype=np.float32)).astype(np.float64)
-    assert abs(found.mean()) < 1e-4
-    assert found.std(ddof=1) <= 1 + 1e-4
+    advantages = grpo(np.array(rewards, dtype=np.float32)).astype(np.float64)
+    assert abs(advantages.mean()) < 1e-4
+    assert advantages.std(ddof=1) <= 1 + 1e-4
 
 
 @given(rewards=REWARDS, shift=st.integers(-3, 3))

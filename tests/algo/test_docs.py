@@ -1,4 +1,4 @@
-"""docs/algorithms.md names every algorithm, every entry of the tables and every key there is."""
+"""docs/algorithms.md: every algorithm, table entry and key is documented."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TABLES = [ALGORITHMS, LOSSES, GROUP_ADVANTAGES, TOKEN_ADVANTAGES, KL_ESTIMATORS,
 
 
 def tables(text: str) -> Iterator[list[list[str]]]:
-    """Cells of the rows of every table, and of every stretch of lines that look like rows; its head and rule come first."""
+    """Yield the cells of each block of table lines; the first two rows are header and rule."""
     for block in re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE):
         yield [re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()]
 
 
 def is_table(rows: list[list[str]]) -> bool:
-    """Return whether GitHub renders the table: a rule below its head, and equally many cells in each row."""
+    """Return whether GitHub renders the table: a rule below the header and equally many cells in each row."""
     return len(rows) > 2 and set("".join(rows[1])) == {"-"} and len({len(row) for row in rows}) == 1
 
 
@@ -44,8 +44,8 @@ def test_every_row_belongs_to_a_table() -> None:
     ids=["algorithms", "advantages", "losses"],
 )
 def test_one_table_has_a_row_for_each(head: str, names: set[str]) -> None:
-    found = [{row[0].strip(" `") for row in rows[2:]} for rows in tables(TEXT) if rows[0][0].strip() == head]
-    assert names in found
+    row_names = [{row[0].strip(" `") for row in rows[2:]} for rows in tables(TEXT) if rows[0][0].strip() == head]
+    assert names in row_names
 
 
 @pytest.mark.parametrize("name", sorted({name for table in TABLES for name in table}))
@@ -60,7 +60,7 @@ def test_every_key_is_documented(key: str) -> None:
     assert key in NAMED, f"say in docs/algorithms.md what `{key}` does, and what slime and verl call it"
 
 
-def test_no_key_is_documented_that_does_not_exist() -> None:
+def test_documented_keys_exist() -> None:
     groups = {key.partition(".")[0] for key in known_keys()}
-    written = {name.partition("=")[0] for name in NAMED if re.fullmatch(r"[a-z]+\.[a-z_]+(=\S+)?", name)}
-    assert sorted(key for key in written if key.partition(".")[0] in groups and key not in known_keys()) == []
+    documented = {name.partition("=")[0] for name in NAMED if re.fullmatch(r"[a-z]+\.[a-z_]+(=\S+)?", name)}
+    assert sorted(key for key in documented if key.partition(".")[0] in groups and key not in known_keys()) == []

@@ -11,12 +11,12 @@ def group(*samples: tuple[float, Status]):
     return groups_of([[Shape((1, 2, 0, 0), reward, status) for reward, status in samples]])[0]
 
 
-def test_nonzero_std_keeps_what_can_teach() -> None:
+def test_nonzero_std_drops_groups_of_equal_rewards() -> None:
     assert nonzero_std(group((0.0, Status.COMPLETED), (1.0, Status.TRUNCATED))) is None
     assert nonzero_std(group((1.0, Status.COMPLETED), (1.0, Status.COMPLETED))) == "zero_std"
 
 
-def test_nonzero_std_does_not_count_failures() -> None:
+def test_nonzero_std_ignores_failures() -> None:
     assert nonzero_std(group((1.0, Status.COMPLETED), (1.0, Status.COMPLETED), (0.0, Status.FAILED))) == "zero_std"
 
 

@@ -1,4 +1,4 @@
-"""GAE, the value loss and the teacher's advantage against recursions in Python floats, over any packing and dp."""
+"""GAE, value loss and teacher advantage against recursions in Python floats, for any packing and dp."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ DISTILL = {
 
 
 def number(name: str, token: Token) -> float:
-    """A score of a token that depends on nothing but the token."""
+    """Return a pseudo-random score that depends on the name and the token only."""
     return 2 * math.sin(12.9898 * sum(name.encode()) + 78.233 * token[0] + 37.719 * token[1])
 
 
 def column(rows: PackedBatch, name: str) -> Tensor:
-    """F64 [T]."""
+    """Return a float64 column [T] of scores."""
     out = np.zeros(len(rows.token_ids))
     for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
         out[start:stop] = [number(name, (int(rows.sample_ids[s]), t)) for t in range(stop - start)]
@@ -84,17 +84,17 @@ def assembled(groups: Sequence[SampleGroup], config: PpoConfig | DistillConfig, 
 
 
 def on_ranks(batch: TrainBatch, estimator: GeneralisedAdvantage | ReverseKL) -> list[dict[str, dict[Token, float]]]:
-    """Per dp rank: advantages, returns and diagnostics by token, computed by threads that reduce over each other."""
+    """Return advantages, returns and diagnostics by token for each dp rank, computed in threads with a common reduction."""
     (step,) = batch.steps
     reduce = ThreadReduce(len(step.rows))
 
     def rank(d: int) -> dict[str, dict[Token, float]]:
         views = [view(rows) for rows in step.rows[d]]
-        found = {"advantages": by_token(step.rows[d], estimator(views, reduce.rank(d)))}
+        columns = {"advantages": by_token(step.rows[d], estimator(views, reduce.rank(d)))}
         if isinstance(estimator, GeneralisedAdvantage):
-            found["returns"] = by_token(step.rows[d], estimator.returns(views))
-        numbers = estimator.diagnose(views, reduce.rank(d))
-        return found | {name: {(0, 0): value} for name, value in numbers.items()}
+            columns["returns"] = by_token(step.rows[d], estimator.returns(views))
+        diagnostics = estimator.diagnose(views, reduce.rank(d))
+        return columns | {name: {(0, 0): value} for name, value in diagnostics.items()}
 
     with ThreadPoolExecutor(len(step.rows)) as threads:
         return list(threads.map(rank, range(len(step.rows))))
@@ -114,9 +114,9 @@ def merged(ranks: Sequence[dict[str, dict[Token, float]]], name: str) -> dict[To
     return {token: value for rank in ranks for token, value in rank[name].items()}
 
 
-# ---- once more, in Python floats -------------------------------------------------------------------------------------
+# ---- reference, in Python floats -------------------------------------------------------------------------------------
 def trained(groups: Sequence[SampleGroup]) -> dict[int, tuple[Sample, list[int]]]:
-    """Sample id -> sample and positions of its actions."""
+    """Return {sample id: (sample, positions of its actions)}."""
     samples = [s for g in groups for s in g.samples if s.status not in (Status.FAILED, Status.ABORTED)]
     return {
         s.sample_id: (s, [t for p in s.spans if p.source is Source.MODEL for t in range(p.start, p.stop) if t])
@@ -130,7 +130,7 @@ def kl(config: PpoConfig, token: Token) -> float:
 
 
 def naive_gae(groups: Sequence[SampleGroup], config: PpoConfig) -> tuple[dict[Token, float], dict[Token, float]]:
-    """Advantages before whitening and returns, by the recursion backwards through each sample."""
+    """Return advantages before whitening and returns, by backward recursion through each sample."""
     advantages: dict[Token, float] = {}
     returns: dict[Token, float] = {}
     for sample_id, (sample, actions) in trained(groups).items():
@@ -160,22 +160,22 @@ def explained(returns: dict[Token, float]) -> float:
 
 def naive_distillation(groups: Sequence[SampleGroup], config: DistillConfig) -> dict[Token, float]:
     out: dict[Token, float] = {}
-    found = trained(groups)
+    trained_samples = trained(groups)
     for group in groups:
-        mine = [found[s.sample_id] for s in group.samples if s.sample_id in found]
-        mean = statistics.fmean([s.reward.score for s, _ in mine if s.reward]) if mine else 0.0
-        for sample, actions in mine:
+        members = [trained_samples[s.sample_id] for s in group.samples if s.sample_id in trained_samples]
+        mean = statistics.fmean([s.reward.score for s, _ in members if s.reward]) if members else 0.0
+        for sample, actions in members:
             assert sample.reward is not None
-            of_group = sample.reward.score - mean if config.group_advantage else 0.0
+            group_advantage = sample.reward.score - mean if config.group_advantage else 0.0
             for token in [(sample.sample_id, position) for position in actions]:
                 gap = number("teacher", token) - number("old", token)
-                out[token] = config.opd_kl_coef * gap + config.reward_coef * sample.reward.score + of_group
+                out[token] = config.opd_kl_coef * gap + config.reward_coef * sample.reward.score + group_advantage
     return whitened(out) if config.normalize_advantages else out
 
 
-def same(found: dict[Token, float], expected: dict[Token, float]) -> bool:
-    return found.keys() == expected.keys() and all(
-        math.isclose(found[token], expected[token], rel_tol=1e-5, abs_tol=1e-5) for token in expected
+def same(actual: dict[Token, float], expected: dict[Token, float]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        math.isclose(actual[token], expected[token], rel_tol=1e-5, abs_tol=1e-5) for token in expected
     )
 
 
@@ -190,14 +190,16 @@ def test_gae_equals_the_recursion_in_any_packing(name: str, groups: list[SampleG
     advantages, returns = naive_gae(groups, config)
     assert same(merged(ranks, "advantages"), whitened(advantages) if config.normalize_advantages else advantages)
     assert same(merged(ranks, "returns"), returns)
-    found = [rank["explained_variance"][0, 0] for rank in ranks]
-    assert found == pytest.approx([explained(returns)] * len(ranks), rel=1e-6, abs=1e-6)
+    variances = [rank["explained_variance"][0, 0] for rank in ranks]
+    assert variances == pytest.approx([explained(returns)] * len(ranks), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", DISTILL)
 @FEW
 @given(groups=batches(), dp=st.integers(1, 3), budget=st.integers(1, 30))
-def test_the_teachers_advantage_in_any_packing(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
+def test_teacher_advantages_equal_the_reference_in_any_packing(
+    name: str, groups: list[SampleGroup], dp: int, budget: int
+) -> None:
     config = DISTILL[name]
     batch = assembled(groups, config, min(dp, sum(len(g.samples) for g in groups)), budget)
     ranks = on_ranks(batch, ReverseKL(config))
@@ -209,8 +211,8 @@ def test_the_teachers_advantage_in_any_packing(name: str, groups: list[SampleGro
 
 @FEW
 @given(groups=batches(), seed=st.integers(0, 99))
-def test_a_bootstrap_across_sequences_would_show(groups: list[SampleGroup], seed: int) -> None:
-    """The planted fault: the next sequence's first value follows a sequence's last action."""
+def test_a_bootstrap_across_sequences_is_detected(groups: list[SampleGroup], seed: int) -> None:
+    """Planted fault: the last action of a sequence bootstraps from the next sequence."""
     config = PPO["gae"]
     batch = assembled(groups, config, 1, 10_000)
     with pytest.MonkeyPatch.context() as patch:
@@ -219,12 +221,12 @@ def test_a_bootstrap_across_sequences_would_show(groups: list[SampleGroup], seed
     assert not same(merged(faulty, "advantages"), naive_gae(groups, config)[0])
 
 
-def test_without_old_scores_the_student_is_the_rollout() -> None:
+def test_without_old_scores_rollout_logprobs_are_used() -> None:
     rows = replace(_rows(), rollout_logprobs=np.array([0.0, -1.0, -2.0], np.float32))
     student = replace(view(rows), old_logprobs=None)
-    (found,) = ReverseKL(DistillConfig())([student], LocalReduce())
+    (advantages,) = ReverseKL(DistillConfig())([student], LocalReduce())
     teacher = column(rows, "teacher")
-    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 2.0]) + torch.where(found != 0, teacher, 0.0))
+    torch.testing.assert_close(advantages, torch.tensor([0.0, 1.0, 2.0]) + torch.where(advantages != 0, teacher, 0.0))
 
 
 def _rows() -> PackedBatch:
@@ -240,13 +242,13 @@ def _rows() -> PackedBatch:
     )
 
 
-def test_a_rank_without_rows_takes_part() -> None:
+def test_a_rank_without_rows_participates() -> None:
     for estimator in (GeneralisedAdvantage(PpoConfig()), ReverseKL(DistillConfig(normalize_advantages=True))):
         assert estimator([], LocalReduce()) == []
         assert estimator.diagnose([], LocalReduce()) == {}
 
 
-def test_config_of_another_algorithm_is_refused() -> None:
+def test_a_config_of_another_algorithm_is_refused() -> None:
     with pytest.raises(ConfigError, match="algo=ppo"):
         GeneralisedAdvantage(GrpoConfig())
     with pytest.raises(ConfigError, match="algo=distill"):
@@ -265,9 +267,10 @@ def test_value_loss_and_its_gradient(rows: list[tuple[float, float, float]], cli
     (gradient,) = torch.autograd.grad(out.loss.sum(), values)
     for i, (v, o, r) in enumerate(rows):
         bounded = v if clip is None else min(max(v, o - clip), o + clip)
-        held = (bounded - r) ** 2 > (v - r) ** 2
+        clipped = (bounded - r) ** 2 > (v - r) ** 2
         assert float(out.loss[i].detach()) == pytest.approx(max((v - r) ** 2, (bounded - r) ** 2) / 2)
         if clip is not None:
-            assert float(out.means["value_clipfrac"][i]) == float(held)
-        if not math.isclose((bounded - r) ** 2, (v - r) ** 2, abs_tol=1e-9) or bounded == v:
-            assert float(gradient[i]) == pytest.approx(0.0 if held else v - r, abs=1e-9)
+            assert float(out.means["value_clipfrac"][i]) == float(clipped)
+        at_bound = clip is not None and math.isclose(abs(v - o), clip)  # has one gradient on each side
+        if not at_bound and (bounded == v or not math.isclose((bounded - r) ** 2, (v - r) ** 2, abs_tol=1e-9)):
+            assert float(gradient[i]) == pytest.approx(0.0 if clipped else v - r, abs=1e-9)

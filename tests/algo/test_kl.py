@@ -26,33 +26,33 @@ def test_gradient_of_k2_is_the_gradient_of_the_kl() -> None:
     logits = torch.tensor([0.1, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
     logprobs = logits.log_softmax(-1)
     expected = torch.autograd.grad((logprobs.exp() * (logprobs - Q.log())).sum(), logits, retain_graph=True)[0]
-    found = torch.autograd.grad((logprobs.detach().exp() * k2(logprobs, Q.log())).sum(), logits)[0]
-    torch.testing.assert_close(found, expected)
+    estimate = torch.autograd.grad((logprobs.detach().exp() * k2(logprobs, Q.log())).sum(), logits)[0]
+    torch.testing.assert_close(estimate, expected)
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_equal_policies_have_no_kl_and_far_ones_a_finite_one(name: str) -> None:
+def test_kl_is_zero_for_equal_and_finite_for_distant_policies(name: str) -> None:
     estimator = resolve("algo.kl_loss_type", name, KL_ESTIMATORS)
     logprobs = torch.tensor([-1.0, -1e4, -0.5, 0.0], requires_grad=True)
-    found = estimator(logprobs, torch.tensor([-1.0, -0.1, -1e4, -1e30]))
-    assert found[0] == 0
-    found[:3].sum().backward()
+    estimate = estimator(logprobs, torch.tensor([-1.0, -0.1, -1e4, -1e30]))
+    assert estimate[0] == 0
+    estimate[:3].sum().backward()
     assert logprobs.grad is not None and logprobs.grad[:3].isfinite().all()
 
 
-def test_k3_never_is_negative() -> None:
+def test_k2_and_k3_are_never_negative() -> None:
     difference = torch.linspace(-0.01, 0.01, 2001)
     assert (k3(difference, torch.zeros(())) >= 0).all()
     assert (k2(difference, torch.zeros(())) >= 0).all()
 
 
 def plain_k3(log_ratio: float) -> tuple[float, float]:
-    """Value of k3 at ``log q - log p`` and its derivative by ``log p``, in Python floats."""
+    """Return k3 at ``log q - log p`` and its derivative by ``log p``, in Python floats."""
     return math.exp(log_ratio) - 1 - log_ratio, 1 - math.exp(log_ratio)
 
 
 def plain_low_var_kl(log_ratio: float) -> tuple[float, float]:
-    """The same of slime's and verl's ``low_var_kl``: k3, whose value is clamped to ±10 and is constant from there on."""
+    """Return value and derivative of slime's and verl's ``low_var_kl``: k3 clamped to ±10, constant beyond."""
     value, slope = plain_k3(log_ratio)
     return (value, slope) if abs(value) <= 10 else (10.0, 0.0)
 
@@ -62,7 +62,7 @@ def plain_low_var_kl(log_ratio: float) -> tuple[float, float]:
     [("k3", plain_k3, 70.0), ("low_var_kl", plain_low_var_kl, 1e6)],
     ids=["k3", "low_var_kl"],
 )
-def test_value_and_gradient_are_those_of_the_definition(
+def test_value_and_gradient_match_the_definition(
     name: str, plain: Callable[[float], tuple[float, float]], far: float
 ) -> None:
     estimator = resolve("algo.kl_loss_type", name, KL_ESTIMATORS)
@@ -71,16 +71,16 @@ def test_value_and_gradient_are_those_of_the_definition(
     log_ratios = torch.cat([inside, outside])
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         logprobs = (-log_ratios).to(dtype).requires_grad_()
-        found = estimator(logprobs, torch.zeros((), dtype=dtype))
-        (slopes,) = torch.autograd.grad(found.sum(), logprobs)
+        estimate = estimator(logprobs, torch.zeros((), dtype=dtype))
+        (slopes,) = torch.autograd.grad(estimate.sum(), logprobs)
         expected = [plain(min(x, 700.0)) for x in log_ratios.tolist()]
         values, gradients = (torch.tensor(column, dtype=dtype) for column in zip(*expected, strict=True))
-        torch.testing.assert_close(found, values, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(estimate, values, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(slopes, gradients, rtol=tolerance, atol=tolerance)
 
 
 def test_low_var_kl_is_clamped_at_a_log_ratio_of_five() -> None:
-    """The figures of slime and verl: 10 and 0, where k3 has 142 and -147."""
+    """slime and verl give value 10 and gradient 0; k3 gives 142 and -147."""
     logprobs = torch.tensor([-5.0, -5.0], requires_grad=True)
     kinds = torch.stack([low_var_kl(logprobs, torch.zeros(2))[0], k3(logprobs, torch.zeros(2))[1]])
     (slopes,) = torch.autograd.grad(kinds.sum(), logprobs)

@@ -1,4 +1,4 @@
-"""The clipped policy gradient at single tokens, and what may never become nan."""
+"""Losses at single tokens: clipped policy gradient, GSPO, CISPO, corrections, and finite values everywhere."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.algo.loss import cispo, gspo, policy_gradient, sft
-from slime_like.algo.sequences import PackedSequences
+from slime_like.algo.loss import PackedSequences, cispo, gspo, policy_gradient, sft
 from slime_like.config.schema.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
 from slime_like.config.schema.names import LOSSES
 from slime_like.config.schema.policy import PolicyConfig
@@ -21,19 +20,19 @@ from tests.algo.simulate import LocalReduce
 
 
 def view(ratios: list[float], advantages: list[float]) -> LossView:
-    """Tokens whose probability is ``ratio`` times the old one."""
+    """Return a view of tokens whose probability is ``ratio`` times the old one."""
     logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     zeros = torch.zeros(len(ratios), dtype=torch.float64)
     ones = torch.full_like(zeros, 1 / len(ratios))
     return LossView(logprobs, None, ones, torch.tensor(advantages, dtype=torch.float64), zeros, zeros, zeros)
 
 
-def run(config: PolicyConfig, given: LossView) -> tuple[LossOutput, torch.Tensor]:
-    output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(given)
-    return output, torch.autograd.grad(output.loss.sum(), given.logprobs)[0]
+def run(config: PolicyConfig, tokens: LossView) -> tuple[LossOutput, torch.Tensor]:
+    output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(tokens)
+    return output, torch.autograd.grad(output.loss.sum(), tokens.logprobs)[0]
 
 
-def test_clipping_stops_the_gradient_only_where_it_would_push_further() -> None:
+def test_clipping_stops_only_gradients_that_push_further() -> None:
     output, gradient = run(GrpoConfig(eps_clip=0.2), view([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0]))
     torch.testing.assert_close(output.loss, torch.tensor([-1.2, -0.5, 1.5, 0.8], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([0.0, -0.5, 1.5, 0.0], dtype=torch.float64))
@@ -45,9 +44,9 @@ def test_eps_clip_high_widens_only_the_upper_side() -> None:
     torch.testing.assert_close(output.loss, torch.tensor([-1.5, 0.8], dtype=torch.float64))
 
 
-def test_without_old_scores_the_ratio_is_1_and_its_gradient_the_policy_gradient() -> None:
-    given = replace(view([0.5, 0.25], [2.0, -1.0]), old_logprobs=None)
-    output, gradient = run(GrpoConfig(), given)
+def test_without_old_scores_the_gradient_is_the_policy_gradient() -> None:
+    tokens = replace(view([0.5, 0.25], [2.0, -1.0]), old_logprobs=None)
+    output, gradient = run(GrpoConfig(), tokens)
     assert output.loss.tolist() == [-2.0, 1.0]
     assert gradient.tolist() == [-2.0, 1.0]
     assert output.means["ppo_kl"].tolist() == [0.0, 0.0]
@@ -65,33 +64,35 @@ def test_ratios_are_bounded_at_a_log_ratio_of_20() -> None:
 
 
 def test_tis_weights_are_truncated_and_carry_no_gradient() -> None:
-    given = replace(view([1.0, 1.0], [1.0, 1.0]), rollout_logprobs=torch.tensor([0.5, 10.0], dtype=torch.float64).log())
-    output, gradient = run(GrpoConfig(use_tis=True, tis_clip=1.5), given)
+    tokens = replace(
+        view([1.0, 1.0], [1.0, 1.0]), rollout_logprobs=torch.tensor([0.5, 10.0], dtype=torch.float64).log()
+    )
+    output, gradient = run(GrpoConfig(use_tis=True, tis_clip=1.5), tokens)
     torch.testing.assert_close(output.means["tis"], torch.tensor([2.0, 0.1], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([-1.5, -0.1], dtype=torch.float64))
     assert output.means["tis_clipfrac"].tolist() == [1, 0]
 
 
-def test_dual_clip_bounds_what_a_negative_advantage_costs() -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     output, gradient = run(GrpoConfig(eps_clip_c=3.0), view([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0]))
     torch.testing.assert_close(output.loss, torch.tensor([3.0, 2.0, -1.2], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))
     assert output.means["pg_clipfrac_lower"].tolist() == [1, 0, 0]
 
 
-def in_sequences(given: LossView, index: list[int]) -> LossView:
+def in_sequences(tokens: LossView, index: list[int]) -> LossView:
     sequences = PackedSequences(
         index=torch.tensor(index),
-        trained=given.loss_weight > 0,
+        trained=tokens.loss_weight > 0,
         num_trained=torch.bincount(torch.tensor(index)).double(),
         reduce=LocalReduce(),
     )
-    return replace(given, sequences=sequences)
+    return replace(tokens, sequences=sequences)
 
 
-def test_gspo_has_one_ratio_per_sequence_whose_gradient_every_token_shares() -> None:
-    given = in_sequences(view([4.0, 1.0, 0.5], [1.0, 1.0, -1.0]), [0, 0, 1])
-    output, gradient = run(GspoConfig(eps_clip=0.2, eps_clip_high=2.0), given)
+def test_gspo_shares_one_ratio_and_its_gradient_per_sequence() -> None:
+    tokens = in_sequences(view([4.0, 1.0, 0.5], [1.0, 1.0, -1.0]), [0, 0, 1])
+    output, gradient = run(GspoConfig(eps_clip=0.2, eps_clip_high=2.0), tokens)
     torch.testing.assert_close(output.loss, torch.tensor([-2.0, -2.0, 0.8], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([-2.0, -2.0, 0.0], dtype=torch.float64))  # (2 + 2) / 2 each
     torch.testing.assert_close(output.maxima["seq_ratio_max"], torch.tensor([2.0, 2.0, 0.5], dtype=torch.float64))
@@ -104,33 +105,31 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
 
 
 def test_rejected_sequences_lose_every_term_of_the_loss() -> None:
-    given = in_sequences(replace(view([1.0, 1.0], [1.0, 1.0]), entropy=torch.ones(2, dtype=torch.float64)), [0, 1])
-    given = replace(given, rollout_logprobs=torch.tensor([0.0, -3.0], dtype=torch.float64))
+    tokens = in_sequences(replace(view([1.0, 1.0], [1.0, 1.0]), entropy=torch.ones(2, dtype=torch.float64)), [0, 1])
+    tokens = replace(tokens, rollout_logprobs=torch.tensor([0.0, -3.0], dtype=torch.float64))
     config = GrpoConfig(rejection="product", rejection_high=2.0, kl_loss_coef=0.1, entropy_coef=0.1)
-    output, gradient = run(config, given)
+    output, gradient = run(config, tokens)
     assert float(output.loss[0].detach()) == pytest.approx(-1.1)
     assert (float(output.loss[1].detach()), float(gradient[1])) == (0.0, 0.0)
 
 
-def test_entropy_is_asked_for_only_when_it_counts() -> None:
+def test_entropy_is_required_only_with_a_coefficient() -> None:
     assert not policy_gradient(GrpoConfig()).needs_entropy
-    for needed in (
+    for loss_fn in (
         policy_gradient(GrpoConfig(entropy_coef=0.01)),
         gspo(GspoConfig(entropy_coef=0.01)),
         cispo(CispoConfig(entropy_coef=0.01)),
     ):
-        assert needed.needs_entropy
+        assert loss_fn.needs_entropy
     assert not sft(SftConfig()).needs_entropy
 
 
 @pytest.mark.parametrize("old", [None, -1e5])
 @pytest.mark.parametrize("schema", [GrpoConfig, GspoConfig, CispoConfig])
-def test_untrained_tokens_stay_finite_however_far_the_policies_are(
-    schema: type[PolicyConfig], old: float | None
-) -> None:
-    """Padding and prompts may hold anything: 0 * inf would be nan."""
+def test_untrained_tokens_stay_finite_for_distant_policies(schema: type[PolicyConfig], old: float | None) -> None:
+    """Padding and prompts may have any value, and 0 * inf would be nan."""
     column = torch.full((3,), -1e5)
-    given = LossView(
+    tokens = LossView(
         logprobs=torch.tensor([0.0, -1e5, -3.0], requires_grad=True),
         entropy=torch.zeros(3),
         loss_weight=torch.zeros(3),
@@ -140,13 +139,13 @@ def test_untrained_tokens_stay_finite_however_far_the_policies_are(
         ref_logprobs=column,
     )
     config = schema(use_mis=True, kl_loss_coef=0.1, entropy_coef=0.1, rejection="product", rejection_low=0.5)
-    output, gradient = run(config, in_sequences(given, [0, 0, 1]))
+    output, gradient = run(config, in_sequences(tokens, [0, 0, 1]))
     assert output.loss.isfinite().all() and gradient.isfinite().all()
 
 
-def test_names_are_those_of_slime() -> None:
-    given = replace(view([1.0], [1.0]), entropy=torch.zeros(1, dtype=torch.float64))
-    output, _ = run(GrpoConfig(use_tis=True, kl_loss_coef=0.1, entropy_coef=0.1), given)
+def test_metric_names_are_slimes() -> None:
+    tokens = replace(view([1.0], [1.0]), entropy=torch.zeros(1, dtype=torch.float64))
+    output, _ = run(GrpoConfig(use_tis=True, kl_loss_coef=0.1, entropy_coef=0.1), tokens)
     assert set(output.means) == {
         "pg_loss", "pg_clipfrac", "ppo_kl", "ois", "kl_loss", "entropy_loss", "tis", "tis_abs", "tis_clipfrac",
     }  # fmt: skip
@@ -154,7 +153,7 @@ def test_names_are_those_of_slime() -> None:
 
 
 def test_every_metric_of_a_loss_is_in_the_dictionary() -> None:
-    given = in_sequences(replace(view([1.0], [-1.0]), entropy=torch.zeros(1, dtype=torch.float64)), [0])
+    tokens = in_sequences(replace(view([1.0], [-1.0]), entropy=torch.zeros(1, dtype=torch.float64)), [0])
     everything: dict[str, Any] = {
         "kl_loss_coef": 0.1,
         "entropy_coef": 0.1,
@@ -167,5 +166,5 @@ def test_every_metric_of_a_loss_is_in_the_dictionary() -> None:
         CispoConfig(**everything),
         SftConfig(),
     ):
-        output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(given)
+        output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(tokens)
         assert unknown(f"train/{name}" for name in [*output.means, *output.maxima]) == []

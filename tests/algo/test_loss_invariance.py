@@ -1,7 +1,7 @@
 """Loss and gradient do not depend on packing order, micro-batching, dp or cp, and equal a float64 reference.
 
-Invariance is to 1e-9: the weights are the same float32 numbers whatever the packing. The reference is to 2e-6: it
-never rounds weights and advantages to float32.
+Invariance holds to 1e-9: the weights are equal float32 numbers for every packing. The reference agrees to 2e-6: it does
+not round weights and advantages to float32.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ def policies(with_old: bool) -> Policies:
     return Policies(Policy.random(1), Policy.random(2), Policy.random(3) if with_old else None)
 
 
-def assert_same(found: Result, expected: Result, rtol: float = 1e-9) -> None:
-    np.testing.assert_allclose(found.loss, expected.loss, rtol=rtol, atol=rtol)
-    torch.testing.assert_close(found.gradient, expected.gradient, rtol=rtol, atol=rtol)
-    assert found.means.keys() == expected.means.keys()
+def assert_same(actual: Result, expected: Result, rtol: float = 1e-9) -> None:
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(actual.gradient, expected.gradient, rtol=rtol, atol=rtol)
+    assert actual.means.keys() == expected.means.keys()
     for name, value in expected.means.items():
-        np.testing.assert_allclose(found.means[name], value, rtol=rtol, atol=rtol, err_msg=name)
+        np.testing.assert_allclose(actual.means[name], value, rtol=rtol, atol=rtol, err_msg=name)
 
 
 def shuffled(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
-    """The same groups and samples in another order."""
+    """Return the groups and samples in another order."""
     rng = np.random.default_rng(seed)
     mixed = [replace(g, samples=tuple(g.samples[i] for i in rng.permutation(len(g.samples)))) for g in groups]
     return [mixed[i] for i in rng.permutation(len(mixed))]
@@ -112,25 +112,25 @@ def shuffled(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
     seed=st.integers(0, 99),
     old=st.booleans(),
 )
-def test_packing_dp_and_cp_change_nothing(
+def test_the_loss_is_invariant_to_packing_dp_and_cp(
     name: str, groups: list[SampleGroup], dp: int, cp: int, budget: int, seed: int, old: bool
 ) -> None:
-    config, three = ALGORITHMS[name], policies(old)
+    config, models = ALGORITHMS[name], policies(old)
     dp = min(dp, sum(len(g.samples) for g in groups))
-    plain = simulate(batch_of(groups, config), config, three)
-    spread = simulate(batch_of(shuffled(groups, seed), config, dp, budget), config, three, cp=cp)
-    assert_same(spread[0], plain[0])
+    expected = simulate(batch_of(groups, config), config, models)
+    spread = simulate(batch_of(shuffled(groups, seed), config, dp, budget), config, models, cp=cp)
+    assert_same(spread[0], expected[0])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @FEW
 @given(groups=batches(), dp=st.integers(1, 2), budget=st.integers(1, 30))
 def test_each_of_two_steps_is_independent_of_layout(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
-    config, three = ALGORITHMS[name], policies(with_old=True)
+    config, models = ALGORITHMS[name], policies(with_old=True)
     groups = [*groups, *groups_of([[Shape((1, 2, 0, 0), 0.0, Status.COMPLETED)] * 2] * 2, seed=5)]
-    plain = simulate(batch_of(groups, config, steps=2), config, three)
-    spread = simulate(batch_of(groups, config, dp, budget, steps=2), config, three)
-    for a, b in zip(spread, plain, strict=True):
+    expected = simulate(batch_of(groups, config, steps=2), config, models)
+    spread = simulate(batch_of(groups, config, dp, budget, steps=2), config, models)
+    for a, b in zip(spread, expected, strict=True):
         assert_same(a, b)
 
 
@@ -138,11 +138,11 @@ def test_each_of_two_steps_is_independent_of_layout(name: str, groups: list[Samp
 @FEW
 @given(groups=batches(), dp=st.integers(1, 2), budget=st.integers(1, 30), old=st.booleans())
 def test_equals_the_reference(name: str, groups: list[SampleGroup], dp: int, budget: int, old: bool) -> None:
-    config, three = ALGORITHMS[name], policies(old)
-    found = simulate(batch_of(groups, config, dp, budget), config, three)[0]
-    loss, gradient = reference(groups, config, three, MAX_RESPONSE_LEN)
-    np.testing.assert_allclose(found.loss, loss, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(found.gradient, gradient, rtol=2e-6, atol=2e-6)
+    config, models = ALGORITHMS[name], policies(old)
+    actual = simulate(batch_of(groups, config, dp, budget), config, models)[0]
+    loss, gradient = reference(groups, config, models, MAX_RESPONSE_LEN)
+    np.testing.assert_allclose(actual.loss, loss, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual.gradient, gradient, rtol=2e-6, atol=2e-6)
 
 
 UNEVEN = groups_of(
@@ -157,57 +157,59 @@ UNEVEN = groups_of(
 )
 
 
-def differs(found: Result, gradient: torch.Tensor) -> bool:
-    return not torch.allclose(found.gradient, gradient, rtol=1e-3, atol=1e-3)
+def differs(actual: Result, gradient: torch.Tensor) -> bool:
+    return not torch.allclose(actual.gradient, gradient, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("config", [GrpoConfig(), DrGrpoConfig()], ids=["grpo", "dr_grpo"])
-def test_normalising_across_groups_would_show(config: PolicyGradientConfig) -> None:
-    """The field's known fault: uneven groups normalised as one."""
-    three = policies(with_old=False)
-    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+def test_normalising_across_groups_is_detected(config: PolicyGradientConfig) -> None:
+    """Planted fault, known in the field: uneven groups are normalised as one."""
+    models = policies(with_old=False)
+    _, gradient = reference(UNEVEN, config, models, MAX_RESPONSE_LEN)
     everyone = tuple(replace(s, group_id=0, episode_id=s.sample_id) for g in UNEVEN for s in g.samples)
-    faulty = simulate(batch_of([replace(UNEVEN[0], samples=everyone)], config), config, three)[0]
-    right = simulate(batch_of(UNEVEN, config), config, three)[0]
+    faulty = simulate(batch_of([replace(UNEVEN[0], samples=everyone)], config), config, models)[0]
+    right = simulate(batch_of(UNEVEN, config), config, models)[0]
     assert differs(faulty, gradient)
     assert not differs(right, gradient)
 
 
-def test_a_denominator_per_micro_batch_would_show() -> None:
-    config, three = GrpoConfig(), policies(with_old=False)
-    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+def test_a_denominator_per_micro_batch_is_detected() -> None:
+    config, models = GrpoConfig(), policies(with_old=False)
+    _, gradient = reference(UNEVEN, config, models, MAX_RESPONSE_LEN)
     batch = batch_of(UNEVEN, config, budget=9)
     rows = batch.steps[0].rows[0]
     assert len(rows) > 1
-    own = [replace(row, loss_weight=row.loss_weight / (row.loss_weight.sum() * len(rows))) for row in rows]
-    faulty = replace(batch, steps=(replace(batch.steps[0], rows=(tuple(own),)),))
-    assert differs(simulate(faulty, config, three)[0], gradient)
+    renormalised = [replace(row, loss_weight=row.loss_weight / (row.loss_weight.sum() * len(rows))) for row in rows]
+    faulty = replace(batch, steps=(replace(batch.steps[0], rows=(tuple(renormalised),)),))
+    assert differs(simulate(faulty, config, models)[0], gradient)
 
 
-def test_whitening_on_each_rank_alone_would_show() -> None:
-    config, three = ReinforcePlusPlusConfig(), policies(with_old=False)
-    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+def test_whitening_per_rank_is_detected() -> None:
+    config, models = ReinforcePlusPlusConfig(), policies(with_old=False)
+    _, gradient = reference(UNEVEN, config, models, MAX_RESPONSE_LEN)
     batch = batch_of(UNEVEN, config, dp=2)
-    assert differs(simulate(batch, config, three, local_reduce=True)[0], gradient)
-    assert not differs(simulate(batch, config, three)[0], gradient)
+    assert differs(simulate(batch, config, models, local_reduce=True)[0], gradient)
+    assert not differs(simulate(batch, config, models)[0], gradient)
 
 
-SEQUENCE_RATIO = GspoConfig(eps_clip=2.0, eps_clip_high=9.0)  # clips nothing: every fault reaches the gradient
-REJECTION = GrpoConfig(rejection="product", rejection_high=5.0)  # between a whole sequence and its two parts
+SEQUENCE_RATIO = GspoConfig(eps_clip=2.0, eps_clip_high=9.0)  # nothing is clipped: every fault reaches the gradient
+REJECTION = GrpoConfig(
+    rejection="product", rejection_high=5.0
+)  # between the ratio of a sequence and those of its two parts
 
 
 @pytest.mark.parametrize("config", [SEQUENCE_RATIO, REJECTION], ids=["gspo", "rejection"])
-def test_a_sequence_summed_on_one_context_parallel_rank_only_would_show(config: PolicyGradientConfig) -> None:
-    three = policies(with_old=True)
-    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+def test_a_sequence_sum_over_one_rank_only_is_detected(config: PolicyGradientConfig) -> None:
+    models = policies(with_old=True)
+    _, gradient = reference(UNEVEN, config, models, MAX_RESPONSE_LEN)
     batch = batch_of(UNEVEN, config)
-    assert not differs(simulate(batch, config, three, cp=2)[0], gradient)
-    assert differs(simulate(batch, config, three, cp=2, sequence_reduce=lambda _: LocalReduce())[0], gradient)
+    assert not differs(simulate(batch, config, models, cp=2)[0], gradient)
+    assert differs(simulate(batch, config, models, cp=2, sequence_reduce=lambda _: LocalReduce())[0], gradient)
 
 
-def test_a_sequence_sum_without_the_other_ranks_gradient_would_show() -> None:
-    three = policies(with_old=True)
-    _, gradient = reference(UNEVEN, SEQUENCE_RATIO, three, MAX_RESPONSE_LEN)
-    faulty = simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, three, cp=2, sequence_reduce=ForwardOnlySum)[0]
+def test_a_sequence_sum_without_other_ranks_gradients_is_detected() -> None:
+    models = policies(with_old=True)
+    _, gradient = reference(UNEVEN, SEQUENCE_RATIO, models, MAX_RESPONSE_LEN)
+    faulty = simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, models, cp=2, sequence_reduce=ForwardOnlySum)[0]
     assert differs(faulty, gradient)
-    assert abs(faulty.loss - simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, three)[0].loss) < 1e-9
+    assert abs(faulty.loss - simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, models)[0].loss) < 1e-9

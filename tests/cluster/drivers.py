@@ -1,4 +1,4 @@
-"""Drivers that misbehave, each under the real supervisor: ``python -m tests.cluster.drivers CASE RUN_DIR``."""
+"""Misbehaving drivers, each under the real supervisor: ``python -m tests.cluster.drivers CASE RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DETACHED = f"import os, subprocess; os.setsid(); subprocess.Popen({SLEEP!r}, sta
 
 
 def start(run_dir: Path, *command: str) -> subprocess.Popen[bytes]:
-    """A process whose id is written down for the test."""
+    """Start ``command`` and append its process id to ``pids`` for the test."""
     process = subprocess.Popen(command)
     with (run_dir / "pids").open("a") as file:
         file.write(f"{process.pid}\n")
@@ -34,13 +34,13 @@ def start(run_dir: Path, *command: str) -> subprocess.Popen[bytes]:
 
 
 def ignore() -> None:
-    """As a main thread inside a library, which runs no handler."""
+    """Ignore signals, like a main thread inside a library call that runs no handler."""
     for number in supervisor.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def detaches(run_dir: Path) -> int:
-    """Starts a process that leaves session and parent, as a reward function may."""
+    """Start a process that leaves session and parent, as a reward function may."""
     before = set(os.listdir("/proc"))
     subprocess.run([sys.executable, "-c", DETACHED], check=True)
     (run_dir / "pids").write_text("".join(f"{pid}\n" for pid in set(os.listdir("/proc")) - before if is_sleeper(pid)))
@@ -55,29 +55,29 @@ def is_sleeper(pid: str) -> bool:
 
 
 def killed(run_dir: Path) -> int:
-    """Gone without a word, as by the kernel for want of memory."""
+    """Kill the driver without a message, as the kernel's OOM killer does."""
     start(run_dir, *SLEEP)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
 def killed_with_ray(run_dir: Path) -> int:
-    """As ``killed``, and its Ray with it, a moment before its own end can be seen."""
+    """Kill the raylet and the driver together, before the driver's own end is visible."""
     raylet = start(run_dir, *SLEEP)
     supervised.ray_started({"raylet": raylet.pid}, None)
     subprocess.Popen(["kill", "-KILL", str(raylet.pid), str(os.getpid())])
-    os.kill(os.getpid(), signal.SIGSTOP)  # not before both are killed
+    os.kill(os.getpid(), signal.SIGSTOP)  # resumes only to be killed
     return 0
 
 
 def ended_by_ray(run_dir: Path) -> int:
-    """Ray ends its driver by itself."""
+    """Exit the way Ray ends its driver."""
     start(run_dir, *SLEEP)
     os._exit(1)
 
 
 def raylet_dies(run_dir: Path) -> int:
-    """Trains on without one of Ray's processes."""
+    """Continue training after a Ray process died."""
     raylet = start(run_dir, *SLEEP)
     start(run_dir, sys.executable, "-c", SEES_STOP, str(os.getpid()), str(run_dir / "stopped"))
     supervised.ray_started({"raylet": raylet.pid}, None)
@@ -87,7 +87,7 @@ def raylet_dies(run_dir: Path) -> int:
 
 
 def raylet_dies_first(run_dir: Path) -> int:
-    """Loses an actor as its raylet dies, and would blame the actor."""
+    """Lose an actor as its raylet dies; the error of the actor would be misleading."""
     raylet = start(run_dir, *SLEEP)
     supervised.ray_started({"raylet": raylet.pid}, None)
     subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -KILL {raylet.pid}"])
@@ -97,7 +97,7 @@ def raylet_dies_first(run_dir: Path) -> int:
 
 
 def ray_lives(run_dir: Path) -> int:
-    """Loses an actor while its raylet lives."""
+    """Lose an actor while its raylet is alive."""
     raylet = start(run_dir, *SLEEP)
     supervised.ray_started({"raylet": raylet.pid}, None)
     supervised.clear_ray()
@@ -105,7 +105,7 @@ def ray_lives(run_dir: Path) -> int:
 
 
 def raylet_stops(run_dir: Path) -> int:
-    """Waits for one of Ray's processes that is stopped."""
+    """Wait for a stopped Ray process."""
     raylet = start(run_dir, *SLEEP)
     supervised.ray_started({"raylet": raylet.pid}, None)
     raylet.send_signal(signal.SIGSTOP)
@@ -114,7 +114,7 @@ def raylet_stops(run_dir: Path) -> int:
 
 
 def never_connected(run_dir: Path) -> int:
-    """A library call that does not return and lets no signal through."""
+    """Enter a library call that does not return and blocks signals."""
     ignore()
     with supervised.limit(Deadline("driver", "placement", float(os.environ["LIMIT_S"])), "the cluster", at_once=True):
         (run_dir / "ready").touch()
@@ -123,7 +123,7 @@ def never_connected(run_dir: Path) -> int:
 
 
 def joins_silence(run_dir: Path) -> int:
-    """Joins a Ray cluster where somebody listens who is none; Ray asks at the machine's outward address."""
+    """Join a Ray cluster at a port whose listener is not Ray; Ray connects to the machine's outward address."""
     from slime_like.cluster.start import local_ray
 
     local_ray.JOIN_S = float(os.environ["LIMIT_S"])
@@ -134,7 +134,7 @@ def joins_silence(run_dir: Path) -> int:
 
 
 def teardown_waits(run_dir: Path) -> int:
-    """Its error is told; its teardown waits for a process that is stopped, which is somebody's bug."""
+    """Wait for a stopped process during teardown (a bug), after the error was reported."""
     child = start(run_dir, *SLEEP)
     child.send_signal(signal.SIGSTOP)
     supervised.ending(1)
@@ -145,7 +145,7 @@ def teardown_waits(run_dir: Path) -> int:
 
 
 def teardown_hangs(run_dir: Path) -> int:
-    """As before, and nothing that is killed lets it go on."""
+    """Hang during teardown even after every child was killed."""
     supervised.ending(0)
     with supervised.limit(Deadline("driver", "teardown", 0.2), "Ray"):
         time.sleep(600)
@@ -153,7 +153,7 @@ def teardown_hangs(run_dir: Path) -> int:
 
 
 def deaf(run_dir: Path) -> int:
-    """Takes no signal."""
+    """Ignore all stop signals."""
     ignore()
     start(run_dir, sys.executable, "-c", DEAF)
     (run_dir / "ready").touch()
@@ -162,34 +162,34 @@ def deaf(run_dir: Path) -> int:
 
 
 def counts(run_dir: Path) -> int:
-    """Ends by itself, some time after a signal, with the number of those it got."""
-    got: list[int] = []
+    """Exit some time after the first signal, with 40 + the number of signals received."""
+    received: list[int] = []
     for number in supervisor.STOP_SIGNALS:
-        signal.signal(number, lambda number, _: got.append(number))
+        signal.signal(number, lambda number, _: received.append(number))
     (run_dir / "ready").touch()
-    while not got:
+    while not received:
         time.sleep(0.05)
     time.sleep(0.5)
-    return 40 + len(got)
+    return 40 + len(received)
 
 
 def raises(run_dir: Path) -> int:
-    """An error of the program."""
+    """Raise an unexpected error."""
     raise ValueError(f"a bug in {run_dir.name}")
 
 
 def exits(run_dir: Path) -> int:
-    """Imports a module of the user's that exits with a message."""
+    """Exit with a message, as a user module may do on import."""
     sys.exit("set MY_KEY first")
 
 
 def exits_well(run_dir: Path) -> int:
-    """Exits without a code."""
+    """Exit without a code."""
     sys.exit()
 
 
 def reads_terminal(_run_dir: Path) -> int:
-    """Asks its user, as a debugger does."""
+    """Read from the terminal, as a debugger does."""
     return int(sys.stdin.read() != "")
 
 
@@ -216,7 +216,7 @@ CASES: dict[str, Callable[[Path], int]] = {
 
 
 def main(case: str, run_dir: Path) -> int:
-    """The case's driver, in a run folder that it has claimed."""
+    """Run the case's driver in a run folder that it has claimed."""
 
     def drive() -> int:
         rings = run_dir / "rings"
@@ -228,14 +228,14 @@ def main(case: str, run_dir: Path) -> int:
     ray_watch.STOPPED_S = supervisor.ALONE_S = supervisor.UNWIND_S = 0.5
     if case != "detaches":
         return supervisor.supervise(drive)
-    other = subprocess.Popen(["sleep", "600"])  # of the program, not of its run
+    bystander = subprocess.Popen(["sleep", "600"])  # started by the program, not by its run
     try:
         code = supervisor.supervise(drive)
-        assert other.poll() is None, "only what the run has started ends with it"
+        assert bystander.poll() is None, "only what the run has started ends with it"
         assert not process_tree.adopt(), "the program adopts no orphans of its own afterwards"
         return code
     finally:
-        other.kill()
+        bystander.kill()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The folder of a run that wrote two checkpoints, made without a run, and what may have happened to it."""
+"""Run folder with two checkpoints, written without a run, and functions that damage it."""
 
 import json
 from dataclasses import replace
@@ -25,30 +25,35 @@ from tests.config.model_folder import SHAPE, write_model
 
 
 def config(run_dir: Path, *, resume: str = "auto", lr: float = 1e-3, num_rollout: int = 10) -> TrainConfig:
-    made = TrainConfig(
+    base = TrainConfig(
         algo=GrpoConfig(),
         run=RunConfig(dir=str(run_dir), resume=resume),
         optim=OptimConfig(lr=lr),
         loop=LoopConfig(num_rollout=num_rollout),
     )
     return replace(
-        made,
-        model=replace(made.model, hf_checkpoint=str(run_dir / "model")),
-        data=replace(made.data, train=str(run_dir / "train.jsonl") + "@[0:1]"),
-        evaluation=made.evaluation,
+        base,
+        model=replace(base.model, hf_checkpoint=str(run_dir / "model")),
+        data=replace(base.data, train=str(run_dir / "train.jsonl") + "@[0:1]"),
+        evaluation=base.evaluation,
     )
 
 
 def used_folder(run_dir: Path, latest: str = "4") -> Path:
-    """A run folder with checkpoints of iterations 2 and 4, of which ``latest`` is named."""
+    """Write a run folder with checkpoints of iterations 2 and 4; the latest file names ``latest``."""
     checkpoints = run_dir / "checkpoints"
     for iteration in (2, 4):
         folder = iteration_folder(checkpoints, iteration)
         folder.mkdir(parents=True)
         (folder / "__0_0.distcp").write_bytes(b"x" * 100)
         (folder / "metadata.json").write_text("{}")
-        made = {"groups": [], "started": 0.0, "stopped": 1.0, "num_generated": 1, "num_refills": 0}
-        state = {"next_rollout": iteration, "cursor": {}, "made": [{"rollout_id": iteration, **made}], "in_flight": 1}
+        rollout = {"groups": [], "started": 0.0, "stopped": 1.0, "num_generated": 1, "num_refills": 0}
+        state = {
+            "next_rollout": iteration,
+            "cursor": {},
+            "made": [{"rollout_id": iteration, **rollout}],
+            "in_flight": 1,
+        }
         write_text(checkpoints / "rollout" / f"state_{iteration}.json", json.dumps(state))
         for name in ("", f"_made_{iteration}", "_in_flight"):
             save_groups(checkpoints / "rollout" / f"leftover_{iteration}{name}.npz", (group("1 + 1"),))
@@ -66,14 +71,14 @@ def used_folder(run_dir: Path, latest: str = "4") -> Path:
 
 
 def record_run(run_dir: Path, cfg: TrainConfig) -> None:
-    """Make ``cfg`` the run that wrote the checkpoints."""
+    """Record ``cfg`` as the run that wrote the checkpoints."""
     (run_dir / "config.yaml").write_text(to_yaml(cfg))
     for iteration in (2, 4):
         add_run(iteration_folder(run_dir / "checkpoints", iteration), run_record(cfg))
 
 
 def without_hashes(run_dir: Path) -> None:
-    """Rewrite the records as versions wrote them that recorded sizes only."""
+    """Rewrite the records in format 1, which has sizes but no hashes."""
     for path in (run_dir / "checkpoints").glob("iter_*/checkpoint.json"):
         values = json.loads(path.read_text())
         files = {name: file["size"] for name, file in values["files"].items()}
@@ -94,14 +99,14 @@ def side(run_dir: Path, name: str) -> Path:
 
 
 def flip(path: Path) -> None:
-    """Change one bit; the size stays."""
+    """Flip one bit without changing the size."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
 def repack(path: Path) -> None:
-    """Groups of another rollout under the same name: nothing about the file is damaged."""
+    """Replace the groups by a valid file of another rollout."""
     save_groups(path, (group("1 + 2"),))
 
 

@@ -1,4 +1,4 @@
-"""Planted faults: drawn from a seed, struck once, at their phase, and never again in the same run."""
+"""Fault injection: faults are drawn from a seed and strike once, in their phase, also across resumes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -20,8 +21,8 @@ from slime_like.data.faults import InjectedFault, Recovery, append, outcomes, re
 from slime_like.errors import DataError
 
 
-class Hurt:
-    """Ray's handle of an engine's actor, as far as a fault uses it."""
+class EngineHandle:
+    """Fake Ray handle of an engine's actor."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []
@@ -31,11 +32,11 @@ class Hurt:
         self.signals.append(f"{name} {part}".strip())
 
 
-def chaos(folder: Path, *faults: str) -> tuple[Chaos, Hurt]:
-    engine = Hurt()
-    made = Chaos(ChaosConfig(faults=list(faults)), folder, {"engine 0": engine})
-    made.plan(10)
-    return made, engine
+def chaos(folder: Path, *faults: str) -> tuple[Chaos, EngineHandle]:
+    engine = EngineHandle()
+    injector = Chaos(ChaosConfig(faults=list(faults)), folder, {"engine 0": cast(Any, engine)})
+    injector.plan(10)
+    return injector, engine
 
 
 def test_the_same_seed_draws_the_same_faults() -> None:
@@ -47,24 +48,24 @@ def test_the_same_seed_draws_the_same_faults() -> None:
     assert all(fault.rollout_id < 7 and fault.seconds <= 2 for fault in planned(ChaosConfig(random=50), 7))
 
 
-def test_a_fault_strikes_at_the_end_of_its_phase_at_the_latest_and_once(tmp_path: Path) -> None:
-    made, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
-    with made("step", 2), made("collect", 2), made("push", 3):
+def test_a_fault_strikes_once_by_the_end_of_its_phase(tmp_path: Path) -> None:
+    injector, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
+    with injector("step", 2), injector("collect", 2), injector("push", 3):
         pass
     assert engine.signals == []
     for _ in range(2):
-        with made("step", 3):
+        with injector("step", 3):
             assert engine.signals == ["SIGKILL"] * _
     assert engine.signals == ["SIGKILL"]
-    again, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
-    with again("collect", 3), again("step", 3):
+    resumed, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
+    with resumed("collect", 3), resumed("step", 3):
         pass
-    assert engine.signals == ["SIGSTOP"], "what struck in an earlier part of the run is over"
+    assert engine.signals == ["SIGSTOP"], "faults of an earlier part of the run do not strike again"
 
 
 def test_a_phase_that_fails_is_not_struck_at_its_end(tmp_path: Path) -> None:
-    made, engine = chaos(tmp_path, "kill_engine:step:3:1000")
-    with pytest.raises(ValueError, match="failed"), made("step", 3):
+    injector, engine = chaos(tmp_path, "kill_engine:step:3:1000")
+    with pytest.raises(ValueError, match="failed"), injector("step", 3):
         raise ValueError("failed")
     assert engine.signals == []
 
@@ -73,47 +74,47 @@ def test_a_slow_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     waited: list[float] = []
 
     class Timer:
-        """What is to come at once."""
+        """Timer that fires immediately."""
 
         def __init__(self, seconds: float, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
             waited.append(seconds)
             self.start = lambda: work(*arguments)
 
-    made, engine = chaos(tmp_path, "slow_engine:step:3:0")
+    injector, engine = chaos(tmp_path, "slow_engine:step:3:0")
     monkeypatch.setattr(chaos_module.threading, "Timer", Timer)
-    made._strike(made.pending[0])
-    assert (engine.signals, waited) == (["SIGSTOP", "SIGCONT"], [made.config.slow_s])
+    injector._strike(injector.pending[0])
+    assert (engine.signals, waited) == (["SIGSTOP", "SIGCONT"], [injector.config.slow_s])
 
 
-def test_the_reward_server_is_taken_from_the_rollout_manager_for_a_while(tmp_path: Path) -> None:
-    lost: list[float] = []
+def test_reward_down_blocks_the_reward_server_for_slow_s(tmp_path: Path) -> None:
+    outages: list[float] = []
 
     class Manager:
-        """Ray's handle of the rollout manager, as far as this fault uses it."""
+        """Fake Ray handle of the rollout manager."""
 
-        lose_reward_server = type("Verb", (), {"remote": staticmethod(lost.append)})
+        lose_reward_server = type("Verb", (), {"remote": staticmethod(outages.append)})
 
-    made, engine = chaos(tmp_path, "reward_down:collect:3:1000")
-    made.manager = Manager
-    with made("collect", 3):
+    injector, engine = chaos(tmp_path, "reward_down:collect:3:1000")
+    injector.manager = cast(Any, Manager)
+    with injector("collect", 3):
         pass
-    assert (lost, engine.signals) == ([made.config.slow_s], [])
+    assert (outages, engine.signals) == ([injector.config.slow_s], [])
     ((strike,), _) = read(tmp_path)
     assert (strike.fault, strike.target) == ("reward_down:collect:3:1e+03", "reward server")
     lines = report_lines([strike], [Recovery("reward server", "down: refused", strike.time + 1, groups=4)])
-    assert lines[0] == "faults: 1 planted, 0 engines lost, 0 of them serving again"
+    assert lines[0] == "faults: 1 injected, 0 engines lost, 0 of them serving again"
     assert "noticed after 1.0 s (down: refused), has not answered since, 4 samples without its score" in lines[1]
-    without, _ = chaos(tmp_path / "other", "reward_down:collect:3")
+    without_server, _ = chaos(tmp_path / "other", "reward_down:collect:3")
     (tmp_path / "other").mkdir()
-    with without("collect", 3):
+    with without_server("collect", 3):
         pass
-    assert without.strikes[0].note == "the run asks no reward server"
+    assert without_server.strikes[0].note == "the run has no reward server"
 
 
 @pytest.mark.parametrize(("kind", "part"), [("kill_http_server", "http server"), ("kill_detokenizer", "detokenizer")])
 def test_a_part_of_an_engine_is_struck_alone(tmp_path: Path, kind: str, part: str) -> None:
-    made, engine = chaos(tmp_path, f"{kind}:step:3")
-    with made("step", 3):
+    injector, engine = chaos(tmp_path, f"{kind}:step:3")
+    with injector("step", 3):
         pass
     assert engine.signals == [f"SIGKILL {part}"]
 
@@ -134,37 +135,37 @@ def test_processes_of_ray_are_struck_by_name(
     struck: list[tuple[int, int]] = []
     monkeypatch.setattr(process_tree, "of_ray", lambda: {name: index for index, name in enumerate(names)})
     monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
-    made, _ = chaos(tmp_path, f"{kind}:step:3")
-    with made("step", 3):
+    injector, _ = chaos(tmp_path, f"{kind}:step:3")
+    with injector("step", 3):
         pass
     assert struck == [(names.index(victim), number)]
-    assert made.strikes[0].target == victim
+    assert injector.strikes[0].target == victim
 
 
 def test_a_reward_worker_is_struck_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[tuple[int, int]] = []
     monkeypatch.setattr(process_tree, "reward_workers", lambda: [7])
     monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
-    made, _ = chaos(tmp_path, "kill_reward_worker:collect:3")
-    with made("collect", 3):
+    injector, _ = chaos(tmp_path, "kill_reward_worker:collect:3")
+    with injector("collect", 3):
         pass
     assert struck == [(7, signal.SIGKILL)]
     assert (
         "kill_reward_worker:collect:3:0 on reward worker 7: replaced at the next call"
-        in report_lines(made.strikes, [])[1]
+        in report_lines(injector.strikes, [])[1]
     )
 
 
 @pytest.mark.parametrize("fault", ["kill_rank", "kill_manager", "stop_rank"])
-def test_ranks_and_the_manager_are_found_by_what_they_registered(tmp_path: Path, fault: str) -> None:
+def test_ranks_and_the_manager_are_found_by_their_stack_files(tmp_path: Path, fault: str) -> None:
     names = ("trainer_rank0", "rollout_manager", "engine_0")
     victims = {name: subprocess.Popen(["sleep", "600"]) for name in names}
     (tmp_path / "stacks").mkdir()
     for name, victim in victims.items():
         (tmp_path / "stacks" / f"{name}.{victim.pid}.{start_time(victim.pid)}.txt").touch()
     try:
-        made, _ = chaos(tmp_path, f"{fault}:step:3")
-        with made("step", 3):
+        injector, _ = chaos(tmp_path, f"{fault}:step:3")
+        with injector("step", 3):
             pass
         struck = victims["trainer_rank0" if fault.endswith("rank") else "rollout_manager"]
         _, status = os.waitpid(struck.pid, os.WUNTRACED)
@@ -180,18 +181,18 @@ def test_ranks_and_the_manager_are_found_by_what_they_registered(tmp_path: Path,
 
 
 def test_the_driver_gets_its_signal(tmp_path: Path) -> None:
-    made, _ = chaos(tmp_path, "terminate:push:1")
-    found: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    injector, _ = chaos(tmp_path, "terminate:push:1")
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        with made("push", 1):
+        with injector("push", 1):
             pass
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert found == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
 
 
-def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
+def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
     strikes = [
         InjectedFault("kill_engine:collect:3:0.5", "engine 0", 100.0),
         InjectedFault("stop_engine:step:4:0", "engine 0", 200.0),
@@ -212,30 +213,36 @@ def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
     assert [(o.what, o.where, o.found) for o in outcomes(strikes, recoveries)] == [
         (
             *("kill_engine:collect:3:0.5", "engine 0"),
-            "noticed after 1.0 s (dead: gone), up after 10.0 s, serves version 3 after 12.0 s, 7 groups went on elsewhere",
+            "noticed after 1.0 s (dead: gone), up after 10.0 s, serves version 3 after 12.0 s, 7 groups moved to another "
+            "engine",
         ),
         (
             *("stop_engine:step:4:0", "engine 0"),
-            "noticed after 5.0 s (stalled: no answer), not up again, 0 groups went on elsewhere",
+            "noticed after 5.0 s (stalled: no answer), not up again, 0 groups moved to another engine",
         ),
-        ("kill_rank:step:5:0", "trainer_rank0", "ends the run, which the same command continues"),
-        ("slow_engine:step:6:0", "engine 1", "no engine was lost before the next fault struck it"),
+        ("kill_rank:step:5:0", "trainer_rank0", "ends the run; the same command resumes it"),
+        ("slow_engine:step:6:0", "engine 1", "no engine was lost before the next fault was injected"),
         (
             *("kill_engine:step:7:0", "engine 1"),
-            "noticed after 0.5 s (dead: again), up after 10.0 s, no push has reached it since, 0 groups went on elsewhere",
+            "noticed after 0.5 s (dead: again), up after 10.0 s, no push has reached it since, 0 groups moved to another "
+            "engine",
         ),
         ("stop_engine:step:8:0", "engine 1", "it was being restarted"),
-        ("dead: by itself", "engine 1", "up after 10.0 s, no push has reached it since, 0 groups went on elsewhere"),
+        (
+            "dead: by itself",
+            "engine 1",
+            "up after 10.0 s, no push has reached it since, 0 groups moved to another engine",
+        ),
     ]
     lines = report_lines(strikes, recoveries)
-    assert lines[0] == "faults: 6 planted, 4 engines lost, 1 of them serving again"
+    assert lines[0] == "faults: 6 injected, 4 engines lost, 1 of them serving again"
     assert len(lines) == 8
     assert (
         outcomes(strikes[3:4], [])[0].found == "no engine was lost, or that part of the run ended before it was noticed"
     )
     assert report_lines([], []) == []
     assert report_lines([], [], [parse_fault("kill_engine:save:3")])[1:] == [
-        "  kill_engine:save:3:0 has not struck: this part of the run did not reach it"
+        "  kill_engine:save:3:0 was not injected: this part of the run did not reach it"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Leftovers of saves that were cut, pruning, and groups that belong to an iteration."""
+"""Checkpoint folders: removal of partial saves, pruning, and saved groups of an iteration."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.cluster.run_folder import (
 )
 
 
-def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_are_removed(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run")
     before = sorted(run_dir.rglob("*"))
     for name in ("checkpoints/iter_0000006.tmp", "checkpoints/critic/iter_0000006.tmp", "hf_iter_0000006.tmp"):
@@ -36,23 +36,23 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     assert first_rollout(config(run_dir), run_dir) == 4
 
 
-def test_pruning_keeps_the_newest_and_the_one_that_is_named(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_the_latest_iteration(tmp_path: Path) -> None:
     checkpoints = used_folder(tmp_path / "run") / "checkpoints"
     prune(checkpoints, 1)
     assert iterations(checkpoints) == [4]
     assert sorted(path.name for path in (checkpoints / "rollout").iterdir()) == side_files(checkpoints, 4)
-    iteration_folder(checkpoints, 6).mkdir()  # whole, but not yet named
+    iteration_folder(checkpoints, 6).mkdir()  # complete, but not yet in the latest file
     prune(checkpoints, 1)
     assert iterations(checkpoints) == [4, 6]
 
 
 def test_groups_go_with_the_iteration_they_were_saved_in(tmp_path: Path) -> None:
-    """Rollouts that were made ahead bear numbers of their own, which are no iterations where saves are far apart."""
+    """Groups of rollouts generated ahead have rollout numbers that need not be saved iterations."""
     rollout = used_folder(tmp_path / "run") / "checkpoints" / "rollout"
     for name in ("leftover_2", "leftover_2_made_2", "leftover_2_made_3", "leftover_4", "leftover_4_made_5"):
         save_groups(rollout / f"{name}.npz", ())
-    write_text(rollout / "state_3.json", "{}")  # of a save that failed
-    write_text(rollout / "state_5.json", "{}")  # of one that is being written
+    write_text(rollout / "state_3.json", "{}")  # from a failed save
+    write_text(rollout / "state_5.json", "{}")  # from a save in progress
     prune(rollout.parent, 1)
     assert sorted(path.name for path in rollout.iterdir()) == [
         "leftover_4.npz",
@@ -65,7 +65,7 @@ def test_groups_go_with_the_iteration_they_were_saved_in(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("torn", [True, False])
-def test_groups_that_a_checkpoint_lost_are_missed_before_anything_starts(tmp_path: Path, torn: bool) -> None:
+def test_lost_groups_of_a_checkpoint_are_refused_at_start(tmp_path: Path, torn: bool) -> None:
     folder = tmp_path / "rollout"
     folder.mkdir()
     (folder / "state_3.json").write_text(json.dumps({"next_rollout": 3, "cursor": {}, "made": []}))

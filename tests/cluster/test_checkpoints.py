@@ -1,4 +1,4 @@
-"""A save that fails costs itself, never the next one, and leaves no role's save open."""
+"""Failed saves: they neither break the next save nor leave the save of another role open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime_like.errors import CheckpointError
 
 @dataclass
 class Saver:
-    """Stands for the ranks of a role: one save at a time, some of which fail."""
+    """Fake trainer of one role: one save at a time, with planned failures."""
 
     fails_to_begin: set[int] = field(default_factory=set[int])
     fails_to_finish: set[int] = field(default_factory=set[int])
@@ -45,7 +45,7 @@ class Saver:
 
 
 class NoRollout:
-    """The rollout side has nothing to save."""
+    """Fake rollout side with nothing to save."""
 
     def save(self, folder: Path, next_rollout: int) -> None: ...
 
@@ -69,7 +69,7 @@ def test_a_failed_save_does_not_cost_the_next_one(tmp_path: Path) -> None:
     assert latest(tmp_path) == "3"
 
 
-def test_a_first_save_that_is_never_named_is_no_lost_latest_file(tmp_path: Path) -> None:
+def test_an_unfinished_first_save_is_not_a_lost_latest_file(tmp_path: Path) -> None:
     run = checkpoints(tmp_path, Saver(slow={1}), "stop")
     run.save(1)
     assert iterations(tmp_path) == [1], "the folder has its name before the latest file does"
@@ -81,10 +81,10 @@ def test_a_first_save_that_is_never_named_is_no_lost_latest_file(tmp_path: Path)
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(folder: Path, keep: int) -> None:
+    def already_removed(folder: Path, keep: int) -> None:
         raise FileNotFoundError(2, "No such file or directory", str(folder / "iter_0000001"))
 
-    monkeypatch.setattr("slime_like.cluster.run.checkpoints.prune", gone)
+    monkeypatch.setattr("slime_like.cluster.run.checkpoints.prune", already_removed)
     run = checkpoints(tmp_path, Saver(), "stop")
     run.config.keep_checkpoints = 1
     run.save(1, wait=True)
@@ -92,7 +92,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     assert "iter_0000001: an old checkpoint could not be removed (No such file" in capsys.readouterr().err
 
 
-def test_what_a_removal_left_in_part_is_in_the_way_of_none(tmp_path: Path) -> None:
+def test_partially_removed_checkpoints_are_pruned(tmp_path: Path) -> None:
     for name in ("iter_0000001", "iter_0000002", "iter_0000001.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
@@ -101,7 +101,7 @@ def test_what_a_removal_left_in_part_is_in_the_way_of_none(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000002"]
 
 
-def test_a_final_save_is_tried_whatever_became_of_the_one_before(tmp_path: Path) -> None:
+def test_a_final_save_is_tried_after_a_failed_save(tmp_path: Path) -> None:
     trainer = Saver(fails_to_finish={1})
     run = checkpoints(tmp_path, trainer, "continue")
     run.save(1)
@@ -130,7 +130,7 @@ def test_an_actor_that_fails_leaves_no_save_of_the_critic_open(tmp_path: Path, f
 
 
 def ensemble(actor: Saver, critic: Saver) -> RoleTrainers:
-    """An ``RoleTrainers`` of which only the saves are asked."""
-    found = object.__new__(RoleTrainers)
-    found.actor, found.critic = cast(Any, actor), cast(Any, critic)
-    return found
+    """Return a ``RoleTrainers`` that can only save."""
+    trainers = object.__new__(RoleTrainers)
+    trainers.actor, trainers.critic = cast(Any, actor), cast(Any, critic)
+    return trainers

@@ -1,4 +1,4 @@
-"""A crash bundle: readable on any terminal, with what Ray's own processes said."""
+"""Crash bundles: free of terminal control sequences, with the logs of Ray's processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raised(text: str) -> Exception:
         return error
 
 
-def test_no_file_of_a_bundle_acts_on_a_terminal(tmp_path: Path) -> None:
+def test_bundle_files_have_no_terminal_control_sequences(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rollout_manager.log").write_bytes(f"a user printed {HOSTILE}\n".encode() + b"\xff\n")
     bundle = write_bundle(tmp_path, raised(f"a reward said {HOSTILE}"), [f"engine 0: {HOSTILE}"])
@@ -30,7 +30,7 @@ def test_no_file_of_a_bundle_acts_on_a_terminal(tmp_path: Path) -> None:
     assert "in raised" in written["traceback.txt"], "lines are kept"
 
 
-def test_it_keeps_what_rays_processes_said(tmp_path: Path) -> None:
+def test_a_bundle_has_the_logs_of_rays_processes(tmp_path: Path) -> None:
     logs = tmp_path / "session"
     logs.mkdir()
     for name, text in {"raylet.out": "out of memory", "gcs_server.err": "", "monitor.log": "nothing"}.items():

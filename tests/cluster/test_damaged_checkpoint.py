@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, or of another model, trainer or data, is named before any process starts."""
+"""Checkpoints that are damaged, or written with another model, trainer or data, are refused before a process starts."""
 
 import json
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def change_format(run_dir: Path) -> None:
 
 
 def change_padding(run_dir: Path) -> None:
-    """What tp=3 makes of it."""
+    """Record the vocabulary padding of tp=3."""
     record = read_record(shard(run_dir).parent)
     write_manifest(
         shard(run_dir).parent,
@@ -66,7 +66,10 @@ def rename_away(run_dir: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "shard cut": (lambda d: shard(d).write_bytes(b"x" * 60), r"__0_0\.distcp: torn, 60 bytes where 100 were written"),
+    "shard cut": (
+        lambda d: shard(d).write_bytes(b"x" * 60),
+        r"__0_0\.distcp: has the wrong size, 60 bytes instead of 100",
+    ),
     "shard lost": (lambda d: shard(d).unlink(), r"__0_0\.distcp: missing or not readable"),
     "metadata lost": (
         lambda d: shard(d).with_name("metadata.json").unlink(),
@@ -74,14 +77,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "manifest lost": (lambda d: [manifest(d).unlink(), shard(d).with_name("metadata.json").unlink()], "incomplete"),
     "manifest garbled": (lambda d: manifest(d).write_text("{"), r"checkpoint\.json cannot be read as JSON"),
-    "manifest of something else": (lambda d: manifest(d).write_text("[1]"), r"checkpoint\.json holds no JSON object"),
+    "manifest of something else": (
+        lambda d: manifest(d).write_text("[1]"),
+        r"checkpoint\.json contains \[1\] instead of a JSON object",
+    ),
     "another format": (change_format, r"checkpoint\.json: format 99, this version reads 2"),
     "another trainer's": (lambda d: manifest(d).unlink(), r"another trainer .* model\.megatron_checkpoint"),
     "folder lost": (rename_away, r"iter_0000004: missing, though .* names it"),
-    "another model": (change_model, r"num_hidden_layers is 4 there and 6 in model\.hf_checkpoint"),
+    "another model": (change_model, r"num_hidden_layers is 4, but 6 in model\.hf_checkpoint"),
     "another padding": (
         change_padding,
-        r"iter_0000004: its vocabulary is padded to 384 rows, tp=1 pads it to 128: resume with the tp it was saved with",
+        r"iter_0000004: its vocabulary is padded to 384 rows, but tp=1 pads it to 128: resume with the same tp",
     ),
     "rollout side lost": (
         lambda d: (d / "checkpoints" / "rollout" / "state_4.json").unlink(),
@@ -107,11 +113,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "leftover edited": (lambda d: flip(side(d, "leftover_4.npz")), r"leftover_4\.npz: changed"),
     "made groups edited": (
         lambda d: repack(side(d, "leftover_4_made_4.npz")),
-        r"leftover_4_made_4\.npz: (changed|torn)",
+        r"leftover_4_made_4\.npz: (changed|has the wrong size)",
     ),
     "groups in flight edited": (
         lambda d: repack(side(d, "leftover_4_in_flight.npz")),
-        r"leftover_4_in_flight\.npz: (changed|torn)",
+        r"leftover_4_in_flight\.npz: (changed|has the wrong size)",
     ),
 }
 
@@ -133,7 +139,7 @@ def test_a_damaged_checkpoint_is_named_before_anything_starts(name: str, tmp_pat
 INPUTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer": (
         lambda d: (d / "model" / "tokenizer.json").write_text('{"edited": 1}'),
-        r"model\.hf_checkpoint/tokenizer\.json changed since iter_0000004 was written: restore it",
+        r"model\.hf_checkpoint/tokenizer\.json changed since iter_0000004 was written: restore the old version",
     ),
     "chat template": (
         lambda d: (d / "model" / "chat_template.jinja").write_text("{{ messages }}"),
@@ -148,7 +154,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_another_input_is_refused_and_can_be_asked_for(
+def test_a_changed_input_is_refused_unless_resume_names_the_checkpoint(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = used_folder(tmp_path / "run")
@@ -161,7 +167,7 @@ def test_another_input_is_refused_and_can_be_asked_for(
     assert warned.count("is not what the checkpoint was trained with") == (name != "data")
 
 
-def test_sizes_alone_are_compared_where_asked(tmp_path: Path) -> None:
+def test_verify_checkpoint_size_compares_sizes_only(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run")
     flip(shard(run_dir))
     cfg = config(run_dir)
@@ -185,16 +191,16 @@ def test_checkpoints_without_hashes_are_read_with_one_warning(
 
 
 def test_weights_of_another_run_are_compared_too(tmp_path: Path) -> None:
-    other, run_dir = used_folder(tmp_path / "other"), tmp_path / "run"
+    other_dir, run_dir = used_folder(tmp_path / "other"), tmp_path / "run"
     write_model(run_dir / "model")
     cfg = config(run_dir)
-    cfg = replace(cfg, model=replace(cfg.model, megatron_checkpoint=str(other / "checkpoints")))
+    cfg = replace(cfg, model=replace(cfg.model, megatron_checkpoint=str(other_dir / "checkpoints")))
     verify_starts(cfg)
-    flip(shard(other))
+    flip(shard(other_dir))
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: changed"):
         verify_starts(cfg)
-    several = replace(cfg, placement=replace(cfg.placement, actor_num_nodes=2))
-    assert on_ranks(several) and not on_ranks(cfg)
+    multi_node = replace(cfg, placement=replace(cfg.placement, actor_num_nodes=2))
+    assert on_ranks(multi_node) and not on_ranks(cfg)
 
 
 def test_a_plain_optimizer_cannot_read_a_distributed_one(tmp_path: Path) -> None:
@@ -208,7 +214,7 @@ def test_a_plain_optimizer_cannot_read_a_distributed_one(tmp_path: Path) -> None
 
 
 def with_critic(run_dir: Path, content: dict[str, Scalar]) -> TrainConfig:
-    """A run of PPO whose checkpoint of iteration 4 holds a critic with ``content``."""
+    """Return the config of a PPO run whose checkpoint of iteration 4 has a critic with ``content``."""
     folder = iteration_folder(run_dir / "checkpoints" / "critic", 4)
     folder.mkdir(parents=True)
     write_manifest(folder, Manifest(4, 4, 4, 1e-3, 0.0, True, {"tp": 1}, {**SHAPE, "head": "value", **content}))
@@ -221,7 +227,7 @@ def test_a_critic_of_another_model_is_named_with_the_critics_key(tmp_path: Path)
     run_dir = used_folder(tmp_path / "run")
     cfg = with_critic(run_dir, {"hidden_size": 32})
     with pytest.raises(
-        CheckpointError, match=r"critic/iter_0000004: .*hidden_size is 32 .* 64 in model\.hf_checkpoint="
+        CheckpointError, match=r"critic/iter_0000004 was .*hidden_size is 32, but 64 in model\.hf_checkpoint="
     ):
         first_rollout(cfg, run_dir)
     (run_dir / "small").mkdir()
@@ -233,5 +239,5 @@ def test_a_critic_of_another_model_is_named_with_the_critics_key(tmp_path: Path)
     assert first_rollout(cfg, run_dir) == 4
     wrong = replace(cfg, critic=replace(cfg.critic, hf_checkpoint=str(run_dir / "model")))
     record_run(run_dir, wrong)
-    with pytest.raises(CheckpointError, match=r"hidden_size is 32 there and 64 in critic\.hf_checkpoint="):
+    with pytest.raises(CheckpointError, match=r"hidden_size is 32, but 64 in critic\.hf_checkpoint="):
         first_rollout(wrong, run_dir)

@@ -1,4 +1,4 @@
-"""An engine that is to come back and does not: each try ends at its deadline and is counted, and the last ends the run."""
+"""Failed engine restarts: each attempt ends at its deadline and is counted; the last one ends the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -15,17 +15,17 @@ from ray.exceptions import RayTaskError
 
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
-from slime_like.cluster.workers.trainer_worker import EngineAddress
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import EngineError, EngineLost
+from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine import server
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.util.deadline import scale
 
 START_S = 1.5
-# Stands where the interpreter of an engine's server does: a process that never listens, or that listens and never answers.
+# Replaces the interpreter of the engine server: never listens, or listens and never answers.
 SILENT = """#!{python} -IS
 import json, socket, sys
 
@@ -42,9 +42,9 @@ sys.stdin.read()
 
 
 class Handle:
-    """Ray's handle of an engine's actor, without the process between: answers and errors come as Ray brings them.
+    """Fake Ray handle that calls the engine actor in this process and wraps errors as Ray does.
 
-    What it starts first never listens, what it starts then listens and never answers.
+    The server of its first restart never listens; later ones listen but never answer.
     """
 
     def __init__(self, actor: EngineActor, listens: Path) -> None:
@@ -79,7 +79,7 @@ def spec(folder: Path) -> EngineSpec:
     )
 
 
-def test_an_engine_that_never_answers_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "python"
     script.write_text(SILENT.replace("{python}", sys.executable))
     script.chmod(0o700)
@@ -95,28 +95,28 @@ def test_an_engine_that_never_answers_again_ends_the_run(tmp_path: Path, monkeyp
     async def lost() -> EngineError:
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)
         handle = Handle(actor, listens)
-        supervisor = RayEngineSupervisor(handle, address, RolloutConfig(start_deadline_s=START_S))
+        supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S))
         pool = EnginePool([supervisor], HealthConfig(max_restarts=2), pushed=True)
         pool.lose(pool.slots[0], DEAD, EngineLost("engine 0: connection broke"))
-        with pytest.raises(EngineError) as found:
+        with pytest.raises(EngineError) as raised:
             await pool.joinable()
         assert handle.tries == 2
         assert pool.slots[0].down
         await pool.stop()
-        return found.value
+        return raised.value
 
     try:
         message = str(asyncio.run(lost()))
         log = (tmp_path / "engine.log").read_text()
-        assert actor._server.alive(), "it is there until the run is taken down"
+        assert actor._server.alive(), "the actor's server stays until teardown"
     finally:
         actor.stop()
     limit = START_S * scale()
     assert "engine 0 was lost once more than health.max_restarts=2 within a rollout, the last time by" in message
-    found = re.search(
+    waited = re.search(
         r"rollout waited (\d+) s for engine at http://\S+ \(log: \S+engine.log\) in phase 'engine start'", message
     )
-    assert found is not None, message
-    assert int(found[1]) < limit + 30
+    assert waited is not None, message
+    assert int(waited[1]) < limit + 30
     assert f"(limit {limit:.0f} s" in message
     assert log.count("was asked") == 1

@@ -13,7 +13,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
     with claimed(cfg, tmp_path / "run"):
         assert from_yaml((tmp_path / "run" / "config.yaml").read_text()) == cfg
         with (
-            pytest.raises(ConfigError, match=r"is held by a run that is still going on"),
+            pytest.raises(ConfigError, match=r"is in use by an active run"),
             claimed(cfg, tmp_path / "run"),
         ):
             pass

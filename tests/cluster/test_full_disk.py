@@ -1,4 +1,4 @@
-"""What is written beside checkpoints obeys ``run.on_failed_save``, and streams that nobody reads end no run."""
+"""Full disks and broken output streams: other files obey ``run.on_failed_save``, and a broken stream ends no run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL = Path("/dev/full")
 
 
 def fill(path: Path) -> None:
-    """Tear ``path`` as a full disk does."""
+    """Write part of ``path``, then fail like a full disk."""
     path.write_text("torn")
     FULL.write_text("more")
 
@@ -35,7 +35,7 @@ def test_a_full_disk_is_named_and_ends_the_run(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_or_is_named_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_failed_save_continue_warns_and_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "0.npz"
     with tolerate_full_disk(path, RunConfig(on_failed_save="continue")):
         fill(path)
@@ -62,30 +62,30 @@ def start(**streams: int) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", PRINTS], cwd=REPOSITORY, text=True, **pipes)  # pyright: ignore
 
 
-def test_output_that_nobody_reads_ends_nothing() -> None:
+def test_a_closed_stdout_does_not_end_the_run() -> None:
     process = start()
     assert process.stdout is not None
     process.stdout.close()  # as head does
     process.stdout = None
-    _, said = process.communicate("go\n", timeout=60)
+    _, stderr = process.communicate("go\n", timeout=60)
     assert process.returncode == 7
-    warning, *numbers = said.splitlines()
-    assert warning == "warning: standard output: Broken pipe; the run goes on, see its run.dir"
+    warning, *numbers = stderr.splitlines()
+    assert warning == "warning: standard output: Broken pipe; the run continues, see its run.dir"
     assert numbers == ["0", "1", "2"]
 
 
-def test_nor_does_a_full_disk_behind_it() -> None:
+def test_a_full_disk_behind_stdout_does_not_end_the_run() -> None:
     with FULL.open("w") as full:
         process = start(stdout=full.fileno())
-        _, said = process.communicate("go\n", timeout=60)
+        _, stderr = process.communicate("go\n", timeout=60)
     assert process.returncode == 7
-    assert said.count("No space left on device") == 1
+    assert stderr.count("No space left on device") == 1
 
 
-def test_errors_that_nobody_reads_end_nothing() -> None:
+def test_a_closed_stderr_does_not_end_the_run() -> None:
     process = start()
     assert process.stderr is not None
     process.stderr.close()
     process.stderr = None
-    written_out, _ = process.communicate("go\n", timeout=60)
-    assert (process.returncode, written_out) == (7, "0\n1\n2\n")
+    stdout, _ = process.communicate("go\n", timeout=60)
+    assert (process.returncode, stdout) == (7, "0\n1\n2\n")

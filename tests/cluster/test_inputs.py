@@ -1,4 +1,4 @@
-"""Inputs that the driver reads before any process starts."""
+"""Inputs that the driver reads before it starts processes."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def stops(folder: Path, *, tokenizer: int | None, generation: object, config: ob
     return stop_tokens(cfg, SimpleNamespace(eos_token_id=tokenizer), 100)
 
 
-def test_a_response_ends_with_every_token_that_tokenizer_checkpoint_and_user_name(tmp_path: Path) -> None:
+def test_stop_tokens_come_from_tokenizer_checkpoint_and_user(tmp_path: Path) -> None:
     assert stops(tmp_path, tokenizer=99, generation=[1, 2], config=3) == (1, 2, 3, 9, 99)
     assert stops(tmp_path, tokenizer=None, generation=None) == (9,)
 
@@ -43,7 +43,7 @@ def test_a_response_ends_with_every_token_that_tokenizer_checkpoint_and_user_nam
         (None, None, 100, "config.json"),
     ],
 )
-def test_a_checkpoint_that_ends_responses_beyond_its_vocabulary_is_refused(
+def test_a_stop_token_outside_the_vocabulary_is_refused(
     tmp_path: Path, tokenizer: int | None, generation: object, config: object, name: str
 ) -> None:
     with pytest.raises(DataError, match=f"the {name} of .* ends responses with token 100, .* ends at 99"):
@@ -51,16 +51,16 @@ def test_a_checkpoint_that_ends_responses_beyond_its_vocabulary_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "begun"),
+    ("sizes", "num_prompts"),
     [(["rollout.batch_size=9"], 9), (["rollout.batch_size=6", "rollout.over_sampling_batch_size=10"], 10)],
 )
-def test_no_rollout_of_a_run_begins_with_a_prompt_twice(tmp_path: Path, sizes: list[str], begun: int) -> None:
+def test_a_rollout_has_no_duplicate_prompts(tmp_path: Path, sizes: list[str], num_prompts: int) -> None:
     characters().save_pretrained(write_model(tmp_path / "model"))
     rows = (json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(ROWS))
     (tmp_path / "train.jsonl").write_text("".join(rows))
     cfg = load_config([f"model.hf_checkpoint={tmp_path / 'model'}", f"data.train={tmp_path / 'train.jsonl'}", *sizes])
     source = load_inputs(cfg, make_plan(cfg, probe_machine())).source
     assert source is not None
-    for rollout_id in range(20):  # most of them lie across the border of two epochs
-        prompts = [prompt.prompt_id for prompt in source.next(begun)]
-        assert len(set(prompts)) == begun, f"rollout {rollout_id}: {prompts}"
+    for rollout_id in range(20):  # most of these rollouts span two epochs
+        prompts = [prompt.prompt_id for prompt in source.next(num_prompts)]
+        assert len(set(prompts)) == num_prompts, f"rollout {rollout_id}: {prompts}"

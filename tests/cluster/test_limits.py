@@ -1,4 +1,4 @@
-"""A limit that would end a run in its midst is named before it starts."""
+"""Resource limits that would end a run midway are reported before it starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ConfigError as error:
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"),
+    ("limit", "message"),
     [
         ("--nofile=256:256", r"^ulimit -n is 256: .*`ulimit -n 65536` first$"),
         (
@@ -34,14 +34,14 @@ except ConfigError as error:
             r"^ulimit -f is 1024 kB: a file of checkpoints, or of Ray's object store .*`ulimit -f unlimited` first$",
         ),
         ("--as=8589934592", r"^ulimit -v is 8388608 kB: Ray maps 16 GiB.*`ulimit -v unlimited` first$"),
-        ("--nofile=256:4096", "^$"),  # it may raise this one itself
+        ("--nofile=256:4096", "^$"),  # the run may raise the soft limit itself
     ],
 )
-def test_a_low_limit_is_named(limit: str, said: str) -> None:
+def test_a_low_limit_is_named(limit: str, message: str) -> None:
     command = ["prlimit", limit, sys.executable, "-c", CHECK]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
-    assert re.search(said, done.stderr.strip()), done.stderr
-    assert done.returncode == (said != "^$")
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    assert re.search(message, result.stderr.strip()), result.stderr
+    assert result.returncode == (message != "^$")
 
 
 def test_a_tiny_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_tiny_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--shm-size" in problem
 
 
-def test_a_gpu_wants_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_needs_unlimited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     real = resource.getrlimit
     monkeypatch.setattr(resource, "getrlimit", lambda n: (2**40, 2**40) if n == resource.RLIMIT_AS else real(n))
     assert list(limits.too_low("cpu")) == []

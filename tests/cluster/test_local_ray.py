@@ -1,4 +1,4 @@
-"""Ray that is late on a busy machine is started again, and named when it never comes."""
+"""Start of a local Ray: retried on a busy machine, and a clear error if it never comes up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LATE = Exception("The current node timed out during startup. This could happen b
 
 
 @pytest.fixture(autouse=True)
-def ray_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restored_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -38,11 +38,11 @@ def ray_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> list[Any]:
-    calls, left = list[Any](), list(errors)
+    calls, remaining = list[Any](), list(errors)
 
     def init(**arguments: Any) -> None:
         calls.append(arguments)
-        error = left.pop(0) if len(left) > 1 else left[0]
+        error = remaining.pop(0) if len(remaining) > 1 else remaining[0]
         if error is not None:
             raise error
 
@@ -56,7 +56,7 @@ def test_a_node_that_is_late_is_started_again(monkeypatch: pytest.MonkeyPatch) -
     assert [call["namespace"] for call in calls] == ["name"] * 3
 
 
-def test_one_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_never_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(monkeypatch, LATE)
     monkeypatch.setattr(local_ray, "SECONDS", 1e-3)
     with pytest.raises(DeadlineExceeded, match=r"driver waited .* for the node of Ray that it started"):
@@ -70,14 +70,14 @@ def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 1
 
 
-def test_nobody_else_can_enter_rays_folder_which_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_folder_is_private_and_removed_at_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     (call,) = [outcomes(monkeypatch, None)]
     local_ray.start("name")
     folder = Path(call[0]["_temp_dir"])
     assert (folder.name, folder.parent.stat().st_mode & 0o777) == ("ray", 0o700)
     logs = folder / "session_2000-01-01_00-00-00_000000_1" / "logs"
     logs.mkdir(parents=True)
-    assert local_ray.log_dir() == logs, "also of a node that did not come up"
+    assert local_ray.log_dir() == logs, "known even if the node did not come up"
     local_ray.shutdown()
     assert not folder.parent.exists() and local_ray.log_dir() is None
 
@@ -88,73 +88,75 @@ def test_rays_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.Monke
     long = tmp_path / ("long" * 20)
     long.mkdir()
     with tempfile.TemporaryDirectory(prefix="s") as short:
-        for place in (long, Path(short)):
+        for folder in (long, Path(short)):
             monkeypatch.setattr(tempfile, "tempdir", None)
-            monkeypatch.setenv(variable, str(place))
+            monkeypatch.setenv(variable, str(folder))
             local_ray.start("name")
-        where = [Path(call["_temp_dir"]).parents[1] for call in calls]
+        parents = [Path(call["_temp_dir"]).parents[1] for call in calls]
         local_ray.shutdown()
-    assert where[1] == Path(short) and where[0] != long
+    assert parents[1] == Path(short) and parents[0] != long
     session = "session_2026-11-22_22-22-12_659947_4194304"  # pid_max of the kernel
-    name = f"{where[1]}/{local_ray.PREFIX}12345678/ray/{session}/sockets/plasma_store"
-    assert len(name) == len(str(where[1])) + local_ray.ADDED_BYTES
+    name = f"{parents[1]}/{local_ray.PREFIX}12345678/ray/{session}/sockets/plasma_store"
+    assert len(name) == len(str(parents[1])) + local_ray.ADDED_BYTES
 
 
-def test_without_a_place_for_rays_files_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_for_rays_files_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(monkeypatch, None)
     monkeypatch.setenv("RAY_TMPDIR", "/proc/nowhere")
     with pytest.raises(ConfigError, match=r"Ray's files cannot be kept in /proc/nowhere \(.*\): set TMPDIR"):
         local_ray.start("name")
 
 
-def test_a_cluster_that_is_not_there_is_named_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_cluster_is_reported_before_ray_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = outcomes(monkeypatch, None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    for address, why in (
+    for address, reason in (
         (f"127.0.0.1:{port}", "refused"),
         (f"ray://127.0.0.1:{port}", "refused"),
         ("nonsense", "Invalid address"),
     ):
-        with pytest.raises(ConfigError, match=rf"placement.ray_address='{address}': no Ray cluster answers at .*{why}"):
+        with pytest.raises(
+            ConfigError, match=rf"placement.ray_address='{address}': no Ray cluster answers at .*{reason}"
+        ):
             local_ray.join(address, "name")
     assert calls == []
 
 
-def test_sigterm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[int] = []
+def test_sigterm_handler_is_kept_during_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[int] = []
 
     def init(**_: Any) -> None:
         ray_utils.set_sigterm_handler(lambda *_: sys.exit(15))
         signal.raise_signal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as the handler in C, which nothing holds back
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # like Ray's C handler, which cannot be prevented
 
     monkeypatch.setattr(ray, "init", init)
-    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         local_ray.start("name")
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert found == [signal.SIGTERM] * 2
-    assert inspect.signature(ray_utils.set_sigterm_handler).parameters, "Ray's own again"
+    assert received == [signal.SIGTERM] * 2
+    assert inspect.signature(ray_utils.set_sigterm_handler).parameters, "Ray's own function is restored"
     assert "ray._private.utils.set_sigterm_handler(" in inspect.getsource(inspect.unwrap(real_init))
 
 
 class Node:
-    """As Ray's: it takes down its processes when its core is gone, and with that whatever had taken SIGTERM."""
+    """Fake Ray node: it stops its processes after the core worker and its SIGTERM handler are gone."""
 
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
 
     def kill_all_processes(self, *, wait: bool) -> None:
         assert not wait
         signal.raise_signal(signal.SIGTERM)
-        self.told.append("taken down")
+        self.events.append("taken down")
 
 
-def test_sigterm_is_left_alone_while_ray_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_sigterm_handler_is_kept_during_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
 
     def shutdown() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
@@ -162,14 +164,14 @@ def test_sigterm_is_left_alone_while_ray_goes(monkeypatch: pytest.MonkeyPatch) -
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
 
     monkeypatch.setattr(ray, "shutdown", shutdown)
-    monkeypatch.setattr(ray_worker, "_global_node", node := Node(told))
-    before = signal.signal(signal.SIGTERM, lambda *_: told.append("handled"))
+    monkeypatch.setattr(ray_worker, "_global_node", node := Node(events))
+    before = signal.signal(signal.SIGTERM, lambda *_: events.append("handled"))
     try:
         local_ray.shutdown()
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert told == ["handled", "taken down", "handled"]
+    assert events == ["handled", "taken down", "handled"]
     assert "_global_node.kill_all_processes(" in inspect.getsource(inspect.unwrap(real_shutdown))
 
 
@@ -204,15 +206,15 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.slow
-def test_sigterm_is_left_alone_while_a_real_one_goes() -> None:
-    environment = os.environ | {"HOME": "/proc/home"}  # Ray would write its token there, for everybody to read
-    done = subprocess.run(
+def test_sigterm_handler_is_kept_with_a_real_ray() -> None:
+    environment = os.environ | {"HOME": "/proc/home"}  # otherwise Ray writes its token there, readable for every user
+    result = subprocess.run(
         [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
-    assert (done.returncode, done.stdout) == (0, "handled\n" * 2), done.stderr
+    assert (result.returncode, result.stdout) == (0, "handled\n" * 2), result.stderr
 
 
-def test_rays_own_words_for_a_late_node_are_the_ones_we_know() -> None:
+def test_rays_message_for_a_late_node_is_unchanged() -> None:
     from ray._private import node
 
     assert node.__file__ is not None

@@ -1,4 +1,4 @@
-"""Peak memory by phase is that of the phase, not of what came before it."""
+"""Peak memory by phase: each phase reports its own peak."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ MIB = 2**20
 def test_a_phase_has_its_own_peak() -> None:
     peaks = MemoryPeaks(cuda=False)
     with peaks("push"):
-        held = bytearray(256 * MIB)
-        held[::4096] = b"x" * len(held[::4096])
-        del held
+        buffer = bytearray(256 * MIB)
+        buffer[::4096] = b"x" * len(buffer[::4096])
+        del buffer
     with peaks("step"):
         pass
-    found = {metric.name: metric.value for metric in peaks.drain()}
-    assert found["memory/push"] - found["memory/step"] > 128 * MIB
+    peak = {metric.name: metric.value for metric in peaks.drain()}
+    assert peak["memory/push"] - peak["memory/step"] > 128 * MIB
     assert peaks.drain() == ()
 
 
-def test_the_higher_of_two_is_kept() -> None:
+def test_the_higher_of_two_peaks_is_reported() -> None:
     peaks = MemoryPeaks(cuda=False)
     for size in (128, 1):
         with peaks("score"):
-            held = bytearray(size * MIB)
-            held[::4096] = b"x" * len(held[::4096])
-            del held
+            buffer = bytearray(size * MIB)
+            buffer[::4096] = b"x" * len(buffer[::4096])
+            del buffer
     (first,) = peaks.drain()
     with peaks("score"):
         pass
@@ -38,7 +38,7 @@ def test_the_higher_of_two_is_kept() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not visible_gpus(), reason="needs a GPU")
-def test_on_a_gpu_it_is_what_torch_allocated() -> None:
+def test_peak_on_a_gpu_counts_torch_allocations() -> None:
     import torch
 
     peaks = MemoryPeaks(cuda=True)
@@ -46,5 +46,5 @@ def test_on_a_gpu_it_is_what_torch_allocated() -> None:
         torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
     with peaks("step"):
         torch.empty(MIB, dtype=torch.uint8, device="cuda")
-    found = {metric.name: metric.value for metric in peaks.drain()}
-    assert found["memory/push"] - found["memory/step"] > 128 * MIB
+    peak = {metric.name: metric.value for metric in peaks.drain()}
+    assert peak["memory/push"] - peak["memory/step"] > 128 * MIB

@@ -1,4 +1,4 @@
-"""Ports that are chosen now and bound seconds later are nobody else's in between."""
+"""Port leases: a port that is chosen now and bound later stays reserved in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime_like.util.ports import PORTS, PortLease
 HOST = "127.0.0.1"
 
 
-def test_ports_are_kept_apart_and_given_back() -> None:
+def test_leased_ports_are_distinct_and_released() -> None:
     leases = [PortLease(HOST) for _ in range(20)]
     assert len({lease.port for lease in leases}) == 20
     assert all(lease.port in PORTS for lease in leases)
@@ -28,14 +28,14 @@ def test_ports_are_kept_apart_and_given_back() -> None:
 
 @pytest.fixture
 def one_port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """There is but one port to choose."""
+    """Leave a single port to choose from."""
     with PortLease(HOST) as port:
         pass
     monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
     return port
 
 
-def test_a_port_that_somebody_listens_on_is_not_taken(one_port: int) -> None:
+def test_a_port_in_use_is_not_leased(one_port: int) -> None:
     with socket.socket() as listener:
         listener.bind((HOST, one_port))
         listener.listen()
@@ -43,7 +43,7 @@ def test_a_port_that_somebody_listens_on_is_not_taken(one_port: int) -> None:
             PortLease(HOST)
 
 
-def test_another_process_does_not_choose_it_and_a_dead_one_holds_nothing(one_port: int) -> None:
+def test_leases_are_exclusive_between_processes_and_end_with_them(one_port: int) -> None:
     choose = (
         f"from slime_like.util import ports; ports.PORTS = range({one_port}, {one_port + 1}); ports.PortLease({HOST!r})"
     )
@@ -51,17 +51,15 @@ def test_another_process_does_not_choose_it_and_a_dead_one_holds_nothing(one_por
     assert subprocess.run(run, check=False, capture_output=True).returncode == 0
     with PortLease(HOST) as port:
         assert port == one_port
-        done = subprocess.run(run, check=False, capture_output=True, text=True)
-    assert "no free TCP port" in done.stderr
+        result = subprocess.run(run, check=False, capture_output=True, text=True)
+    assert "no free TCP port" in result.stderr
 
 
-def test_rank_0_listens_from_the_rendezvous_on_and_nowhere_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_listens_at_the_rendezvous_address_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime_like.cluster.workers.trainer_worker.get_node_ip_address", lambda: HOST)
     actor, critic = (RankWorker(name, 0, 1, str(tmp_path), {}) for name in ("trainer", "critic"))
     masters = [actor.rendezvous(), critic.rendezvous()]
-    assert len(set(masters)) == 2, "of two roles"
+    assert len(set(masters)) == 2, "one port per role"
     for (host, port), worker in zip(masters, (actor, critic), strict=True):
         meeting = worker.meeting((host, port))
         assert meeting.listener is not None and host == HOST
@@ -78,12 +76,14 @@ def test_groups_keep_to_the_interface_of_the_address(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     assert ports.interface_environment(HOST) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     kinds = (socket.AF_INET, socket.AF_INET6)
-    own = {name: [a.address for a in entries if a.family in kinds] for name, entries in net_if_addrs().items()}
-    for name, addresses in own.items():
+    addresses_by_interface = {
+        name: [a.address for a in entries if a.family in kinds] for name, entries in net_if_addrs().items()
+    }
+    for name, addresses in addresses_by_interface.items():
         assert {ports.interface_towards(address) for address in addresses} <= {name}
 
 
-def test_an_address_that_no_interface_leads_to_is_refused_unless_the_user_names_one(
+def test_an_address_without_an_interface_is_refused_unless_one_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ports.INTERFACES:

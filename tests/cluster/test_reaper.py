@@ -1,4 +1,4 @@
-"""What user code starts under a Ray that was there before the run ends with the process that started it."""
+"""Reaper: processes started by user code in an existing Ray cluster end with the process that started them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.e2e.runs import REPOSITORY
 OWNER = """
 import subprocess, sys
 from slime_like.cluster.supervise.reaper import reaper
-kept = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-made = reaper()
-child = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)  # orphaned at once
-print(kept.pid, int(child.stdout.readline()), made is not None, flush=True)
+unrelated = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+process_reaper = reaper()
+child = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)  # orphaned immediately
+print(unrelated.pid, int(child.stdout.readline()), process_reaper is not None, flush=True)
 if sys.argv[1] == "closes":
-    made.close()
+    process_reaper.close()
     print("closed", flush=True)
 sys.stdin.read()
 """
 
 
-def gone(pid: int) -> bool:
+def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
@@ -45,22 +45,22 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
         text=True,
     )
     assert owner.stdout is not None
-    kept, started, reaped = owner.stdout.readline().split()
+    unrelated, orphan, reaped = owner.stdout.readline().split()
     try:
-        assert reaped == "True" and not gone(int(started))
+        assert reaped == "True" and not ended(int(orphan))
         if end == "killed":
             owner.kill()
             deadline = Deadline("test", "end", 30)
-            while not gone(int(started)):
+            while not ended(int(orphan)):
                 deadline.remaining("a process of user code")
                 time.sleep(0.02)
         else:
-            assert owner.stdout.readline() == "closed\n" and gone(int(started))
-        assert not gone(int(kept)), "what it had started before is not the run's"
+            assert owner.stdout.readline() == "closed\n" and ended(int(orphan))
+        assert not ended(int(unrelated)), "processes started before the reaper are not touched"
     finally:
         owner.kill()
         owner.wait()
-        psutil.Process(int(kept)).kill()
+        psutil.Process(int(unrelated)).kill()
 
 
 def test_a_supervised_process_has_no_reaper(monkeypatch: pytest.MonkeyPatch) -> None:

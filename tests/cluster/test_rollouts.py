@@ -1,10 +1,10 @@
-"""Engines that wait for weights while the driver waits for a rollout get them, and no others do."""
+"""Weight pushes to restarted engines while the driver waits for a rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -13,7 +13,7 @@ from slime_like.cluster.run.rollouts import EngineRollout
 
 
 class Manager:
-    """Ray's handle of a rollout manager, as far as the driver uses it; answers are there when the test says so."""
+    """Fake Ray handle of the rollout manager; the test decides when its calls return."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.collected: Future[str] = Future()
@@ -27,7 +27,7 @@ class Manager:
         return self.starving[-1]
 
     def _wait(self, refs: Sequence[Future[Any]], *, timeout: float, num_returns: int = 1) -> Any:
-        """A wait that takes time is one in which the rollout is made."""
+        """Complete the rollout if nothing else is ready."""
         if timeout and not any(ref.done() for ref in refs):
             self.collected.set_result("rollout")
         return [ref for ref in refs if ref.done()], [ref for ref in refs if not ref.done()]
@@ -41,27 +41,27 @@ class _Verb:
         return self._answer()
 
 
-def test_an_engine_that_comes_back_to_a_rollout_is_fed(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, fed = Manager(monkeypatch), list[int]()
-    rollout = EngineRollout(manager, 60.0, lambda: fed.append(len(manager.starving)))
-    manager.starved = _Verb(lambda: _done() if not fed else manager._ask())
+def test_an_engine_restarted_during_a_rollout_gets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, pushes = Manager(monkeypatch), list[int]()
+    rollout = EngineRollout(cast(Any, manager), 60.0, lambda: pushes.append(len(manager.starving)))
+    manager.starved = _Verb(lambda: _done() if not pushes else manager._ask())
     assert rollout.collect(0) == "rollout"  # pyright: ignore[reportComparisonOverlap]
-    assert fed == [0]
+    assert pushes == [0]
 
 
-def test_what_a_push_between_two_rollouts_has_fed_is_not_fed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, fed = Manager(monkeypatch), list[int]()
-    rollout = EngineRollout(manager, 60.0, lambda: fed.append(0))
+def test_an_engine_served_by_the_regular_push_gets_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, pushes = Manager(monkeypatch), list[int]()
+    rollout = EngineRollout(cast(Any, manager), 60.0, lambda: pushes.append(0))
     rollout.collect(0)
-    (asked,) = manager.starving
-    asked.set_result(None)  # while the trainer steps; then it pushes
+    (request,) = manager.starving
+    request.set_result(None)  # while the trainer steps; then it pushes
     manager.collected = Future()
     rollout.collect(1)
     assert len(manager.starving) == 2
-    assert fed == []
+    assert pushes == []
 
 
 def _done() -> Future[None]:
-    found: Future[None] = Future()
-    found.set_result(None)
-    return found
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

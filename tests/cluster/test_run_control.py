@@ -1,4 +1,4 @@
-"""What a run does when it is asked: everything in one rollout, and what cannot be done is said and ends nothing."""
+"""Execution of control requests by a run: all at the end of one rollout; failures are reported, not fatal."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.cluster.test_checkpoints import Saver, checkpoints, latest
 
 
 @dataclass
-class Evaluated:
-    """The rollout side, of which only evaluations are asked."""
+class EvaluatedRollout:
+    """Fake rollout side that only evaluates."""
 
-    found: tuple[Metric, ...]
-    asked: int = 0
+    metrics: tuple[Metric, ...]
+    num_evaluations: int = 0
 
     def evaluate(self) -> evaluate.Evaluated:
-        self.asked += 1
-        return evaluate.Evaluated(self.found)
+        self.num_evaluations += 1
+        return evaluate.Evaluated(self.metrics)
 
 
 @dataclass
@@ -42,20 +42,20 @@ class Trainer(Saver):
 
 
 @dataclass
-class Made:
+class RunParts:
     run: Any
-    rollout: Evaluated
+    rollout: EvaluatedRollout
     trainer: Trainer
-    said: list[str] = field(default_factory=list[str])
+    messages: list[str] = field(default_factory=list[str])
 
 
-def make(folder: Path, *, found: tuple[Metric, ...] = (), trainer: Trainer | None = None) -> Made:
-    said: list[str] = []
+def make_run(folder: Path, *, metrics: tuple[Metric, ...] = (), trainer: Trainer | None = None) -> RunParts:
+    messages: list[str] = []
     trainer = trainer or Trainer(slow={1, 2, 3})
     run: Any = object.__new__(Run)
     run.cfg = TrainConfig()
-    run.run_dir, run.trainer, run.rollout, run.stop = folder, trainer, Evaluated(found), StopRequest()
-    run.control = Control(folder, said.append)
+    run.run_dir, run.trainer, run.rollout, run.stop = folder, trainer, EvaluatedRollout(metrics), StopRequest()
+    run.control = Control(folder, messages.append)
     run.control.open(0, 9)
     run.sink, run.spans, run.rollout_id, run.engine_ranks = (
         FanOut([JsonlSink(folder / "metrics.jsonl", 0)]),
@@ -68,11 +68,13 @@ def make(folder: Path, *, found: tuple[Metric, ...] = (), trainer: Trainer | Non
     run.first_rollout = -1  # not of this part of the run
     run.chaos = Chaos(run.cfg.chaos, folder, {})
     run.assembly = type("Assembly", (), {"overlong": None})
-    return Made(run, run.rollout, trainer, said)
+    return RunParts(run, run.rollout, trainer, messages)
 
 
-def finish(made: Made, done: int) -> None:
-    made.run.finish_rollout(done - 1, Collected((), 0.0, 1.0, ()), StepStats(done, (Last("train/loss", 1.0),)), ())
+def finish(parts: RunParts, num_done: int) -> None:
+    parts.run.finish_rollout(
+        num_done - 1, Collected((), 0.0, 1.0, ()), StepStats(num_done, (Last("train/loss", 1.0),)), ()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -86,38 +88,38 @@ def outcomes(folder: Path) -> dict[str, str]:
     return {answer.request: f"{answer.state}: {answer.detail}" for answer in status.requests}
 
 
-def test_everything_that_is_asked_for_is_done_when_the_rollout_is_over(tmp_path: Path) -> None:
-    made = make(tmp_path, found=(Last("eval/sums", 0.5), Last("eval/sums-truncated_ratio", 0.0)))
-    finish(made, 1)
-    assert (made.rollout.asked, made.trainer.written, made.run.stop.requested) == (0, [], False)
+def test_all_requests_are_done_at_the_end_of_the_rollout(tmp_path: Path) -> None:
+    parts = make_run(tmp_path, metrics=(Last("eval/sums", 0.5), Last("eval/sums-truncated_ratio", 0.0)))
+    finish(parts, 1)
+    assert (parts.rollout.num_evaluations, parts.trainer.written, parts.run.stop.requested) == (0, [], False)
     for request in Request:
-        (made.run.control.folder / request).touch()
-    finish(made, 2)
-    made.run.control.close()
+        (parts.run.control.folder / request).touch()
+    finish(parts, 2)
+    parts.run.control.close()
     assert outcomes(tmp_path) == {
         "eval": "done: sums 0.500",
         "save": "done: checkpoints/iter_0000002",
         "report": "done: report.html",
         "stop": "done: the run ends after 2 rollouts, with a checkpoint",
     }
-    assert made.run.stop.requested
-    assert latest(tmp_path / "checkpoints") == "2", "a save that was asked for is whole when it is answered"
+    assert parts.run.stop.requested
+    assert latest(tmp_path / "checkpoints") == "2", "a requested save is complete when it is answered"
     assert "sums" in (tmp_path / "report.html").read_text()
 
 
-def test_what_cannot_be_done_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make(tmp_path, trainer=Trainer(fails_to_finish={2}))
+def test_failed_requests_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make_run(tmp_path, trainer=Trainer(fails_to_finish={2}))
     (tmp_path / "report.html").mkdir()
     for request in (Request.EVAL, Request.SAVE, Request.REPORT):
-        (made.run.control.folder / request).touch()
-    finish(made, 2)
-    found = outcomes(tmp_path)
-    assert found["eval"] == "failed: no engines or no evaluation.datasets"
-    assert found["save"] == "failed: nothing was written"
-    assert found["report"].startswith("failed: IsADirectoryError")
-    assert not made.run.stop.requested
-    made.run.checkpoints.enabled = False
-    (made.run.control.folder / Request.SAVE).touch()
-    finish(made, 3)
+        (parts.run.control.folder / request).touch()
+    finish(parts, 2)
+    replies = outcomes(tmp_path)
+    assert replies["eval"] == "failed: no engines or no evaluation.datasets"
+    assert replies["save"] == "failed: nothing was written"
+    assert replies["report"].startswith("failed: IsADirectoryError")
+    assert not parts.run.stop.requested
+    parts.run.checkpoints.enabled = False
+    (parts.run.control.folder / Request.SAVE).touch()
+    finish(parts, 3)
     assert outcomes(tmp_path)["save"] == "failed: a run without a trainer has nothing to save"
-    made.run.control.close()
+    parts.run.control.close()

@@ -1,4 +1,4 @@
-"""Stacks of a run's processes: all are waited for, but those that cannot write any not for ever."""
+"""Stack dumps of a run's processes: slow ones are waited for, up to a deadline."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Start = Callable[[str], int]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a process that registers by a name; its id."""
+    """Return a function that starts a process registered under a name and returns its id."""
     children: list[subprocess.Popen[str]] = []
 
-    def begin(name: str) -> int:
+    def start_child(name: str) -> int:
         command, pipe = [sys.executable, "-c", CHILD, str(tmp_path), name], subprocess.PIPE
         child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         children.append(child)
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         return child.pid
 
-    yield begin
+    yield start_child
     for child in children:
         child.kill()
         child.communicate()
@@ -51,10 +51,10 @@ def written(folder: Path, name: str) -> str:
 
 
 def test_a_process_that_is_late_is_waited_for(start: Start, tmp_path: Path) -> None:
-    late = start("late")
+    late_pid = start("late")
     start("prompt")
-    os.kill(late, signal.SIGSTOP)
-    wake = threading.Timer(0.5, os.kill, (late, signal.SIGCONT))
+    os.kill(late_pid, signal.SIGSTOP)
+    wake = threading.Timer(0.5, os.kill, (late_pid, signal.SIGCONT))
     wake.start()
     gather_stacks(tmp_path, 60)
     wake.join()
@@ -71,13 +71,13 @@ def test_a_stopped_process_does_not_hold_up_the_others(start: Start, tmp_path: P
 
 
 def test_a_process_that_ended_is_not_waited_for(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that ends between the look at who lives and the signal."""
+    """Also if it ends between the listing and the signal."""
     start("prompt")
     (tmp_path / "ended.1.0.txt").touch()
-    found = living(tmp_path)
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    monkeypatch.setattr(stacks, "living", lambda _: found | {"gone": gone.pid})
-    assert "ended" not in found
+    registered = living(tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(stacks, "living", lambda _: registered | {"ended": ended.pid})
+    assert "ended" not in registered
     gather_stacks(tmp_path, 3600)
     assert "in <module>" in written(tmp_path, "prompt")

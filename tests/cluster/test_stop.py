@@ -1,4 +1,4 @@
-"""Ctrl-C once, twice, three times, and while a run is taken down."""
+"""Ctrl-C: once, twice, three times, and during teardown."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.config.model_folder import write_model
 
 @pytest.fixture
 def stop() -> Generator[StopRequest]:
-    made = StopRequest()
-    made.install()
-    yield made
-    made.restore()
+    request = StopRequest()
+    request.install()
+    yield request
+    request.restore()
 
 
-def test_the_first_asks_the_second_ends_and_the_third_leaves_the_teardown_alone(
+def test_first_signal_stops_second_interrupts_third_is_ignored(
     stop: StopRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
     signal.raise_signal(signal.SIGINT)
@@ -33,22 +33,22 @@ def test_the_first_asks_the_second_ends_and_the_third_leaves_the_teardown_alone(
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    said = capfd.readouterr().err
-    assert "second SIGTERM: stopping at once, without a checkpoint" in said
-    assert "stopping the processes of this run" in said
+    stderr = capfd.readouterr().err
+    assert "second SIGTERM: stopping immediately, without a checkpoint" in stderr
+    assert "stopping the processes of this run" in stderr
 
 
-def test_signals_are_given_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
-    made = StopRequest()
-    made.install()
+    request = StopRequest()
+    request.install()
     assert signal.getsignal(signal.SIGINT) != before
-    made.restore()
+    request.restore()
     assert signal.getsignal(signal.SIGINT) == before
 
 
 class Processes(launch.Cluster):
-    """A cluster that has started nothing, and whose taking down is interrupted."""
+    """Cluster without processes whose teardown is interrupted by signals."""
 
     def start(self, inputs: Any, first: int, sink: Any, stop: StopRequest, control: Any, record: Any) -> Any:
         ring_folder(self.cfg.run.dir).mkdir()
@@ -60,9 +60,7 @@ class Processes(launch.Cluster):
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by the second signal"])
-def test_what_was_started_is_taken_down_whatever_is_pressed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+def test_teardown_completes_despite_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1=", "label": "2"}\n')
     model = write_model(tmp_path / "model")

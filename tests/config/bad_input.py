@@ -1,4 +1,4 @@
-"""Assertions and parameters of tests whose input is refused."""
+"""Assertions and parameters for tests of refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model folder and a data file that every rule accepts, the command line that names them, and its plan."""
+"""Fixtures: a valid model folder and data file, the command line that names them, and its plan."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def argv(model: Path, data: Path) -> list[str]:
-    """The shortest command line that loads."""
+    """Return the shortest command line that loads."""
     return [f"model.hf_checkpoint={model}", f"data.train={data}"]
 
 
 @pytest.fixture
 def plan(argv: list[str]) -> Callable[..., Plan]:
-    """Plan that command line with more arguments, for a laptop or another machine."""
+    """Return a function that plans ``argv`` with extra arguments, for a laptop or another machine."""
 
     def make(*extra: str, machine: Machine = LAPTOP) -> Plan:
         return make_plan(load_config([*argv, *extra]), machine)

@@ -1,4 +1,4 @@
-"""Machines that configurations are planned for."""
+"""Machines to plan for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder small enough to write by hand: headers and JSON are real, the weights are zeros."""
+"""Tiny Hugging Face model folder: real headers and JSON, weights of zeros."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE: dict[str, Any] = {
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Float32 zeros, in the safetensors format; they take no room on the disk."""
+    """Write float32 zeros in the safetensors format, as a sparse file."""
     header: dict[str, Any] = {}
     end = 0
     for name, shape in tensors.items():
@@ -33,7 +33,7 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """A whole model folder; ``changes`` go into config.json, a value of ``None`` removes the key."""
+    """Write a complete model folder. ``changes`` go into config.json; a value of None removes the key."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {name: value for name, value in (SHAPE | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))

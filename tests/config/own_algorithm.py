@@ -1,4 +1,4 @@
-"""A user's own loss, advantages and correction, in the shape of ``slime_like.interfaces``."""
+"""User-defined loss, advantages and off-policy correction with the signatures of ``slime_like.interfaces``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Reinforce:
 
 
 def centred(rewards_G: F32) -> F32:
-    """Half the distance to the group's mean."""
+    """Return half the distance to the group's mean."""
     return ((rewards_G - rewards_G.mean()) / 2).astype(np.float32)
 
 
 @dataclass(slots=True)
 class ConstantAdvantage:
-    """The sequence's reward at each of its trained tokens, less 0.5."""
+    """Token advantage: the sequence's reward minus 0.5 at each trained token."""
 
     config: AlgoConfig
 
@@ -46,28 +46,66 @@ class ConstantAdvantage:
 
 
 def halved(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Correction:
-    """Half the weight for every token."""
+    """Return a correction with weight 0.5 for every token."""
     return Correction(weight=torch.full_like(old, 0.5), keep=None, means={})
 
 
+def broken(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Correction:
+    """A correction that raises."""
+    raise ValueError("no ratio")
+
+
+def unweighted(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Tensor:
+    """A correction that returns the bare weight."""
+    return torch.ones_like(old)
+
+
+def one_weight(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Correction:
+    """A correction with one weight for all tokens."""
+    return Correction(weight=torch.tensor(0.5), keep=None, means={})
+
+
+@dataclass(slots=True)
+class BrokenReturns(ConstantAdvantage):
+    """A token advantage whose critic targets and diagnostics raise."""
+
+    def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
+        raise ValueError("no targets")
+
+    def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
+        raise ValueError("no numbers")
+
+
+def slime_loss(args: object, batch: object, logits: object, sum_of_sample_mean: object) -> None:
+    """A loss with slime's signature."""
+
+
+def slime_advantages(args: object, rollout_data: object) -> None:
+    """Advantages with slime's signature."""
+
+
+def slime_tis(args: object, *, pg_loss: object, train_log_probs: object, **kwargs: object) -> None:
+    """Importance weights with slime's signature."""
+
+
 def two_arguments(config: AlgoConfig, view: LossView) -> None:
-    """A loss that is not bound to its config first."""
+    """Loss that is not bound to its config first."""
 
 
 def returns_nothing(config: AlgoConfig) -> None:
-    """A loss or advantage that binds to nothing."""
+    """Loss or advantage that binds to None."""
 
 
 def without_entropy(config: AlgoConfig) -> object:
-    """A loss that does not say whether it reads entropy."""
+    """Loss without ``needs_entropy``."""
     return lambda view: view
 
 
 def fails(config: AlgoConfig) -> None:
-    """A loss that cannot be constructed."""
+    """Loss whose construction fails."""
     raise ValueError("no such setting")
 
 
 def one_number(rewards_G: F32) -> F32:
-    """An advantage for the whole group."""
+    """Advantage with one value for the group instead of one per reward."""
     return rewards_G.mean(keepdims=True)

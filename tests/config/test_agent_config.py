@@ -1,4 +1,4 @@
-"""rollout.agent: refused at load where nothing would run it, or where it cannot be run."""
+"""rollout.agent: refused at load if nothing would run it, or if it cannot be run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AGENT = "tests.engine.agents:three_turns"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "why"),
+    ("overrides", "words"),
     [
         (["rollout.agent=" + AGENT], r"rollout\.agent='tests.*has no effect with rollout\.generate=single_turn"),
         (["rollout.agent_concurrency=8"], r"rollout\.agent_concurrency=8 has no effect with rollout\.generate=single"),
@@ -20,9 +20,9 @@ AGENT = "tests.engine.agents:three_turns"
         (["rollout.generate=openai_agent"], r"rollout\.generate=openai_agent runs an agent: set rollout\.agent="),
         (["rollout.generate=openai_agent", "rollout.agent=nothing"], r"rollout\.agent='nothing' is not a dotted path"),
         (["rollout.generate=openai_agent", "rollout.agent=no.such:agent"], r"cannot import 'no.such'"),
-        (["rollout.generate=openai_agent", "rollout.agent=tests.engine.agents:blocks"], "is no coroutine function"),
+        (["rollout.generate=openai_agent", "rollout.agent=tests.engine.agents:blocks"], "is not a coroutine function"),
         (["rollout.generate=openai_agent", f"rollout.agent={AGENT}", "rollout.agent_concurrency=0"], "must be above 0"),
     ],
 )
-def test_it_is_refused_at_load(overrides: list[str], why: str) -> None:
-    assert re.search(why, message(["+recipe=quickstart", *overrides], "", files=False))
+def test_an_unusable_agent_is_refused_at_load(overrides: list[str], words: str) -> None:
+    assert re.search(words, message(["+recipe=quickstart", *overrides], "", files=False))

@@ -20,11 +20,11 @@ from tests.config.model_folder import write_model, write_safetensors
     [
         ("config.json", None, ["config.json is missing", "Hugging Face format"]),
         ("config.json", b"{", ["config.json cannot be read as JSON", "download"]),
-        ("config.json", b"[]", ["config.json holds no JSON object", "download"]),
+        ("config.json", b"[]", ["config.json contains [] instead of a JSON object", "download"]),
         ("config.json", b'{"model_type": "qwen3"}', ["config.json has no", "causal language model"]),
         ("tokenizer.json", None, ["no tokenizer", "tokenizer.json"]),
         ("model.safetensors", None, ["neither model.safetensors nor", "safetensors"]),
-        ("model.safetensors", b"\x05", ["model.safetensors is cut off", "download"]),
+        ("model.safetensors", b"\x05", ["model.safetensors is truncated", "download"]),
         ("model.safetensors", (2).to_bytes(8, "little") + b"[]", ["no readable safetensors header", "download"]),
     ],
 )
@@ -43,10 +43,10 @@ def test_a_damaged_checkpoint_is_named(
 def test_a_truncated_shard_is_named(tmp_path: Path, data: Path) -> None:
     folder = write_model(tmp_path / "m")
     argv = [f"model.hf_checkpoint={folder}", f"data.train={data}"]
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-1])
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1])
     text = message(argv, "", files=True, error=CheckpointError)
-    assert f"{len(whole) - 1} bytes where its header needs {len(whole)}" in text
+    assert f"{len(content) - 1} bytes, but its header describes {len(content)}" in text
 
 
 def test_an_index_that_does_not_match_its_shards_is_named(tmp_path: Path, data: Path) -> None:
@@ -64,9 +64,9 @@ def test_an_index_that_does_not_match_its_shards_is_named(tmp_path: Path, data: 
     assert load_config(argv).model.hf_checkpoint == str(folder)
 
 
-def test_an_unknown_architecture_and_a_foreign_reference_are_named(tmp_path: Path, argv: list[str]) -> None:
-    other = write_model(tmp_path / "other", model_type="qwen4")
-    text = message(argv, f"model.hf_checkpoint={other}", files=True)
+def test_an_unknown_architecture_and_a_mismatched_reference_are_named(tmp_path: Path, argv: list[str]) -> None:
+    unknown = write_model(tmp_path / "other", model_type="qwen4")
+    text = message(argv, f"model.hf_checkpoint={unknown}", files=True)
     assert "model_type 'qwen4'" in text
     assert "'qwen3'" in text
     wide = write_model(tmp_path / "wide", hidden_size=128)
@@ -112,7 +112,7 @@ def test_bad_data_files_are_named(
         ),
     ],
 )
-def test_a_rotary_scaling_that_is_not_supported_is_named(
+def test_an_unsupported_rotary_scaling_is_named(
     changes: dict[str, Any], words: list[str], tmp_path: Path, argv: list[str]
 ) -> None:
     folder = write_model(tmp_path / "scaled", model_type="llama", **changes)

@@ -7,7 +7,7 @@ from pathlib import Path
 from slime_like.config.load.loader import load_config
 from tests.config.bad_input import each_rule, message, one_message
 
-# extra arguments, what the message must hold
+# extra arguments, then words that the message must contain
 KEYS = {
     "unknown key": ("rollout.bach_size=3", "rollout.bach_size=3", "'rollout.batch_size'"),
     "unknown key with plus": ("+rollout.foo=1", "rollout.foo=1", "rollout has batch_size"),
@@ -24,7 +24,7 @@ KEYS = {
     "unknown algorithm": ("algo=grop", "algo=grop", "'grpo'"),
     "unknown recipe": ("+recipe=quickstrat", "+recipe=quickstrat", "'quickstart'"),
     "no override": ("rollout", "'rollout'", "key=value"),
-    "removal": ("~rollout.batch_size", "~rollout.batch_size", "set it to null"),
+    "removal": ("~rollout.batch_size", "~rollout.batch_size", "set the key to null"),
     "hydra's own": ("hydra.run.dir=x", "hydra.run.dir=x", "--config-dir"),
     "no such folder": ("--config-dir=/no/such", "--config-dir /no/such", "DIR/recipe"),
     "word for a number": ("rollout.batch_size=abc", "rollout.batch_size=abc", "a whole number", "default 32"),
@@ -66,5 +66,5 @@ def test_a_recipe_with_a_mistake_is_named(tmp_path: Path, argv: list[str]) -> No
         ("c", "rollout: [", ["recipe/c.yaml ", "cannot be read as YAML"]),
     ):
         (tmp_path / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
-        told = message(argv, f"--config-dir={tmp_path} +recipe={name}", files=False)
-        assert all(word in told for word in words), told
+        error = message(argv, f"--config-dir={tmp_path} +recipe={name}", files=False)
+        assert all(word in error for word in words), error

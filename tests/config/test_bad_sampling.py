@@ -1,10 +1,10 @@
-"""A value of faults, rewards, user functions, engines or data that breaks a rule ends in one message."""
+"""Invalid values of faults, rewards, user functions, engines or data end in one message."""
 
 from __future__ import annotations
 
 from tests.config.bad_input import each_rule, one_message
 
-# extra arguments, what the message must hold
+# extra arguments, then words that the message must contain
 RULES = {
     "zero": ("rollout.batch_size=0", "rollout.batch_size=0", "above 0"),
     "fault, form": (
@@ -93,7 +93,7 @@ RULES = {
     ),
     "filter that nobody awaits": (
         "rollout.filters=[tests.config.wrong_functions:generate_of_two]",
-        "is a coroutine function, which nobody awaits: it must be filter(group)",
+        "is a coroutine function, but is not awaited: it must be filter(group)",
     ),
     "generate of another shape": (
         "rollout.generate=tests.config.wrong_functions:generate_of_two",
@@ -102,11 +102,11 @@ RULES = {
     ),
     "generate that blocks": (
         "rollout.generate=tests.config.wrong_functions:blocking",
-        "is no coroutine function: it must be async def generate(prompt, engine, seeds, context)",
+        "is not a coroutine function: it must be async def generate(prompt, engine, seeds, context)",
     ),
     "generate class of another shape": (
         "rollout.generate=tests.config.wrong_functions:Blocking",
-        "is no coroutine function: it must be async def generate(prompt, engine, seeds, context) of its instances",
+        "is not a coroutine function: it must be async def generate(prompt, engine, seeds, context) of its instances",
     ),
     "generate class without a config": (
         "rollout.generate=tests.config.wrong_functions:WithoutConfig",
@@ -122,7 +122,7 @@ RULES = {
         "rollout.max_context_len=1023",
         "rollout.max_response_len=1024",
         "rollout.max_context_len=1023",
-        "lower it",
+        "lower rollout.max_response_len",
     ),
     "attention in parts": (
         "rollout.tp=3 rollout.sglang.attn_dp_size=2",

@@ -1,10 +1,10 @@
-"""A value of the algorithm, batches, model, layout, optimizer or run that breaks a rule ends in one message."""
+"""Invalid values of the algorithm, batches, model, layout, optimizer or run end in one message."""
 
 from __future__ import annotations
 
 from tests.config.bad_input import each_rule, one_message
 
-# extra arguments, what the message must hold
+# extra arguments, then words that the message must contain
 RULES = {
     "not a number": ("optim.lr=nan", "optim.lr=nan", "[0, "),
     "beta": ("optim.beta2=1.5", "optim.beta2=1.5", "[0, 1]"),
@@ -107,7 +107,7 @@ RULES = {
     "te by another exchange": (
         "model.attention=te model.megatron.cp_comm_type=a2a",
         "model.megatron.cp_comm_type='a2a' with model.attention=te",
-        "remove it",
+        "remove cp_comm_type",
     ),
     "recompute": ("model.recompute_modules=[core]", "model.recompute_modules=['core']", "core_attn"),
     "staleness": ("loop.max_staleness=1", "loop.max_staleness=1", "placement.mode=split"),
@@ -121,8 +121,8 @@ RULES = {
         "parallel.ep=4 parallel.cp=2",
         "parallel.ep=4",
         "2 ranks of a pipeline stage",
-        "set one of 1, 2",
-        "multiple of 4 trainer ranks by placement.actor_num_gpus_per_node",
+        "set parallel.ep to one of 1, 2",
+        "set placement.actor_num_gpus_per_node so that the trainer has a multiple of 4 ranks",
     ),
     "two nodes": (
         "placement.actor_num_nodes=2 placement.actor_num_gpus_per_node=8",
@@ -166,13 +166,13 @@ RULES = {
     "warm-up twice": (
         "optim.warmup_steps=5 optim.warmup_fraction=0.1",
         "optim.warmup_steps=5 and optim.warmup_fraction=0.1",
-        "give one",
+        "set only one",
     ),
     "steps that nothing reads": ("optim.decay_steps=50", "optim.decay_steps=50", "linear, cosine and wsd", "constant"),
     "wsd steps that nothing reads": (
         "optim.schedule=cosine optim.wsd_decay_steps=5",
         "optim.wsd_decay_steps=5",
-        "by optim.schedule wsd only",
+        "only by optim.schedule wsd",
     ),
     "wsd shape that nothing reads": (
         "optim.schedule=cosine optim.wsd_decay_style=linear",

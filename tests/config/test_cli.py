@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def main() -> Callable[[list[str]], int]:
-    """``train.main``, loaded by path: the folder tests/train has the same name."""
+    """Return ``train.main``, loaded by path because the folder tests/train has the same name."""
     spec = importlib.util.spec_from_file_location("train_entry", ROOT / "train.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,20 +33,20 @@ def test_train_py_is_one_screen() -> None:
     assert len((ROOT / "train.py").read_text().splitlines()) <= 40
 
 
-def test_a_python_without_the_packages_is_told_how_to_get_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-S", str(ROOT / "train.py"), "--help"]  # -S: nothing that was installed is found
+def test_missing_packages_are_reported_with_the_setup_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", str(ROOT / "train.py"), "--help"]  # -S: no installed package is visible
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "is not installed for" in done.stderr
-    assert "bash scripts/setup.sh" in done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "is not installed for" in result.stderr
+    assert "bash scripts/setup.sh" in result.stderr
 
 
-def test_it_runs_from_any_folder(tmp_path: Path) -> None:
+def test_train_py_runs_from_any_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "train.py"), "+recipe=quickstart", "optim.lrr=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ConfigError: optim.lrr=1 is unknown: did you mean 'optim.lr'?\n"
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "ConfigError: optim.lrr=1 is unknown: did you mean 'optim.lr'?\n"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_it_runs_from_any_folder(tmp_path: Path) -> None:
         (["--plan-for", "2xH200", "+recipe=quickstart", "placement.device=cuda"], "2 GPUs (H200)"),
     ],
 )
-def test_what_only_prints_exits_with_0(
+def test_commands_that_only_print_exit_with_0(
     main: Callable[[list[str]], int], argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 0
@@ -73,8 +73,8 @@ def test_the_plan_shows_every_op_under_its_policy(
 ) -> None:
     argv = ["--plan", "+recipe=quickstart", "guard=slime", "guard.groups.tp={checks: below, action: raise}"]
     assert main(argv) == 0
-    told = capfd.readouterr().out
-    lines = told[told.index("guard      ") :].splitlines()
+    text = capfd.readouterr().out
+    lines = text[text.index("guard      ") :].splitlines()
     assert lines[0].startswith("guard      auto memory, deadline ")
     policies: dict[str, list[str]] = {}
     for line in takewhile(lambda line: line.startswith("  "), lines[1:]):
@@ -115,7 +115,7 @@ def test_bad_input_exits_with_2(
         (KeyboardInterrupt("stopped"), 130),
     ],
 )
-def test_a_failed_run_is_told_apart_from_bad_input(
+def test_a_failed_run_has_another_exit_code_than_bad_input(
     main: Callable[[list[str]], int],
     error: BaseException,
     code: int,
@@ -124,7 +124,7 @@ def test_a_failed_run_is_told_apart_from_bad_input(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """``run.prepare`` is the user's code inside a run: what it raises is what a run raises."""
+    """Errors raised by ``run.prepare``, user code inside a run, count as errors of the run."""
     module = tmp_path / "failing.py"
     module.write_text("def fail(cfg):\n    raise error\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,4 @@
-"""``run.deterministic``: what it settles, and what it refuses because the bits would differ."""
+"""``run.deterministic``: the values it sets, and the settings it refuses because the bits would differ."""
 
 from __future__ import annotations
 
@@ -47,11 +47,14 @@ def test_a_gpu_keeps_its_tolerance_and_may_split_tensors(argv: list[str]) -> Non
             "rollout.cpu_kernels=c",
             r"rollout\.cpu_kernels=c with run\.deterministic=true: .*set rollout\.cpu_kernels=auto",
         ),
-        ("+rollout.sglang.speculative_algorithm=NGRAM", r"speculative_algorithm=NGRAM .*without the seeds.*remove it"),
-        ("weights.probe_tolerance=1e-4", r"weights\.probe_tolerance=0\.0001 .* may not differ in one bit"),
-        ("weights.sample_tolerance=inf", r"weights\.sample_tolerance=inf .* may not differ in one bit"),
+        (
+            "+rollout.sglang.speculative_algorithm=NGRAM",
+            r"speculative_algorithm=NGRAM .*ignores the samples' seeds.*remove speculative_algorithm",
+        ),
+        ("weights.probe_tolerance=1e-4", r"weights\.probe_tolerance=0\.0001 .* must agree bitwise"),
+        ("weights.sample_tolerance=inf", r"weights\.sample_tolerance=inf .* must agree bitwise"),
     ],
 )
-def test_what_breaks_the_bits_is_refused(argv: list[str], override: str, message: str) -> None:
+def test_settings_that_change_bits_are_refused(argv: list[str], override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(load_config([*argv, ON, override]), LAPTOP)

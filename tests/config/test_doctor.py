@@ -1,4 +1,4 @@
-"""The doctor finds what is missing and says what to do."""
+"""Doctor: missing parts are problems, each with a fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.cluster.start import doctor
 from slime_like.cluster.start.doctor import DoctorFinding, Level
 
 
-def test_nothing_is_missing_here_but_what_the_lock_says() -> None:
+def test_no_requirement_is_missing_on_this_machine() -> None:
     checks = (doctor.check_system, doctor.check_devices, doctor.check_storage, doctor.check_network)
     findings = [finding for check in checks for finding in check()]
     assert [f for f in findings if f.level is Level.MISSING] == []
@@ -27,12 +27,12 @@ def test_a_wrong_version_is_named_with_the_lock_it_breaks(tmp_path: Path, monkey
     for name in ("cpu.lock", "gpu.lock"):
         (folder / name).write_text(lock)
     monkeypatch.setattr(doctor, "REQUIREMENTS", folder)
-    found = {f.text.split()[0]: f for f in doctor.check_versions() if f.level is not Level.OK}
-    assert found["hydra-core"].level is Level.MISSING
-    assert "the lock has 1.0.0" in found["hydra-core"].text
-    assert "scripts/requirements/" in found["hydra-core"].fix
-    assert "no-such-package is not installed, the lock has 3.0" in found["no-such-package"].text
-    assert found["pytest"].level is Level.WARNING
+    problems = {f.text.split()[0]: f for f in doctor.check_versions() if f.level is not Level.OK}
+    assert problems["hydra-core"].level is Level.MISSING
+    assert "the lock has 1.0.0" in problems["hydra-core"].text
+    assert "scripts/requirements/" in problems["hydra-core"].fix
+    assert "no-such-package is not installed, the lock has 3.0" in problems["no-such-package"].text
+    assert problems["pytest"].level is Level.WARNING
 
 
 def test_a_foreign_environment_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_entry_points_that_are_not_registered_are_missing(monkeypatch: pytest.Mo
     assert "pip install" in finding.fix
 
 
-def test_without_a_c_compiler_torch_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_c_compiler_torch_kernels_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -69,7 +69,7 @@ def test_a_proxy_in_front_of_loopback_is_warned_of(monkeypatch: pytest.MonkeyPat
     assert [finding.subject for finding in doctor.check_network()] == ["loopback"]
 
 
-def test_the_exit_code_tells_whether_something_required_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_is_1_if_a_requirement_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for level, code in ((Level.OK, 0), (Level.WARNING, 0), (Level.MISSING, 1)):
         monkeypatch.setattr(
             doctor, "CHECKS", (lambda level=level: [DoctorFinding(level, "thing", "is so", "mend it")],)

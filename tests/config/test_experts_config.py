@@ -1,4 +1,4 @@
-"""Rules of models with experts: expert layouts that fit, and one message for each that does not."""
+"""Rules of mixture-of-experts models: valid expert layouts, and one message for each invalid one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MACHINE = Machine(0, 8, 64 * 2**30, ())
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of eight experts; the key is the one transformers writes for this family."""
+    """Write a model of eight experts, with the key that transformers writes for this family."""
     folder = tmp_path_factory.mktemp("sparse")
     return write_model(folder, model_type="qwen3_moe", num_local_experts=8, num_experts_per_tok=2)
 
@@ -27,8 +27,11 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("parallel.ep=3 parallel.cp=3", ["parallel.ep=3", "8 experts", "set one of 1, 2, 4, 8"]),
-        ("parallel.ep=4 parallel.cp=2", ["parallel.ep=4", "2 ranks of a pipeline stage", "set one of 1, 2"]),
+        ("parallel.ep=3 parallel.cp=3", ["parallel.ep=3", "8 experts", "set parallel.ep to one of 1, 2, 4, 8"]),
+        (
+            "parallel.ep=4 parallel.cp=2",
+            ["parallel.ep=4", "2 ranks of a pipeline stage", "set parallel.ep to one of 1, 2"],
+        ),
         (
             "parallel.tp=2 parallel.sequence_parallel=false",
             ["parallel.tp=2", "parallel.sequence_parallel=false", "set parallel.sequence_parallel=true"],
@@ -48,9 +51,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_a_layout_of_experts_that_cannot_be_is_named(
-    overrides: str, words: list[str], sparse: Path, argv: list[str]
-) -> None:
+def test_an_invalid_expert_layout_is_named(overrides: str, words: list[str], sparse: Path, argv: list[str]) -> None:
     with refusal(words):
         load_config([*argv, f"model.hf_checkpoint={sparse}", *overrides.split()])
 
@@ -71,7 +72,7 @@ def test_a_model_without_experts_is_named(overrides: str, words: list[str], argv
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
-def test_an_output_layer_that_the_engine_would_not_fill_is_named(family: str, tmp_path: Path, argv: list[str]) -> None:
+def test_a_tied_output_layer_that_sglang_does_not_read_is_named(family: str, tmp_path: Path, argv: list[str]) -> None:
     folder = write_model(tmp_path / "tied", model_type=family, tie_word_embeddings=True, num_experts=8)
     with pytest.raises(CheckpointError, match=rf"tie_word_embeddings=true, which SGLang's {family} does not read"):
         load_config([*argv, f"model.hf_checkpoint={folder}"])
@@ -79,13 +80,13 @@ def test_an_output_layer_that_the_engine_would_not_fill_is_named(family: str, tm
     assert load_config(trained).model.hf_checkpoint == str(folder)
 
 
-def test_the_plan_says_who_holds_what(sparse: Path, argv: list[str]) -> None:
+def test_the_plan_shows_experts_per_rank(sparse: Path, argv: list[str]) -> None:
     layout = ["parallel.ep=2", "parallel.cp=2", "placement.actor_num_gpus_per_node=4"]
     cfg = load_config([*argv, f"model.hf_checkpoint={sparse}", *layout])
     plan = make_plan(cfg, MACHINE)
     assert (plan.actor.layout.ep, plan.actor.layout.dp) == (2, 2)
-    found = {d.key: (d.value, d.reason) for d in plan.decisions}
-    assert found["experts per rank"] == ("4", "8 experts / parallel.ep 2; copies of each: 2")
+    decisions = {d.key: (d.value, d.reason) for d in plan.decisions}
+    assert decisions["experts per rank"] == ("4", "8 experts / parallel.ep 2; copies of each: 2")
 
 
 @pytest.mark.parametrize(("ep", "dense", "expected"), [("2", False, 2), ("2", True, 1), ("1", False, 1)])

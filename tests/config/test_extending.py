@@ -1,7 +1,8 @@
-"""A part of each kind is added from outside the package by the steps of docs/extending.md: one file and one line."""
+"""Extension points: a part of each kind is added from outside the package as docs/extending.md describes."""
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.load.loader import load_config
+from slime_like.config.load.loader import from_yaml, load_config, to_yaml
 from slime_like.config.schema import names
+from slime_like.errors import ConfigError, UserCodeError
+from slime_like.metrics.sinks import open_sinks
+from slime_like.metrics.types import RunWarning
 from slime_like.registry import resolve
 from slime_like.reward.check import load_reward
 from slime_like.rollout.collect.group_filters import GroupFilters
-from slime_like.rollout.generate.generators import open_generator
+from slime_like.rollout.collect.sampler import open_generate
 from tests.config.bad_input import message
+from tests.config.model_folder import write_model
 
 OWN_CODE = """
 from own_helper import SCORE
@@ -32,6 +37,26 @@ async def play(prompt, engine, seeds, context):
 class Source:
     def __init__(self, config, context):
         self.config = config
+    def __len__(self):
+        return 0
+    def next(self, n):
+        return []
+    def metrics(self):
+        return ()
+    def state(self):
+        return {}
+    def load_state(self, state):
+        pass
+
+class Sink:
+    def __init__(self, config, context):
+        self.file = open(context.run_dir / "own.csv", "a")
+    def log(self, step, values, spans):
+        self.file.write(f"{step},{values['reward']}\\n")
+    def warn(self, step, warning):
+        self.file.write(f"{step},{warning.text}\\n")
+    def close(self):
+        self.file.close()
 
 async def agent(base_url, api_key, prompt, metadata):
     return None
@@ -41,7 +66,7 @@ PATHS = ("own_parts.py", "own_parts")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a user's module and its helper."""
+    """Return the current directory, with a user module and its helper."""
     (tmp_path / "own_parts.py").write_text(OWN_CODE)
     (tmp_path / "own_helper.py").write_text("SCORE = 0.25\n")
     monkeypatch.chdir(tmp_path)
@@ -51,42 +76,87 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("place", PATHS)
-def test_parts_of_the_rollout_come_from_a_file_or_a_module_of_the_current_directory(
-    place: str, argv: list[str], folder: Path
+@pytest.mark.parametrize("source", PATHS)
+def test_rollout_parts_are_loaded_from_a_file_or_module_of_the_current_directory(
+    source: str, argv: list[str], folder: Path
 ) -> None:
-    lines = {"reward.name": "score", "rollout.generate": "play", "data.source": "Source", "rollout.filters": "short"}
-    values = {key: f"[{place}:{name}]" if key.endswith("s") else f"{place}:{name}" for key, name in lines.items()}
+    lines = {"reward.name": "score", "rollout.generate": "play", "data.source": "Source"}
+    lists = {"rollout.filters": "short", "metrics.sinks": "Sink"}
+    values = {key: f"{source}:{name}" for key, name in lines.items()}
+    values |= {key: f"[{source}:{name}]" for key, name in lists.items()}
     cfg = load_config([*argv, *(f"{key}={value}" for key, value in values.items())], files=False)
     reward: Any = load_reward("reward.name", cfg.reward.name)
     assert reward(None, None) == 0.25
-    assert open_generator(cfg.rollout) is not None
+    assert open_generate(cfg.rollout) is not None
     assert resolve("data.source", cfg.data.source, names.DATA_SOURCES)(cfg.data, None).config is cfg.data
     (rule,) = cfg.rollout.filters
     assert resolve("rollout.filters", rule, names.FILTERS)(None) == "long"
     GroupFilters(cfg.rollout)
+    sinks = open_sinks(cfg.metrics, folder, first_step=0, num_steps=2, console=io.StringIO())
+    sinks.warn(1, RunWarning("slow"))
+    sinks.note("a note, which this sink does not show")
+    sinks.log(1, {"reward": 0.5}, {})
+    with pytest.raises(
+        UserCodeError, match=r"metrics\.sinks=.*:Sink raised KeyError: 'reward' \(.*own_parts.py:\d+\), for step 2"
+    ):
+        sinks.log(2, {}, {})
+    sinks.close()
+    assert (folder / "own.csv").read_text() == "1,slow\n1,0.5\n"
+
+
+def test_a_file_is_found_from_every_directory(argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "reward.name=own_parts.py:score",
+        "rollout.filters=[own_parts.py:short]",
+        "metrics.sinks=[own_parts.py:Sink]",
+    ]
+    cfg = load_config([*argv, *lines], files=False)
+    file = folder / "own_parts.py"
+    assert (cfg.reward.name, cfg.rollout.filters) == (f"{file}:score", [f"{file}:short"])
+    monkeypatch.chdir("/")
+    assert from_yaml(to_yaml(cfg)) == cfg
+
+
+WRONG_SINKS = {
+    "Source": "has no method log(step, values, spans)",
+    "score": "raised AttributeError: ",  # a function: called when the run starts
+    "short": "cannot be called as sink(config, context)",
+    "Deaf": "cannot be called as log(step, values, spans)",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SINKS)
+def test_a_sink_that_does_not_fit_is_named_before_a_process_starts(name: str, argv: list[str], folder: Path) -> None:
+    with (folder / "own_parts.py").open("a") as file:
+        file.write(
+            "class Deaf(Sink):\n    def log(self, step): ...\n\ndef score(config, context):\n    return config.x\n"
+        )
+    with pytest.raises(ConfigError) as refused:
+        cfg = load_config([*argv, f"metrics.sinks=[own_parts.py:{name}]"], files=False)
+        open_sinks(cfg.metrics, folder, first_step=0, num_steps=2, console=io.StringIO())
+    text = str(refused.value)
+    assert "metrics.sinks='" in text and f":{name}'" in text and WRONG_SINKS[name] in text and "own_parts.py:" in text
 
 
 def test_an_agent_and_a_weighted_reward_come_from_a_file(argv: list[str], folder: Path) -> None:
     agent = ["rollout.generate=openai_agent", "rollout.agent=own_parts.py:agent"]
     cfg = load_config([*argv, *agent, r"reward.weights={own_parts.py\:score: 0.5}"], files=False)
-    assert cfg.reward.weights == {"own_parts.py:score": 0.5}
+    assert cfg.reward.weights == {f"{folder / 'own_parts.py'}:score": 0.5}
 
 
-def test_a_file_that_is_not_there_is_named(argv: list[str], folder: Path) -> None:
+def test_a_missing_file_is_named(argv: list[str], folder: Path) -> None:
     text = message(argv, "reward.name=own_part.py:score", files=False)
     assert "reward.name='own_part.py:score'" in text and str(folder) in text
 
 
 PARTS = {
-    "model.family": (names.FAMILIES, "Qwen3"),
     "model.attention": (names.ATTENTIONS, "Attention"),
     "model.gdn.backend": (names.GDN_BACKENDS, "Backend"),
 }
 
 
 @pytest.mark.parametrize("key", PARTS)
-def test_a_line_in_its_table_adds_a_part_of_the_model(
+def test_a_table_entry_adds_a_model_part(
     key: str, argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, kind = PARTS[key]
@@ -99,19 +169,61 @@ def test_a_line_in_its_table_adds_a_part_of_the_model(
 
 
 @pytest.mark.parametrize("mode", ["colocated", "split"])
-def test_a_line_in_the_table_of_its_placement_adds_a_transport(
+def test_a_table_entry_adds_a_transport_for_its_placement(
     mode: str, argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, other = names.COLOCATED_TRANSPORTS, names.SPLIT_TRANSPORTS
+    table, other_table = names.COLOCATED_TRANSPORTS, names.SPLIT_TRANSPORTS
     if mode == "split":
-        table, other = other, table
+        table, other_table = other_table, table
     line = f"placement.mode={mode} weights.transport=mine"
     assert "'mine' is unknown" in message(argv, line, files=False)
     monkeypatch.setitem(table, "mine", "own_parts:Source")
     assert load_config([*argv, *line.split()], files=False).weights.transport == "mine"
     monkeypatch.delitem(table, "mine")
-    monkeypatch.setitem(other, "mine", "own_parts:Source")
+    monkeypatch.setitem(other_table, "mine", "own_parts:Source")
     assert f"with placement.mode={mode}" in message(argv, line, files=False)
+
+
+ADD_FAMILY = """
+import json, sys
+from pathlib import Path
+from slime_like.config.schema import names
+from slime_like.config.schema.family_entry import FamilyEntry
+names.FAMILIES["mine"] = FamilyEntry(
+    "own_family:Mine", output_gate=True, engine_ties=False, fused_engine_model="MineForCausalLM", bitwise=True
+)
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.config.load.loader import load_config
+from slime_like.errors import CheckpointError
+from slime_like.metrics.flops import decoder_shape
+from slime_like.train.megatron.families.base import family_class
+from slime_like_plugins.sglang_cpu.structure import MODELS
+
+folder = Path(sys.argv[1])
+argv = [*sys.argv[2:], f"model.hf_checkpoint={folder}", "run.deterministic=true"]
+plan = make_plan(load_config(argv), Machine(0, 4, 16 * 2**30, ()))
+print(plan.actor.deterministic, family_class("mine").__name__, "MineForCausalLM" in MODELS)
+config = json.loads((folder / "config.json").read_text())
+print(decoder_shape(config).output_gate)
+(folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+try:
+    load_config(argv)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_line_in_the_table_of_families_adds_a_family(argv: list[str], folder: Path) -> None:
+    """In a process of its own: the plugin reads the table when it is imported."""
+    code = "from slime_like.train.megatron.families.qwen3 import Qwen3\nclass Mine(Qwen3):\n    pass\n"
+    (folder / "own_family.py").write_text(code)
+    model = write_model(folder / "model", model_type="mine")
+    assert "model_type 'mine', which is not supported" in message(argv, f"model.hf_checkpoint={model}", files=True)
+    command = [sys.executable, "-c", ADD_FAMILY, str(model), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[:2] == ["True Mine True", "True"], done.stderr
+    assert "SGLang's mine does not read: its output layer would stay uninitialised" in done.stdout
 
 
 OWN_ALGORITHM = """
@@ -137,9 +249,9 @@ print(cfg.algo.name, cfg.algo.loss, cfg.algo.warmth)
 """
 
 
-def test_a_line_in_the_table_of_algorithms_adds_a_schema(argv: list[str], folder: Path) -> None:
-    """In a process of its own: the tables are read when the config is first imported."""
+def test_a_table_entry_adds_an_algorithm(argv: list[str], folder: Path) -> None:
+    """Load in a new process: the tables are read when the config is first imported."""
     (folder / "own_algo.py").write_text(OWN_ALGORITHM)
     command = [sys.executable, "-c", LOAD_OWN_ALGORITHM, *argv]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["mine", "mine", "0.25"], done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["mine", "mine", "0.25"], result.stderr

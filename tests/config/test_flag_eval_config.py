@@ -1,4 +1,4 @@
-"""slime's --eval-config: sets, defaults and settings of one set become held-out sets here, or the field is named."""
+"""slime's --eval-config: datasets, defaults and overrides become evaluation datasets; unsupported fields are named."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SCRIPT = (
 )
 
 
-def written(folder: Path, content: object) -> Path:
+def write_sets(folder: Path, content: object) -> Path:
     path = folder / "sets.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_sets_have_their_settings_over_the_defaults(by_name: bool, tmp_path: Path) -> None:
+def test_settings_of_a_dataset_override_the_defaults(by_name: bool, tmp_path: Path) -> None:
     tree: dict[str, Any] = SETS["eval"]
     if by_name:
         tree = tree | {"datasets": {item["name"]: item | {"name": item["name"]} for item in tree["datasets"]}}
-    path = written(tmp_path, tree if by_name else SETS)
+    path = write_sets(tmp_path, tree if by_name else SETS)
     line = [
         "data.train=d",
         "model.hf_checkpoint=m",
@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "defaults": ({"defaults": 3, "datasets": [{"name": "a", "path": "x"}]}, "defaults=3"),
     "another field": (
         {"datasets": [{"name": "a", "path": "x", "stop": ["END"]}]},
-        r"a\.stop=\['END'\], and nothing here",
+        r"a\.stop=\['END'\], which has no equivalent here",
     ),
     "metadata": ({"datasets": [{"name": "a", "path": "x", "metadata_overrides": {"s": 1}}]}, r"a\.metadata_overrides"),
     "of a default": ({"defaults": {"min_new_tokens": 3}, "datasets": [{"name": "a", "path": "x"}]}, "min_new_tokens=3"),
@@ -74,23 +74,25 @@ REFUSED: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_counterpart_is_named(name: str, tmp_path: Path) -> None:
+def test_fields_without_a_counterpart_are_named(name: str, tmp_path: Path) -> None:
     content, words = REFUSED[name]
-    path = written(tmp_path, content)
+    path = write_sets(tmp_path, content)
     with pytest.raises(ConfigError, match=rf"--eval-config: {path} .*{words}"):
         list(eval_config_overrides(path))
 
 
-def test_a_script_with_it_converts_where_the_file_is_there(tmp_path: Path) -> None:
+def test_a_script_with_an_eval_config_converts_if_the_file_exists(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
-    path = written(tmp_path, SETS)
+    path = write_sets(tmp_path, SETS)
     script.write_text(f'HERE="$(cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")" && pwd)"\n{SCRIPT} "$HERE/sets.yaml"')
     line = [str(script), str(tmp_path / "recipe" / "a.yaml")]
     missing = convert_script(script, tmp_path / "recipe" / "b.yaml", variables={"HERE": "/nowhere"})
     assert missing.code == NONE and "/nowhere/sets.yaml is missing" in missing.problem
-    done = convert_script(*map(Path, line))
-    assert done.code == SAME, done.problem
+    converted = convert_script(*map(Path, line))
+    assert converted.code == SAME, converted.problem
     cfg = load_config(["--config-dir", str(tmp_path), "+recipe=a"], files=False, machine=False)
     assert cfg.evaluation.overrides["aime"]["n_samples_per_prompt"] == 16
-    assert (cfg.evaluation.temperature, cfg.evaluation.top_p) == (1.0, 1.0), "slime samples held-out prompts as others"
-    assert str(path) in done.report
+    assert (cfg.evaluation.temperature, cfg.evaluation.top_p) == (1.0, 1.0), (
+        "slime samples evaluation prompts like training prompts"
+    )
+    assert str(path) in converted.report

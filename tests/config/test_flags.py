@@ -1,4 +1,4 @@
-"""slime's and Megatron's flags become keys; what is not understood is refused by name."""
+"""slime's and Megatron's flags become keys; unknown flags and values are refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWIT
 from slime_like_compat.flags.translate import flag_of, known_flags, translate
 from tests.config.bad_input import refusal
 
-# The flags of slime's scripts/run-qwen3-4B.sh, less its paths.
+# Flags of slime's scripts/run-qwen3-4B.sh without its paths.
 SLIME_SCRIPT = """
 --save-interval 20 --input-key prompt --label-key label --apply-chat-template --rollout-shuffle --rm-type math
 --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192
@@ -163,7 +163,10 @@ REFUSALS = {
     "--custom-rm-path fn": ["--custom-rm-path fn", "dotted path"],
     "--eval-prompt-data a b c": ["--eval-prompt-data a b c", "pairs"],
     "--sglang-dp-size 4": ["--sglang-dp-size 4", "--sglang-enable-dp-attention"],
-    "--loss-type custom_loss": ["--loss-type custom_loss", "sft_loss"],
+    "--loss-type custom_loss": ["--loss-type custom_loss", "--custom-loss-function-path"],
+    "--loss-type other_loss": ["--loss-type other_loss", "sft_loss"],
+    "--custom-loss-function-path a.b": ["--custom-loss-function-path a.b", "--loss-type custom_loss"],
+    "--custom-tis-function-path a.b": ["--custom-tis-function-path a.b", "--use-tis"],
     "--loss-mask-type qwen3": ["--loss-mask-type qwen3", "qwen3_5"],
     "--rollout-function-path a.b": ["--rollout-function-path a.b", "--custom-generate-function-path"],
     "--rollout-function-path slime.rollout.sft_rollout.generate_rollout": ["--loss-type policy_loss"],
@@ -182,7 +185,7 @@ REFUSALS = {
 }
 
 
-def test_a_script_of_slime_runs_as_it_is(argv: list[str]) -> None:
+def test_the_flags_of_a_slime_script_load(argv: list[str]) -> None:
     cfg = load_config([*argv, *shlex.split(SLIME_SCRIPT)], files=False)
     for key, value in EXPECTED.items():
         group, _, name = key.partition(".")
@@ -195,18 +198,18 @@ def test_a_flag_sets_its_key(line: str, override: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSALS.items(), ids=list(REFUSALS))
-def test_what_is_not_understood_is_refused(line: str, words: list[str]) -> None:
+def test_unknown_flags_and_values_are_refused(line: str, words: list[str]) -> None:
     with refusal(words):
         translate(line.split(" "))
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_no_flag_of_a_missing_feature_is_eaten(flag: str) -> None:
+def test_flags_of_missing_features_are_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=rf"{flag} is not supported yet"):
         translate([flag, "1"])
 
 
-def test_flags_point_at_keys_that_exist() -> None:
+def test_flags_map_to_existing_keys() -> None:
     targets = [key for key, _ in (VALUES | LISTS | SWITCHES).values()]
     targets += [key for keys in COMBINED.values() for key in keys if key != "algo"]
     assert [key for key in targets if key not in known_keys() and free_root(key) is None] == []
@@ -214,12 +217,12 @@ def test_flags_point_at_keys_that_exist() -> None:
     assert not set(REFUSED) & set(known_flags())
 
 
-def test_always_means_no_key() -> None:
+def test_flags_of_fixed_behaviour_set_no_key() -> None:
     for flag, (only, _) in ALWAYS.items():
         assert translate([flag] if only is None else [flag, only]).overrides == ()
 
 
-def test_a_key_given_outright_wins_over_combined_flags(argv: list[str]) -> None:
+def test_an_explicit_key_wins_over_combined_flags(argv: list[str]) -> None:
     cfg = load_config([*argv, "rollout.num_engines=3", "--rollout-num-gpus", "4"], files=False)
     assert (cfg.rollout.num_engines, cfg.placement.mode) == (3, "split")
 

@@ -1,4 +1,4 @@
-"""The tables of SGLang's and Megatron's fields: current, typed, and covering what this project sets itself."""
+"""Tables of SGLang's and Megatron's fields: current, typed, and including the fields that this project sets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script() -> ModuleType:
     return module
 
 
-def test_tables_are_those_of_the_installed_packages(script: ModuleType) -> None:
+def test_tables_match_the_installed_packages(script: ModuleType) -> None:
     for path, text in script.files().items():
         assert path.read_text() == text, f"{path.name} is stale: run python scripts/dump_upstream_keys.py"
 
@@ -31,7 +31,7 @@ def test_tables_hold_fields_of_every_kind() -> None:
     sglang, megatron = foreign.table(foreign.SGLANG), foreign.table(foreign.MEGATRON)
     assert sglang["mem_fraction_static"] == {"type": "Optional[float]", "default": "None"}
     assert "--decode-context-parallel-size" in sglang["dcp_size"].get("flags", [])
-    assert megatron["tensor_model_parallel_size"]["default"] == "1"  # of the base class
+    assert megatron["tensor_model_parallel_size"]["default"] == "1"  # from the base class
     assert megatron["num_layers"]["default"] == "0"  # inside dataclasses.field
     assert foreign.source(foreign.SGLANG).startswith("sglang ")
 
@@ -67,6 +67,6 @@ def test_every_annotation_is_understood(name: str) -> None:
         ("Callable[[torch.Tensor], torch.Tensor]", [], ["gelu", None]),
     ],
 )
-def test_values_are_held_against_annotations(annotation: str, good: list[object], bad: list[object]) -> None:
+def test_values_are_checked_against_annotations(annotation: str, good: list[object], bad: list[object]) -> None:
     assert [value for value in good if not foreign.accepts(annotation, value)] == []
     assert [value for value in bad if foreign.accepts(annotation, value)] == []

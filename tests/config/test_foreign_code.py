@@ -1,4 +1,4 @@
-"""Code that a model folder brings is never run, and said to be there before anything is read with transformers or SGLang."""
+"""Code in model folders: never run, and refused before transformers or SGLang reads the folder."""
 
 import ast
 import json
@@ -16,10 +16,12 @@ from slime_like.train.megatron.families.hf import HFFolder
 from tests.config.model_folder import write_model
 
 REPOSITORY = Path(__file__).parents[2]
-SOURCES = [path for name in ("slime_like", "plugins", "scripts") for path in sorted((REPOSITORY / name).rglob("*.py"))]
+FOLDERS = ("slime_like", "slime_like_compat", "plugins", "scripts", "benchmarks", "examples")
+SOURCES = [path for name in FOLDERS for path in sorted((REPOSITORY / name).rglob("*.py"))]
+OF_ITS_OWN_RANKS = REPOSITORY / "benchmarks" / "gdn_layer.py"
 
 
-def test_every_call_says_that_code_is_not_trusted() -> None:
+def test_every_from_pretrained_call_disables_remote_code() -> None:
     calls = [
         (path, node)
         for path in SOURCES
@@ -28,28 +30,26 @@ def test_every_call_says_that_code_is_not_trusted() -> None:
     ]
     assert len(calls) >= 6
     for path, call in calls:
-        said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        assert said.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert arguments.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
 
 
-def test_every_pickle_is_read_by_an_allow_list() -> None:
-    """``pickle.load``, ``torch.load`` and ``numpy.load`` occur in the product with a restriction, or not at all."""
+def test_every_load_of_pickled_data_is_restricted() -> None:
+    """Check that calls of ``pickle.load``, ``torch.load`` and ``numpy.load`` in the sources are restricted."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             name = ast.unparse(node.func)
-            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            where = f"{path}:{node.lineno}"
-            assert name not in ("pickle.load", "pickle.loads") or path.name == "bench_gdn_layer.py", (
-                where
-            )  # its own ranks'
-            assert name != "torch.load" or said.get("weights_only") == "True", where
-            assert name not in ("np.load", "numpy.load") or said.get("allow_pickle") == "False", where
+            arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            place = f"{path}:{node.lineno}"
+            assert name not in ("pickle.load", "pickle.loads") or path == OF_ITS_OWN_RANKS, place
+            assert name != "torch.load" or arguments.get("weights_only") == "True", place
+            assert name not in ("np.load", "numpy.load") or arguments.get("allow_pickle") == "False", place
 
 
 def with_code(folder: Path, marker: Path) -> Path:
-    """A model folder whose configuration and tokenizer are classes of a file in it."""
+    """Write a model folder whose configuration and tokenizer classes are defined in one of its files."""
     auto_map = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}
     write_model(folder, model_type="own", auto_map=auto_map)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tokenizer", "auto_map": auto_map}))
@@ -57,9 +57,9 @@ def with_code(folder: Path, marker: Path) -> Path:
     return folder
 
 
-def test_a_folder_with_code_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_folder_with_code_is_refused(tmp_path: Path) -> None:
     folder, marker = with_code(tmp_path / "model", tmp_path / "ran"), tmp_path / "ran"
-    words = r"auto_map .*'own\.Config'.* code of its own, which is never run here"
+    words = r"auto_map .*'own\.Config'.* its own code, which is never run"
     with pytest.raises(CheckpointError, match=rf"model\.hf_checkpoint: .*/config\.json has {words}"):
         read_hf_config("model.hf_checkpoint", str(folder))
     with pytest.raises(CheckpointError, match=rf"model\.hf_checkpoint: .*/tokenizer_config\.json has {words}"):
@@ -71,9 +71,11 @@ def test_a_folder_with_code_is_refused_in_words(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_sglang_is_told_as_well() -> None:
+def test_sglang_gets_trust_remote_code_false() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.trust_remote_code=True belongs to the run itself"):
         check_foreign("rollout.sglang", {"trust_remote_code": True})
-    asked = {"trust_remote_code": True}
-    spec = EngineSpec("m", "cpu", "float32", 1, 64, 0, "log", start_deadline_s=1, request_deadline_s=1, sglang=asked)
+    requested = {"trust_remote_code": True}
+    spec = EngineSpec(
+        "m", "cpu", "float32", 1, 64, 0, "log", start_deadline_s=1, request_deadline_s=1, sglang=requested
+    )
     assert server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1))["trust_remote_code"] is False

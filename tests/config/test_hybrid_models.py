@@ -1,4 +1,4 @@
-"""Layouts and folders of hybrid models (Qwen3.5, Qwen3-Next) that cannot work are refused at load."""
+"""Hybrid models (Qwen3.5, Qwen3-Next): invalid layouts and folders are refused at load."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def options(argv: list[str], folder: Path) -> list[str]:
         ),
     ],
 )
-def test_heads_of_linear_attention_are_shared_evenly(
+def test_linear_attention_heads_must_divide_evenly(
     extra: str, words: list[str], argv: list[str], tmp_path: Path
 ) -> None:
-    given = options(argv, write_model(tmp_path / "model", **HYBRID))
+    model_argv = options(argv, write_model(tmp_path / "model", **HYBRID))
     with refusal(words, SlimeLikeError):
-        load_config([*given, *extra.split()], files=True)
+        load_config([*model_argv, *extra.split()], files=True)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_heads_of_linear_attention_are_shared_evenly(
         ("parallel.tp=4 parallel.cp=4", "state", "does not divide the 4 key heads and the 8 value heads"),
     ],
 )
-def test_the_plan_says_how_context_parallelism_goes_and_why(
+def test_the_plan_explains_the_context_parallel_mode(
     layout: str, mode: str, words: str, argv: list[str], tmp_path: Path
 ) -> None:
-    given = options(argv, write_model(tmp_path / "model", **HYBRID))
-    plan = make_plan(load_config([*given, *layout.split()], files=True), Machine(0, 16, 64 * 2**30, ()))
-    (found,) = (d for d in plan.decisions if d.key == "model.gdn.cp_mode")
-    assert found.value == mode
-    assert words in found.reason
+    model_argv = options(argv, write_model(tmp_path / "model", **HYBRID))
+    plan = make_plan(load_config([*model_argv, *layout.split()], files=True), Machine(0, 16, 64 * 2**30, ()))
+    (decision,) = (d for d in plan.decisions if d.key == "model.gdn.cp_mode")
+    assert decision.value == mode
+    assert words in decision.reason
 
 
 @pytest.mark.parametrize("composite", [False, True])
@@ -86,8 +86,8 @@ TEXT = {name: value for name, value in SHAPE.items() if name != "model_type"}
 
 
 def test_decays_in_float32_need_the_distributed_optimizer(argv: list[str], tmp_path: Path) -> None:
-    given = options(argv, write_model(tmp_path / "model", **HYBRID))
+    model_argv = options(argv, write_model(tmp_path / "model", **HYBRID))
     plain = "parallel.distributed_optimizer=false"
-    make_plan(load_config([*given, plain]), Machine(0, 4, 16 * 2**30, ()))  # float32 on a CPU: one dtype
+    make_plan(load_config([*model_argv, plain]), Machine(0, 4, 16 * 2**30, ()))  # float32 on a CPU: one dtype
     with pytest.raises(ConfigError, match=f"{plain} with Gated DeltaNet layers in bfloat16"):
-        make_plan(load_config([*given, plain, "model.dtype=bfloat16"]), Machine(0, 4, 16 * 2**30, ()))
+        make_plan(load_config([*model_argv, plain, "model.dtype=bfloat16"]), Machine(0, 4, 16 * 2**30, ()))

@@ -1,4 +1,4 @@
-"""A configuration key that nothing reads is a defect; ``scripts/dead_keys.py`` finds them."""
+"""Unread configuration keys, as ``scripts/dead_keys.py`` finds them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)
 
 
-def test_the_search_sees_reads_and_only_reads() -> None:
+def test_the_search_finds_reads_only() -> None:
     source = """
-def f(cfg: TrainConfig, how: OptimConfig):
+def f(cfg: TrainConfig, settings: OptimConfig):
     p, loop = cfg.parallel, cfg.loop
     self._loss = cfg.algo
-    self._how, n = how, 3
-    print(self._how.eps)
-    return p.tp + how.lr + cfg.rollout.batch_size + other.seed + self._loss.eps_clip
+    self._settings, n = settings, 3
+    print(self._settings.eps)
+    return p.tp + settings.lr + cfg.rollout.batch_size + other.seed + self._loss.eps_clip
 """
     read = script.keys_read(source)
     assert {"parallel.tp", "optim.lr", "optim.eps", "rollout.batch_size", "algo.eps_clip"} <= read
@@ -41,11 +41,11 @@ def test_a_planted_dead_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     shutil.copy(script.PACKAGE / "cluster" / "plan" / "planner.py", tmp_path / "plan.py")
     (tmp_path / "config" / "optim.py").write_text("def f(cfg: TrainConfig): return cfg.optim.lr")
     assert script.main([str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert "optim.lr: nothing in" in told
-    assert "model.dtype" not in told
+    output = capsys.readouterr().out
+    assert "optim.lr: nothing in" in output
+    assert "model.dtype" not in output
 
 
-def test_the_script_finds_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_finds_no_dead_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([]) == 0
     assert "is read" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Command line -> sealed tree: composition, quoting, round trip, and what must not be imported on the way."""
+"""Loading a config from the command line: composition, quoting, round trip, sealing and light imports."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_every_algorithm_loads(name: str, argv: list[str]) -> None:
     assert cfg.algo.name == name
 
 
-def test_every_schema_is_of_an_algorithm() -> None:
+def test_every_schema_belongs_to_an_algorithm() -> None:
     modules = (algo, role_algo)
     schemas = {c for m in modules for c in vars(m).values() if isinstance(c, type) and c.__module__ == m.__name__}
     assert {schema for schema in schemas if issubclass(schema, policy.AlgoConfig)} == set(ALGORITHMS.values())
 
 
 def test_new_keys_are_a_decision() -> None:
-    """Change keys.txt on purpose: python -c 'from slime_like.config.schema.known import *; print(*sorted(known_keys()), sep="\\n")'"""
+    """Compare with keys.txt, to be changed deliberately: python -c 'from slime_like.config.schema.known import *; print(*sorted(known_keys()), sep="\\n")'"""
     frozen = (Path(__file__).parent / "keys.txt").read_text().split()
     assert sorted(known_keys()) == frozen
 
@@ -98,7 +98,7 @@ def test_interpolation_reaches_other_keys(argv: list[str]) -> None:
     assert load_config([*argv, "run.name=a", "run.dir=/tmp/${run.name}_x"]).run.dir == "/tmp/a_x"
 
 
-def test_own_recipes_by_config_dir(tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_recipes_are_found_by_config_dir(tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "it's mine" / "recipe").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "it's mine" / "recipe" / "mine.yaml").write_text(
@@ -109,7 +109,7 @@ def test_own_recipes_by_config_dir(tmp_path: Path, argv: list[str], monkeypatch:
 
 
 def test_sealed_after_load_and_after_pickling(argv: list[str]) -> None:
-    for cfg in (load_config(argv), pickle.loads(pickle.dumps(load_config(argv)))):  # noqa: S301 - made on the line above
+    for cfg in (load_config(argv), pickle.loads(pickle.dumps(load_config(argv)))):  # noqa: S301 - pickled on this line
         for group in (cfg, cfg.optim, cfg.algo, cfg.run):
             with pytest.raises(AttributeError, match="sealed"):
                 group.name = "x"
@@ -143,7 +143,7 @@ def test_show_prints_missing_keys_too() -> None:
     assert "batch_size: 7" in text
 
 
-def test_prepare_runs_before_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_runs_before_files_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "make_inputs.py").write_text(
         "from pathlib import Path\n"
         "from tests.config.model_folder import write_model\n"
@@ -169,7 +169,7 @@ def test_prepare_runs_before_files_are_looked_at(tmp_path: Path, monkeypatch: py
 )
 def test_nothing_heavy_is_imported(statement: str) -> None:
     code = f"import sys; {statement}; print([m for m in {HEAVY} if m in sys.modules])"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert result.stdout.splitlines()[-1] == "[]"

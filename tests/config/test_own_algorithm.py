@@ -1,4 +1,4 @@
-"""``algo.loss``, ``algo.group_advantage``, ``algo.token_advantage`` and ``algo.off_policy`` name a user's own functions."""
+"""User functions in ``algo.loss``, ``algo.group_advantage``, ``algo.token_advantage`` and ``algo.off_policy``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.algo.bind import bind_group_advantage, bind_loss, bind_token_advantage, token_advantages
+from slime_like.algo.bind import (
+    bind_group_advantage,
+    bind_loss,
+    bind_token_advantage,
+    critic_targets,
+    diagnose,
+    token_advantages,
+)
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.errors import ConfigError, UserCodeError
 from slime_like.interfaces import LossOutput, LossView, TokenView
 from tests.algo.simulate import LocalReduce
 from tests.config.bad_input import message
+from tests.config.own_algorithm import BrokenReturns
 
 OWN = "tests.config.own_algorithm"
 FILE = str(Path(__file__).with_name("own_algorithm.py"))
@@ -43,17 +51,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_a_function_that_does_not_fit_ends_in_one_message(case: tuple[str, ...], argv: list[str]) -> None:
+def test_a_wrong_signature_ends_in_one_message(case: tuple[str, ...], argv: list[str]) -> None:
     extra, *words = case
     text = message(argv, extra, files=False)
     assert all(word in text for word in words), text
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("place", [OWN, FILE], ids=["dotted", "file"])
-def test_own_parts_are_what_runs(place: str, argv: list[str]) -> None:
+@pytest.mark.parametrize("source", [OWN, FILE], ids=["dotted", "file"])
+def test_user_functions_are_used(source: str, argv: list[str]) -> None:
     keys = {"loss": "Reinforce", "group_advantage": "centred", "token_advantage": "ConstantAdvantage"}
-    cfg = load_config([*argv, *(f"algo.{key}={place}:{name}" for key, name in keys.items())], files=False)
+    cfg = load_config([*argv, *(f"algo.{key}={source}:{name}" for key, name in keys.items())], files=False)
     advantage = bind_token_advantage(cfg.algo)
     assert advantage is not None and cfg.algo.group_advantage is not None
     assert bind_group_advantage(cfg.algo.group_advantage)(np.array([0, 1], dtype=np.float32)).tolist() == [-0.25, 0.25]
@@ -63,11 +71,11 @@ def test_own_parts_are_what_runs(place: str, argv: list[str]) -> None:
     assert output.loss.tolist() == [2.0, -1.0]
 
 
-def test_an_own_correction_weighs_the_loss(argv: list[str]) -> None:
+def test_a_user_correction_weighs_the_loss(argv: list[str]) -> None:
     plain = load_config(argv, files=False).algo
-    own = load_config([*argv, f"algo.off_policy={OWN}:halved"], files=False).algo
-    assert isinstance(own, PolicyConfig)
-    losses = [bind_loss(algo)(loss_view(torch.tensor([2.0, -1.0]))).loss for algo in (plain, own)]
+    corrected = load_config([*argv, f"algo.off_policy={OWN}:halved"], files=False).algo
+    assert isinstance(corrected, PolicyConfig)
+    losses = [bind_loss(algo)(loss_view(torch.tensor([2.0, -1.0]))).loss for algo in (plain, corrected)]
     assert losses[1].tolist() == (losses[0] / 2).tolist()
 
 
@@ -81,7 +89,34 @@ def test_a_loss_of_another_shape_is_named(argv: list[str], monkeypatch: pytest.M
         bind_group_advantage(f"{OWN}:one_number")(np.array([0, 1], dtype=np.float32))
 
 
-def test_a_module_that_cannot_be_read_names_its_line(argv: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("broken", r"raised ValueError: no ratio \(.*own_algorithm.py:\d+\), for a micro-batch of 2 tokens"),
+        ("unweighted", r"returned Tensor for .*: return Correction\(weight, keep, means\), .*shape \(2,\) or None"),
+        ("one_weight", r"returned \[\(\), None\] for .*: return Correction"),
+    ],
+)
+def test_an_error_in_a_correction_names_key_and_function(name: str, words: str, argv: list[str]) -> None:
+    loss = bind_loss(load_config([*argv, f"algo.off_policy={OWN}:{name}"], files=False).algo)
+    with pytest.raises(UserCodeError, match=rf"^algo\.off_policy={OWN}:{name} {words}"):
+        loss(loss_view(torch.tensor([1.0, 1.0])))
+
+
+def test_an_error_in_critic_targets_or_diagnostics_names_key_and_function(argv: list[str]) -> None:
+    extra = ["algo=ppo", f"algo.token_advantage={OWN}:BrokenReturns"]
+    algo = load_config([*argv, *extra], files=False).algo
+    advantage = bind_token_advantage(algo)
+    assert isinstance(advantage, BrokenReturns)
+    with pytest.raises(
+        UserCodeError, match=rf"^algo\.token_advantage={OWN}:BrokenReturns raised ValueError: no targets"
+    ):
+        critic_targets(algo, advantage, [token_view()])
+    with pytest.raises(UserCodeError, match=r"raised ValueError: no numbers"):
+        diagnose(algo, advantage, [token_view()], LocalReduce())
+
+
+def test_an_error_in_a_user_module_names_its_line(argv: list[str], tmp_path: Path) -> None:
     for code, words in (("x = = 1\n", "SyntaxError"), ("\nraise KeyError('x')\n", "KeyError")):
         file = tmp_path / f"{words}.py"
         file.write_text(code)
@@ -89,7 +124,7 @@ def test_a_module_that_cannot_be_read_names_its_line(argv: list[str], tmp_path: 
         assert words in text and f"{file}:{code.count(chr(10))}" in text and "\n" not in text
 
 
-def test_code_is_not_imported_when_only_names_are_checked(argv: list[str]) -> None:
+def test_code_false_does_not_import_user_modules(argv: list[str]) -> None:
     load_config([*argv, "algo.loss=no_such_module:Loss"], files=False, code=False)
     with pytest.raises(ConfigError, match="no_such_module"):
         load_config([*argv, "algo.loss=no_such_module:Loss"], files=False)

@@ -1,4 +1,4 @@
-"""``~`` is the home folder in every path, and an empty path is named."""
+"""Paths in the config: ``~`` is expanded, and empty paths are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_like.errors import ConfigError
 KEYS = Path(__file__).with_name("keys.txt").read_text().split()
 
 
-def test_every_path_of_the_config_is_known() -> None:
+def test_every_path_key_is_listed() -> None:
     words = ("checkpoint", "_from", "dir", "train", "resume", "path", "file", "folder")
     named = {key for key in KEYS if key.rpartition(".")[2].endswith(words)}
     assert (named | {"critic.load"}) - set(PATHS) == {
@@ -24,7 +24,7 @@ def test_every_path_of_the_config_is_known() -> None:
     assert set(PATHS) <= set(KEYS)
 
 
-def test_a_home_folder_is_filled_in(argv: list[str], monkeypatch: pytest.MonkeyPatch, model: Path, data: Path) -> None:
+def test_a_home_folder_is_expanded(argv: list[str], monkeypatch: pytest.MonkeyPatch, model: Path, data: Path) -> None:
     home = model.parent
     monkeypatch.setenv("HOME", str(home))
     cfg = load_config(
@@ -50,6 +50,6 @@ def test_a_home_folder_is_filled_in(argv: list[str], monkeypatch: pytest.MonkeyP
         ("run.dir=~no_such_user_here/x", "run.dir='~no_such_user_here/x': Could not determine home directory"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_named(override: str, words: str, argv: list[str]) -> None:
+def test_an_invalid_path_is_named(override: str, words: str, argv: list[str]) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config([*argv, override], files=False)

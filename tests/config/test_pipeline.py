@@ -1,4 +1,4 @@
-"""Pipeline segments: what Megatron's keys mean in layers, every layer in one segment, and what does not add up refused."""
+"""Pipeline segments: layers per segment from Megatron's keys, and inconsistent keys refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WRONG: dict[str, tuple[dict[str, object], int, list[str]]] = {
         8,
         ["=3 * parallel.pp=2 = 6", "8 layers", "1, 2, 4"],
     ),
-    "two ways": ({"pp": 2, "vpp": 2, "layers_per_virtual_stage": 1}, 4, ["parallel.vpp=2 beside", "keep one"]),
+    "two ways": ({"pp": 2, "vpp": 2, "layers_per_virtual_stage": 1}, 4, ["parallel.vpp=2 with", "keep one"]),
     "first too large": (
         {"pp": 2, "first_stage_layers": 4},
         4,
@@ -54,21 +54,21 @@ WRONG: dict[str, tuple[dict[str, object], int, list[str]]] = {
     "layout sum": ({"pp": 2, "pipeline_layout": "Ett|tL"}, 4, ["2 + 1 = 3 layers", "the model has 4"]),
     "layout ranks": ({"pp": 2, "pipeline_layout": "Et|t|tL"}, 3, ["3 segments", "parallel.pp=2 does not divide"]),
     "layout vpp": ({"pp": 2, "vpp": 3, "pipeline_layout": "Et|tL"}, 2, ["= 1 per rank", "parallel.vpp=3"]),
-    "layout and first": ({"pp": 2, "first_stage_layers": 1, "pipeline_layout": "Et|tL"}, 2, ["says everything"]),
+    "layout and first": ({"pp": 2, "first_stage_layers": 1, "pipeline_layout": "Et|tL"}, 2, ["sets the whole layout"]),
     "layout letters": ({"pp": 2, "pipeline_layout": "Etm|tL"}, 2, ["'Etm|tL' has 'm'"]),
-    "layout without E": ({"pp": 2, "pipeline_layout": "t|tL"}, 2, ["embedding E comes once, first"]),
+    "layout without E": ({"pp": 2, "pipeline_layout": "t|tL"}, 2, ["write the embedding E once, at the start"]),
     "layout, empty": ({"pp": 3, "pipeline_layout": "Et||tL"}, 2, ["segment 2 of 3 has no layer"]),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_keys_mean_layers(name: str) -> None:
+def test_keys_give_layers_per_segment(name: str) -> None:
     keys, num_layers, expected = CASES[name]
     assert segments(ParallelConfig(**keys), num_layers) == expected  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_add_up_is_refused_with_the_numbers(name: str) -> None:
+def test_inconsistent_keys_are_refused_with_the_numbers(name: str) -> None:
     keys, num_layers, words = WRONG[name]
     with pytest.raises(ConfigError) as raised:
         segments(ParallelConfig(**keys), num_layers)  # pyright: ignore[reportArgumentType]
@@ -82,12 +82,12 @@ sizes = st.none() | st.integers(1, 6)
 def test_every_layer_is_in_one_segment(pp: int, vpp: int, first: int | None, last: int | None, num_layers: int) -> None:
     keys = ParallelConfig(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
     try:
-        found = segments(keys, num_layers)
+        layers = segments(keys, num_layers)
     except ConfigError:
         return
-    assert sum(found) == num_layers and len(found) == pp * vpp and min(found) > 0
-    assert first is None or sum(found[0::pp]) == first
-    assert last is None or sum(found[pp - 1 :: pp]) == last
+    assert sum(layers) == num_layers and len(layers) == pp * vpp and min(layers) > 0
+    assert first is None or sum(layers[0::pp]) == first
+    assert last is None or sum(layers[pp - 1 :: pp]) == last
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -1,4 +1,4 @@
-"""The plan: every open value settled with a reason, and a machine that is too small refused."""
+"""Plan: every ``auto`` value is decided with a reason, and too small a machine is refused."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from tests.config.machines import LAPTOP, SERVER
 
 
 def test_every_auto_is_resolved_on_a_laptop(plan) -> None:
-    made = plan()
-    assert (made.device, made.actor.dtype, made.actor.model.dtype) == ("cpu", "float32", "float32")
-    assert (made.transport.kind, made.transport.backend) == ("tensor", "gloo")
-    assert made.actor.model.family == "qwen3"
-    assert made.actor.model.ref_checkpoint == made.actor.model.hf_checkpoint
-    assert made.max_context_len == made.engines[0].context_length == 2048
-    assert (made.samples_per_rollout, made.samples_per_step) == (256, 256)
-    assert made.actor.optim.decay_steps == made.actor.num_steps == 100
-    assert made.gates.probe == made.actor.sample_tolerance == 1e-4
-    assert made.num_gpus == 0
-    assert "auto" not in {decision.value for decision in made.decisions}
-    settled = {decision.key for decision in made.decisions}
-    assert {"placement.device", "model.dtype", "weights.transport", "loop.global_batch_size"} <= settled
-    assert all(decision.reason for decision in made.decisions)
+    laptop = plan()
+    assert (laptop.device, laptop.actor.dtype, laptop.actor.model.dtype) == ("cpu", "float32", "float32")
+    assert (laptop.transport.kind, laptop.transport.backend) == ("tensor", "gloo")
+    assert laptop.actor.model.family == "qwen3"
+    assert laptop.actor.model.ref_checkpoint == laptop.actor.model.hf_checkpoint
+    assert laptop.max_context_len == laptop.engines[0].context_length == 2048
+    assert (laptop.samples_per_rollout, laptop.samples_per_step) == (256, 256)
+    assert laptop.actor.optim.decay_steps == laptop.actor.num_steps == 100
+    assert laptop.gates.probe == laptop.actor.sample_tolerance == 1e-4
+    assert laptop.num_gpus == 0
+    assert "auto" not in {decision.value for decision in laptop.decisions}
+    decided = {decision.key for decision in laptop.decisions}
+    assert {"placement.device", "model.dtype", "weights.transport", "loop.global_batch_size"} <= decided
+    assert all(decision.reason for decision in laptop.decisions)
 
 
 def test_a_server_gets_cuda_and_bfloat16(plan) -> None:
-    made = plan("parallel.tp=2", "parallel.pp=2", "placement.actor_num_gpus_per_node=8", machine=SERVER)
-    assert (made.device, made.actor.dtype, made.gates.probe, made.transport.backend) == (
+    server = plan("parallel.tp=2", "parallel.pp=2", "placement.actor_num_gpus_per_node=8", machine=SERVER)
+    assert (server.device, server.actor.dtype, server.gates.probe, server.transport.backend) == (
         "cuda",
         "bfloat16",
         0.15,
         "nccl",
     )
-    layout = made.actor.layout
+    layout = server.actor.layout
     assert (layout.tp, layout.pp, layout.dp, layout.world_size, layout.sequence_parallel) == (2, 2, 2, 8, True)
-    assert made.roles[0].devices == tuple((i,) for i in range(8))
-    assert made.roles[1].devices == ((0,),)
-    assert made.num_gpus == 8
+    assert server.roles[0].devices == tuple((i,) for i in range(8))
+    assert server.roles[1].devices == ((0,),)
+    assert server.num_gpus == 8
 
 
-def test_transformer_engine_where_it_is_installed(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_needs_a_gpu_and_its_package(plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "installed", lambda: True)
     assert plan("model.attention=te", machine=SERVER).actor.model.attention == "te"
     with pytest.raises(ConfigError, match=r"model\.attention=te on a CPU: .*set model\.attention=auto"):
-        plan("model.attention=te")  # placement.device=auto found no GPU
+        plan("model.attention=te")  # placement.device=auto without a GPU
     monkeypatch.setattr(attention, "installed", lambda: False)
     with pytest.raises(ConfigError, match=r"model\.attention=te, but transformer_engine is not installed.*pip install"):
         plan("model.attention=te", machine=SERVER)
@@ -67,22 +67,22 @@ def test_context_parallel_ranks_are_part_of_one_copy_of_the_model(plan) -> None:
 
 
 def test_split_engines_follow_the_trainer(plan) -> None:
-    made = plan("placement.mode=split", "parallel.tp=4", "rollout.num_engines=2", "rollout.tp=2", machine=SERVER)
-    assert made.roles[1].devices == ((4, 5), (6, 7))
-    assert (made.transport.kind, made.colocated, made.num_gpus) == ("broadcast", False, 8)
+    split = plan("placement.mode=split", "parallel.tp=4", "rollout.num_engines=2", "rollout.tp=2", machine=SERVER)
+    assert split.roles[1].devices == ((4, 5), (6, 7))
+    assert (split.transport.kind, split.colocated, split.num_gpus) == ("broadcast", False, 8)
 
 
 def test_explicit_values_stay(plan) -> None:
-    made = plan(
+    explicit = plan(
         "model.dtype=bfloat16", "weights.probe_tolerance=0.5", "rollout.max_context_len=1500", "weights.bucket_mb=2"
     )
-    assert (made.actor.dtype, made.gates.probe, made.max_context_len) == ("bfloat16", 0.5, 1500)
-    assert made.transport.max_bytes == 2 * 2**20
-    keys = {decision.key for decision in made.decisions}
+    assert (explicit.actor.dtype, explicit.gates.probe, explicit.max_context_len) == ("bfloat16", 0.5, 1500)
+    assert explicit.transport.max_bytes == 2 * 2**20
+    keys = {decision.key for decision in explicit.decisions}
     assert not keys & {"model.dtype", "weights.probe_tolerance", "rollout.max_context_len"}
 
 
-def test_samples_are_judged_as_device_dtype_and_mode_allow(plan, tmp_path: Path) -> None:
+def test_the_sample_tolerance_follows_device_dtype_and_mode(plan, tmp_path: Path) -> None:
     def tolerance(*overrides: str, **kwargs: Machine) -> float | None:
         return plan(*overrides, **kwargs).actor.sample_tolerance
 
@@ -95,7 +95,7 @@ def test_samples_are_judged_as_device_dtype_and_mode_allow(plan, tmp_path: Path)
     assert layers.drift_by_layer and not plan().actor.drift_by_layer
 
 
-def test_modes_leave_out_what_they_do_not_need(plan, tmp_path: Path) -> None:
+def test_modes_omit_unneeded_roles(plan, tmp_path: Path) -> None:
     rollout_only = plan("run.mode=rollout_only", "placement.mode=split", machine=SERVER)
     assert [role.name for role in rollout_only.roles] == ["engine"]
     assert (rollout_only.needs_trainer, rollout_only.roles[0].devices, rollout_only.colocated) == (False, ((0,),), True)
@@ -112,7 +112,7 @@ def test_scores_follow_the_algorithm(plan) -> None:
     assert plan("loop.steps_per_rollout=2").actor.needs_old_logprobs
 
 
-def test_threads_are_shared_by_processes_that_run_at_once(plan) -> None:
+def test_threads_are_shared_by_concurrent_processes(plan) -> None:
     machine = Machine(0, 8, 64 * 2**30, ())
     turns = plan(machine=machine)
     assert (turns.trainer_threads, turns.engine_threads) == (8, 8)
@@ -148,12 +148,12 @@ def test_a_machine_that_is_too_small_is_refused(plan, extra: list[str], machine:
         plan(*extra, machine=machine)
 
 
-def test_a_model_that_prepare_has_yet_to_make_can_be_planned(argv: list[str]) -> None:
+def test_a_model_made_by_prepare_can_be_planned(argv: list[str]) -> None:
     argv = ["model.hf_checkpoint=/no/such", "data.train=x.jsonl", "run.prepare=a:b"]
     with pytest.raises(ConfigError, match=r"set rollout\.max_context_len"):
         show_plan(argv)
     text = show_plan([*argv, "rollout.max_response_len=8", "rollout.max_context_len=64"])
-    assert "made by run.prepare" in text
+    assert "written by run.prepare" in text
 
 
 def test_the_printed_plan_names_numbers_and_reasons(argv: list[str]) -> None:
@@ -174,11 +174,11 @@ def test_the_printed_plan_names_numbers_and_reasons(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "left"),
+    ("variable", "num_visible"),
     [(None, 3), ("", 0), ("-1", 0), ("1,2", 2), ("0,7,1", 1), ("GPU-8932,GPU-1", 2)],
 )
-def test_cuda_visible_devices(variable: str | None, left: int) -> None:
-    assert len(gpus.visible(("A", "B", "C"), variable)) == left
+def test_cuda_visible_devices(variable: str | None, num_visible: int) -> None:
+    assert len(gpus.visible(("A", "B", "C"), variable)) == num_visible
 
 
 def test_nvidia_smi_is_read() -> None:
@@ -187,10 +187,10 @@ def test_nvidia_smi_is_read() -> None:
 
 
 def test_this_machine_is_probed() -> None:
-    found = probe_machine()
-    assert found.cpu_count >= 1
-    assert found.memory_bytes > 2**30
-    assert len(found.gpu_names) == found.num_gpus
+    machine = probe_machine()
+    assert machine.cpu_count >= 1
+    assert machine.memory_bytes > 2**30
+    assert len(machine.gpu_names) == machine.num_gpus
 
 
 def test_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,29 +198,29 @@ def test_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(gpus.installed_gpus()) == len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
-def test_options_without_effect_are_accepted_and_said_so(plan) -> None:
-    made = plan(
+def test_options_without_effect_are_accepted_and_reported(plan) -> None:
+    with_options = plan(
         "optim.cpu_offload=true",
         "parallel.overlap_grad_reduce=true",
         "parallel.overlap_param_gather=true",
         "placement.actor_num_gpus_per_node=2",
     )
-    reasons = {d.key: (d.value, d.reason) for d in made.decisions}
+    reasons = {d.key: (d.value, d.reason) for d in with_options.decisions}
     assert reasons["optim.cpu_offload"][0] == reasons["parallel.overlap_param_gather"][0] == "no effect"
     assert "host memory" in reasons["optim.cpu_offload"][1]
     assert "loop.steps_per_rollout is 1" in reasons["parallel.overlap_param_gather"][1]
-    alone = plan("parallel.overlap_grad_reduce=true")
-    assert {d.key: d.value for d in alone.decisions}["parallel.overlap_grad_reduce"] == "no effect"
-    layout = made.actor.layout
+    one_rank = plan("parallel.overlap_grad_reduce=true")
+    assert {d.key: d.value for d in one_rank.decisions}["parallel.overlap_grad_reduce"] == "no effect"
+    layout = with_options.actor.layout
     assert (layout.overlap_grad_reduce, layout.overlap_param_gather, layout.bucket_size) == (True, True, None)
 
 
-def test_a_schedule_is_settled_in_steps(plan) -> None:
-    made = plan("optim.schedule=wsd", "optim.warmup_fraction=0.05")
-    optim = made.actor.optim
+def test_a_schedule_is_converted_to_steps(plan) -> None:
+    with_schedule = plan("optim.schedule=wsd", "optim.warmup_fraction=0.05")
+    optim = with_schedule.actor.optim
     assert (optim.warmup_steps, optim.decay_steps, optim.wsd_decay_steps) == (5, 100, 10)
-    settled = {d.key: d.value for d in made.decisions}
-    assert (settled["optim.warmup_steps"], settled["optim.wsd_decay_steps"]) == ("5", "10")
+    decided = {d.key: d.value for d in with_schedule.decisions}
+    assert (decided["optim.warmup_steps"], decided["optim.wsd_decay_steps"]) == ("5", "10")
 
 
 def test_float32_weights_are_not_offloaded_from_a_gpu(plan) -> None:

@@ -1,4 +1,4 @@
-"""The plan says which devices would idle and which evaluations say nothing, with settings that change it."""
+"""Advice of the plan: idle devices and uninformative evaluations, with settings that fix them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan(plan: Callable[..., Plan]) -> Callable[..., Plan]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_shortest_command_on_eight_gpus_names_the_idle_ones(plan, argv: list[str], tp: int) -> None:
+def test_idle_gpus_of_the_shortest_command_are_named(plan, argv: list[str], tp: int) -> None:
     layout = f"parallel.tp={tp}"
     line = plan(layout).advice[0]
     assert line.startswith(
@@ -39,14 +39,14 @@ def test_trainer_gpus_that_wait_for_one_engine_are_named(plan) -> None:
     assert "on 2 of the trainer's 8 GPUs" in line and line.endswith("set rollout.num_engines=4")
 
 
-def test_other_modes_get_advice_of_their_own(plan) -> None:
+def test_other_modes_get_their_own_advice(plan) -> None:
     assert plan("run.mode=rollout_only").advice[0].startswith("7 of 8 GPUs would idle: set rollout.num_engines=8,")
     assert "raise rollout.num_engines" in plan("placement.mode=split").advice[0]
     few = plan("rollout.batch_size=1", "rollout.n_samples_per_prompt=2", "placement.actor_num_gpus_per_node=2")
     assert "6 of 8 GPUs would idle: raise rollout.batch_size" in few.advice[0]
 
 
-def test_nothing_is_said_where_devices_are_not_known_or_are_all_used(plan) -> None:
+def test_no_advice_for_unknown_or_fully_used_devices(plan) -> None:
     assert plan(machine=Machine(0, 2, 16 * 2**30, ())).advice == ()
     assert plan("placement.ray_address=10.0.0.1:6379").advice == ()
 
@@ -57,7 +57,7 @@ def test_equal_samples_of_an_evaluation_are_named(plan, data: Path, greedy: str)
     four = (*used, "evaluation.n_samples_per_prompt=4")
     sampled = () if greedy.startswith("evaluation.temperature") else ("evaluation.temperature=1.0",)
     (line,) = plan(*four, *sampled, greedy).advice
-    assert "evaluation of held draws 4 samples per prompt" in line and "pass@4 is pass@1" in line
+    assert "evaluation of held draws 4 samples per prompt" in line and "pass@4 equals pass@1" in line
     assert plan(*four, "evaluation.temperature=1.0").advice == ()
     assert plan(*used).advice == ()
 

@@ -1,4 +1,4 @@
-"""A quantised checkpoint is refused by name, wherever a run reads one: cast without its scales it loads as garbage."""
+"""Quantised checkpoints are refused for every role: cast without their scales they would load as garbage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROLES = {
 
 
 def with_tensors(folder: Path, dtypes: dict[str, str]) -> Path:
-    """A model folder whose safetensors file holds these tensors of 8 elements."""
+    """Write a model folder whose safetensors file has tensors of 8 elements with these dtypes."""
     widths = {"F8_E4M3": 1, "I8": 1, "U8": 1, "BF16": 2, "F32": 4, "I32": 4}
     header: dict[str, Any] = {}
     end = 0
@@ -76,7 +76,9 @@ def test_a_config_of_a_quantised_model_is_named(name: str, tmp_path: Path, argv:
 
 
 @pytest.mark.parametrize("key", ROLES)
-def test_every_role_refuses_one(key: str, tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_role_refuses_a_quantised_checkpoint(
+    key: str, tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     by_tensor = with_tensors(tmp_path / "tensors", TENSORS["float8 with its scales"][0])
     by_config = write_model(tmp_path / "config", quantization_config={"quant_method": "gptq", "bits": 4})
     by_file = write_model(tmp_path / "modelopt")
@@ -86,7 +88,7 @@ def test_every_role_refuses_one(key: str, tmp_path: Path, argv: list[str], capsy
         assert f"CheckpointError: {key}='{folder}' is a quantised checkpoint" in capsys.readouterr().err
 
 
-def test_a_model_that_says_it_is_not_quantised_passes(tmp_path: Path, argv: list[str]) -> None:
+def test_a_null_quantization_config_passes(tmp_path: Path, argv: list[str]) -> None:
     folder = write_model(tmp_path / "plain")
     (folder / "config.json").write_text(
         json.dumps({**json.loads((folder / "config.json").read_text()), "quantization_config": None})

@@ -1,4 +1,4 @@
-"""Every shipped recipe is composed, checked against its model's published shape, and planned on the machine it names."""
+"""Shipped recipes: composed, checked against the published model shape, and planned on the machine they name."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def planned(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Ma
     if recipe.startswith("qwen3_4b"):
         first = load_config([f"+recipe={recipe}"], files=False)
         heldout = ", ".join(f"{name}: {data}" for name in first.evaluation.datasets)
-        given = [f"model.hf_checkpoint={model}", f"data.train={data}", f"evaluation.datasets={{{heldout}}}"]
-        cfg, machine = load_config([f"+recipe={recipe}", *given]), NODE
+        overrides = [f"model.hf_checkpoint={model}", f"data.train={data}", f"evaluation.datasets={{{heldout}}}"]
+        cfg, machine = load_config([f"+recipe={recipe}", *overrides]), NODE
     else:
         cfg = load_config([f"+recipe={recipe}"], files=False)
         machine = ONE_GPU if cfg.placement.device == "cuda" else LAPTOP
@@ -41,28 +41,28 @@ def planned(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Ma
 
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
-def test_it_is_planned_on_its_machine(recipe: str, qwen3_4b: Path, data: Path) -> None:
+def test_a_recipe_is_planned_on_its_machine(recipe: str, qwen3_4b: Path, data: Path) -> None:
     cfg, plan, machine = planned(recipe, qwen3_4b, data)
     assert cfg.run.name == recipe
-    assert plan.num_gpus == machine.num_gpus, "a recipe uses the machine that it names"
+    assert plan.num_gpus == machine.num_gpus, "a recipe uses all GPUs of its machine"
     assert f"run        {recipe}" in render_plan(cfg, plan, machine)
     assert plan.samples_per_rollout == plan.samples_per_step * cfg.loop.steps_per_rollout
 
 
 @pytest.mark.parametrize("task", ["dapo", "gsm8k"])
 def test_a_4b_run_and_its_split_differ_in_placement_only(task: str, qwen3_4b: Path, data: Path) -> None:
-    together, plan, _ = planned(f"qwen3_4b_{task}", qwen3_4b, data)
-    apart, split, _ = planned(f"qwen3_4b_{task}_async", qwen3_4b, data)
+    colocated, plan, _ = planned(f"qwen3_4b_{task}", qwen3_4b, data)
+    separate, split, _ = planned(f"qwen3_4b_{task}_async", qwen3_4b, data)
     assert plan.colocated and not split.colocated
     assert (plan.actor.layout.dp, split.actor.layout.dp, split.roles[1].devices) == (4, 2, ((4, 5), (6, 7)))
     assert (plan.transport.kind, split.transport.kind) == ("tensor", "broadcast")
-    assert (together.optim, together.data, together.reward) == (apart.optim, apart.data, apart.reward)
-    assert together.rollout.batch_size == apart.rollout.batch_size
-    assert (together.loop.max_staleness, apart.loop.max_staleness) == (0, 1)
+    assert (colocated.optim, colocated.data, colocated.reward) == (separate.optim, separate.data, separate.reward)
+    assert colocated.rollout.batch_size == separate.rollout.batch_size
+    assert (colocated.loop.max_staleness, separate.loop.max_staleness) == (0, 1)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_it_says_what_it_is(path: Path) -> None:
+def test_a_recipe_has_a_comment(path: Path) -> None:
     comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     assert len(comment) > 80
     if path.stem.startswith("qwen3_4b"):

@@ -1,4 +1,4 @@
-"""critic.* and teacher.*: what a plan makes of them, and one message for each that cannot work."""
+"""critic.* and teacher.*: their roles in the plan, and one message for each invalid setting."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from tests.config.model_folder import SHAPE, write_model
 
 
 def test_the_critic_is_a_role_with_the_actors_layout(plan) -> None:
-    made = plan("algo=ppo", "parallel.tp=2", "critic.warmup_rollouts=10", "critic.lr=1e-5")
-    assert [(role.name, len(role.devices)) for role in made.roles] == [("trainer", 2), ("engine", 1), ("critic", 2)]
-    assert made.critic is not None
-    assert made.critic.rank.layout == replace(made.actor.layout, segments=())
-    assert (made.critic.rank.optim.lr, made.actor.optim.lr) == (1e-5, 1e-6)
-    assert (made.critic.rank.num_steps, made.actor.num_steps) == (100, 90)
-    assert made.trainer_threads == 1  # actor and critic train side by side
-    assert "critic rank" in made.summary
+    planned = plan("algo=ppo", "parallel.tp=2", "critic.warmup_rollouts=10", "critic.lr=1e-5")
+    assert [(role.name, len(role.devices)) for role in planned.roles] == [("trainer", 2), ("engine", 1), ("critic", 2)]
+    assert planned.critic is not None
+    assert planned.critic.rank.layout == replace(planned.actor.layout, segments=())
+    assert (planned.critic.rank.optim.lr, planned.actor.optim.lr) == (1e-5, 1e-6)
+    assert (planned.critic.rank.num_steps, planned.actor.num_steps) == (100, 90)
+    assert planned.trainer_threads == 1  # actor and critic train concurrently
+    assert "critic rank" in planned.summary
     assert plan("algo=grpo").critic is None
     assert plan("algo=ppo", "run.mode=rollout_only").critic is None
 
 
-def test_virtual_and_uneven_segments_are_the_actors_alone(plan) -> None:
+def test_virtual_and_uneven_segments_apply_to_the_actor_only(plan) -> None:
     for split in ("parallel.vpp=2", "parallel.first_stage_layers=1"):
-        made = plan("algo=ppo", "parallel.pp=2", split)
-        assert len(set(made.actor.layout.segments)) > 1 or made.actor.layout.vpp == 2
-        assert made.critic is not None
-        layout = made.critic.rank.layout
+        planned = plan("algo=ppo", "parallel.pp=2", split)
+        assert len(set(planned.actor.layout.segments)) > 1 or planned.actor.layout.vpp == 2
+        assert planned.critic is not None
+        layout = planned.critic.rank.layout
         assert (layout.pp, layout.vpp, layout.segments) == (2, 1, ())
 
 
-def test_a_critics_warm_up_is_named_by_its_own_key(plan) -> None:
+def test_a_critic_warmup_error_names_its_own_key(plan) -> None:
     argv = ("algo=ppo", "critic.lr_warmup_steps=50", "optim.schedule=linear", "optim.decay_steps=40")
     with pytest.raises(ConfigError, match=r"^critic.lr_warmup_steps=50 leaves none of 40 optimizer steps"):
         plan(*argv)
 
 
 def test_a_critic_has_its_own_layout_and_devices(plan) -> None:
-    made = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", "critic.dp=2", "critic.placement=split", machine=SERVER)
-    assert made.roles[-1].devices == ((4,), (5,), (6,), (7,))
-    assert (made.critic.rank.layout.tp, made.critic.rank.layout.dp, made.num_gpus) == (2, 2, 8)
+    planned = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", "critic.dp=2", "critic.placement=split", machine=SERVER)
+    assert planned.roles[-1].devices == ((4,), (5,), (6,), (7,))
+    assert (planned.critic.rank.layout.tp, planned.critic.rank.layout.dp, planned.num_gpus) == (2, 2, 8)
     shared = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", machine=SERVER)
     assert (shared.roles[-1].devices, shared.num_gpus) == (((0,), (1,)), 4)
     assert not shared.critic.rank.layout.sequence_parallel or shared.critic.rank.layout.tp > 1
@@ -60,12 +60,12 @@ def test_a_teacher_is_swapped_in_or_a_role(plan, model: Path, tmp_path: Path) ->
     swapped = plan("algo=distill", f"teacher.hf_checkpoint={model}")
     assert (swapped.teacher, swapped.actor.teacher_checkpoint) == (None, str(model))
     assert not swapped.actor.needs_old_logprobs
-    other = write_model(tmp_path / "deeper", num_hidden_layers=6)
-    own = plan("algo=distill", f"teacher.hf_checkpoint={other}", "teacher.tp=2")
-    assert own.teacher is not None
-    assert (own.teacher.rank.layout.tp, own.actor.swaps_teacher) == (2, False)
-    assert (own.roles[-1].name, len(own.roles[-1].devices)) == ("teacher", 2)
-    reasons = {decision.key: decision.reason for decision in own.decisions}
+    deeper = write_model(tmp_path / "deeper", num_hidden_layers=6)
+    separate = plan("algo=distill", f"teacher.hf_checkpoint={deeper}", "teacher.tp=2")
+    assert separate.teacher is not None
+    assert (separate.teacher.rank.layout.tp, separate.actor.swaps_teacher) == (2, False)
+    assert (separate.roles[-1].name, len(separate.roles[-1].devices)) == ("teacher", 2)
+    reasons = {decision.key: decision.reason for decision in separate.decisions}
     assert "num_hidden_layers (6 and 4)" in reasons["teacher.placement"]
 
 
@@ -77,7 +77,7 @@ def test_the_printed_plan_shows_the_roles(argv: list[str]) -> None:
 
 
 def actors_checkpoint(folder: Path) -> Path:
-    """An iteration as an actor writes it, by its manifest."""
+    """Write the manifest of an actor's iteration."""
     (folder / "iter_0000003").mkdir(parents=True)
     manifest = Manifest(3, 3, 3, 1e-6, 0.0, True, {"tp": 1}, {"model_type": "qwen3", "head": "vocabulary"})
     write_manifest(folder / "iter_0000003", manifest)
@@ -85,7 +85,7 @@ def actors_checkpoint(folder: Path) -> Path:
 
 
 def critics_checkpoint(folder: Path, **changes: int) -> Path:
-    """An iteration as a critic of the ``SHAPE`` model, or of one with ``changes``, writes it, by its manifest."""
+    """Write the manifest of a critic's iteration for the ``SHAPE`` model with ``changes``."""
     (folder / "iter_0000003").mkdir(parents=True)
     body = {name: SHAPE[name] for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")}
     content = {**body, "head": "value", "tie_word_embeddings": False, "padded_vocabulary": 128, **changes}
@@ -106,32 +106,35 @@ BAD = {
         ["algo=distill", "teacher.hf_checkpoint=DEEPER", "teacher.placement=swap"],
         ["num_hidden_layers (6 and 4)", "teacher.placement=colocated"],
     ),
-    "another vocabulary": (["algo=distill", "teacher.hf_checkpoint=WIDER"], ["vocabulary of 256", "is of 128"]),
+    "another vocabulary": (["algo=distill", "teacher.hf_checkpoint=WIDER"], ["vocabulary of 256", "has 128"]),
     "another tokenizer": (
         ["algo=distill", "teacher.hf_checkpoint=TOKENIZED", "model.hf_checkpoint=OTHER_TOKENS"],
-        ["vocabulary of 3 tokens", "is of 2", "'b' is token 2 there and 1 here"],
+        ["vocabulary of 3 tokens", "has 2", "'b' is token 2 there and 1 here"],
     ),
     "a critic's other vocabulary": (["algo=ppo", "critic.hf_checkpoint=WIDER"], ["256 tokens", "128"]),
     "heads": (["algo=ppo", "critic.tp=3"], ["critic.tp=3", "8 attention heads"]),
     "no folder": (["algo=ppo", "critic.load=/no/such"], ["critic.load='/no/such'", "not a folder"]),
     "a critic's other body": (
         ["algo=ppo", "critic.load=CRITIC", "critic.hf_checkpoint=DEEPER"],
-        ["iter_0000003: of another model: num_hidden_layers is 4 there and 6 in critic.hf_checkpoint=", "deeper"],
+        [
+            "iter_0000003 was saved from another model: its num_hidden_layers is 4, but 6 in critic.hf_checkpoint=",
+            "deeper",
+        ],
     ),
     "a critic of another policy": (
         ["algo=ppo", "critic.load=DEEP_CRITIC"],
-        ["iter_0000003: of another model: num_hidden_layers is 6 there and 4 in model.hf_checkpoint="],
+        ["iter_0000003 was saved from another model: its num_hidden_layers is 6, but 4 in model.hf_checkpoint="],
     ),
     "a critic padded otherwise": (
         ["algo=ppo", "critic.load=PADDED_CRITIC"],
-        ["iter_0000003: its vocabulary is padded to 384 rows, tp=1 pads it to 128", "tp it was saved with"],
+        ["iter_0000003: its vocabulary is padded to 384 rows, but tp=1 pads it to 128", "resume with the same tp"],
     ),
-    "no value head": (["algo=ppo", "critic.load=ACTOR"], ["iter_0000003: holds no value head", "critic.load"]),
+    "no value head": (["algo=ppo", "critic.load=ACTOR"], ["iter_0000003: has no value head", "critic.load"]),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_work_is_refused_at_load(name: str, argv: list[str], model: Path, tmp_path: Path) -> None:
+def test_invalid_roles_are_refused_at_load(name: str, argv: list[str], model: Path, tmp_path: Path) -> None:
     extra, words = BAD[name]
     folders = {
         "DEEPER": write_model(tmp_path / "deeper", num_hidden_layers=6),
@@ -155,25 +158,25 @@ def test_what_cannot_work_is_refused_at_load(name: str, argv: list[str], model: 
 
 
 def test_a_critics_checkpoint_fits_a_tied_policy_and_any_optimizer(plan, tmp_path: Path) -> None:
-    """A critic's manifest says that nothing is tied; of a start from weights the optimizer's kind is no matter."""
+    """A critic's manifest is untied, and loading weights only ignores the optimizer kind."""
     load = critics_checkpoint(tmp_path / "critic")
     tied = write_model(tmp_path / "tied", tie_word_embeddings=True)
-    made = plan(
+    planned = plan(
         f"model.hf_checkpoint={tied}", "algo=ppo", f"critic.load={load}", "parallel.distributed_optimizer=false"
     )
-    assert made.critic.load == str(load / "iter_0000003")
+    assert planned.critic.load == str(load / "iter_0000003")
 
 
-def test_a_roles_messages_name_its_own_key(plan, model: Path) -> None:
+def test_messages_of_a_role_name_its_own_key(plan, model: Path) -> None:
     assert plan("algo=ppo").critic.rank.model_key == "model.hf_checkpoint"
     assert plan("algo=ppo", f"critic.hf_checkpoint={model}").critic.rank.model_key == "critic.hf_checkpoint"
 
 
-def test_slimes_flags() -> None:
-    found = translate(
+def test_slime_flags_of_critic_and_teacher() -> None:
+    ppo = translate(
         ["--advantage-estimator", "ppo", "--critic-lr", "1e-5", "--num-critic-only-steps", "2", "--lambd", "0.9"]
     )
-    assert set(found.overrides) >= {"algo=ppo", "critic.lr=1e-05", "critic.warmup_rollouts=2", "algo.lambd=0.9"}
+    assert set(ppo.overrides) >= {"algo=ppo", "critic.lr=1e-05", "critic.warmup_rollouts=2", "algo.lambd=0.9"}
     opd = translate(
         ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "t", "--advantage-estimator", "dr_grpo"]
     )

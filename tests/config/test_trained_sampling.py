@@ -1,4 +1,4 @@
-"""Keys and variables of SGLang that change what is sampled: refused where samples are trained on, and none of them unknown."""
+"""SGLang keys and variables that change sampling: refused in training, and all of them classified."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slime_like.errors import ConfigError
 
 LISTED = Path(__file__).parent / "sglang_fields.txt"
 VARIABLES = Path(__file__).parent / "sglang_environment.txt"
-SPEAKS_OF_SAMPLING = "SIMULAT|SAMPL|ACC(EPT)?_|GREEDY|VERIFY|REJECT|PERTURB|ORACLE|THINK|LOGPROB|REVERT|SKIP_IO"
+SAMPLING_PATTERN = "SIMULAT|SAMPL|ACC(EPT)?_|GREEDY|VERIFY|REJECT|PERTURB|ORACLE|THINK|LOGPROB|REVERT|SKIP_IO"
 OTHER_VALUES: dict[str, object] = {"bool": True, "int": 7, "float": 0.25, "Optional[int]": 7, "Optional[str]": "x"}
 VALUES: dict[str, object] = {
     "preferred_sampling_params": '{"min_p": 0.5}',
@@ -37,15 +37,15 @@ VALUES: dict[str, object] = {
 def test_every_field_of_sglang_is_classified() -> None:
     listed = [line for line in LISTED.read_text().splitlines() if line and not line.startswith("#")]
     fields = {name for name in foreign.table(foreign.SGLANG) if not name.startswith("_")}
-    known = [*listed, *CHANGES_SAMPLES, *foreign.OWNED[foreign.SGLANG]]
-    new, gone = sorted(fields - set(known)), sorted(set(known) - fields)
+    classified = [*listed, *CHANGES_SAMPLES, *foreign.OWNED[foreign.SGLANG]]
+    new, removed = sorted(fields - set(classified)), sorted(set(classified) - fields)
     assert not new, f"read what these do in {foreign.source(foreign.SGLANG)}: CHANGES_SAMPLES, or {LISTED.name}: {new}"
-    assert not gone, f"{foreign.source(foreign.SGLANG)} no longer has {gone}"
-    assert len(known) == len(set(known)), "a field is classified once"
+    assert not removed, f"{foreign.source(foreign.SGLANG)} no longer has {removed}"
+    assert len(classified) == len(set(classified)), "a field is classified once"
 
 
 @pytest.mark.parametrize("field", CHANGES_SAMPLES)
-def test_what_changes_samples_is_refused_in_training(field: str) -> None:
+def test_keys_that_change_samples_are_refused_in_training(field: str) -> None:
     cfg = TrainConfig()
     cfg.rollout.sglang = {field: VALUES.get(field) or OTHER_VALUES[foreign.table(foreign.SGLANG)[field]["type"]]}
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
@@ -55,17 +55,17 @@ def test_what_changes_samples_is_refused_in_training(field: str) -> None:
     check_trained_sampling(cfg, {})
 
 
-def test_every_variable_of_sglang_that_speaks_of_sampling_is_classified() -> None:
+def test_every_sampling_variable_of_sglang_is_classified() -> None:
     lines = [line for line in VARIABLES.read_text().splitlines() if line and not line.startswith("#")]
     listed, sglang = {*lines, *CHANGES_SAMPLES_BY_VARIABLE}, sglang_variables()
-    new = {name for name in sglang if re.search(SPEAKS_OF_SAMPLING, name)} - listed
+    new = {name for name in sglang if re.search(SAMPLING_PATTERN, name)} - listed
     assert not new, f"read what these do in sglang: CHANGES_SAMPLES_BY_VARIABLE, or {VARIABLES.name}: {sorted(new)}"
     assert not listed - sglang, f"{foreign.source(foreign.SGLANG)} no longer has {sorted(listed - sglang)}"
     assert len(listed) == len(lines) + len(CHANGES_SAMPLES_BY_VARIABLE), "a variable is classified once"
 
 
 def sglang_variables() -> set[str]:
-    """Names of the environment variables that SGLang declares, read without importing it."""
+    """Return the environment variables that SGLang declares, without importing it."""
     sglang = importlib.util.find_spec("sglang")
     assert sglang is not None and sglang.submodule_search_locations
     source = (Path(sglang.submodule_search_locations[0]) / "srt" / "environ.py").read_text()
@@ -135,7 +135,7 @@ def test_values_that_change_nothing_pass(field: str, value: object) -> None:
     check_trained_sampling(cfg, {})
 
 
-def test_drafts_are_refused_on_a_cpu_which_verifies_them_greedily() -> None:
+def test_speculative_drafts_are_refused_on_a_cpu() -> None:
     cfg = TrainConfig()
     check_drafts(cfg, "cpu")
     cfg.rollout.sglang = {"speculative_algorithm": "NGRAM"}

@@ -1,4 +1,4 @@
-"""An option that is refused where nothing reads it (test_bad_input.py) stands where something does."""
+"""Options that are refused if unread (test_bad_training.py) are accepted with the setting that reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from slime_like.config.load.loader import load_config
 
-# what reads it, then the option and its value
+# setting that reads the option, then the option and its value
 READ = {
     "KL loss": ("algo.kl_loss_coef=0.1", "algo.kl_loss_type", "k1"),
     "PPO": ("algo=ppo algo.kl_coef=0.1", "algo.kl_reward_type", "k2"),
@@ -22,7 +22,7 @@ READ = {
 
 
 @pytest.mark.parametrize("case", READ.values(), ids=list(READ))
-def test_an_option_counts_with_what_reads_it(case: tuple[str, str, str], argv: list[str]) -> None:
+def test_an_option_is_accepted_with_its_reader(case: tuple[str, str, str], argv: list[str]) -> None:
     switch, name, value = case
     cfg = load_config([*argv, *switch.split(), f"{name}={value}"], files=False)
     assert str(reduce(getattr, name.split("."), cfg)) == value

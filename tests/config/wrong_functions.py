@@ -1,26 +1,26 @@
-"""Functions that do not have the signature of the key they are named for."""
+"""User functions with wrong signatures."""
 
 from __future__ import annotations
 
 
 def no_filter(group: object, second: object) -> None:
-    """A filter with an argument too many."""
+    """Filter with an extra argument."""
 
 
 def one_argument(config: object) -> None:
-    """A data source without its context."""
+    """Data source without a context argument."""
 
 
 async def generate_of_two(prompt: object, engine: object = None) -> None:
-    """A generate function without seeds and context."""
+    """Generate function without seeds and context."""
 
 
 def blocking(prompt: object, engine: object, seeds: object, context: object) -> None:
-    """A generate function that is not a coroutine function."""
+    """Generate function that is not a coroutine function."""
 
 
 class Blocking:
-    """A generate class whose instances are not called as coroutines."""
+    """Generate class whose ``__call__`` is not a coroutine function."""
 
     def __init__(self, config: object) -> None: ...
 
@@ -28,6 +28,6 @@ class Blocking:
 
 
 class WithoutConfig:
-    """A generate class that does not take its settings."""
+    """Generate class whose constructor takes no config."""
 
     async def __call__(self, prompt: object, engine: object, seeds: object, context: object) -> None: ...

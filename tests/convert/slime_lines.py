@@ -1,4 +1,4 @@
-"""One line of slime's flags, translated."""
+"""Mapping of one line of slime flags."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def mapped(folder: Path, line: str, *, asynchronous: bool = False, drop: Sequenc
 
 
 def composed(folder: Path, line: str, **options: Any) -> TrainConfig:
-    """The configuration of a job that converts."""
-    found = mapped(folder, line, **options)
-    assert found.config is not None, found.blocked
-    return found.config
+    """Return the configuration of a job that converts."""
+    job = mapped(folder, line, **options)
+    assert job.config is not None, job.blocked
+    return job.config
 
 
-def row(found: Mapped, flag: str) -> Row:
-    return next(row for row in reversed(found.rows) if row.flag == flag)
+def row(job: Mapped, flag: str) -> Row:
+    return next(row for row in reversed(job.rows) if row.flag == flag)

@@ -1,4 +1,4 @@
-"""A launch script of slime becomes a recipe that composes and plans; its table leaves no flag out."""
+"""Conversion of slime launch scripts: the recipe composes and plans, and the table lists every flag."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
         (root / "data" / name / f"{name}.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 30)
     out = tmp_path / "mine" / "recipe" / "flashqla.yaml"
     line = [sys.executable, "scripts/from_slime.py", str(FIXTURE), "--out", str(out), "--set", f"MODEL_ROOT={root}"]
-    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    process = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     cfg = load_config(["--config-dir", str(out.parent.parent), "+recipe=flashqla"], files=False, machine=False)
     check_files(cfg)
     layout = make_plan(cfg, NODE).actor.layout
@@ -66,14 +66,14 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
     assert (cfg.model.gdn.backend, cfg.model.recompute, cfg.optim.cpu_offload) == ("flashqla", "full", True)
     assert cfg.data.train.endswith("dapo-math-17k/dapo-math-17k.jsonl")
     assert cfg.reward.name == "deepscaler"
-    assert cfg.algo.aggregation == "sequence_mean", "slime's default, written out"
-    assert cfg.evaluation.temperature == 1.0, "slime samples held-out prompts as it samples others"
+    assert cfg.algo.aggregation == "sequence_mean", "slime's default is written explicitly"
+    assert cfg.evaluation.temperature == 1.0, "slime samples evaluation prompts like training prompts"
     for text in (
         "--use-dynamic-batch-size",
         "--calculate-per-token-loss off",
         "+recipe=flashqla --plan",
     ):
-        assert text in ran.stdout
+        assert text in process.stdout
     shown = show_plan(["--config-dir", str(out.parent.parent), "+recipe=flashqla"], "8xNVIDIA H200")
     assert "8 GPUs (NVIDIA H200)" in shown and "8 x (tp 2 * pp 1 * cp 4 * dp 1, experts over 8)" in shown
     assert "256 = global_batch_size 256" in shown and "1 x (tp 8 each" in shown
@@ -85,17 +85,17 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
 
 def test_every_flag_of_a_script_has_one_row() -> None:
     launch = read_launch(FIXTURE, variables={"MODEL_ROOT": "/models"})
-    found = map_arguments(launch.arguments, run_name="a", asynchronous=False)
+    job = map_arguments(launch.arguments, run_name="a", asynchronous=False)
     flags = [value.text for value in launch.arguments if value.text.startswith("--")]
-    rows = [row for row in found.rows if row.file_line]
+    rows = [row for row in job.rows if row.file_line]
     assert sorted(row.flag for row in rows) == sorted(flags)
-    assert [row.flag for row in found.rows if row.verdict == "unknown"] == []
-    assert row(found, "--moe-layer-freq").value_text == "?", "computed by the script, and not needed"
-    assert all(item.keys or item.note for item in found.rows)
+    assert [row.flag for row in job.rows if row.verdict == "unknown"] == []
+    assert row(job, "--moe-layer-freq").value_text == "?", "computed by the script and not needed"
+    assert all(item.keys or item.note for item in job.rows)
     assert {item.verdict for item in rows if item.flag in ("--swiglu", "--num-layers", "--spec")} == {"dropped"}
 
 
-def test_a_flag_of_ones_own_is_unknown_and_shown(tmp_path: Path) -> None:
+def test_a_user_flag_is_reported_as_unknown(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"OWN=(--my-own-flag 7)\npython3 train.py {NEEDED} ${{OWN[@]}}")
     out = tmp_path / "recipe" / "own.yaml"

@@ -1,4 +1,4 @@
-"""A job of verl becomes a recipe of the same job, or is refused key by key; its table leaves no key out."""
+"""Conversion of verl jobs: an equivalent recipe or a refusal per key, and a table of every key."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_a_script_composes_and_plans(tmp_path: Path) -> None:
         (models / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows * 30), models / "data" / f"{name}.parquet")
     out = tmp_path / "mine" / "recipe" / "small.yaml"
-    given = ["--set", f"MODELS={models}", "--set", "DEVICE=gpu", "--with", "reward.name=dapo", "--out", str(out)]
-    line = [sys.executable, "scripts/from_verl.py", str(FIXTURE), "trainer.save_freq=10", *given]
-    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    options = ["--set", f"MODELS={models}", "--set", "DEVICE=gpu", "--with", "reward.name=dapo", "--out", str(out)]
+    line = [sys.executable, "scripts/from_verl.py", str(FIXTURE), "trainer.save_freq=10", *options]
+    process = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     cfg = load_config(["--config-dir", str(out.parent.parent), "+recipe=small"], files=False, machine=False)
     assert (cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt) == (128, 8)
     assert (cfg.loop.global_batch_size, cfg.loop.steps_per_rollout, cfg.loop.num_rollout) == (256, 4, 120)
@@ -70,39 +70,37 @@ def test_a_script_composes_and_plans(tmp_path: Path) -> None:
     assert (cfg.metrics.wandb, cfg.metrics.tensorboard) == (False, True)
     assert cfg.data.chat_template_kwargs == {"enable_thinking": False}
     assert (cfg.data.label_key, cfg.data.on_bad_row) == ("reward_model.ground_truth", "skip")
-    assert "+recipe=small --plan" in ran.stdout and "given again at the command line" in ran.stdout
+    assert "+recipe=small --plan" in process.stdout and "given again at the command line" in process.stdout
     shown = show_plan(["--config-dir", str(out.parent.parent), "+recipe=small"], "8xNVIDIA H200")
     assert "8 GPUs (NVIDIA H200)" in shown
-    assert main()([str(FIXTURE), *given]) == 2, "the recipe exists"
+    assert main()([str(FIXTURE), *options]) == 2, "the recipe exists"
 
 
 def value_of(cfg: Any, name: str) -> Any:
     return getattr(cfg.algo, name)
 
 
-def test_what_is_refused_ends_in_an_error_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_job_ends_in_an_error_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "recipe" / "small.yaml"
-    given = [str(FIXTURE), "--set", "MODELS=/m", "--set", "DEVICE=gpu", "--out", str(out)]
-    assert (main()([*given, f"{A}.ppo_epochs=2"]), out.exists()) == (2, False)
+    options = [str(FIXTURE), "--set", "MODELS=/m", "--set", "DEVICE=gpu", "--out", str(out)]
+    assert (main()([*options, f"{A}.ppo_epochs=2"]), out.exists()) == (2, False)
     shown, problem = capsys.readouterr()
     assert "data.reward_fn_key" in problem and f"{A}.ppo_epochs 2" in problem
-    assert "refused: carries meaning" in shown, "the table is shown all the same"
-    more = [f"{A}.ppo_epochs=2", "--with", REWARD, "--drop", f"{A}.ppo_epochs"]
-    assert (main()([*given, *more]), out.exists()) == (0, True)
+    assert "refused: changes the job" in shown, "the table is printed nevertheless"
+    with_fixes = [f"{A}.ppo_epochs=2", "--with", REWARD, "--drop", f"{A}.ppo_epochs"]
+    assert (main()([*options, *with_fixes]), out.exists()) == (0, True)
 
 
-def test_code_of_the_users_own_is_named_in_the_recipe_and_waits(tmp_path: Path) -> None:
+def test_user_code_is_named_in_the_recipe_to_be_ported(tmp_path: Path) -> None:
     out = tmp_path / "recipe" / "own.yaml"
-    given = [str(FIXTURE), "--set", "MODELS=/m", "--set", "DEVICE=gpu", "--out", str(out)]
+    options = [str(FIXTURE), "--set", "MODELS=/m", "--set", "DEVICE=gpu", "--out", str(out)]
     path = ["custom_reward_function.path=/x/own_rewards.py", "+custom_reward_function.name=score"]
-    assert main()([*given, *path]) == 1
+    assert main()([*options, *path]) == 1
     with pytest.raises(ConfigError, match=r"reward\.name.*own_rewards"):
         load_config(["--config-dir", str(tmp_path), "+recipe=own"], files=False, machine=False)
 
 
-def test_a_folder_is_counted_by_class(tmp_path: Path) -> None:
+def test_the_jobs_of_a_folder_are_counted_by_class(tmp_path: Path) -> None:
     command = "python3 -m verl.trainer.main_ppo"
     for name, text in {
         "same": f"{command} {NEEDED}",
@@ -123,7 +121,7 @@ def test_a_folder_is_counted_by_class(tmp_path: Path) -> None:
     assert any(line.split() == ["same", "same.sh"] for line in table)
 
 
-def test_values_of_commands_are_asked_for_together(tmp_path: Path) -> None:
+def test_unknown_command_outputs_are_listed_in_one_error(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
         f"python3 -m verl.trainer.main_ppo {NEEDED} {A}.optim.lr=$(lr) {R}.n=$(count gpus) data.train_batch_size=$(size) "
@@ -137,19 +135,21 @@ def test_values_of_commands_are_asked_for_together(tmp_path: Path) -> None:
             and f"give {key}=VALUE behind the job" in converted.problem
         )
     assert f"{A}.ppo_epochs 2: refused" in converted.problem and "project_name" not in converted.problem
-    given = ("data.train_batch_size=64", f"{R}.n=4", f"{A}.optim.lr=1e-6", f"{A}.ppo_epochs=1")
-    assert convert_verl(VerlSource(script, given), tmp_path / "recipe" / "a.yaml", user_overrides=[REWARD]).code == 0
+    overrides = ("data.train_batch_size=64", f"{R}.n=4", f"{A}.optim.lr=1e-6", f"{A}.ppo_epochs=1")
+    assert (
+        convert_verl(VerlSource(script, overrides), tmp_path / "recipe" / "a.yaml", user_overrides=[REWARD]).code == 0
+    )
 
 
 def test_every_key_of_a_script_has_a_row() -> None:
     _, settings = read_verl(FIXTURE, [], variables={"MODELS": "/m", "DEVICE": "gpu"}, skip=[])
-    found = translate_settings(settings, user_overrides=[REWARD])
-    assert sorted(row.flag for row in found.rows if row.file_line) == sorted(setting.name for setting in settings)
-    assert all(row.keys or row.note for row in found.rows)
-    assert refused(found.rows) == ""
+    job = translate_settings(settings, user_overrides=[REWARD])
+    assert sorted(row.flag for row in job.rows if row.file_line) == sorted(setting.name for setting in settings)
+    assert all(row.keys or row.note for row in job.rows)
+    assert refused(job.rows) == ""
 
 
-def test_a_variable_that_decides_a_branch_is_asked_for() -> None:
+def test_a_variable_that_decides_a_branch_is_required() -> None:
     with pytest.raises(ConfigError, match=r"run_small_math\.sh:\d+:.*--set DEVICE=VALUE may decide"):
         read_verl(FIXTURE, [], variables={"MODELS": "/m"}, skip=[])
 

@@ -1,4 +1,4 @@
-"""Arguments of launch scripts, read without running them, are those that bash would give; the rest is refused by place."""
+"""Reading of launch scripts without running them: arguments equal those of bash, or are refused with their line."""
 
 from __future__ import annotations
 
@@ -73,54 +73,54 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", SAME_AS_BASH.values(), ids=list(SAME_AS_BASH))
-def test_arguments_are_those_of_bash(text: str, tmp_path: Path) -> None:
+def test_arguments_equal_those_of_bash(text: str, tmp_path: Path) -> None:
     assert_read_as_bash_does(text, tmp_path)
 
 
 @pytest.mark.parametrize(("text", "words"), REFUSED.items(), ids=list(REFUSED))
-def test_an_unknown_argument_is_refused_with_its_place(text: str, words: list[str], tmp_path: Path) -> None:
+def test_an_unknown_argument_is_refused_with_its_line(text: str, words: list[str], tmp_path: Path) -> None:
     assert_refused(text, words, tmp_path)
 
 
-def test_variables_from_outside_win(tmp_path: Path) -> None:
+def test_given_variables_override_the_script(tmp_path: Path) -> None:
     text = 'N=1\nif true; then N=2; fi\nM="${M:-3}"\npython3 train_async.py $N $M "${X[@]}"'
-    found = read(tmp_path, text, N="8", X="--a 1")
-    assert found.program == "train_async.py"
-    assert [(value.text, value.problem) for value in found.arguments] == [("8", ""), ("3", ""), ("--a", ""), ("1", "")]
+    launch = read(tmp_path, text, N="8", X="--a 1")
+    assert launch.program == "train_async.py"
+    assert [(value.text, value.problem) for value in launch.arguments] == [("8", ""), ("3", ""), ("--a", ""), ("1", "")]
 
 
-def test_a_sourced_file_may_be_left_out(tmp_path: Path) -> None:
+def test_a_sourced_file_may_be_skipped(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text('source "${DIR}/models/m.sh"\npython3 train.py --a "${MODEL_ARGS[@]}"')
-    found = read_launch(script, variables={}, skip=["m.sh"])
-    assert "m.sh" in found.skipped[0]
-    assert "MODEL_ARGS is not set" in found.arguments[-1].problem, "it might have been set there"
+    launch = read_launch(script, variables={}, skip=["m.sh"])
+    assert "m.sh" in launch.skipped[0]
+    assert "MODEL_ARGS is not set" in launch.arguments[-1].problem, "the skipped file may set it"
 
 
-def test_model_arguments_of_a_command_are_left_to_config_json(tmp_path: Path) -> None:
+def test_model_arguments_from_a_command_are_taken_from_config_json(tmp_path: Path) -> None:
     text = "mapfile -t MODEL_ARGS < <(python3 models.py)\nmapfile -t OTHERS < <(ls)\n"
-    found = read(tmp_path, text + 'python3 train.py --a "${MODEL_ARGS[@]}" "${OTHERS[@]}"')
-    assert [value.text for value in found.arguments if not value.problem] == ["--a"]
-    assert "MODEL_ARGS is read from a command" in found.notes[0] and len(found.notes) == 1
+    launch = read(tmp_path, text + 'python3 train.py --a "${MODEL_ARGS[@]}" "${OTHERS[@]}"')
+    assert [value.text for value in launch.arguments if not value.problem] == ["--a"]
+    assert "MODEL_ARGS is read from a command" in launch.notes[0] and len(launch.notes) == 1
     prepared = read(tmp_path, "cd /opt && python3 train.py --a")
     assert [value.text for value in prepared.arguments] == ["--a"]
 
 
-def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    text = f"touch {seen}\nX=$(touch {seen})\nY=`touch {seen}`\n((z=1))\ncat <(touch {seen})\npython3 train.py --a"
-    found = read(tmp_path, text)
-    assert not seen.exists()
-    assert found.commands["touch"] == 1
+def test_no_command_of_a_script_is_run(tmp_path: Path) -> None:
+    witness = tmp_path / "seen"
+    text = f"touch {witness}\nX=$(touch {witness})\nY=`touch {witness}`\n((z=1))\ncat <(touch {witness})\npython3 train.py --a"
+    launch = read(tmp_path, text)
+    assert not witness.exists()
+    assert launch.commands["touch"] == 1
 
 
-def test_the_fixture_is_read_whole() -> None:
-    found = read_launch(FIXTURE, variables={"MODEL_ROOT": "/models"})
-    texts = [value.text for value in found.arguments]
+def test_the_fixture_is_read_completely() -> None:
+    launch = read_launch(FIXTURE, variables={"MODEL_ROOT": "/models"})
+    texts = [value.text for value in launch.arguments]
     assert texts[texts.index("--expert-model-parallel-size") + 1] == "8"
     assert texts[texts.index("--sglang-cuda-graph-bs") + 1 :][:5] == ["1", "2", "4", "8", "16"]
-    assert [value.text for value in found.arguments if value.problem] == [""], "--moe-layer-freq alone is computed"
-    layers = next(value for value in found.arguments if value.text == "--num-layers")
+    assert [value.text for value in launch.arguments if value.problem] == [""], "only --moe-layer-freq is computed"
+    layers = next(value for value in launch.arguments if value.text == "--num-layers")
     assert layers.file_line.endswith("models/qwen3.5-35B-A3B.sh:14")
 
 
@@ -129,8 +129,8 @@ def test_the_fixture_is_read_whole() -> None:
 def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp()
     try:
-        found = read(folder, f"python3 train.py --a\n{text}")
+        launch = read(folder, f"python3 train.py --a\n{text}")
     except ConfigError as error:
         assert str(folder / "run.sh") in str(error) or "source" in text
     else:
-        assert found.arguments[0].text == "--a"
+        assert launch.arguments[0].text == "--a"

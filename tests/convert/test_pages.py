@@ -1,4 +1,4 @@
-"""The tables of the pages for people who come from elsewhere are those of the code, and name what exists."""
+"""Migration pages: their tables match the code and name existing keys and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_its_tables_are_those_of_the_code(name: str) -> None:
+def test_the_tables_of_a_page_match_the_code(name: str) -> None:
     page = (DOCS / name).read_text()
     assert page == filled(page), "run scripts/make_flag_docs.py"
 
@@ -27,7 +27,7 @@ def test_every_table_is_on_a_page() -> None:
     assert filled("<!-- table: always -->\nold\n<!-- end -->").count("| `--balance-data` |") == 1
 
 
-def test_names_of_other_projects_lead_to_ours() -> None:
+def test_names_of_other_projects_map_to_existing_names() -> None:
     assert [key for key, _ in VERL_KEYS.values() if key not in known_keys()] == []
     metrics = {entry.name for entry in dictionary.ENTRIES}
     assert {*SLIME_METRICS.values(), *VERL_METRICS.values()} - metrics == set()

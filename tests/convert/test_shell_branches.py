@@ -1,4 +1,4 @@
-"""Branches, subshells, loops and functions of launch scripts: what they set is what bash would set, or is refused."""
+"""Branches, subshells, loops and functions of launch scripts: variables equal those of bash, or are refused."""
 
 from __future__ import annotations
 
@@ -104,20 +104,20 @@ def test_variables_of_a_subshell_do_not_reach_its_parent(text: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("text", "words"), REFUSED.items(), ids=[text[:60] for text in REFUSED])
-def test_a_variable_that_may_be_set_is_refused_with_its_place(text: str, words: list[str], tmp_path: Path) -> None:
+def test_a_variable_of_unknown_value_is_refused_with_its_line(text: str, words: list[str], tmp_path: Path) -> None:
     assert_refused(text, words, tmp_path)
 
 
-def test_a_variable_from_outside_stays_in_a_loop(tmp_path: Path) -> None:
+def test_a_given_variable_is_kept_in_a_loop(tmp_path: Path) -> None:
     text = "N=1\nfor i in 1 2; do [ $D = a ] && N=2; done\npython3 train.py $N"
-    found = read(tmp_path, text, D="b")
-    assert [(value.text, value.problem) for value in found.arguments] == [("1", "")]
+    launch = read(tmp_path, text, D="b")
+    assert [(value.text, value.problem) for value in launch.arguments] == [("1", "")]
 
 
 def test_a_file_sourced_in_a_subshell_sets_nothing_outside(tmp_path: Path) -> None:
     (tmp_path / "more.sh").write_text("X=2")
-    found = read(tmp_path, "X=1\n( source more.sh )\npython3 train.py $X")
-    assert [value.text for value in found.arguments] == ["1"]
+    launch = read(tmp_path, "X=1\n( source more.sh )\npython3 train.py $X")
+    assert [value.text for value in launch.arguments] == ["1"]
     (tmp_path / "deep.sh").write_text("if true; then " * 10 + "source deep.sh" + "; fi" * 10)
     with pytest.raises(ConfigError, match=r"more than 32 files|too deep"):
         read_launch(tmp_path / "deep.sh", variables={})

@@ -1,4 +1,4 @@
-"""Random scripts of branches, subshells, loops and functions: an argument that is known is the one that bash gives."""
+"""Random scripts of branches, subshells, loops and functions: known arguments equal those of bash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ simple = st.builds(str.format, st.sampled_from(COMMANDS), NAMES, WORDS) | tests
 
 
 def compound(command: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Build commands that hold others."""
+    """Build commands that contain other commands."""
     ended = st.builds("{}{}".format, command, st.sampled_from(ENDS))
     body = ended | st.builds("{}{}".format, ended, ended)
     signs, branch_ends = st.sampled_from(("&&", "||", "|")), st.sampled_from((";;", ";&", ";;&"))
@@ -43,10 +43,10 @@ commands = st.recursive(simple, compound, max_leaves=6)
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.builds("{}{}".format, commands, st.sampled_from(ENDS)), max_size=3))
-def test_a_known_argument_is_that_of_bash(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+def test_known_arguments_equal_those_of_bash(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     text = f'X=1\nY=ab\n{"".join(lines)}python3 train.py "x$X" "y$Y" "z${{Z:-unset}}"'
     expected = arguments_in_bash(text)
-    found = read(tmp_path_factory.getbasetemp(), text).arguments
-    assert len(found) == len(expected) == 3, text
-    known = [(value.text, bash) for value, bash in zip(found, expected, strict=True) if not value.problem]
-    assert all(ours == bash for ours, bash in known), text
+    values = read(tmp_path_factory.getbasetemp(), text).arguments
+    assert len(values) == len(expected) == 3, text
+    pairs = [(value.text, bash) for value, bash in zip(values, expected, strict=True) if not value.problem]
+    assert all(text_read == bash for text_read, bash in pairs), text

@@ -1,4 +1,4 @@
-"""A flag of slime is mapped, dropped or refused together with the other flags; no value of it is a traceback."""
+"""slime flags: mapped, dropped or refused in combination with other flags, without a traceback for any value."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from slime_like_compat.slime.special import CODE, SPECIAL
 from tests.config.bad_input import refusal
 from tests.convert.slime_lines import NEEDED, composed, mapped, row
 
+OWN = "tests.config.own_algorithm"
 ROWS = {
     "--kl-loss-coef 0.1": ("--kl-loss-coef", "dropped", "without --use-kl-loss"),
     "--use-kl-loss --kl-loss-coef 0.1 --ref-load r": ("--ref-load", "mapped", ""),
@@ -46,10 +47,23 @@ ROWS = {
     "--custom-generate-function-path nowhere.fn": ("--custom-generate-function-path", "code", "PYTHONPATH"),
     "--custom-generate-function-path fn": ("--custom-generate-function-path", "refused", "dotted path"),
     "--dynamic-sampling-filter-path nowhere.fn": ("--dynamic-sampling-filter-path", "code", "PYTHONPATH"),
-    "--custom-loss-function-path a.b": ("--custom-loss-function-path", "refused", "docs/extending.md"),
-    "--loss-type custom_loss": ("--loss-type", "refused", "docs/extending.md"),
-    "--use-tis --custom-tis-function-path a.b": ("--custom-tis-function-path", "refused", "docs/extending.md"),
-    "--custom-advantage-function-path a.b": ("--custom-advantage-function-path", "refused", "docs/extending.md"),
+    "--custom-loss-function-path a.b": ("--custom-loss-function-path", "dropped", "--loss-type custom_loss"),
+    "--loss-type custom_loss --custom-loss-function-path a.b": ("--custom-loss-function-path", "code", "extending.md"),
+    "--custom-loss-function-path a.b --loss-type custom_loss": ("--loss-type", "mapped", "names the loss"),
+    f"--loss-type custom_loss --custom-loss-function-path {OWN}.slime_loss": (
+        "--custom-loss-function-path",
+        "code",
+        "cannot be called as loss(config): missing a required argument: 'batch'",
+    ),
+    f"--loss-type custom_loss --custom-loss-function-path {OWN}.Reinforce": (
+        "--custom-loss-function-path",
+        "mapped",
+        "",
+    ),
+    "--loss-type custom_loss": ("--loss-type", "refused", "with --custom-loss-function-path"),
+    "--use-tis --custom-tis-function-path a.b": ("--custom-tis-function-path", "code", "docs/extending.md"),
+    "--custom-tis-function-path a.b": ("--custom-tis-function-path", "dropped", "--use-tis"),
+    "--custom-advantage-function-path a.b": ("--custom-advantage-function-path", "code", "docs/extending.md"),
     "--custom-pg-loss-reducer-function-path a.b": ("--custom-pg-loss-reducer-function-path", "refused", ""),
     "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async": (
         "--rollout-function-path",
@@ -68,7 +82,7 @@ ROWS = {
     "--opd-teacher-load /m/T_torch_dist": ("--opd-teacher-load", "refused", "HF folder"),
     "--save c --ref-load m_torch_dist --load m_torch_dist": ("--load", "dropped", "--ref-load"),
     "--num-epoch 2": ("--num-epoch", "dropped", "--num-rollout"),
-    '--train-env-vars \'{"NCCL_DEBUG":"INFO"}\'': ("--train-env-vars", "dropped", "where train.py is started"),
+    '--train-env-vars \'{"NCCL_DEBUG":"INFO"}\'': ("--train-env-vars", "dropped", "in the environment of train.py"),
     '--train-env-vars \'{"FAKE_QUANT":"1"}\'': ("--train-env-vars", "refused", "not known"),
     "--rollout-max-context-len 4096 --eval-max-context-len 4096": ("--eval-max-context-len", "always", ""),
     "--rollout-max-prompt-len 2048": ("--rollout-max-prompt-len", "mapped", "left out"),
@@ -80,8 +94,8 @@ ROWS = {
         "mapped",
         "",
     ),
-    "--multi-latent-attention": ("--multi-latent-attention", "refused", "no model family"),
-    "--spec slime_plugins.models.glm4 get_glm_spec": ("--spec", "refused", "no model family"),
+    "--multi-latent-attention": ("--multi-latent-attention", "refused", "no supported model family"),
+    "--spec slime_plugins.models.glm4 get_glm_spec": ("--spec", "refused", "no supported model family"),
     "--spec slime_plugins.models.qwen3_5 get_qwen3_5_spec": ("--spec", "dropped", "config.json"),
     "--moe-router-score-function sigmoid": ("--moe-router-score-function", "refused", "softmax"),
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0": (
@@ -111,19 +125,19 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("line", "expected"), ROWS.items(), ids=list(ROWS))
-def test_what_becomes_of_a_flag(line: str, expected: tuple[str, str, str], tmp_path: Path) -> None:
+def test_the_verdict_of_a_flag(line: str, expected: tuple[str, str, str], tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 train.py {NEEDED} \\\n {line}")
-    given = Flags.of(grouped(read_launch(script, variables={}).arguments))
+    flags = Flags.of(grouped(read_launch(script, variables={}).arguments))
     flag, verdict, words = expected
-    found = row_of(given.last[flag], given) if flag in given else row(mapped(tmp_path, line), flag)
-    assert (found.verdict, words in found.note) == (verdict, True), found
+    flag_row = row_of(flags.last[flag], flags) if flag in flags else row(mapped(tmp_path, line), flag)
+    assert (flag_row.verdict, words in flag_row.note) == (verdict, True), flag_row
 
 
-def test_of_a_flag_that_is_given_twice_the_last_counts(tmp_path: Path) -> None:
-    found = mapped(tmp_path, "--lr 1e-5 --lr 2e-5")
-    assert [row.note.split(" at ")[0] for row in found.rows if row.flag == "--lr"] == ["given again", ""]
-    assert found.config is not None and found.config.optim.lr == 2e-5
+def test_the_last_of_repeated_flags_counts(tmp_path: Path) -> None:
+    job = mapped(tmp_path, "--lr 1e-5 --lr 2e-5")
+    assert [row.note.split(" at ")[0] for row in job.rows if row.flag == "--lr"] == ["given again", ""]
+    assert job.config is not None and job.config.optim.lr == 2e-5
 
 
 def test_defaults_of_slime_are_kept(tmp_path: Path) -> None:
@@ -134,7 +148,9 @@ def test_defaults_of_slime_are_kept(tmp_path: Path) -> None:
     gspo = composed(tmp_path, "--advantage-estimator gspo --eps-clip 3e-4")
     assert (getattr(gspo.algo, "eps_clip_high", 0), gspo.algo.aggregation) == (None, "sequence_mean")
     kinds = [composed(tmp_path, f"--use-kl-loss {coef}").algo for coef in ("", "--kl-loss-coef 0.1")]
-    assert [getattr(algo, "kl_loss_type", "") for algo in kinds] == ["low_var_kl", "k1"], "slime's where there is a KL"
+    assert [getattr(algo, "kl_loss_type", "") for algo in kinds] == ["low_var_kl", "k1"], (
+        "slime's default, if a KL term is used"
+    )
     assert composed(tmp_path, "--rollout-num-gpus 1", asynchronous=True).loop.max_staleness == 1
     assert {item.key for item in DEFAULTS} <= set(known_keys())
 
@@ -150,7 +166,7 @@ def test_defaults_of_slime_are_kept(tmp_path: Path) -> None:
         ("--global-batch-size 7", ["loop.global_batch_size", "run.sh:2: --global-batch-size 7", "--drop FLAG"]),
     ],
 )
-def test_what_no_recipe_says_names_the_line(line: str, words: list[str], tmp_path: Path) -> None:
+def test_an_invalid_value_names_its_line(line: str, words: list[str], tmp_path: Path) -> None:
     with refusal(words):
         mapped(tmp_path, line)
     flag = line.split(" ")[0]
@@ -160,7 +176,7 @@ def test_what_no_recipe_says_names_the_line(line: str, words: list[str], tmp_pat
 ODD = ("0", "null", "text", "[]", "{}", "", "nan", "-1", "[" * 2000, "1" * 400)
 
 
-def test_no_value_of_a_flag_is_a_traceback(tmp_path: Path) -> None:
+def test_no_value_of_a_flag_ends_in_a_traceback(tmp_path: Path) -> None:
     base = [Value(text, "run.sh:1") for text in f"{NEEDED} --colocate --actor-num-gpus-per-node 8".split()]
     flags = dict.fromkeys([*VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS, *REFUSED, *SPECIAL, *CODE])
     flags |= dict.fromkeys(
@@ -168,11 +184,11 @@ def test_no_value_of_a_flag_is_a_traceback(tmp_path: Path) -> None:
     )
     assert len(flags) > 300
     for flag, text in itertools.product(flags, ODD):
-        given = grouped([*base, Value(flag, "run.sh:2"), Value(text, "run.sh:2")])
+        groups = grouped([*base, Value(flag, "run.sh:2"), Value(text, "run.sh:2")])
         with contextlib.suppress(ConfigError):
-            found = row_of(given[-1], Flags.of(given))
-            if found.verdict in ("mapped", "code"):
-                translate([text for item in given for text in item.argv])
+            flag_row = row_of(groups[-1], Flags.of(groups))
+            if flag_row.verdict in ("mapped", "code"):
+                translate([text for item in groups for text in item.argv])
 
 
 @pytest.mark.parametrize("text", ["[1]", "3", "null"])
@@ -181,11 +197,11 @@ def test_variables_that_are_no_mapping_are_refused(text: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("config", ["3", "[1]", "{"])
-def test_a_model_whose_config_is_damaged_is_left_to_load(config: str, tmp_path: Path) -> None:
+def test_a_damaged_model_config_is_left_for_load_to_report(config: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(config)
     assert row(mapped(tmp_path, f"--hf-checkpoint {tmp_path}/model"), "--hf-checkpoint").verdict == "mapped"
 
 
-def test_a_key_is_not_repeated(tmp_path: Path) -> None:
+def test_a_secret_key_is_not_shown(tmp_path: Path) -> None:
     assert row(mapped(tmp_path, "--wandb-key s3cret"), "--wandb-key").value_text == "(not shown)"

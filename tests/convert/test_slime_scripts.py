@@ -1,4 +1,4 @@
-"""Launch scripts of slime of every kind become recipes of the same job, or none."""
+"""slime launch scripts of every kind: an equivalent recipe, or no recipe."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KINDS = {
     ),
     "run-fp8.sh": (NONE, {"--hf-checkpoint": "refused", "--fp8-format": "refused"}),
     "run-fault-tolerance.sh": (SAME, {"--use-fault-tolerance": "mapped", "--update-weight-mode": "dropped"}),
-    "run-fully-async.sh": (NONE, {"--rollout-function-path": "refused", "--custom-tis-function-path": "refused"}),
-    "run-own-loss.sh": (NONE, {"--custom-loss-function-path": "refused", "--my-own-flag": "unknown"}),
+    "run-fully-async.sh": (NONE, {"--rollout-function-path": "refused", "--custom-tis-function-path": "code"}),
+    "run-own-loss.sh": (NONE, {"--custom-loss-function-path": "code", "--my-own-flag": "unknown"}),
 }
 OUTCOMES: dict[str, dict[str, Any]] = {
     "run-sft.sh": {
@@ -66,7 +66,7 @@ OUTCOMES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_scripts_of_every_kind_become_the_same_job_or_none(name: str, tmp_path: Path) -> None:
+def test_scripts_become_an_equivalent_recipe_or_none(name: str, tmp_path: Path) -> None:
     code, verdicts = KINDS[name]
     out = tmp_path / "recipe" / "a.yaml"
     converted = convert_script(FOLDER / name, out)
@@ -77,7 +77,7 @@ def test_scripts_of_every_kind_become_the_same_job_or_none(name: str, tmp_path: 
         drops = converted.problem.rpartition("add: ")[2].split()
         refused = {flag for flag, verdict in verdicts.items() if verdict == "refused"}
         assert {f"--drop={flag}" for flag in refused - {"--hf-checkpoint"}} <= {*drops}
-        assert "--drop=--hf-checkpoint" not in drops, "a job without a model is none"
+        assert "--drop=--hf-checkpoint" not in drops, "a job needs a model"
         assert ("without the others" in converted.problem) == ("--hf-checkpoint" in refused)
         return
     command = ["--config-dir", str(tmp_path), "+recipe=a"]
@@ -90,22 +90,60 @@ def test_scripts_of_every_kind_become_the_same_job_or_none(name: str, tmp_path: 
             load_config(command, files=False)
 
 
-def test_a_model_file_that_is_not_there_is_what_config_json_says(tmp_path: Path) -> None:
+def test_a_missing_model_file_is_replaced_by_config_json(tmp_path: Path) -> None:
     converted = convert_script(FOLDER / "run-agent.sh", tmp_path / "recipe" / "a.yaml")
     assert (
         "models/of-a-model-that-is-not-here.sh" in converted.report
         and "as config.json of --hf-checkpoint does" in converted.report
     )
-    elsewhere = convert_script(FOLDER / "run-sft.sh", tmp_path / "recipe" / "b.yaml").report
-    assert f"{FOLDER / 'models' / 'dense-4B.sh'} was read" in elsewhere and "--num-layers 36" in elsewhere
+    with_file = convert_script(FOLDER / "run-sft.sh", tmp_path / "recipe" / "b.yaml").report
+    assert f"{FOLDER / 'models' / 'dense-4B.sh'} was read" in with_file and "--num-layers 36" in with_file
 
 
 def test_a_refused_flag_may_be_dropped_by_name(tmp_path: Path) -> None:
-    drop = ["--rollout-function-path", "--custom-tis-function-path"]
+    drop = ["--rollout-function-path"]
     converted = convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "a.yaml", drop=drop)
-    assert converted.code == SAME
+    assert converted.code == CODE
     with pytest.raises(ConfigError, match=r"--drop --lr-x: the script does not give it"):
         convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "b.yaml", drop=[*drop, "--lr-x"])
+
+
+OWN_CODE = {
+    "--loss-type custom_loss --custom-loss-function-path": ("algo.loss", "slime_loss", "Reinforce", "loss(config)"),
+    "--custom-advantage-function-path": (
+        "algo.token_advantage",
+        "slime_advantages",
+        "ConstantAdvantage",
+        "advantage(config)",
+    ),
+    "--use-tis --custom-tis-function-path": (
+        "algo.off_policy",
+        "slime_tis",
+        "halved",
+        "correction(config, old_logprobs",
+    ),
+}
+
+
+@pytest.mark.parametrize("flag", OWN_CODE)
+def test_own_functions_of_an_algorithm_are_in_the_recipe_until_they_are_ported(flag: str, tmp_path: Path) -> None:
+    key, before, after, call = OWN_CODE[flag]
+    script, command = tmp_path / "run.sh", ["--config-dir", str(tmp_path), "+recipe=a", "placement.device=cpu"]
+    for module, words in (
+        (f"nowhere.{before}", ["cannot import 'nowhere'"]),
+        (f"tests.config.own_algorithm.{before}", [f"cannot be called as {call}", "own_algorithm.py:", "extending.md"]),
+    ):
+        script.write_text(f"python3 train.py --colocate {NEEDED} {flag} {module}")
+        converted = convert_script(script, tmp_path / "recipe" / "a.yaml", force=True)
+        assert converted.code == CODE, converted.problem
+        path = module.replace(f".{before}", f":{before}")
+        assert f"{key.partition('.')[2]}: {path} #" in (tmp_path / "recipe" / "a.yaml").read_text()
+        with pytest.raises(ConfigError) as refused:
+            load_config(command, files=False)
+        assert all(word in str(refused.value) for word in [f"{key}='{path}'", *words]), refused.value
+        assert "\n" not in str(refused.value)
+    ported = load_config([*command, f"{key}=tests.config.own_algorithm:{after}"], files=False)
+    assert getattr(ported.algo, key.partition(".")[2]).endswith(after)
 
 
 def test_dropout_that_slime_would_train_with_is_refused(tmp_path: Path) -> None:
@@ -120,7 +158,7 @@ def test_dropout_that_slime_would_train_with_is_refused(tmp_path: Path) -> None:
     assert convert_script(script, out, drop=["--hidden-dropout"]).code == SAME
 
 
-def test_the_environment_of_a_job_may_be_part_of_it(tmp_path: Path) -> None:
+def test_unknown_environment_variables_of_a_job_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     env = '{\\"env_vars\\": {\\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\\": \\"1\\", \\"NVLS\\": \\"$(nvidia-smi)\\"}}'
     script.write_text(f'E="{env}"\nray job submit --runtime-env-json="$E" -- python3 train.py {NEEDED}')

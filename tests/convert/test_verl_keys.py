@@ -1,4 +1,4 @@
-"""Every key of verl's example scripts is mapped or explained, and its defaults are known."""
+"""verl keys: every key of its example scripts is mapped or is_explained, and its default is known."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ RECOMPUTE = (
 KEYS = Path(__file__).parent / "verl" / "keys.txt"
 
 
-def explained(key: str) -> bool:
-    own = {name.strip() for names in VERL_KEYS for name in names.split(",")}
+def is_explained(key: str) -> bool:
+    mapped_names = {name.strip() for names in VERL_KEYS for name in names.split(",")}
     name = canonical(key)
     foreign = (f"{M}.override_transformer_config.", f"{R}.engine_kwargs.sglang.", "data.apply_chat_template_kwargs.")
-    known = key in own or name in own or name in VALUES or name.startswith(foreign)
-    return known or any(found(name) is not None for found in (switch, without_effect, feature))
+    is_mapped = key in mapped_names or name in mapped_names or name in VALUES or name.startswith(foreign)
+    return is_mapped or any(lookup(name) is not None for lookup in (switch, without_effect, feature))
 
 
 def test_keys_of_the_example_scripts_are_mapped_or_explained() -> None:
     keys = [line for line in KEYS.read_text().splitlines() if not line.startswith("#")]
-    missing = [key for key in keys if not explained(key)]
+    missing = [key for key in keys if not is_explained(key)]
     assert len(keys) > 450
     assert missing == []
 
@@ -49,8 +49,8 @@ def test_keys_of_the_page_are_read() -> None:
     keys = [name.strip() for names in VERL_KEYS for name in names.split(",")]
     assert sorted(set(VALUES) - set(keys) - {"reward_model.ground_truth (column)", "extra_info (column)"}) == []
     for key in keys:
-        given = VALUES.get(canonical(key), "{}" if key.endswith(("kwargs", "config", "sglang")) else 1)
-        text = "null" if given is None else str(given).replace(" ", "")
+        example = VALUES.get(canonical(key), "{}" if key.endswith(("kwargs", "config", "sglang")) else 1)
+        text = "null" if example is None else str(example).replace(" ", "")
         job = translated(f"data.train_batch_size=256 {key}={text}")
         assert [row.verdict for row in job.rows if row.flag == key][-1] != "unknown", key
 
@@ -71,7 +71,7 @@ ODDER = ("inf", "nan", "true", "1" * 400, "[1]", "[null]", "-1")
 
 
 def read_keys() -> list[str]:
-    """Every key that the converter reads, by all its names."""
+    """Return every key that the converter reads, including former names."""
     parts = [f"{M}.override_transformer_config.{name}" for name in RECOMPUTE]
     keys = [name.strip() for names in VERL_KEYS for name in names.split(",")]
     older = [name for name in LEGACY if not name.endswith(".")]
@@ -79,19 +79,19 @@ def read_keys() -> list[str]:
 
 
 @pytest.mark.parametrize("job", SCRIPTS)
-def test_no_value_of_a_key_is_a_traceback_or_becomes_text(job: str) -> None:
+def test_no_value_of_a_key_ends_in_a_traceback_or_text(job: str) -> None:
     keys, base = read_keys(), settings_of(job)
     values = {text: setting_of_text(f"a.b={text}", "run.sh:1") for text in (*ODD, *ODDER)}
     assert len(keys) > 150
-    one_more = zip(keys, itertools.cycle(ODDER), strict=False)
-    for key, text in (*itertools.product(keys, ODD), *one_more):
+    odd_pairs = zip(keys, itertools.cycle(ODDER), strict=False)
+    for key, text in (*itertools.product(keys, ODD), *odd_pairs):
         try:
-            found = translate_settings([*base, replace(values[text], name=key)], user_overrides=[REWARD])
+            result = translate_settings([*base, replace(values[text], name=key)], user_overrides=[REWARD])
         except ConfigError as error:
             names = {name.rpartition(".")[2] for name in (key, canonical(key))}
             assert any(name in str(error) for name in names), (key, text)
             continue
-        assert not {"None", "'None'", "'[]'", "'{}'", "inf", "nan"} & {*found.overrides.values()}, (key, text)
+        assert not {"None", "'None'", "'[]'", "'{}'", "inf", "nan"} & {*result.overrides.values()}, (key, text)
 
 
 @pytest.mark.parametrize("defaults", ["3", "", "{a: b}", "[[]]", "[null]", "text"])
@@ -106,32 +106,32 @@ def test_no_pattern_hides_a_key_that_is_mapped() -> None:
 
 
 @pytest.mark.parametrize("item", DIFFERENT, ids=lambda item: item.key)
-def test_defaults_that_differ_are_ours(item: Any) -> None:
+def test_differing_defaults_match_the_schema(item: Any) -> None:
     if item.our_key == "algo":
         assert next(iter(ALGORITHMS)) == item.our_value
     else:
         assert default_of(known_keys()[item.our_key]) == item.our_value
 
 
-def test_defaults_that_differ_are_written() -> None:
+def test_differing_defaults_are_written() -> None:
     shortest = [
         "data.train_files=d.parquet",
         "actor_rollout_ref.model.path=m",
         f"{A}.use_kl_loss=True",
         "algorithm.use_kl_in_reward=True",
     ]
-    found = translate_settings([setting_of_text(text, "x:1") for text in shortest], user_overrides=[REWARD])
-    written = {row.flag for row in found.rows if row.verdict == "default"}
-    elsewhere = {f"{A}.ppo_max_token_len_per_gpu", f"{R}.max_num_seqs"}  # memory and speed of verl's own engines
-    assert {item.key for item in DIFFERENT} - written == elsewhere
-    assert value(found, "algo.name") == "ppo" and value(found, "rollout.batch_size") == 1024
+    job = translate_settings([setting_of_text(text, "x:1") for text in shortest], user_overrides=[REWARD])
+    written_defaults = {row.flag for row in job.rows if row.verdict == "default"}
+    engine_only = {f"{A}.ppo_max_token_len_per_gpu", f"{R}.max_num_seqs"}  # memory and speed of verl's own engines
+    assert {item.key for item in DIFFERENT} - written_defaults == engine_only
+    assert value(job, "algo.name") == "ppo" and value(job, "rollout.batch_size") == 1024
 
 
-def test_values_that_only_a_command_knows_are_asked_for_all_at_once() -> None:
+def test_all_unknown_command_outputs_are_reported_together() -> None:
     names = [name.strip() for names in VERL_KEYS for name in names.split(",")]
     names.remove("data.reward_fn_key")  # answered by REWARD
-    why = "is what $(date) prints, and no command is run: write its value"
-    unknown = [setting_of_text(f"{name}=$(date)", f"run.sh:{line}", why) for line, name in enumerate(names, 1)]
+    reason = "is what $(date) prints, and no command is run: write its value"
+    unknown = [setting_of_text(f"{name}=$(date)", f"run.sh:{line}", reason) for line, name in enumerate(names, 1)]
     rows = translate_settings([*unknown, *settings_of("")], user_overrides=[REWARD]).rows
     needed = [row.flag for row in rows if row.verdict == "needed"]
     given_again = {row.flag for row in rows if row.note.startswith("given again")}
@@ -139,6 +139,8 @@ def test_values_that_only_a_command_knows_are_asked_for_all_at_once() -> None:
     assert {row.verdict for row in rows if row.flag in names and row.flag not in {*needed, *given_again}} == {"dropped"}
     for name in names:
         [row] = [
-            row for row in translate_settings([setting_of_text(f"{name}=$(x)", "run.sh:1", why)]).rows if row.file_line
+            row
+            for row in translate_settings([setting_of_text(f"{name}=$(x)", "run.sh:1", reason)]).rows
+            if row.file_line
         ]
         assert row.verdict in ("needed", "dropped", "refused"), name

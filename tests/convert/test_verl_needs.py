@@ -1,4 +1,4 @@
-"""A key of verl that counts only together with another is refused without it, where verl itself fails."""
+"""verl keys that need another key: refused without it, as verl fails too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key of verl becomes one of ours with the value that means the same, or is refused; errors are one message."""
+"""verl values: mapped to an equivalent key and value or refused; errors are one message."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ SAME = {
 
 @pytest.mark.parametrize(("line", "expected"), SAME.items(), ids=list(SAME))
 def test_values_mean_the_same(line: str, expected: dict[str, Any]) -> None:
-    found = translated(line)
-    assert refused(found.rows) == ""
-    assert {key: value(found, key) for key in expected} == expected
+    job = translated(line)
+    assert refused(job.rows) == ""
+    assert {key: value(job, key) for key in expected} == expected
 
 
 COMPOSED = [
@@ -145,7 +145,7 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize("line", COMPOSED)
-def test_what_is_mapped_composes(line: str) -> None:
+def test_mapped_values_compose(line: str) -> None:
     assert refused(mapped(line).rows) == ""
 
 
@@ -207,27 +207,27 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("line", "key"), OTHER.items(), ids=list(OTHER))
-def test_what_means_another_job_is_refused_unless_dropped(line: str, key: str) -> None:
+def test_values_without_equivalent_are_refused_unless_dropped(line: str, key: str) -> None:
     rewards = line.startswith("reward")
-    ours = () if rewards else (REWARD,)
-    problem = refused(translated(line, user_overrides=ours).rows)
+    answers = () if rewards else (REWARD,)
+    problem = refused(translated(line, user_overrides=answers).rows)
     assert f"  {key} " in problem and f"--drop={key}" in problem
     names = problem.splitlines()[-1].split("--drop=")[1:]
     if key != "data.train_files" and not rewards:
-        assert refused(translated(line, user_overrides=ours, drop=[name.strip() for name in names]).rows) == ""
+        assert refused(translated(line, user_overrides=answers, drop=[name.strip() for name in names]).rows) == ""
 
 
 ANSWERED = {
-    f"{R}.multi_turn.enable=True": [REWARD, "rollout.generate=slime_like.examples.calculator:calculate"],
+    f"{R}.multi_turn.enable=True": [REWARD, "rollout.generate=examples.calculator:calculate"],
     "data.train_files=[a.parquet,b.parquet]": [REWARD, "data.train=all.parquet"],
 }
 
 
-@pytest.mark.parametrize(("line", "ours"), ANSWERED.items(), ids=list(ANSWERED))
-def test_a_key_of_ours_answers_what_is_refused(line: str, ours: list[str]) -> None:
-    assert refused(translated(line, user_overrides=ours).rows) == ""
-    without = translated(line, user_overrides=ours[:-1] if len(ours) > 1 else ())
-    assert f"--with {ours[-1].partition('=')[0]}=" in refused(without.rows)
+@pytest.mark.parametrize(("line", "answers"), ANSWERED.items(), ids=list(ANSWERED))
+def test_a_user_override_answers_a_refusal(line: str, answers: list[str]) -> None:
+    assert refused(translated(line, user_overrides=answers).rows) == ""
+    without = translated(line, user_overrides=answers[:-1] if len(answers) > 1 else ())
+    assert f"--with {answers[-1].partition('=')[0]}=" in refused(without.rows)
 
 
 ERRORS = {
@@ -247,13 +247,16 @@ ERRORS = {
     f"{R}.val_kwargs.n=1.5 data.val_files=v.parquet": ["val_kwargs.n=1.5", "no whole number"],
     "data.shuffle=maybe": ["data.shuffle=maybe", "neither true nor false"],
     "actor_rollout_ref.model.path=null": ["actor_rollout_ref.model.path=null", "is no text"],
-    "data.apply_chat_template_kwargs={a:nan}": ["apply_chat_template_kwargs.a=nan", "holds what JSON cannot"],
+    "data.apply_chat_template_kwargs={a:nan}": [
+        "apply_chat_template_kwargs.a=nan",
+        "contains a value that JSON cannot represent",
+    ],
     "data.prompt_key=null": ["data.prompt_key=null", "is no text"],
     f"{C}.rollout_is=token {C}.rollout_is_threshold=a_b": ["rollout_is_threshold=a_b", "0.5_2.0"],
 }
 
 
 @pytest.mark.parametrize(("line", "words"), ERRORS.items(), ids=list(ERRORS))
-def test_what_cannot_be_is_one_message(line: str, words: list[str]) -> None:
+def test_invalid_values_end_in_one_message(line: str, words: list[str]) -> None:
     with refusal(words):
         mapped(line)

@@ -1,4 +1,4 @@
-"""One line of a verl job, translated."""
+"""Translation of one line of a verl job."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(rows: Sequence[Row]) -> str:
 
 
 def value(job: Job, key: str) -> Any:
-    """The key's value in the recipe, or its default."""
+    """Return the key's value in the recipe, or its default."""
     if key == "evaluation.datasets" and not any(name.startswith(key) for name in job.overrides):
         return {}
     if key == "algo.name":

@@ -1,4 +1,4 @@
-"""Caches of compiled code: nobody else can put theirs in the place, and a run needs no home to write to."""
+"""Caches of compiled code: protected from other users, and usable without a writable home."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slime_like.errors import SlimeLikeError
 from slime_like.util import c_build, caches
 from slime_like.util.caches import cache_folder, keep_caches_private, replaceable
 
-NO_HOME = ("/proc", "/proc/nowhere")  # in which not even root can make a file
+NO_HOME = ("/proc", "/proc/nowhere")  # not even root can create a file there
 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The machine's folder for temporary files, of this test; no cache is named."""
+    """Redirect the machine's folder for temporary files; no cache variable is set."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -28,7 +28,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("home", NO_HOME)
-def test_without_a_home_to_write_to_kernels_are_kept_among_temporary_files(
+def test_without_a_writable_home_kernels_are_cached_among_temporary_files(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
     monkeypatch.setenv("HOME", home)
@@ -38,7 +38,7 @@ def test_without_a_home_to_write_to_kernels_are_kept_among_temporary_files(
     assert c_build.cache_folder() == temporary / "cpu_kernels"
 
 
-def test_a_cache_below_a_folder_of_others_is_not_used(
+def test_a_cache_below_a_folder_writable_by_others_is_not_used(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
@@ -52,9 +52,7 @@ def test_a_cache_below_a_folder_of_others_is_not_used(
         part.chmod(0o700)
 
 
-def test_a_cache_below_a_folder_that_another_user_made_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_below_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert not replaceable(tmp_path / "link" / "not" / "there")
     if os.getuid() == 0:
@@ -67,9 +65,9 @@ def test_a_planted_folder_among_temporary_files_is_refused(temporary: Path, monk
     monkeypatch.setenv("HOME", "/proc")
     temporary.mkdir()
     temporary.chmod(0o777)
-    with pytest.raises(SlimeLikeError, match=r"slime_like-\d+ is not a folder of this user alone"):
+    with pytest.raises(SlimeLikeError, match=r"slime_like-\d+ is not a private folder of this user"):
         keep_caches_private()
-    with pytest.raises(c_build.BuildError, match=r"is not a folder of this user alone.*set XDG_CACHE_HOME"):
+    with pytest.raises(c_build.BuildError, match=r"is not a private folder of this user.*set XDG_CACHE_HOME"):
         c_build.cache_folder()
 
 
@@ -88,4 +86,4 @@ def test_libraries_compile_into_folders_of_this_user(
         keep_caches_private()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
         assert os.environ["HOME"] == str(temporary / "home")
-        assert os.environ["HF_HOME"] == f"{home}/.cache/huggingface", "what was downloaded"
+        assert os.environ["HF_HOME"] == f"{home}/.cache/huggingface", "downloads stay where they are"

@@ -6,7 +6,7 @@ from slime_like.errors import DeadlineExceeded
 from slime_like.util.deadline import FACTOR_VARIABLE, Deadline
 
 
-def test_expiry_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expiry_names_the_waiting_and_the_awaited_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FACTOR_VARIABLE, raising=False)
     deadline = Deadline("driver", "push", 5.0, started=-1e9)
     with pytest.raises(DeadlineExceeded, match=r"driver waited .* for engine 0 in phase 'push' \(limit 5 s"):
@@ -27,6 +27,6 @@ def test_a_factor_that_is_no_positive_number_is_refused(monkeypatch: pytest.Monk
 
 def test_errors_pickle_with_their_message() -> None:
     error = Deadline("driver", "step", 1.0).exceeded("trainer rank 1")
-    again = pickle.loads(pickle.dumps(error))  # noqa: S301
-    assert type(again) is DeadlineExceeded
-    assert str(again) == str(error)
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(copy) is DeadlineExceeded
+    assert str(copy) == str(error)

@@ -1,4 +1,4 @@
-"""The order of every sum is fixed: a row's bits follow from the row, not from its neighbours; and the sums are right."""
+"""Exact kernels: the bits of a row do not depend on its neighbours, and the results are correct."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIM, GROUPS = 16, 2
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in a deterministic run."""
+    """Use one thread, as a deterministic run does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 
 def case(length: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v [b, K, L, D] and who sees whom."""
+    """Return q, k, v [b, K, L, D] and the causal mask [b, L, L]."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, GROUPS, length, DIM, generator=generator) for _ in range(3))
     return q, k, v, torch.ones(batch, length, length, dtype=torch.bool).tril()
@@ -47,51 +47,52 @@ def test_attention_equals_float64(length: int, seed: int) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.data(), st.integers(1, 200), st.integers(0, 5))
-def test_a_query_alone_or_after_a_prefix_gets_the_bits_it_gets_among_all(
-    data: st.DataObject, length: int, seed: int
-) -> None:
+def test_a_slice_of_queries_has_the_bits_of_the_full_result(data: st.DataObject, length: int, seed: int) -> None:
     q, k, v, visible = case(length, seed)
-    whole = attend(q, k, v, visible)
+    full = attend(q, k, v, visible)
     start = data.draw(st.integers(0, length - 1))
     stop = data.draw(st.integers(start + 1, length))
-    padded = data.draw(st.integers(stop, length))  # keys beyond the last visible one are there, and masked
+    padded = data.draw(st.integers(stop, length))  # keys beyond the last visible one are masked
     part = attend(q[:, :, start:stop], k[:, :, :padded], v[:, :, :padded], visible[:, start:stop, :padded])
-    assert torch.equal(part, whole[:, :, start:stop])
+    assert torch.equal(part, full[:, :, start:stop])
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 100), st.integers(1, 9), st.integers(0, 5))
-def test_a_batch_does_not_change_its_members(length: int, batch: int, seed: int) -> None:
+def test_a_row_does_not_depend_on_its_batch(length: int, batch: int, seed: int) -> None:
     q, k, v, visible = case(length, seed, batch)
-    whole = attend(q, k, v, visible)
-    assert torch.equal(attend(q[:1], k[:1], v[:1], visible[:1]), whole[:1])
+    full = attend(q, k, v, visible)
+    assert torch.equal(attend(q[:1], k[:1], v[:1], visible[:1]), full[:1])
 
 
-def test_many_rows_are_taken_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_processed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, visible = case(130, 0)
-    whole = attend(q, k, v, visible)
+    full = attend(q, k, v, visible)
     monkeypatch.setattr(exact, "SCORES", 1)
-    assert torch.equal(attend(q, k, v, visible), whole)
+    assert torch.equal(attend(q, k, v, visible), full)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(exact.COLUMNS, 90), st.integers(8, 200))
-def test_a_product_keeps_its_rows_apart(rows: int, more: int, outputs: int, inputs: int) -> None:
+def test_rows_of_a_product_are_independent(rows: int, extra_rows: int, outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows + more, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+    x, weight = (
+        torch.randn(rows + extra_rows, inputs, generator=generator),
+        torch.randn(outputs, inputs, generator=generator),
+    )
     assert torch.equal(exact.linear(x[:rows], weight), exact.linear(x, weight)[:rows])
     torch.testing.assert_close(exact.linear(x, weight).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_are_those_of_attention() -> None:
+def test_attention_gradients_are_correct() -> None:
     q, k, v, visible = (x.double() if x.is_floating_point() else x for x in case(9, 1))
     for x in (q, k, v):
         x.requires_grad_()
     assert torch.autograd.gradcheck(lambda a, b, c: attend(a, b, c, visible), (q, k, v))
 
 
-def test_a_machine_that_mixes_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_mixes_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exact.check_machine([(96, 64), (33, 40)]) is None
-    monkeypatch.setattr(exact, "ROWS", 1)  # as if products of one row were to be trusted
+    monkeypatch.setattr(exact, "ROWS", 1)  # as if products of one row were exact
     problem = exact.check_machine([(96, 64)])
     assert problem is not None and "a product of 1 rows with a [96, 64] matrix" in problem

@@ -1,4 +1,4 @@
-"""What the end-to-end tests call left behind: each kind of it, planted."""
+"""Leftover checks of the end-to-end tests: each kind of leftover is planted and detected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def server(mark: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process of the run, and the port that it listens on."""
+    """Start a marked process; yields it and the port it listens on."""
     command, pipe = [sys.executable, "-c", LISTENS], subprocess.PIPE
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
@@ -56,7 +56,7 @@ def server(mark: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.kill()
 
 
-def test_a_process_that_lives_is_named_with_its_port(mark: str, server: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_living_process_is_reported_with_its_port(mark: str, server: tuple[subprocess.Popen[str], int]) -> None:
     process, port = server
     held = Held(mark)
     held.look()
@@ -68,9 +68,7 @@ def test_a_process_that_lives_is_named_with_its_port(mark: str, server: tuple[su
     assert leftovers(held) == []
 
 
-def test_a_port_is_found_though_its_process_was_never_seen(
-    mark: str, server: tuple[subprocess.Popen[str], int]
-) -> None:
+def test_a_port_of_an_unseen_process_is_found(mark: str, server: tuple[subprocess.Popen[str], int]) -> None:
     process, port = server
     held = Held(mark)
     held.look()
@@ -80,7 +78,7 @@ def test_a_port_is_found_though_its_process_was_never_seen(
     assert leftovers(unseen) == []
 
 
-def test_what_is_being_taken_down_is_waited_for(
+def test_processes_that_are_ending_are_waited_for(
     mark: str, server: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, _ = server
@@ -93,8 +91,8 @@ def test_what_is_being_taken_down_is_waited_for(
     assert not list(looks)
 
 
-def test_a_process_whose_title_is_written_over_its_mark_is_known(mark: str) -> None:
-    """As Ray's agents are: while its parent lives as its child, and then as the one that was seen."""
+def test_a_process_whose_title_overwrote_its_mark_is_found(mark: str) -> None:
+    """Ray's agents are such processes: found as children of their parent, later by their recorded id."""
     command, pipe = [sys.executable, "-c", PARENT], subprocess.PIPE
     held = Held(mark)
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as parent:
@@ -124,7 +122,7 @@ def test_a_name_in_shared_memory_is_found(mark: str) -> None:
         path.unlink()
 
 
-def test_addresses_are_read_as_the_machine_writes_them() -> None:
+def test_addresses_of_proc_net_are_decoded() -> None:
     assert address_of("0100007F:1F90") == "127.0.0.1:8080"
     assert address_of("00000000000000000000000001000000:0016") == "::1:22"
     assert all(Path("/proc/net/tcp").exists() and inode > 0 for inode in listening())
@@ -141,11 +139,11 @@ def test_a_socket_that_other_users_can_reach_is_found(mark: str, mode: int) -> N
         held = Held(mark, paths={path: module.is_private(path)})
         found = leftovers(held)
     assert found == ([] if mode == 0o700 else [f"socket {path}: open to other users"]) + [path]
-    assert leftovers(Held(mark, paths={path: module.is_private(path)})) == [], "it is gone"
+    assert leftovers(Held(mark, paths={path: module.is_private(path)})) == [], "the socket was removed"
     assert not module.is_private("@abstract")
 
 
-def test_a_secret_that_was_told_is_found(mark: str, tmp_path: Path) -> None:
+def test_a_leaked_secret_is_found(mark: str, tmp_path: Path) -> None:
     command, environment = [sys.executable, "-c", "import sys; sys.stdin.read()", "--token=s3cret"], {MARK: mark}
     environment |= {"RAY_AUTH_TOKEN": "s3cret", "HF_TOKEN": "hidden"}
     held = Held(mark)

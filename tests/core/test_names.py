@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts")
+PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts", "benchmarks", "examples")
 
 
 def defined_classes(folders: list[Path]) -> dict[str, list[str]]:
@@ -33,7 +33,7 @@ def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
     assert repeated(folders) == {}
 
 
-def test_a_name_used_twice_is_seen(tmp_path: Path) -> None:
+def test_a_repeated_class_name_is_detected(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "module.py").write_text("class Twice: ...\n")

@@ -1,4 +1,4 @@
-"""Secrets stay out of logs, however a library logs them."""
+"""Secrets are hidden in logs of every library."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ logging.getLogger("uvicorn").error({"kept": 1})
 
 
 def test_a_secret_is_hidden_in_messages_and_arguments() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines() == ["args={'api_key': '***'}", "the *** and 7", "{'kept': 1}"]
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines() == ["args={'api_key': '***'}", "the *** and 7", "{'kept': 1}"]

@@ -1,4 +1,4 @@
-"""Nothing reaches a terminal raw: every write to a standard stream is of constant text, or through ``printable``."""
+"""Terminal output: every write to a standard stream is constant text or goes through ``printable``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAFE = {"visible", "complaint"}
 
 
 def raw_prints(source: str) -> Iterator[int]:
-    """Lines that write text which may be a stranger's without making it visible."""
+    """Yield lines that write text of unknown origin without escaping it."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
@@ -24,18 +24,18 @@ def raw_prints(source: str) -> Iterator[int]:
 
 
 def is_safe(argument: ast.expr) -> bool:
-    """Constants are, and what ``printable`` returns."""
+    """Return True for constants and results of ``printable``."""
     if isinstance(argument, ast.Call):
         return ast.unparse(argument.func) in SAFE
     return isinstance(argument, ast.Constant)
 
 
-def test_no_file_prints_what_a_stranger_wrote() -> None:
-    folders = [REPOSITORY / name for name in ("scripts", "slime_like", "plugins")]
+def test_no_file_prints_unescaped_text() -> None:
+    folders = [REPOSITORY / name for name in ("scripts", "benchmarks", "examples", "slime_like", "plugins")]
     files = [REPOSITORY / "train.py", *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
     assert len(files) > 200
-    found = [f"{path.relative_to(REPOSITORY)}:{line}" for path in files for line in raw_prints(path.read_text())]
-    assert found == [], "route these through slime_like.printable"
+    places = [f"{path.relative_to(REPOSITORY)}:{line}" for path in files for line in raw_prints(path.read_text())]
+    assert places == [], "route these through slime_like.printable"
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_no_file_prints_what_a_stranger_wrote() -> None:
         "out.write(text)",
     ],
 )
-def test_raw_ones_are_found(line: str) -> None:
+def test_raw_prints_are_found(line: str) -> None:
     assert list(raw_prints(f"pass\n{line}\n")) == [2]
 
 
 @pytest.mark.parametrize("line", ["print()", "print('done', file=sys.stderr)", "sys.stderr.write(complaint(error))"])
-def test_safe_ones_are_left_alone(line: str) -> None:
+def test_safe_prints_are_accepted(line: str) -> None:
     assert list(raw_prints(line)) == []

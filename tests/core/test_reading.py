@@ -1,4 +1,4 @@
-"""One reader for files: each damage becomes one error that names file, field and fix."""
+"""File reader: every kind of damage becomes one error that names file, field and fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def npz(**arrays: Any) -> bytes:
 
 
 def absurd_shape() -> bytes:
-    """An array whose header claims 8 TB."""
+    """Return an .npz whose header claims an array of 8 TB."""
     member = io.BytesIO()
     np.lib.format.write_array_header_1_0(member, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
     packed = io.BytesIO()
@@ -45,7 +45,7 @@ CONTENTS: dict[str, tuple[bytes, Callable[[InputFile], object], str]] = {
     "JSON, torn": (b'{"a": ', InputFile.json, "as JSON"),
     "JSON, deep": (b"[" * 100_000, InputFile.json, "nested too deeply"),
     "JSON, long number": (b"9" * 5000, InputFile.json, "as JSON"),
-    "JSON, no object": (b"[1]", InputFile.json_object, "holds no JSON object but [1]"),
+    "JSON, no object": (b"[1]", InputFile.json_object, "contains [1] instead of a JSON object"),
     "YAML, torn": (b"a: [1", InputFile.yaml, "as YAML"),
     "YAML, deep": (b"[" * 100_000, InputFile.yaml, "as YAML"),
     "YAML, no such day": (b"a: 2026-99-99", InputFile.yaml, "as YAML"),
@@ -70,7 +70,9 @@ def test_content_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "link to itself", "NUL"])
 @pytest.mark.parametrize("read", [InputFile.data, InputFile.json, InputFile.yaml, InputFile.arrays])
-def test_whatever_is_no_file_is_named(kind: str, read: Callable[[InputFile], object], tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_named(
+    kind: str, read: Callable[[InputFile], object], tmp_path: Path
+) -> None:
     path = tmp_path / ("a\0b" if kind == "NUL" else "file")
     if kind == "folder":
         path.mkdir()
@@ -93,6 +95,6 @@ def test_whatever_is_no_file_is_named(kind: str, read: Callable[[InputFile], obj
         ([], "Expected `object`, got `array`"),
     ],
 )
-def test_a_field_of_another_type_is_named(values: object, words: str) -> None:
+def test_a_field_of_a_wrong_type_is_named(values: object, words: str) -> None:
     with pytest.raises(ValueError, match="(?i)" + words.replace("(", "\\(")):
         typed(values, Entry)

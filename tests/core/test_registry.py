@@ -4,12 +4,12 @@ import pytest
 
 from slime_like.config.schema import names
 from slime_like.errors import ConfigError
-from slime_like.registry import check, nearest, resolve
+from slime_like.registry import check, metric_part, nearest, resolve
 
 TABLE = {"grpo": "slime_like.algo.advantage:grpo"}
 
 
-def test_an_unknown_name_names_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"algo\.x='grpp' is unknown: did you mean 'grpo'\?"):
         check("algo.x", "grpp", TABLE)
 
@@ -20,23 +20,31 @@ def test_a_dotted_path_passes_only_where_allowed() -> None:
         check("reward.name", "mine.module:score", TABLE)
 
 
-def test_a_module_that_is_not_there_says_so() -> None:
+def test_a_missing_module_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot import 'no_such_module'"):
         resolve("reward.name", "no_such_module:score", TABLE)
 
 
-def test_an_attribute_that_is_not_there_says_so() -> None:
+def test_a_missing_attribute_is_named() -> None:
     with pytest.raises(ConfigError, match="has no 'grpq'"):
         resolve("algo.x", "slime_like.algo.advantage:grpq", TABLE)
 
 
-def test_nothing_near_lists_what_is_known() -> None:
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("/a/b.py:f", "b.py:f"), ("a.b:f", "a.b:f"), ("nonzero_std", "nonzero_std"), ("odd/name", "odd/name")],
+)
+def test_a_metric_names_a_file_without_its_folder(name: str, part: str) -> None:
+    assert metric_part(name) == part
+
+
+def test_a_distant_name_lists_the_known_names() -> None:
     assert nearest("zzz", ["alpha", "beta"]) == "known: alpha, beta"
 
 
 # These import megatron, which must stay out of this process: tests/train resolves them.
-OF_MEGATRON = ("FAMILIES", "ATTENTIONS", "MIXERS", "EXACT_LAYERS", "CPU_KERNELS")
-TABLES = {name: table for name, table in vars(names).items() if name.isupper() and name not in OF_MEGATRON}
+MEGATRON_TABLES = ("FAMILIES", "ATTENTIONS", "MIXERS", "EXACT_LAYERS", "CPU_KERNELS")
+TABLES = {name: table for name, table in vars(names).items() if name.isupper() and name not in MEGATRON_TABLES}
 
 
 @pytest.mark.parametrize(("table", "entry"), [(table, entry) for table, entries in TABLES.items() for entry in entries])
@@ -45,5 +53,5 @@ def test_every_name_resolves(table: str, entry: str) -> None:
 
 
 def test_megatron_stays_out_of_this_process() -> None:
-    """It would be there unadapted, and replaces how torch loads tensors, for every later test of the session."""
+    """An import here would skip the adaptations and replace torch's tensor loading for all later tests."""
     assert not [name for name in sys.modules if name.startswith("megatron.core")]

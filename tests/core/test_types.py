@@ -11,12 +11,12 @@ def sample(spans: tuple[Span, ...], length: int = 7) -> Sample:
     return Sample(0, 0, 0, 0, np.zeros(length, np.int32), np.zeros(length, np.float32), spans, Status.COMPLETED)
 
 
-def test_spans_tell_versions_and_lengths() -> None:
-    made = sample((Span(0, 3, Source.PROMPT), Span(3, 5, Source.MODEL, 7), Span(5, 7, Source.MODEL, 6)))
-    assert made.versions == (6, 7)
-    assert made.num_prompt_tokens == 3
-    assert made.num_response_tokens == 4
-    group = SampleGroup(0, Prompt(0, np.zeros(3, np.int32), "", None, None), (made,))
+def test_spans_give_versions_and_lengths() -> None:
+    two_turns = sample((Span(0, 3, Source.PROMPT), Span(3, 5, Source.MODEL, 7), Span(5, 7, Source.MODEL, 6)))
+    assert two_turns.versions == (6, 7)
+    assert two_turns.num_prompt_tokens == 3
+    assert two_turns.num_response_tokens == 4
+    group = SampleGroup(0, Prompt(0, np.zeros(3, np.int32), "", None, None), (two_turns,))
     assert group.oldest_version == 6
 
 
@@ -34,7 +34,7 @@ def test_values_are_frozen() -> None:
 
 
 def test_metrics_reduce_by_their_own_kind() -> None:
-    found = reduce_metrics(
+    reduced = reduce_metrics(
         [
             Mean("a", 3.0, 2.0),
             Mean("a", 6.0, 1.0),
@@ -48,7 +48,7 @@ def test_metrics_reduce_by_their_own_kind() -> None:
             Last("e", 9),
         ]
     )
-    assert found == {"a": 4.0, "b": 3.0, "c": 5.0, "d": 1.0, "e": 9.0}
+    assert reduced == {"a": 4.0, "b": 3.0, "c": 5.0, "d": 1.0, "e": 9.0}
 
 
 def test_one_name_with_two_reductions_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Errors of user code carry key, line, subject and the end of its own output, each task its own."""
+"""Errors of user code carry key, line, subject and the last output of the task that failed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from slime_like.util.user_code import errors_named
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """To be called in the test: pytest exchanges the streams between a fixture and its test."""
+    """Return a function to call inside the test: pytest replaces the streams between a fixture and its test."""
 
-    def begin() -> None:
+    def start() -> None:
         monkeypatch.setattr(sys, "stdout", sys.stdout)
         monkeypatch.setattr(sys, "stderr", sys.stderr)
         record_streams()
         record_streams()
 
-    return begin
+    return start
 
 
 def test_an_error_names_key_line_subject_and_output(
@@ -39,7 +39,7 @@ def test_an_error_names_key_line_subject_and_output(
     ):
         print("looking for x")  # noqa: T201
         raise KeyError("x")
-    assert capsys.readouterr().out == "looking for x\n", "passed on as well, once"
+    assert capsys.readouterr().out == "looking for x\n", "also passed on, once"
 
 
 def test_each_task_has_its_own_output(record: Callable[[], None]) -> None:
@@ -72,11 +72,11 @@ def test_the_end_of_a_long_output_is_kept(record: Callable[[], None]) -> None:
     assert "after" not in output.clause()
 
 
-def test_errors_of_the_framework_pass_as_they_are() -> None:
+def test_errors_of_the_framework_pass_unchanged() -> None:
     with pytest.raises(EngineLost), errors_named("rollout.generate", "mine", "prompt 3"):
         raise EngineLost("engine 0 is gone")
 
 
-def test_importing_what_a_reward_worker_needs_stays_light() -> None:
+def test_imports_of_a_reward_worker_are_light() -> None:
     code = "import sys, slime_like.util.user_code; assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,9 +1,10 @@
-"""What a run reads, read as the run does, without its processes; and what became of a damaged file."""
+"""Read the files of a run as the run does, without its processes, and classify the outcome for a damaged file."""
 
 from __future__ import annotations
 
 import ctypes
 import io
+import json
 import os
 import re
 import signal
@@ -42,13 +43,13 @@ from tests.damage import damages
 from tests.damage.world import FILES, argv, build
 
 LIMIT_S = 60
-LONGEST = 2000  # characters of a message that a person reads
+MAX_MESSAGE_LEN = 2000
 NOBODY = 65534
-OWN = ("config.yaml", LATEST)  # files that only a run which goes on by itself reads
+AUTO_RESUME_FILES = ("config.yaml", LATEST)  # read only with run.resume=auto
 
 
 class Outcome(StrEnum):
-    """What became of a damaged file."""
+    """Outcome of reading a damaged file."""
 
     NAMED = "refused, the file named"
     OTHER = "refused in other words"
@@ -65,7 +66,7 @@ FAULTS = (Outcome.OTHER, Outcome.TRACEBACK, Outcome.HANG, Outcome.SILENT)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One damaged file."""
+    """Result of damaging one file."""
 
     kind: str  # class of files
     file: str
@@ -79,11 +80,11 @@ class _Hang(BaseException):
 
 
 class World:
-    """Files of a run below ``root``, whole but while a trial damages one."""
+    """Files of a run below ``root``, intact except while a trial damages one."""
 
     def __init__(self, root: Path, *, trainer: bool) -> None:
         self.root, self.trainer = root / "world", trainer
-        self.damaged = b""  # the file of the trial as its reader finds it
+        self.damaged = b""  # content of the damaged file
         self.pristine = root / "pristine"
         root.chmod(0o777)
         self.cfg: TrainConfig = build(self.root)
@@ -93,12 +94,12 @@ class World:
         self._restore("run")
 
     def trial(self, kind: str, file: str, rng: Random) -> Trial:
-        """Damage ``file`` as ``rng`` says, read what a run reads of it, mend it."""
+        """Damage ``file`` at random, read the files as a run does, and restore it."""
         path = self.root / file
-        how = rng.choice((damages.of_bytes, damages.of_fields, damages.of_fields, damages.of_entry))
-        if how is damages.of_fields and path.suffix in ("", ".txt", ".jinja", ".distcp", ".pt"):
-            how = damages.of_bytes
-        damage = how(path, rng)
+        method = rng.choice((damages.of_bytes, damages.of_fields, damages.of_fields, damages.of_entry))
+        if method is damages.of_fields and path.suffix in ("", ".txt", ".jinja", ".distcp", ".pt"):
+            method = damages.of_bytes
+        damage = method(path, rng)
         try:
             outcome, message = self._judge(kind, file, damage)
         finally:
@@ -108,40 +109,44 @@ class World:
         return Trial(kind, file, damage, outcome, message)
 
     def _judge(self, kind: str, file: str, damage: str) -> tuple[Outcome, str]:
-        said = io.StringIO()
+        output = io.StringIO()
         path = self.root / file
         self.damaged = path.read_bytes() if path.is_file() and not path.is_fifo() else b""
         try:
-            with _limited(), redirect_stderr(said), redirect_stdout(said), _without_rights(damage == "unreadable"):
+            with _limited(), redirect_stderr(output), redirect_stdout(output), _without_rights(damage == "unreadable"):
                 after = self._load(kind, file)
         except SlimeLikeError as error:
             text = str(error)
             names = [Path(file).name, str(self.root / Path(file).parent)]
-            names += [found[0] for found in re.finditer(r"[a-z_]+\.[a-z_.]+=|\+recipe=", text) if kind == "recipe"]
-            names += ["train.jsonl", "heldout.parquet"] if kind == "tokenizer files" else []  # which it cannot encode
-            clear = any(name in text for name in names) and len(text) < LONGEST and text.count("\n") == 0
+            names += [match[0] for match in re.finditer(r"[a-z_]+\.[a-z_.]+=|\+recipe=", text) if kind == "recipe"]
+            names += (
+                ["train.jsonl", "heldout.parquet"] if kind == "tokenizer files" else []
+            )  # the tokenizer cannot encode the data
+            clear = any(name in text for name in names) and len(text) < MAX_MESSAGE_LEN and text.count("\n") == 0
             return (Outcome.NAMED if clear else Outcome.OTHER), text
         except _Hang:
             return Outcome.HANG, ""
-        except BaseException as error:  # noqa: BLE001  what the soak looks for
+        except BaseException as error:  # noqa: BLE001  the soak looks for these
             return Outcome.TRACEBACK, "".join(traceback.format_exception(error)[-3:])
         if repr(after) == repr(self.before[file]) and damage != "missing":
             return Outcome.SAME, ""
-        return self._accepted(kind, file, after, said.getvalue()), said.getvalue()
+        return self._accepted(kind, file, after, output.getvalue()), output.getvalue()
 
-    def _accepted(self, kind: str, file: str, after: Any, said: str) -> Outcome:
-        """Whether another value than the undamaged file's may be taken."""
+    def _accepted(self, kind: str, file: str, after: Any, output: str) -> Outcome:
+        """Classify a read that returned another value than for the undamaged file."""
         if file.endswith(".jsonl") and kind in ("metrics.jsonl", "faults.jsonl, status.json"):
-            said_so, path = Path(file).name in said, self.root / file
-            whole = {*(self.pristine / file).read_bytes().splitlines()} & {*self.damaged.splitlines()}
-            if whole - {*(path.read_bytes().splitlines() if path.is_file() else ())}:
-                return Outcome.SILENT  # a line that nothing was wrong with is gone
-            if kind == "metrics.jsonl" and len(after[1]) < len(self.before[file][1]) and not said_so:
-                return Outcome.SILENT  # steps are gone
-            return Outcome.ASIDE if said_so else Outcome.LEGAL
+            reported, path = Path(file).name in output, self.root / file
+            intact_lines = {*(self.pristine / file).read_bytes().splitlines()} & {*self.damaged.splitlines()}
+            if intact_lines - {*(path.read_bytes().splitlines() if path.is_file() else ())}:
+                return Outcome.SILENT  # an intact line was lost
+            if kind == "metrics.jsonl" and len(after[1]) < len(self.before[file][1]) and not reported:
+                return Outcome.SILENT  # steps were lost
+            return Outcome.ASIDE if reported else Outcome.LEGAL
+        if file.endswith(".json") and _same_json(self.damaged, (self.pristine / file).read_bytes()):
+            return Outcome.SAME  # white space: the value has the bytes of the files of a checkpoint
         if kind == "run.dir/config.yaml" and repr(after) == repr(self.before[file]):  # a checkpoint has its own copy
             return Outcome.LEGAL
-        own = (
+        strict_kinds = (
             LATEST,
             "checkpoint.json",
             "checkpoint's tensors",
@@ -150,7 +155,7 @@ class World:
             "dumped rollouts",
             "run.dir/config.yaml",
         )
-        return Outcome.SILENT if kind in own else Outcome.LEGAL
+        return Outcome.SILENT if kind in strict_kinds else Outcome.LEGAL
 
     def _load(self, kind: str, file: str) -> Any:
         return _LOADERS[kind](self, self.root / file)
@@ -159,7 +164,14 @@ class World:
         damages.restore(self.root / name, self.pristine / name)
 
 
-# ---- as a run reads --------------------------------------------------------------------------------------------------
+def _same_json(data: bytes, other: bytes) -> bool:
+    try:
+        return json.loads(data) == json.loads(other)
+    except ValueError:
+        return False
+
+
+# ---- reading as a run does ------------------------------------------------------------------------------------------
 def _recipe(world: World, path: Path) -> Any:
     del path
     cfg = load_config(argv(world.root))
@@ -167,20 +179,22 @@ def _recipe(world: World, path: Path) -> Any:
 
 
 def _plan(world: World, cfg: TrainConfig) -> Any:
-    """``train.py --plan``, and the inputs that the driver reads."""
+    """Plan as ``train.py --plan`` does, and load the inputs that the driver reads."""
     check_files(cfg)
     plan = make_plan(cfg, world.machine)
     inputs = load_inputs(cfg, plan)
     prompts = [(p.text, p.label, p.metadata, p.token_ids.tolist()) for p in inputs.source.prompts]
-    heldout = {name: [(p.text, p.label, p.token_ids.tolist()) for p in found] for name, found in inputs.heldout.items()}
+    heldout = {
+        name: [(p.text, p.label, p.token_ids.tolist()) for p in dataset] for name, dataset in inputs.heldout.items()
+    }
     return asdict(cfg), plan, prompts, heldout, inputs.stop_token_ids, inputs.tokenizer.decode([3, 12, 4])
 
 
 def _model(world: World, path: Path) -> Any:
-    """The plan, and what a trainer rank reads of the model folders."""
-    found = _plan(world, world.cfg)
+    """Plan, and read the model folder as a trainer rank does."""
+    planned = _plan(world, world.cfg)
     if not world.trainer:
-        return found
+        return planned
     from slime_like.train.megatron.families.hf import HFFolder
     from slime_like.train.megatron.families.qwen3 import Qwen3
 
@@ -188,13 +202,13 @@ def _model(world: World, path: Path) -> Any:
     family = Qwen3(folder.config(), 1)
     family.transformer_fields()
     sums = [float(tensor.sum()) for weight in family.weights().values() for tensor in weight.read(folder)]
-    return found, family.hf.to_dict(), sums
+    return planned, family.hf.to_dict(), sums
 
 
 def _resume(world: World, path: Path) -> Any:
-    """The start of a run that goes on: all that the driver and the manager read of its folder."""
+    """Resume the run: read everything that the driver and the rollout manager read from its folder."""
     cfg, run_dir = world.cfg, world.root / "run"
-    if path.name not in OWN:  # a checkpoint that is named by its path is resumed without the run's config.yaml
+    if path.name not in AUTO_RESUME_FILES:  # resuming from a checkpoint path does not read the run's config.yaml
         cfg = replace(cfg, run=replace(cfg.run, resume=str(run_dir / "checkpoints")))
     plan = make_plan(cfg, world.machine)
     first = first_rollout(cfg, run_dir)
@@ -209,10 +223,16 @@ def _resume(world: World, path: Path) -> Any:
     state = read_state(folder, first)
     check_cursor(folder, first, inputs.source)
     inputs.source.next(3)
-    kept = sorted((folder / "rollout").glob("*.npz"))
-    rest = [(run_dir / "metrics.jsonl").read_text(), faults.read(run_dir)]
+    group_files = sorted((folder / "rollout").glob("*.npz"))
+    logs = [(run_dir / "metrics.jsonl").read_text(), faults.read(run_dir)]
     manifest = (folder / f"iter_{first:07d}").glob("[!m]*")
-    return first, state, [load_groups(path) for path in kept], rest, [path.read_bytes() for path in sorted(manifest)]
+    return (
+        first,
+        state,
+        [load_groups(path) for path in group_files],
+        logs,
+        [path.read_bytes() for path in sorted(manifest)],
+    )
 
 
 def _status(world: World, path: Path) -> Any:
@@ -220,18 +240,18 @@ def _status(world: World, path: Path) -> Any:
 
 
 def _dumps(world: World, path: Path) -> Any:
-    """A report, and a run that replays the dump."""
-    found = load_view(path) if path.name.startswith("tokens") else load_groups(path)
+    """Load the dump as a replaying run does, and write a report."""
+    loaded = load_view(path) if path.name.startswith("tokens") else load_groups(path)
     write_report(world.root / "run")
-    return found
+    return loaded
 
 
 def _log(world: World, path: Path) -> Any:
-    """A run that goes on past the log, and then its report."""
-    found = _resume(world, path)
+    """Resume with the log, then write its report."""
+    resumed = _resume(world, path)
     rows = read_record(path.parent).rows
     write_report(path.parent)
-    return found, rows
+    return resumed, rows
 
 
 _PLANNED = ("generation_config.json", "tokenizer files", "data (jsonl, parquet)")
@@ -263,7 +283,7 @@ def _limited() -> Generator[None]:
 
 @contextmanager
 def _without_rights(wanted: bool) -> Generator[None]:
-    """Read files as nobody: root reads also those whose mode forbids it."""
+    """Read files as user nobody, because root can read files regardless of their mode."""
     if not wanted or os.geteuid():
         yield
         return
@@ -276,5 +296,5 @@ def _without_rights(wanted: bool) -> Generator[None]:
 
 
 def digits(text: str) -> str:
-    """A message without its numbers and paths, to count messages of one sort."""
+    """Return a message without numbers and paths, to count messages of one kind."""
     return re.sub(r"/\S+|\d+", "#", text)

@@ -1,4 +1,4 @@
-"""Damage to a file: what disks, editors, interrupted copies and careless scripts do to it, drawn from a seed."""
+"""Random damage to files, as done by disks, editors, interrupted copies and careless scripts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _flipped(data: bytes, rng: Random) -> bytes:
     return bytes(out)
 
 
-def _inserted(what: bytes) -> Change:
+def _inserted(content: bytes) -> Change:
     def change(data: bytes, rng: Random) -> bytes:
-        at = _at(data, rng)
-        return data[:at] + what + data[at:]
+        offset = _at(data, rng)
+        return data[:offset] + content + data[offset:]
 
     return change
 
@@ -84,14 +84,14 @@ BYTES: dict[str, Change] = {
 
 
 def of_bytes(path: Path, rng: Random) -> str:
-    """Change the bytes of ``path``; returns the name of the damage."""
+    """Change the bytes of ``path``; return the name of the damage."""
     name = rng.choice(list(BYTES))
     path.write_bytes(BYTES[name](path.read_bytes(), rng))
     return name
 
 
 def of_entry(path: Path, rng: Random) -> str:
-    """Put something else in the place of ``path``, or take its permissions."""
+    """Replace ``path`` by another kind of entry, or remove its permissions; return the name of the damage."""
     name = rng.choice(ENTRIES)
     if name == "unreadable":
         path.chmod(0)
@@ -109,7 +109,7 @@ def of_entry(path: Path, rng: Random) -> str:
 
 
 def of_fields(path: Path, rng: Random) -> str:
-    """Change one field of a file that holds JSON, YAML, rows of JSON, arrays or tensors, and write it well-formed."""
+    """Change one field of a file with JSON, YAML, JSON lines, arrays or tensors, and write it well-formed."""
     kind = "".join(path.suffixes[-1:])
     if kind == ".npz":
         return _arrays(path, rng)
@@ -120,38 +120,38 @@ def of_fields(path: Path, rng: Random) -> str:
     text = path.read_text()
     if kind == ".jsonl":
         lines = text.splitlines()
-        at = rng.randrange(len(lines))
-        lines[at], what = _json(lines[at], rng)
+        index = rng.randrange(len(lines))
+        lines[index], change = _json(lines[index], rng)
         path.write_text("\n".join(lines) + "\n", errors="surrogatepass")
-        return f"line {at + 1}, {what}"
+        return f"line {index + 1}, {change}"
     if kind == ".yaml":
         tree = yaml.safe_load(text)
-        what = change_tree(tree, rng)
+        change = change_tree(tree, rng)
         path.write_text(yaml.safe_dump(tree), errors="surrogatepass")
-        return what
-    text, what = _json(text, rng)
+        return change
+    text, change = _json(text, rng)
     path.write_text(text, errors="surrogatepass")
-    return what
+    return change
 
 
 def change_tree(tree: Any, rng: Random) -> str:
-    """Change one entry somewhere in ``tree``: gone, renamed, of another type or absurd; returns what was done."""
+    """Change one entry of ``tree``: remove, rename or replace it; return a description."""
     places = list(_places(tree))
     if not places:
         return "nothing"
     holder, name = rng.choice(places)
-    where = repr(name)[:40]
-    how = rng.choice(("gone", "renamed", *["wrong"] * 5, "nudged"))
-    if how == "gone":
+    label = repr(name)[:40]
+    change = rng.choice(("gone", "renamed", *["wrong"] * 5, "nudged"))
+    if change == "gone":
         del holder[name]
-    elif how == "renamed" and isinstance(holder, dict):
+    elif change == "renamed" and isinstance(holder, dict):
         holder[f"{name}_"] = holder.pop(name)
-    elif how == "nudged" and isinstance(holder[name], (int, float)):
+    elif change == "nudged" and isinstance(holder[name], (int, float)):
         holder[name] = holder[name] + rng.choice((1, -1, 1000))
     else:
         holder[name] = rng.choice(WRONG)
-        how = repr(holder[name])[:30]
-    return f"{where}: {how}"
+        change = repr(holder[name])[:30]
+    return f"{label}: {change}"
 
 
 def _places(tree: Any) -> Any:
@@ -163,16 +163,16 @@ def _places(tree: Any) -> Any:
 
 def _json(text: str, rng: Random) -> tuple[str, str]:
     tree = [json.loads(text)]
-    what = change_tree(tree[0], rng)
-    return json.dumps(tree[0]), what
+    change = change_tree(tree[0], rng)
+    return json.dumps(tree[0]), change
 
 
 def _arrays(path: Path, rng: Random) -> str:
-    with np.load(path) as found:
-        arrays = {name: found[name] for name in found}
+    with np.load(path) as stored:
+        arrays = {name: stored[name] for name in stored}
     name = rng.choice([*arrays, "header", "header", "header"])
     if name == "header" and "header" in arrays:
-        text, what = _json(str(arrays["header"]), rng)
+        text, change = _json(str(arrays["header"]), rng)
         arrays["header"] = np.array(text.replace("\\u0000", "\\u0001"))
     else:
         name = name if name in arrays else next(iter(arrays))
@@ -187,23 +187,23 @@ def _arrays(path: Path, rng: Random) -> str:
             "objects": np.array([{"a": 1}, None], dtype=object),
             "negative": -np.abs(array.reshape(-1)) - 1 if array.dtype.kind in "if" else None,
         }
-        what = rng.choice(list(changes))
-        if changes[what] is not None:
-            arrays[name] = changes[what]
-        what = f"{name}: {what}"
+        change = rng.choice(list(changes))
+        if changes[change] is not None:
+            arrays[name] = changes[change]
+        change = f"{name}: {change}"
     packed = io.BytesIO()
     np.savez_compressed(packed, **arrays)
     path.write_bytes(packed.getvalue())
-    return what
+    return change
 
 
 def _tensors(path: Path, rng: Random) -> str:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    text, what = _json(data[8 : 8 + length].decode(), rng)
+    text, change = _json(data[8 : 8 + length].decode(), rng)
     header = text.encode(errors="surrogatepass")
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-    return what
+    return change
 
 
 def _table(path: Path, rng: Random) -> str:
@@ -220,7 +220,7 @@ def _table(path: Path, rng: Random) -> str:
 
 
 def restore(path: Path, pristine: Path) -> None:
-    """Make ``path`` what it was: a file, or a folder of files."""
+    """Replace ``path``, a file or folder, by ``pristine``."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif path.is_symlink() or path.exists():

@@ -1,4 +1,4 @@
-"""Whatever is done to a file that a run reads: one message, or a value. ``scripts/soak_files.py`` judges both."""
+"""Damaged files of a run: refused with one message or read correctly. ``scripts/soak_files.py`` runs many more trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every file that a run reads, small and whole: a model and its reference, data, a recipe, and a run that was stopped."""
+"""Small files of every kind that a run reads: a model and its reference, data, a recipe, and a stopped run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slime_like.quickstart.model import MESSAGES_ALONE, write_tokenizer
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span
 from slime_like.types import Status as Ended
 
-DONE = 4  # rollouts that the run has behind it
+NUM_DONE = 4  # rollouts that the run has trained
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -84,12 +84,12 @@ algo:
 
 
 def argv(root: Path) -> list[str]:
-    """The command line of the run."""
+    """Return the command line of the run."""
     return ["--config-dir", str(root / "recipes"), "+recipe=mine", f"run.dir={root / 'run'}"]
 
 
 def build(root: Path) -> TrainConfig:
-    """Write every file below ``root``; returns the run's configuration."""
+    """Write every file below ``root``; return the run's configuration."""
     tensors = {f"model.layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()}
     tensors |= {"model.embed_tokens.weight": (32, 32), "model.norm.weight": (32,)}
     for name in ("model", "reference"):
@@ -111,9 +111,9 @@ def build(root: Path) -> TrainConfig:
     (root / "recipes" / "recipe" / "mine.yaml").write_text(RECIPE.format(root=root))
     cfg = load_config(argv(root))
     _write_run(cfg, root / "run")
-    for path in (root, *root.rglob("*")):  # readable by a user without rights, as whom the soak reads unreadable files
+    for path in (root, *root.rglob("*")):  # readable by user nobody, as which the soak reads unreadable files
         os.chmod(path, 0o777 if path.is_dir() else 0o666)
-    for path in root.parents:  # pytest keeps its folders to its user
+    for path in root.parents:  # pytest's folders are private to its user
         if path.stat().st_uid == os.getuid() and not path.stat().st_mode & 0o001:
             path.chmod(path.stat().st_mode | 0o011)
     return cfg
@@ -141,8 +141,8 @@ def _write_data(root: Path) -> None:
 
 
 def groups(first: int, count: int) -> list[SampleGroup]:
-    """Groups as a run dumps them."""
-    found: list[SampleGroup] = []
+    """Return groups like those that a run dumps."""
+    sample_groups: list[SampleGroup] = []
     for group_id in range(first, first + count):
         prompt = Prompt(group_id, np.array([3, 12, 4], np.int32), "1+2=", "3", None, {"a": 1})
         samples: list[Sample] = []
@@ -166,44 +166,51 @@ def groups(first: int, count: int) -> list[SampleGroup]:
                     extras,
                 )
             )
-        found.append(SampleGroup(group_id, prompt, tuple(samples)))
-    return found
+        sample_groups.append(SampleGroup(group_id, prompt, tuple(samples)))
+    return sample_groups
 
 
 def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
     checkpoints = run_dir / "checkpoints"
-    folder = iteration_folder(checkpoints, DONE)
+    folder = iteration_folder(checkpoints, NUM_DONE)
     folder.mkdir(parents=True)
     for name in ("__0_0.distcp", "common.pt", ".metadata"):
         (folder / name).write_bytes(np.random.default_rng(1).bytes(3000))
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    name_latest(checkpoints, DONE)
-    leftover = checkpoints / "rollout" / f"leftover_{DONE}.npz"
+    name_latest(checkpoints, NUM_DONE)
+    leftover = checkpoints / "rollout" / f"leftover_{NUM_DONE}.npz"
     save_groups(leftover, groups(8, 1))
-    save_groups(leftover.with_name(f"leftover_{DONE}_made_{DONE}.npz"), groups(9, 2))
-    save_groups(leftover.with_name(f"leftover_{DONE}_in_flight.npz"), groups(11, 1))
-    made = {"rollout_id": DONE, "groups": (), "started": 1.0, "stopped": 2.0, "num_generated": 2, "num_refills": 0}
-    state = {"next_rollout": DONE, "cursor": cursor(cfg), "in_flight": 1, "made": [made]}
-    write_text(checkpoints / "rollout" / f"state_{DONE}.json", json.dumps(state))
+    save_groups(leftover.with_name(f"leftover_{NUM_DONE}_made_{NUM_DONE}.npz"), groups(9, 2))
+    save_groups(leftover.with_name(f"leftover_{NUM_DONE}_in_flight.npz"), groups(11, 1))
+    rollout = {
+        "rollout_id": NUM_DONE,
+        "groups": (),
+        "started": 1.0,
+        "stopped": 2.0,
+        "num_generated": 2,
+        "num_refills": 0,
+    }
+    state = {"next_rollout": NUM_DONE, "cursor": cursor(cfg), "in_flight": 1, "made": [rollout]}
+    write_text(checkpoints / "rollout" / f"state_{NUM_DONE}.json", json.dumps(state))
     model = {name: CONFIG[name] for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
     write_manifest(
         folder,
         Manifest(
-            DONE,
-            DONE,
-            DONE,
+            NUM_DONE,
+            NUM_DONE,
+            NUM_DONE,
             1e-6,
             0.0,
             True,
             {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1},
             {**model, "head": "policy"},
         ),
-        rollout=written_files(checkpoints / "rollout", side_files(checkpoints, DONE)),
+        rollout=written_files(checkpoints / "rollout", side_files(checkpoints, NUM_DONE)),
     )
     add_run(folder, run_record(cfg))
     (run_dir / "config.yaml").write_text(to_yaml(replace(cfg)))
     sink = JsonlSink(run_dir / "metrics.jsonl", 0)
-    for step in range(1, DONE + 1):
+    for step in range(1, NUM_DONE + 1):
         sink.log(step, {"train/loss": 1 / step, "rollout/raw_reward": step / 10}, {"train": (step + 0.0, step + 0.5)})
     sink.close()
     faults.append(
@@ -212,20 +219,20 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
         faults.Recovery("engine 0", "killed", 1.5, 2.0, 3.0, 1, 2),
     )
     answer = ControlReply("save", 1.0, "done", 2, "2")
-    write_status(run_dir, RunStatus(DONE, 10, running=False, requests=(answer,)))
+    write_status(run_dir, RunStatus(NUM_DONE, 10, running=False, requests=(answer,)))
     for rollout_id in range(2):
         save_groups(rollout_path(run_dir / "rollouts", rollout_id), groups(2 * rollout_id, 2))
         save_view(view_path(run_dir / "rollouts", rollout_id), _view())
 
 
 def cursor(cfg: TrainConfig) -> dict[str, Any]:
-    """The state of the run's data source after some rollouts."""
+    """Return the state of the run's data source after some rollouts."""
     from slime_like.cluster.plan.machine import probe_machine
     from slime_like.cluster.plan.planner import make_plan
     from slime_like.cluster.start.inputs import load_inputs
 
     source = load_inputs(cfg, make_plan(cfg, probe_machine())).source
-    source.next(13)  # past the end of an epoch of 9 rows, so that the cursor has rows of the epoch before
+    source.next(13)  # past the end of an epoch of 9 rows, so that the cursor has rows of the previous epoch
     return source.state()
 
 
@@ -252,19 +259,19 @@ FILES = {
     "metrics.jsonl": ("run/metrics.jsonl",),
     "faults.jsonl, status.json": ("run/faults.jsonl", "run/status.json"),
     LATEST: (f"run/checkpoints/{LATEST}",),
-    "checkpoint.json": (f"run/checkpoints/iter_{DONE:07d}/checkpoint.json",),
+    "checkpoint.json": (f"run/checkpoints/iter_{NUM_DONE:07d}/checkpoint.json",),
     "checkpoint's tensors": (
-        f"run/checkpoints/iter_{DONE:07d}/__0_0.distcp",
-        f"run/checkpoints/iter_{DONE:07d}/common.pt",
-        f"run/checkpoints/iter_{DONE:07d}/.metadata",
-        f"run/checkpoints/iter_{DONE:07d}/metadata.json",
+        f"run/checkpoints/iter_{NUM_DONE:07d}/__0_0.distcp",
+        f"run/checkpoints/iter_{NUM_DONE:07d}/common.pt",
+        f"run/checkpoints/iter_{NUM_DONE:07d}/.metadata",
+        f"run/checkpoints/iter_{NUM_DONE:07d}/metadata.json",
     ),
-    "state_N.json": (f"run/checkpoints/rollout/state_{DONE}.json",),
+    "state_N.json": (f"run/checkpoints/rollout/state_{NUM_DONE}.json",),
     "leftover, made and in-flight npz": (
-        f"run/checkpoints/rollout/leftover_{DONE}.npz",
-        f"run/checkpoints/rollout/leftover_{DONE}_made_{DONE}.npz",
-        f"run/checkpoints/rollout/leftover_{DONE}_in_flight.npz",
+        f"run/checkpoints/rollout/leftover_{NUM_DONE}.npz",
+        f"run/checkpoints/rollout/leftover_{NUM_DONE}_made_{NUM_DONE}.npz",
+        f"run/checkpoints/rollout/leftover_{NUM_DONE}_in_flight.npz",
     ),
     "dumped rollouts": ("run/rollouts/rollout_0000000.npz", "run/rollouts/tokens_0000000.npz"),
 }
-"""Class of files -> those of a world, relative to its root."""
+"""Files of a world by class, relative to its root."""

@@ -1,8 +1,9 @@
-"""A tokenizer made on the spot: one token per character."""
+"""Tokenizer built in memory: one token per character."""
 
 from __future__ import annotations
 
 import string
+from typing import Any
 
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -17,8 +18,11 @@ TEMPLATE = (
 )
 
 
-def characters(*, template: str | None = None, eos: bool = True) -> PreTrainedTokenizerFast:
-    """Printable ASCII, one token each, with ``[EOS]``."""
+def characters(*, template: str | None = None, eos: bool = True) -> Any:
+    """Return a tokenizer of printable ASCII, one token per character, with ``[EOS]``.
+
+    Untyped: the signatures of transformers are wider than those of ``interfaces.Tokenizer``.
+    """
     alphabet = ["[EOS]", "[UNK]", *string.printable]
     model = Tokenizer(WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="[UNK]"))
     model.pre_tokenizer = Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]

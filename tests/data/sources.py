@@ -1,4 +1,4 @@
-"""Datasets on disk and the sources that read them."""
+"""Test datasets on disk and the sources that read them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TEN = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(10)]
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any] | str]) -> Path:
-    """jsonl; strings are lines as they are."""
+    """Write a jsonl file; strings are written as raw lines."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
 def context(path: Path | str, **changes: Any) -> SourceContext:
-    plain = SourceContext(str(path), PLAIN, max_context_len=64, needs_label=label_rule(RewardConfig()))
-    return replace(plain, **changes)
+    base = SourceContext(str(path), PLAIN, max_context_len=64, needs_label=label_rule(RewardConfig()))
+    return replace(base, **changes)
 
 
 def source(path: Path | str, config: DataConfig | None = None, **changes: Any) -> FileSource:

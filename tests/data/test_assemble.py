@@ -1,4 +1,4 @@
-"""Batches: weights, columns, steps and their independence of packing."""
+"""Batch assembly: loss weights, columns and steps, independent of packing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from slime_like.algo.advantage import dr_grpo, grpo
 from slime_like.batch import PackedBatch, StepBatch
-from slime_like.data.assemble import AssembleSpec, assemble
-from slime_like.data.columns import FILLER_ID
+from slime_like.data.assemble import FILLER_ID, AssembleSpec, assemble
 from slime_like.errors import ConfigError, DataError, EngineError
 from slime_like.types import Reward, SampleGroup, Source, Span, Status
 from tests.algo.samples import Shape, batches, groups_of
@@ -28,22 +27,22 @@ def rows_of(step: StepBatch) -> list[PackedBatch]:
 
 
 def per_sample(step: StepBatch, name: str) -> dict[int, list[float]]:
-    """A [T] or [S] column by sample id."""
-    found: dict[int, list[float]] = {}
+    """Return a [T] or [S] column by sample id."""
+    values: dict[int, list[float]] = {}
     for row in rows_of(step):
         column = np.atleast_1d(getattr(row, name))
         for i, sample_id in enumerate(row.sample_ids.tolist()):
             per_token = name not in ("advantages", "rewards")
             a, b = (row.cu_seqlens[i], row.cu_seqlens[i + 1]) if per_token else (i, i + 1)
-            found[sample_id] = column[a:b].tolist()
-    found.pop(FILLER_ID, None)
-    return found
+            values[sample_id] = column[a:b].tolist()
+    values.pop(FILLER_ID, None)
+    return values
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "dr_grpo"])
 @settings(max_examples=20, deadline=None)
 @given(groups=batches(), dp=st.integers(1, 4), budget=st.integers(1, 30), steps=st.integers(1, 2))
-def test_every_sample_is_packed_once_and_weights_add_up(
+def test_every_sample_is_packed_once_and_weights_sum_to_one(
     aggregation: str, groups: list[SampleGroup], dp: int, budget: int, steps: int
 ) -> None:
     total = sum(len(g.samples) for g in groups)
@@ -51,11 +50,11 @@ def test_every_sample_is_packed_once_and_weights_add_up(
     spec = replace(SPEC, aggregation=aggregation, dp=dp, max_tokens_per_rank=budget, steps_per_rollout=steps)
     try:
         batch = assemble(groups, spec, rollout_id=3)
-    except DataError:  # a step of nothing but failures
+    except DataError:  # a step with failures only
         return
     samples = {s.sample_id: s for g in groups for s in g.samples}
-    seen = Counter(int(i) for step in batch.steps for row in rows_of(step) for i in row.sample_ids if i != FILLER_ID)
-    assert seen == Counter(list(samples))
+    counts = Counter(int(i) for step in batch.steps for row in rows_of(step) for i in row.sample_ids if i != FILLER_ID)
+    assert counts == Counter(list(samples))
     for step in batch.steps:
         assert len(step.rows) == dp and len({len(rank) for rank in step.rows}) == 1
         weights = np.concatenate([row.loss_weight for row in rows_of(step)])
@@ -69,7 +68,7 @@ def test_every_sample_is_packed_once_and_weights_add_up(
 
 @settings(max_examples=20, deadline=None)
 @given(groups=batches())
-def test_columns_say_what_the_spans_say(groups: list[SampleGroup]) -> None:
+def test_columns_follow_the_spans(groups: list[SampleGroup]) -> None:
     step = assemble(groups, SPEC, rollout_id=0).steps[0]
     weight, version = per_sample(step, "loss_weight"), per_sample(step, "versions")
     logprobs, tokens = per_sample(step, "rollout_logprobs"), per_sample(step, "token_ids")
@@ -88,7 +87,7 @@ def shape(reward: float, status: Status = DONE, response: int = 2) -> Shape:
     return Shape((1, response, 0, 0), reward, status)
 
 
-def test_failures_stand_in_no_baseline_and_in_no_denominator() -> None:
+def test_failures_count_in_no_baseline_and_no_denominator() -> None:
     groups = groups_of([[shape(1.0), shape(0.0), shape(-99.0, Status.FAILED), shape(-99.0, Status.ABORTED)]])
     step = assemble(groups, replace(SPEC, group_advantage=dr_grpo), 0).steps[0]
     assert per_sample(step, "advantages") == {0: [0.5], 1: [-0.5], 2: [0.0], 3: [0.0]}
@@ -104,14 +103,14 @@ def test_failures_are_never_read_for_logprobs() -> None:
 
 
 def test_the_first_token_of_a_sequence_is_never_trained() -> None:
-    """Nothing predicts it, also where a model wrote it."""
+    """Nothing predicts the first token, even if the model sampled it."""
     group = groups_of([[Shape((0, 3, 0, 0), 1.0, DONE)]])[0]
     step = assemble([group], SPEC, 0).steps[0]
     assert per_sample(step, "loss_weight") == {0: [0.0, 0.5, 0.5]}
     assert per_sample(step, "versions") == {0: [3, 3, 3]}
 
 
-def test_of_a_continued_sample_only_the_newest_tokens_are_trained_on_where_asked() -> None:
+def test_mask_offpolicy_trains_only_the_newest_tokens_of_a_sample() -> None:
     (group,) = groups_of([[shape(1.0, response=4), shape(0.0)]])
     first, second = group.samples
     spans = (Span(0, 1, Source.PROMPT), Span(1, 3, Source.MODEL, 3), Span(3, 5, Source.MODEL, 4))
@@ -124,15 +123,15 @@ def test_of_a_continued_sample_only_the_newest_tokens_are_trained_on_where_asked
     assert weights[True] == {0: [0, 0, 0, 0.25, 0.25], 1: [0, 0.25, 0.25]}
 
 
-def test_a_baseline_is_that_of_the_samples_own_group() -> None:
-    """Groups of unequal sizes and levels: rewards of one never count in another's."""
+def test_the_baseline_is_the_samples_own_group() -> None:
+    """Rewards of one group never count in the baseline of another, for groups of unequal sizes and levels."""
     groups = groups_of([[shape(1.0), shape(0.0)], [shape(10.0), shape(20.0), shape(60.0)], [shape(5.0), shape(5.0)]])
     step = assemble(groups, replace(SPEC, group_advantage=dr_grpo), 0).steps[0]
     assert per_sample(step, "advantages") == {0: [0.5], 1: [-0.5], 2: [-20], 3: [-10], 4: [30], 5: [0], 6: [0]}
     assert per_sample(step, "rewards") == {0: [1], 1: [0], 2: [10], 3: [20], 4: [60], 5: [5], 6: [5]}
 
 
-def test_each_step_is_weighed_by_its_own_tokens() -> None:
+def test_each_step_is_weighted_by_its_own_tokens() -> None:
     groups = groups_of([[shape(1.0, response=1), shape(0.0, response=3)], [shape(1.0, response=9), shape(0.0)]])
     short, long = assemble(groups, replace(SPEC, steps_per_rollout=2), 0).steps
     assert (short.num_tokens, long.num_tokens) == (4, 11)
@@ -151,7 +150,7 @@ def test_an_episode_of_two_samples_counts_once() -> None:
     assert weights == pytest.approx({0: 1 / 2, 1: 1 / 6, 2: 1 / 3})
 
 
-def test_no_group_advantage_leaves_the_column_to_the_ranks() -> None:
+def test_without_group_advantage_the_ranks_compute_the_column() -> None:
     row = assemble(groups_of([[shape(1.0)]]), replace(SPEC, group_advantage=None), 0).steps[0].rows[0][0]
     assert row.advantages is None
     assert row.rewards.tolist() == [1.0]
@@ -169,11 +168,11 @@ def test_groups_stay_whole_within_a_step() -> None:
     assert [len(s) for s in steps_of([3, 3, 3], 2)] == [3, 6]
 
 
-def test_one_group_for_two_steps_is_cut_in_order() -> None:
+def test_one_group_for_two_steps_is_split_in_order() -> None:
     assert steps_of([5], 2) == [[0, 1], [2, 3, 4]]
 
 
-def test_groups_are_cut_when_a_rank_would_go_without() -> None:
+def test_groups_are_split_if_a_rank_would_be_empty() -> None:
     assert steps_of([1, 7], 2, dp=4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -184,12 +183,12 @@ def test_fewer_samples_than_ranks_names_the_keys() -> None:
         steps_of([3], 2, dp=2)
 
 
-def test_a_step_of_failures_says_so() -> None:
+def test_a_step_of_failures_is_refused() -> None:
     with pytest.raises(DataError, match=r"rollout 4, optimizer step 0: none of its 2 samples .+\(failed 2\)"):
         assemble(groups_of([[shape(0.0, Status.FAILED)] * 2]), SPEC, 4)
 
 
-def test_nothing_left_by_the_filters_takes_no_step() -> None:
+def test_an_empty_rollout_has_no_steps() -> None:
     batch = assemble([], SPEC, 2)
     assert (batch.rollout_id, batch.steps, batch.num_tokens) == (2, (), 0)
 
@@ -201,7 +200,7 @@ def test_a_sampled_token_without_logprob_is_refused() -> None:
         assemble([replace(group, samples=(broken,))], SPEC, 0)
 
 
-def test_long_sequences_over_uneven_ranks_get_a_filler_that_weighs_nothing() -> None:
+def test_uneven_ranks_get_a_filler_of_zero_weight() -> None:
     groups = groups_of([[shape(1.0, response=9), shape(0.0, response=9), shape(0.5, response=9)]])
     step = assemble(groups, replace(SPEC, dp=2, max_tokens_per_rank=10), 0).steps[0]
     fillers = [row for row in rows_of(step) if FILLER_ID in row.sample_ids]
@@ -210,17 +209,17 @@ def test_long_sequences_over_uneven_ranks_get_a_filler_that_weighs_nothing() -> 
     assert step.num_tokens == 27
 
 
-def test_extras_travel_beside_their_tokens() -> None:
+def test_extras_are_packed_with_their_tokens() -> None:
     group = groups_of([[shape(1.0), shape(0.0)]])[0]
     samples = tuple(replace(s, extras={"experts": np.full((3, 2), s.sample_id)}) for s in group.samples)
     row = assemble([replace(group, samples=samples)], SPEC, 0).steps[0].rows[0][0]
     assert row.extras["experts"].shape == (6, 2)
     assert row.extras["experts"][:, 0].tolist() == np.repeat(row.sample_ids, 3).tolist()
-    with pytest.raises(EngineError, match="samples 0 and 1 carry different extras"):
+    with pytest.raises(EngineError, match="samples 0 and 1 have different extras"):
         assemble([replace(group, samples=(samples[0], group.samples[1]))], SPEC, 0)
 
 
-def test_rewards_are_left_as_they_were() -> None:
+def test_rewards_are_not_modified() -> None:
     groups = groups_of([[shape(1.0), shape(0.0)]])
     assemble(groups, SPEC, 0)
     assert [s.reward for s in groups[0].samples] == [Reward(1.0), Reward(0.0)]

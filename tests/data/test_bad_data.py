@@ -1,4 +1,4 @@
-"""Whatever a data file holds: prompts, or one message that names file, row, column and fix, before a process starts."""
+"""Invalid data files: one message that names file, row, column and fix, before a process starts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TYPED: dict[str, Bad] = {
     "day for a label": ({"prompt": "1", "label": datetime.date(2026, 1, 2)}, "'label' is datetime.date(2026, 1, 2)"),
     "metadata beyond JSON": (
         {"prompt": "1", "label": "1", "metadata": {"day": datetime.date(2026, 1, 2)}},
-        "'metadata' holds what JSON cannot",
+        "'metadata' contains a value that JSON cannot represent",
     ),
 }
 
@@ -80,7 +80,7 @@ def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*ROWS, *TYPED])
 def test_a_bad_row_of_parquet_is_named(tmp_path: Path, name: str) -> None:
-    """A table has one type per column, so that the whole column is what the row is."""
+    """Each table has a single row, because a parquet column has one type."""
     row, message = (ROWS | TYPED)[name]
     path = parquet(tmp_path / "bad.parquet", [row])
     with pytest.raises(DataError) as caught:
@@ -88,7 +88,7 @@ def test_a_bad_row_of_parquet_is_named(tmp_path: Path, name: str) -> None:
     assert f"{path}, row 0: " in str(caught.value) and message in str(caught.value)
 
 
-def test_rows_of_several_kinds_stand_in_one_file(tmp_path: Path) -> None:
+def test_rows_of_several_kinds_in_one_file(tmp_path: Path) -> None:
     turn = [{"role": "user", "content": "hi"}]
     rows = [
         {"prompt": "hi", "label": 4},
@@ -96,13 +96,13 @@ def test_rows_of_several_kinds_stand_in_one_file(tmp_path: Path) -> None:
         {"prompt": "ho", "label": None, "rm_type": "gpqa", "metadata": {"correct_letter": "A"}},
         {"prompt": "hi", "label": 0.5, "rm_type": " f1 ", "metadata": '{"k": 1}'},
     ]
-    found = source(write(tmp_path / "mixed.jsonl", rows), shuffle=False, **RULES).next(4)
-    assert [p.text for p in found] == ["hi", "<user>hi<assistant>", "ho", "hi"]
-    assert [(p.label, p.rm_type) for p in found] == [("4", None), ("4.5", None), (None, "gpqa"), ("0.5", "f1")]
-    assert found[3].metadata == {"k": 1}
+    prompts = source(write(tmp_path / "mixed.jsonl", rows), shuffle=False, **RULES).next(4)
+    assert [p.text for p in prompts] == ["hi", "<user>hi<assistant>", "ho", "hi"]
+    assert [(p.label, p.rm_type) for p in prompts] == [("4", None), ("4.5", None), (None, "gpqa"), ("0.5", "f1")]
+    assert prompts[3].metadata == {"k": 1}
 
 
-def test_a_parquet_table_of_verls_columns_is_read_by_dotted_keys(tmp_path: Path) -> None:
+def test_nested_columns_of_verl_are_read_by_dotted_keys(tmp_path: Path) -> None:
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "2+2="}],
@@ -114,7 +114,7 @@ def test_a_parquet_table_of_verls_columns_is_read_by_dotted_keys(tmp_path: Path)
     assert (prompt.text, prompt.label, prompt.metadata) == ("<user>2+2=<assistant>", "4", {"index": 0})
 
 
-def test_parquets_own_types_are_read(tmp_path: Path) -> None:
+def test_parquet_types_are_read(tmp_path: Path) -> None:
     table = pa.table(
         {
             "prompt": pa.array(["a", "b"]).dictionary_encode(),
@@ -123,15 +123,17 @@ def test_parquets_own_types_are_read(tmp_path: Path) -> None:
         }
     )
     pq.write_table(table, tmp_path / "a.parquet")
-    found = source(tmp_path / "a.parquet", shuffle=False, **RULES).next(2)
-    assert [(p.text, p.label, dict(p.metadata)) for p in found] == [("a", "1.50", {"k": "1"}), ("b", "2.00", {})]
+    prompts = source(tmp_path / "a.parquet", shuffle=False, **RULES).next(2)
+    assert [(p.text, p.label, dict(p.metadata)) for p in prompts] == [("a", "1.50", {"k": "1"}), ("b", "2.00", {})]
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.9, 0.999])
 def test_a_truncated_parquet_file_is_named(tmp_path: Path, keep: float) -> None:
     path = parquet(tmp_path / "a.parquet", TEN * 500)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-    with pytest.raises(DataError, match=rf"{path} is not a readable parquet file .+ write it again or name another"):
+    with pytest.raises(
+        DataError, match=rf"{path} is not a readable parquet file .+ write the file again or choose another"
+    ):
         source(path)
 
 
@@ -159,9 +161,11 @@ def test_a_prompt_beyond_the_models_vocabulary_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("column", "place"), [("prompt", 2), ("label", 0)])
-def test_half_a_surrogate_pair_is_a_bad_row(tmp_path: Path, column: str, place: int) -> None:
+def test_a_lone_surrogate_is_a_bad_row(tmp_path: Path, column: str, place: int) -> None:
     row = {"prompt": "1", "label": "1"} | {column: "ab"[:place] + "\ud83d"}
-    with pytest.raises(DataError, match=rf"line 1: '{column}' has '\\ud83d' at character {place}, which is no text"):
+    with pytest.raises(
+        DataError, match=rf"line 1: '{column}' has '\\ud83d' at character {place}, which is a lone surrogate"
+    ):
         source(write(tmp_path / "a.jsonl", [row]))
 
 
@@ -180,17 +184,17 @@ def test_any_lines_are_prompts_or_counted_bad_rows(tmp_path: Path, lines: list[s
     path = tmp_path / "any.jsonl"
     path.write_bytes("".join(f"{line}\n" for line in [json.dumps(GOOD), *lines]).encode())
     rows = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
-    found = source(path, data(on_bad_row="skip"), **RULES)
-    assert len(found) + found.num_bad_rows == rows
-    assert GOOD["prompt"] in texts(found.prompts)
+    loaded = source(path, data(on_bad_row="skip"), **RULES)
+    assert len(loaded) + loaded.num_bad_rows == rows
+    assert GOOD["prompt"] in texts(loaded.prompts)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokenizer can be opened."""
-    made = write_model(tmp_path_factory.mktemp("model"), vocab_size=128)
-    characters(template=TEMPLATE).save_pretrained(made)
-    return made
+    """Write a model whose tokenizer can be opened."""
+    path = write_model(tmp_path_factory.mktemp("model"), vocab_size=128)
+    characters(template=TEMPLATE).save_pretrained(path)
+    return path
 
 
 def bad_train(tmp_path: Path) -> list[str]:
@@ -210,7 +214,7 @@ def bad_column(tmp_path: Path) -> list[str]:
     return [f"data.train={path}", f"evaluation.datasets.b={path}", "evaluation.overrides.b.label_key=answer"]
 
 
-def cut_parquet(tmp_path: Path) -> list[str]:
+def truncated_parquet(tmp_path: Path) -> list[str]:
     path = parquet(tmp_path / "a.parquet", TEN)
     path.write_bytes(path.read_bytes()[:-5])
     return [f"data.train={path}"]
@@ -222,10 +226,10 @@ def cut_parquet(tmp_path: Path) -> list[str]:
         (bad_train, "a.jsonl, line 2: label missing"),
         (bad_heldout, "b.parquet, row 0: has no 'prompt' but 'question', 'label'"),
         (bad_column, "a.jsonl, line 1: label missing: no 'answer'"),
-        (cut_parquet, "a.parquet is not a readable parquet file"),
+        (truncated_parquet, "a.parquet is not a readable parquet file"),
     ],
 )
-def test_train_py_says_it_in_one_line_before_a_process_starts(
+def test_train_py_reports_bad_data_in_one_line_before_a_process_starts(
     folder: Path,
     tmp_path: Path,
     make: Callable[[Path], list[str]],
@@ -240,6 +244,6 @@ def test_train_py_says_it_in_one_line_before_a_process_starts(
     code = cli.main(
         [f"model.hf_checkpoint={folder}", f"run.dir={tmp_path / 'run'}", "placement.device=cpu", *make(tmp_path)]
     )
-    said = capfd.readouterr().err  # of the driver, a child process
+    stderr = capfd.readouterr().err  # of the driver, a child process
     assert code == 2
-    assert said.startswith("DataError: ") and said.count("\n") == 1 and words in said
+    assert stderr.startswith("DataError: ") and stderr.count("\n") == 1 and words in stderr

@@ -1,4 +1,4 @@
-"""Conversations as supervised fine-tuning data: every turn of the assistant is trained on, in the tokens of its template."""
+"""Conversations for supervised fine-tuning: every assistant turn is trained on, in the tokens of its template."""
 
 from __future__ import annotations
 
@@ -31,65 +31,67 @@ TALK = [
 ]
 
 
-def rows(folder: Path, template: str, row: dict[str, Any], how: str = "turns") -> tuple[str, list[str]]:
-    """The text of a row, and the stretches of it that are trained on."""
+def rows(folder: Path, template: str, row: dict[str, Any], mode: str = "turns") -> tuple[str, list[str]]:
+    """Return the text of a row and its trained parts."""
     tokenizer = characters(template=template)
     path = write(folder / "a.jsonl", [row])
     config = data(input_key="messages")
     prompts = source(path, config, tokenizer=tokenizer, max_context_len=500, supervised=True)
-    marker = Conversations(tokenizer, how)
+    marker = Conversations(tokenizer, mode)
     group = Demonstrations(prompts, tokenizer, 500, marker).next(1, 0)[0]
     batch = assemble([group], AssembleSpec(None, "token_mean", 1, 1, 500, 16), rollout_id=0)
-    found = batch.steps[0].rows[0][0]
-    trained = found.loss_weight > 0
+    packed = batch.steps[0].rows[0][0]
+    trained = packed.loss_weight > 0
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-    parts = [str(tokenizer.decode(found.token_ids[a:b])) for a, b in pairwise(edges) if trained[a]]
-    return str(tokenizer.decode(found.token_ids)), parts
+    parts = [str(tokenizer.decode(packed.token_ids[a:b])) for a, b in pairwise(edges) if trained[a]]
+    return str(tokenizer.decode(packed.token_ids)), parts
 
 
-def test_each_turn_is_rendered_on_its_own(tmp_path: Path) -> None:
-    text, trained = rows(tmp_path, TEMPLATE, {"messages": TALK, "label": "of no use"})
+def test_each_turn_is_rendered_separately(tmp_path: Path) -> None:
+    text, trained = rows(tmp_path, TEMPLATE, {"messages": TALK, "label": "unused"})
     assert text == "<user>1+1<assistant>2<user>and 1<assistant>3"
     assert trained == ["2", "3"]
 
 
-def test_what_a_template_opens_a_conversation_with_stands_there_once(tmp_path: Path) -> None:
+def test_the_template_prefix_occurs_once(tmp_path: Path) -> None:
     text, trained = rows(tmp_path, CHATML, {"messages": TALK, "metadata": {"tools": [{"name": "a"}]}})
     assert text.count("Default.") == 1 and text.count("<tools>1</tools>") == 1
     assert text.endswith(
         "<|im_start|>user\nand 1<|im_end|>\n<|im_start|>assistant\n<think>\n.\n</think>\n3<|im_end|>\n"
     )
-    assert trained == ["<think>\n.\n</think>\n2<|im_end|>\n", "<think>\n.\n</think>\n3<|im_end|>\n"], "each is the last"
+    assert trained == ["<think>\n.\n</think>\n2<|im_end|>\n", "<think>\n.\n</think>\n3<|im_end|>\n"], (
+        "each one is rendered as the last turn"
+    )
 
 
-@pytest.mark.parametrize("how", ["turns", "whole"])
-def test_the_column_of_tools_is_rendered(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["turns", "whole"])
+def test_the_column_of_tools_is_rendered(mode: str, tmp_path: Path) -> None:
     tools = [{"name": "a"}, {"name": "b"}]
     row = {"messages": TALK, "tools": tools, "metadata": {"tools": [{"name": "not read"}]}}
-    assert rows(tmp_path, CHATML, row, how)[0].count("<tools>2</tools>") == 1
+    assert rows(tmp_path, CHATML, row, mode)[0].count("<tools>2</tools>") == 1
 
 
-def test_whole_conversations_are_rendered_as_an_engine_sees_them(tmp_path: Path) -> None:
-    text, trained = rows(tmp_path, CHATML, {"messages": TALK}, how="whole")
+def test_whole_conversations_are_rendered_as_for_an_engine(tmp_path: Path) -> None:
+    text, trained = rows(tmp_path, CHATML, {"messages": TALK}, mode="whole")
     assert text.count("<think>") == 1
-    assert trained == ["2<|im_end|>\n", ".\n</think>\n3<|im_end|>\n"], "what opens the thoughts is not the model's"
+    assert trained == ["2<|im_end|>\n", ".\n</think>\n3<|im_end|>\n"], "the opening tag is part of the prompt"
 
 
-@pytest.mark.parametrize("how", ["turns", "whole"])
-def test_a_turn_may_be_left_out(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["turns", "whole"])
+def test_a_turn_may_be_masked(mode: str, tmp_path: Path) -> None:
     talk = [*TALK[:1], {**TALK[1], "step_loss_mask": 0}, *TALK[2:]]
-    assert len(rows(tmp_path, CHATML, {"messages": talk}, how)[1]) == 1
+    assert len(rows(tmp_path, CHATML, {"messages": talk}, mode)[1]) == 1
 
 
-def test_what_cannot_be_marked_is_refused(tmp_path: Path) -> None:
+def test_conversations_that_cannot_be_marked_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 1: data.conversation=whole finds turns by"):
         rows(tmp_path, TEMPLATE, {"messages": TALK}, "whole")
     opened = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<tool>{% endif %}")
     with pytest.raises(ConfigError, match=r"begins .* set data.conversation=whole"):
         rows(tmp_path, opened, {"messages": TALK})
-    with pytest.raises(DataError, match="line 1: 'messages' begins with the assistant's turn"):
+    with pytest.raises(DataError, match="line 1: 'messages' begins with an assistant turn"):
         rows(tmp_path, CHATML, {"messages": TALK[1:]})
-    with pytest.raises(DataError, match="line 1: no token of an assistant's turn is trained on"):
+    with pytest.raises(DataError, match="line 1: no token of an assistant turn is trained on"):
         rows(tmp_path, CHATML, {"messages": [TALK[0], {**TALK[1], "step_loss_mask": 0}]})
     with pytest.raises(DataError, match="line 1: label missing"):
         rows(tmp_path, CHATML, {"messages": TALK[:3]})

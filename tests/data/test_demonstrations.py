@@ -14,7 +14,7 @@ from tests.data.character_tokenizer import characters
 from tests.data.sources import PLAIN, TEN, source, write
 
 
-def test_the_label_and_the_end_are_what_is_trained(tmp_path: Path) -> None:
+def test_label_and_end_token_are_trained(tmp_path: Path) -> None:
     prompts = source(write(tmp_path / "a.jsonl", [{"prompt": "2+2=", "label": "44"}]))
     group = Demonstrations(prompts, PLAIN, max_context_len=64).next(1, first_group_id=5)[0]
     batch = assemble([group], AssembleSpec(None, "token_mean", 1, 1, 100, 16), rollout_id=0)

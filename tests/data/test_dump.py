@@ -23,8 +23,8 @@ def group(group_id: int, lengths: list[int], seed: int = 0, version: int = 2) ->
         spans = (Span(0, 3, Source.PROMPT), Span(3, 3 + length, Source.MODEL, version))
         reward = Reward(float(i % 2), float(i % 2))
         extras = {"mask": np.arange(i + 1)} if i % 2 else {}
-        made = Sample(group_id, i, i, i, token_ids, logprobs, spans, Status.COMPLETED, "4", reward, extras)
-        samples.append(made)
+        new = Sample(group_id, i, i, i, token_ids, logprobs, spans, Status.COMPLETED, "4", reward, extras)
+        samples.append(new)
     return SampleGroup(group_id, prompt, tuple(samples))
 
 
@@ -54,7 +54,7 @@ def assert_same(a: SampleGroup, b: SampleGroup) -> None:
 
 @given(st.lists(st.lists(st.integers(1, 6), max_size=4), max_size=5))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_dumped_comes_back(tmp_path: Path, shape: list[list[int]]) -> None:
+def test_dumped_groups_are_loaded_unchanged(tmp_path: Path, shape: list[list[int]]) -> None:
     groups = [group(i, lengths) for i, lengths in enumerate(shape)]
     path = rollout_path(tmp_path, 12)
     save_groups(path, groups)
@@ -62,19 +62,17 @@ def test_what_is_dumped_comes_back(tmp_path: Path, shape: list[list[int]]) -> No
         assert_same(a, b)
 
 
-def test_a_dump_whose_values_were_changed_is_refused(tmp_path: Path) -> None:
+def test_a_modified_dump_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rollout_0000000.npz"
     save_groups(path, groups(0, 1))
     with np.load(path) as stored:
         columns = dict(stored)
     for name, value in (("logprobs", columns["logprobs"] - 1), ("extra/1/mask", columns["extra/1/mask"][:2])):
         np.savez(path, **{**columns, name: value})
-        with pytest.raises(
-            DataError, match=r"rollout_0000000\.npz is not a dumped rollout \(its columns are not those"
-        ):
+        with pytest.raises(DataError, match=r"rollout_0000000\.npz is not a dumped rollout \(its columns do not match"):
             load_groups(path)
     np.savez(path, **{name: column for name, column in columns.items() if name != "digest"})
-    assert len(load_groups(path)) == 1, "of an older version"
+    assert len(load_groups(path)) == 1, "files of older versions have no digest"
 
 
 def test_a_missing_dump_names_the_key(tmp_path: Path) -> None:

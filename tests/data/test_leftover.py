@@ -9,7 +9,7 @@ from tests.algo.samples import Shape, groups_of
 GROUPS = tuple(groups_of([[Shape((1, 1, 0, 0), 0.0, Status.COMPLETED)] * 4] * 3))
 
 
-def test_whole_groups_in_order_and_the_rest_by_policy() -> None:
+def test_complete_groups_in_order_and_leftovers_by_policy() -> None:
     assert split_leftover(GROUPS, 8, "carry") == Split(GROUPS[:2], GROUPS[2:], 0)
     assert split_leftover(GROUPS, 8, "drop") == Split(GROUPS[:2], (), 4)
     assert split_leftover(GROUPS, 12, "carry") == Split(GROUPS, (), 0)
@@ -19,7 +19,7 @@ def test_a_group_that_would_overflow_waits() -> None:
     assert split_leftover(GROUPS, 10, "carry") == Split(GROUPS[:2], GROUPS[2:], 0)
 
 
-def test_too_few_are_kept_or_used_by_policy() -> None:
+def test_too_few_groups_are_carried_or_used_by_policy() -> None:
     assert split_leftover(GROUPS, 16, "carry") == Split((), GROUPS, 0)
     assert split_leftover(GROUPS, 16, "drop") == Split(GROUPS, (), 0)
     assert split_leftover((), 16, "drop") == Split((), (), 0)

@@ -1,4 +1,4 @@
-"""DAPO's soft punishment of overlong responses."""
+"""DAPO's soft overlong penalty."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ def group(*lengths: int, status: Status = Status.COMPLETED):
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.125), (9, 0.375), (10, 0.5), (30, 0.5)])
-def test_it_grows_over_the_buffer(length: int, penalty: float) -> None:
+def test_the_penalty_grows_over_the_buffer(length: int, penalty: float) -> None:
     assert RULE.penalty(group(length).samples[0]) == pytest.approx(penalty)
 
 
-@given(length=st.integers(1, 60), longest=st.integers(2, 40), share=st.floats(0.05, 1))
-def test_it_is_the_paper_s_length_reward_with_the_sign_turned(length: int, longest: int, share: float) -> None:
-    buffer = max(1, int(longest * share))
-    expected = longest - buffer
-    paper = 0.0 if length <= expected else (expected - length) / buffer if length <= longest else -1.0
-    assert OverlongPenalty(longest, buffer, 1.0).penalty(group(length).samples[0]) == pytest.approx(-paper)
+@given(length=st.integers(1, 60), max_len=st.integers(2, 40), share=st.floats(0.05, 1))
+def test_the_penalty_is_the_papers_length_reward_negated(length: int, max_len: int, share: float) -> None:
+    buffer = max(1, int(max_len * share))
+    expected = max_len - buffer
+    paper = 0.0 if length <= expected else (expected - length) / buffer if length <= max_len else -1.0
+    assert OverlongPenalty(max_len, buffer, 1.0).penalty(group(length).samples[0]) == pytest.approx(-paper)
 
 
 def test_scores_fall_and_accuracies_stay() -> None:
-    given_ = group(6, 8, 10)
+    unscored = group(6, 8, 10)
     scored = replace(
-        given_,
-        samples=tuple(replace(s, reward=replace(s.reward, accuracy=1.0)) for s in given_.samples if s.reward),
+        unscored,
+        samples=tuple(replace(s, reward=replace(s.reward, accuracy=1.0)) for s in unscored.samples if s.reward),
     )
-    (found,) = RULE.shaped([scored])
-    assert [s.reward.score for s in found.samples if s.reward] == [1.0, 0.75, 0.5]
-    assert [s.reward.accuracy for s in found.samples if s.reward] == [1.0] * 3
+    (penalized,) = RULE.shaped([scored])
+    assert [s.reward.score for s in penalized.samples if s.reward] == [1.0, 0.75, 0.5]
+    assert [s.reward.accuracy for s in penalized.samples if s.reward] == [1.0] * 3
     assert RULE.metrics([scored]) == [Mean("rollout/overlong_penalty", 0.25)]
 
 
-def test_what_failed_is_not_punished() -> None:
+def test_failed_samples_are_not_penalized() -> None:
     failed = group(10, status=Status.FAILED)
     assert RULE.shaped([failed]) == [failed]
     assert RULE.metrics([failed]) == []
 
 
-def test_advantages_and_token_rewards_are_those_of_shaped_scores() -> None:
+def test_advantages_and_token_rewards_use_shaped_scores() -> None:
     spec = AssembleSpec(lambda rewards_G: rewards_G, "token_mean", 1, 1, 1000, 10, overlong=RULE)
     (rows,) = assemble([group(6, 8, 10)], spec, 0).steps[0].rows[0]
     assert rows.advantages is not None

@@ -1,4 +1,4 @@
-"""The file source: formats, bad rows, slices, order and resume."""
+"""File source: formats, bad rows, slices, order and resume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_row_becomes_a_prompt_with_tokens_label_and_reward(tmp_path: Path) -> 
     assert prompt.metadata["source_name"] == "sums"
 
 
-def test_rm_type_of_the_row_goes_before_that_of_its_metadata(tmp_path: Path) -> None:
+def test_rm_type_of_the_row_overrides_its_metadata(tmp_path: Path) -> None:
     row = {"prompt": "2", "label": "4", "rm_type": "math", "metadata": {"rm_type": "exact"}}
     assert source(write(tmp_path / "a.jsonl", [row])).next(1)[0].rm_type == "math"
 
@@ -49,27 +49,27 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]'])
-def test_the_column_of_tools_is_rendered_and_kept(tools: object, tmp_path: Path) -> None:
+def test_the_tools_column_is_rendered_and_kept(tools: object, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": messages, "label": "1", "tools": tools, "metadata": {"a": 1, "tools": "other"}}]
     rows += [{"prompt": messages, "label": "1", "tools": None}, {"prompt": "hi", "label": "1", "tools": tools}]
-    found = source(write(tmp_path / "a.jsonl", rows), tokenizer=CHAT, shuffle=False).next(3)
-    assert texts(found) == ["<tool>add<user>hi<assistant>", "<user>hi<assistant>", "hi"]
-    kept = [{"name": "add"}]
-    assert [p.metadata for p in found] == [{"a": 1, "tools": kept}, {}, {"tools": kept}]
-    table = [{"prompt": messages, "label": "1", "tools": kept}]
+    prompts = source(write(tmp_path / "a.jsonl", rows), tokenizer=CHAT, shuffle=False).next(3)
+    assert texts(prompts) == ["<tool>add<user>hi<assistant>", "<user>hi<assistant>", "hi"]
+    parsed = [{"name": "add"}]
+    assert [p.metadata for p in prompts] == [{"a": 1, "tools": parsed}, {}, {"tools": parsed}]
+    table = [{"prompt": messages, "label": "1", "tools": parsed}]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet")
-    assert texts(source(tmp_path / "a.parquet", tokenizer=CHAT).next(1)) == texts(found[:1])
+    assert texts(source(tmp_path / "a.parquet", tokenizer=CHAT).next(1)) == texts(prompts[:1])
 
 
 @pytest.mark.parametrize("tools", [3, "text", {"name": "add"}, '{"name": "add"}'])
 def test_tools_that_are_no_list_are_a_bad_row(tools: object, tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "hi"}], "label": "1", "tools": tools}
-    with pytest.raises(DataError, match=r"line 1: 'tools' is .*; tools are a list of JSON schemas"):
+    with pytest.raises(DataError, match=r"line 1: 'tools' is .*; tools must be a list of JSON schemas"):
         source(write(tmp_path / "a.jsonl", [row]), tokenizer=CHAT)
 
 
-def test_apply_chat_template_makes_a_user_turn_of_a_string(tmp_path: Path) -> None:
+def test_apply_chat_template_wraps_a_string_as_a_user_turn(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "hi", "label": "1"}])
     config = data(apply_chat_template=True, chat_template_kwargs={"think": True})
     prompt = source(path, config, tokenizer=CHAT).next(1)[0]
@@ -88,12 +88,12 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "slice_", ["[2:5]", "[:3]", "[7:]", "[-4:]", "[:-8]", "[-6:-2]", "[5:100]", "[:]"]
 )  # fmt: skip
-def test_slices_are_those_of_python(tmp_path: Path, slice_: str) -> None:
+def test_slices_follow_python(tmp_path: Path, slice_: str) -> None:
     path = write(tmp_path / "a.jsonl", ["", *TEN, ""])
     start, stop = (int(part) if part else None for part in slice_[1:-1].split(":"))
-    found = source(f"{path}@{slice_}", shuffle=False)
+    sliced = source(f"{path}@{slice_}", shuffle=False)
     expected = list(range(10))[start:stop]
-    assert [p.prompt_id for p in found.next(len(found))] == expected
+    assert [p.prompt_id for p in sliced.next(len(sliced))] == expected
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_stops_the_run_naming_file_line_reason_and_fix(tmp_path: Path, name: str) -> None:
+def test_a_bad_row_ends_the_run_with_file_line_and_fix(tmp_path: Path, name: str) -> None:
     row, message = BAD_ROWS[name]
     path = write(tmp_path / "bad.jsonl", [TEN[0], row, TEN[1]])
     with pytest.raises(DataError, match=message) as caught:
@@ -139,7 +139,7 @@ def test_a_bad_row_stops_the_run_naming_file_line_reason_and_fix(tmp_path: Path,
     assert "data.on_bad_row=skip" in str(caught.value)
 
 
-def test_a_prompt_longer_than_asked_for_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_prompt_above_max_prompt_len_is_a_bad_row(tmp_path: Path) -> None:
     path = write(tmp_path / "long.jsonl", [TEN[0], {"prompt": "x" * 20, "label": "1"}, TEN[1]])
     with pytest.raises(DataError, match=r"line 2: 'prompt' has 20 tokens, more than data.max_prompt_len=19"):
         source(path, data(max_prompt_len=19))
@@ -149,11 +149,11 @@ def test_a_prompt_longer_than_asked_for_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_skipped_rows_are_counted_and_their_reasons_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", [TEN[0], *(row for row, _ in BAD_ROWS.values()), TEN[1]])
-    found = source(path, data(on_bad_row="skip"), tokenizer=CHAT, shuffle=False)
-    assert texts(found.next(2)) == ["0+1=", "1+1="]
-    assert found.num_bad_rows == len(BAD_ROWS)
-    assert "line 2: is not JSON" in found.bad_rows[0]
-    assert reduce_metrics(found.metrics()) == {"data/bad_rows": len(BAD_ROWS)}
+    loaded = source(path, data(on_bad_row="skip"), tokenizer=CHAT, shuffle=False)
+    assert texts(loaded.next(2)) == ["0+1=", "1+1="]
+    assert loaded.num_bad_rows == len(BAD_ROWS)
+    assert "line 2: is not JSON" in loaded.bad_rows[0]
+    assert reduce_metrics(loaded.metrics()) == {"data/bad_rows": len(BAD_ROWS)}
 
 
 def test_bytes_that_are_not_text_are_a_bad_row(tmp_path: Path) -> None:
@@ -163,17 +163,17 @@ def test_bytes_that_are_not_text_are_a_bad_row(tmp_path: Path) -> None:
         source(path)
 
 
-def test_a_prompt_that_leaves_room_for_one_token_is_taken(tmp_path: Path) -> None:
+def test_a_prompt_that_leaves_one_token_is_accepted(tmp_path: Path) -> None:
     assert len(source(write(tmp_path / "a.jsonl", [{"prompt": "x" * 63, "label": "1"}]))) == 1
 
 
-def test_nothing_but_bad_rows_is_an_empty_dataset(tmp_path: Path) -> None:
+def test_a_dataset_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", ["x", "y"])
     with pytest.raises(DataError, match=r"data.train='.+' has no usable row: all 2 are bad; .+line 1"):
         source(path, data(on_bad_row="skip"))
 
 
-def test_a_reward_of_the_user_may_do_without_a_label(tmp_path: Path) -> None:
+def test_a_user_reward_needs_no_label(tmp_path: Path) -> None:
     rule = label_rule(RewardConfig(name="tests.reward.rewards_of_users:length"))
     assert len(source(write(tmp_path / "a.jsonl", [{"prompt": "1"}]), needs_label=rule)) == 1
 
@@ -202,7 +202,7 @@ def test_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         ("none/train.jsonl", r"the folder .+none does not exist \(but .+ does\)"),
         ("train.txt", r"\.txt is not one of \.jsonl, \.parquet; convert the file"),
         ("train", r"no suffix is not one of"),
-        ("train.jsonl@[3]", r"a slice is written path@\[a:b\]"),
+        ("train.jsonl@[3]", r"write a slice as path@\[a:b\]"),
         ("train.jsonl@[10:]", r"has no rows: its slice of 10 rows is empty"),
         ("empty.jsonl", r"has no rows: the file is empty; a dataset needs at least one"),
         ("broken.parquet", r"not a readable parquet file"),
@@ -219,8 +219,8 @@ def test_bad_paths_name_key_value_and_fix(tmp_path: Path, spec: str, message: st
 # ---- order and resume ------------------------------------------------------------------------------------------------
 def test_every_epoch_holds_every_prompt_in_a_new_order(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", TEN)
-    found = source(path, seed=7)
-    first, second = [p.prompt_id for p in found.next(10)], [p.prompt_id for p in found.next(10)]
+    prompts = source(path, seed=7)
+    first, second = [p.prompt_id for p in prompts.next(10)], [p.prompt_id for p in prompts.next(10)]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert [p.prompt_id for p in source(path, seed=7).next(20)] == first + second
@@ -232,18 +232,18 @@ def test_every_epoch_holds_every_prompt_in_a_new_order(tmp_path: Path) -> None:
     batch=st.integers(1, 10),
     refills=st.integers(0, 2),
     calls=st.lists(st.integers(1, 7), max_size=12),
-    at=st.integers(0, 11),
+    resume_index=st.integers(0, 11),
 )
-def test_no_batch_across_a_border_of_epochs_holds_a_prompt_twice(
-    tmp_path_factory: pytest.TempPathFactory, batch: int, refills: int, calls: list[int], at: int
+def test_no_batch_across_two_epochs_repeats_a_prompt(
+    tmp_path_factory: pytest.TempPathFactory, batch: int, refills: int, calls: list[int], resume_index: int
 ) -> None:
-    """Whatever the sizes of the calls, and also where a run is resumed in between."""
+    """Holds for any call sizes and for a resume between calls."""
     path = write(tmp_path_factory.getbasetemp() / "border.jsonl", TEN)
     sizes: dict[str, Any] = {"batch_size": batch, "most_prompts": batch * (1 + refills)}
     running = source(path, seed=5, **sizes)
     drawn: list[int] = []
     for i, n in enumerate([*calls, 35]):
-        if i == at:
+        if i == resume_index:
             state = json.loads(json.dumps(running.state()))
             running = source(path, seed=5, **sizes)
             running.load_state(state)
@@ -255,48 +255,48 @@ def test_no_batch_across_a_border_of_epochs_holds_a_prompt_twice(
 
 
 def test_a_batch_larger_than_the_file_still_holds_every_prompt(tmp_path: Path) -> None:
-    found = source(write(tmp_path / "a.jsonl", TEN), batch_size=25, most_prompts=25)
-    assert [sorted(p.prompt_id for p in found.next(10)) for _ in range(3)] == [list(range(10))] * 3
+    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=25, most_prompts=25)
+    assert [sorted(p.prompt_id for p in loaded.next(10)) for _ in range(3)] == [list(range(10))] * 3
 
 
 def test_epochs_of_a_long_file_stay_shuffled(tmp_path: Path) -> None:
-    """With 400 prompts and batches of 8 few prompts move: positions of two epochs are uncorrelated."""
+    """With 400 prompts and batches of 8, few prompts are moved: positions in two epochs are uncorrelated."""
     rows = [{"prompt": f"{i}+1=", "label": "1"} for i in range(400)]
-    found = source(write(tmp_path / "a.jsonl", rows), batch_size=8, most_prompts=8, seed=1)
-    first, second = (np.argsort([p.prompt_id for p in found.next(400)]) for _ in range(2))
+    loaded = source(write(tmp_path / "a.jsonl", rows), batch_size=8, most_prompts=8, seed=1)
+    first, second = (np.argsort([p.prompt_id for p in loaded.next(400)]) for _ in range(2))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.15
 
 
-def test_without_shuffle_the_order_is_the_files(tmp_path: Path) -> None:
-    found = source(write(tmp_path / "a.jsonl", TEN), shuffle=False)
-    assert [p.prompt_id for p in found.next(25)] == [*range(10), *range(10), *range(5)]
+def test_without_shuffle_prompts_are_in_file_order(tmp_path: Path) -> None:
+    loaded = source(write(tmp_path / "a.jsonl", TEN), shuffle=False)
+    assert [p.prompt_id for p in loaded.next(25)] == [*range(10), *range(10), *range(5)]
 
 
 @settings(max_examples=25, deadline=None)
-@given(before=st.lists(st.integers(0, 13), max_size=4), after=st.integers(1, 25), shuffle=st.booleans())
+@given(calls_before=st.lists(st.integers(0, 13), max_size=4), num_after=st.integers(1, 25), shuffle=st.booleans())
 def test_resume_continues_with_the_next_prompt(
-    tmp_path_factory: pytest.TempPathFactory, before: list[int], after: int, shuffle: bool
+    tmp_path_factory: pytest.TempPathFactory, calls_before: list[int], num_after: int, shuffle: bool
 ) -> None:
     path = write(tmp_path_factory.getbasetemp() / "resume.jsonl", TEN)
     running = source(path, seed=3, shuffle=shuffle)
-    for n in before:
+    for n in calls_before:
         running.next(n)
     state = json.loads(json.dumps(running.state()))
     resumed = source(path, seed=3, shuffle=shuffle)
     resumed.load_state(state)
-    assert [p.prompt_id for p in resumed.next(after)] == [p.prompt_id for p in running.next(after)]
+    assert [p.prompt_id for p in resumed.next(num_after)] == [p.prompt_id for p in running.next(num_after)]
     assert resumed.state() == running.state()
 
 
 @pytest.mark.parametrize("before", [None, 5, ["a"], [1.5], [-3], [99, 8], [1, 1], list(range(10)), [True]])
-def test_a_cursor_with_other_rows_of_the_epoch_before_is_refused(tmp_path: Path, before: object) -> None:
-    found = source(write(tmp_path / "a.jsonl", TEN), batch_size=4, most_prompts=4)
-    found.next(13)
-    state = found.state()
+def test_a_cursor_with_invalid_rows_of_the_previous_epoch_is_refused(tmp_path: Path, before: object) -> None:
+    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=4, most_prompts=4)
+    loaded.next(13)
+    state = loaded.state()
     assert len(state["before"]) == 4
     with pytest.raises(DataError, match=r"cursor of the checkpoint.*before.*: resume from another checkpoint"):
-        found.load_state({**state, "before": before})
-    found.load_state({name: item for name, item in state.items() if name != "before"})
+        loaded.load_state({**state, "before": before})
+    loaded.load_state({name: item for name, item in state.items() if name != "before"})
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def test_a_cursor_with_other_rows_of_the_epoch_before_is_refused(tmp_path: Path,
 )
 def test_resume_on_other_prompts_is_refused(tmp_path: Path, rows: list[Any], changes: dict[str, Any], key: str) -> None:
     state = source(write(tmp_path / "a.jsonl", TEN)).state()
-    other = source(write(tmp_path / "b.jsonl", rows), **changes)
+    changed = source(write(tmp_path / "b.jsonl", rows), **changes)
     with pytest.raises(DataError, match=key):
-        other.load_state(state)
+        changed.load_state(state)
 
 
-def test_a_source_travels_to_another_process(tmp_path: Path) -> None:
-    found = source(write(tmp_path / "a.jsonl", TEN))
-    found.next(3)
-    copy = pickle.loads(pickle.dumps(found))  # noqa: S301 - what Ray does with it
-    assert texts(copy.next(9)) == texts(found.next(9))
+def test_a_source_can_be_pickled(tmp_path: Path) -> None:
+    loaded = source(write(tmp_path / "a.jsonl", TEN))
+    loaded.next(3)
+    copy = pickle.loads(pickle.dumps(loaded))  # noqa: S301 - as Ray does
+    assert texts(copy.next(9)) == texts(loaded.next(9))

@@ -1,4 +1,4 @@
-"""Tokens that the gate on samples compares."""
+"""Selection of tokens for the comparison of sample log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slime_like.data.provenance import provenance
 from tests.train.models import make_rows
 
 
-def test_a_sample_is_judged_whole_or_not_at_all() -> None:
+def test_a_sample_counts_completely_or_not_at_all() -> None:
     rows = make_rows([4, 3, 5, 2, 3], 0)
-    # Whole; whole; begun by version 6; another's; whole after a tool's turn (-1).
+    # Own; own; started by version 6 (mixed); started by version 5 (stale); own with a tool turn (-1).
     versions = [-1, 7, 7, 7, -1, 7, 7, -1, 6, 6, 7, 7, -1, 5, 7, -1, 7]
     tokens = provenance(replace(rows, versions=np.array(versions, np.int32)), 7)
     assert np.flatnonzero(tokens.own).tolist() == [1, 2, 3, 5, 6, 14, 16]

@@ -1,4 +1,4 @@
-"""A folder's tokenizer without transformers says what transformers says, or transformers is asked."""
+"""Tokenizer without transformers: equal results, or a fallback to transformers."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_ids_text_and_template_are_those_of_transformers(folder: Path) -> None:
-    plain, whole = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+def test_ids_text_and_template_equal_those_of_transformers(folder: Path) -> None:
+    plain, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     assert isinstance(plain, PlainTokenizer)
     kwargs = {"add_special_tokens": False, "return_attention_mask": False}
-    ids = whole(TEXTS, **kwargs)["input_ids"]
+    ids = reference(TEXTS, **kwargs)["input_ids"]
     assert plain(TEXTS, **kwargs)["input_ids"] == ids
-    assert plain.eos_token_id == whole.eos_token_id is not None
-    assert plain.chat_template == whole.chat_template
+    assert plain.eos_token_id == reference.eos_token_id is not None
+    assert plain.chat_template == reference.chat_template
     for row in ids:
         for skip in (True, False):
-            assert plain.decode(row, skip_special_tokens=skip) == whole.decode(row, skip_special_tokens=skip)
+            assert plain.decode(row, skip_special_tokens=skip) == reference.decode(row, skip_special_tokens=skip)
     messages = [{"role": "user", "content": "1+1"}]
-    asked = {"tokenize": False, "add_generation_prompt": True}
-    assert plain.apply_chat_template(messages, **asked) == whole.apply_chat_template(messages, **asked)
-    assert plain.vocab_size == whole.vocab_size
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert plain.apply_chat_template(messages, **options) == reference.apply_chat_template(messages, **options)
+    assert plain.vocab_size == reference.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_ids_text_and_template_are_those_of_transformers(folder: Path) -> None:
         ("tokenizer.json", lambda c: c.update(post_processor=None)),
     ],
 )
-def test_whatever_could_change_the_result_is_left_to_transformers(
+def test_unsupported_settings_fall_back_to_transformers(
     folder: Path, file: str, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: f"asked for {path}")
@@ -76,23 +76,23 @@ def test_the_quickstart_tokenizer_needs_no_torch(tmp_path: Path) -> None:
         f"t = open_tokenizer({str(tmp_path)!r}); assert t.decode([2, 12, 1], skip_special_tokens=True) == '0+'; "
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
-def test_tokens_lie_where_transformers_says(folder: Path) -> None:
-    plain, whole = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+def test_token_offsets_equal_those_of_transformers(folder: Path) -> None:
+    plain, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     assert isinstance(plain, PlainTokenizer)
     kwargs = {"add_special_tokens": False, "return_offsets_mapping": True}
     offsets = plain(TEXTS, **kwargs)["offset_mapping"]
-    assert offsets == whole(TEXTS, **kwargs)["offset_mapping"]
+    assert offsets == reference(TEXTS, **kwargs)["offset_mapping"]
     assert [text[a:b] for text, row in zip(TEXTS[:1], offsets, strict=False) for a, b in row] == list(TEXTS[0])
     assert "offset_mapping" not in plain(TEXTS, add_special_tokens=False)
 
 
 @pytest.mark.slow
-def test_no_hub_is_asked_for_what_a_folder_lacks(folder: Path) -> None:
-    """A hub that accepts and never answers would hold a run up for as long as its library waits."""
+def test_no_hub_is_contacted_for_missing_files(folder: Path) -> None:
+    """A hub that accepts connections without answering would block a run until the library's timeout."""
     edit(folder / "tokenizer_config.json", lambda c: c.update(tokenizer_class="Qwen2Tokenizer"))
     empty = folder / "empty"
     empty.mkdir()
@@ -105,7 +105,7 @@ def test_no_hub_is_asked_for_what_a_folder_lacks(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub:
         endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code, str(folder), str(empty), "nobody/no-such-model"],
             env=environment | {"HF_ENDPOINT": endpoint},
             capture_output=True,
@@ -113,7 +113,7 @@ def test_no_hub_is_asked_for_what_a_folder_lacks(folder: Path) -> None:
             check=False,
             timeout=Deadline("test", "hub", 120).limit,
         )
-        assert done.stdout.split() == ["Qwen2Tokenizer", "refused", "refused"], done.stderr
+        assert result.stdout.split() == ["Qwen2Tokenizer", "refused", "refused"], result.stderr
         hub.setblocking(False)
         with pytest.raises(BlockingIOError):
             hub.accept()

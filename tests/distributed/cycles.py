@@ -1,4 +1,4 @@
-"""Rank functions of test_reload: groups that overlap, destroyed and made again many times, alone and under megatron."""
+"""Rank functions of test_reload: overlapping groups destroyed and rebuilt many times, with torch alone and under megatron."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from slime_like.errors import CollectiveError
 from slime_like.util.imports import heavy_imports
 from tests.train.ranks import World
 
-CYCLES = 50
-LOOKS = 3  # in a row that find no fewer
+CYCLES = 20
+NUM_STABLE = 3  # consecutive readings without a decrease
 SPEC = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), release=True)
-Held = tuple[int, int]
+Resources = tuple[int, int]
 
 
-def held() -> Held:
-    """Threads and file descriptors of this process: the fewest for a while, since a thread that was joined may yet be listed."""
+def resources() -> Resources:
+    """Return the numbers of threads and file descriptors, once stable: a joined thread may still be listed for a while."""
     gc.collect()
-    least, same = _held(), 0
-    while same < LOOKS:
+    fewest, num_equal = _count_resources(), 0
+    while num_equal < NUM_STABLE:
         time.sleep(0.01)
-        threads, files = _held()
-        fewer = min(threads, least[0]), min(files, least[1])
-        same, least = (same + 1 if fewer == least else 0), fewer
-    return least
+        threads, files = _count_resources()
+        current = min(threads, fewest[0]), min(files, fewest[1])
+        num_equal, fewest = (num_equal + 1 if current == fewest else 0), current
+    return fewest
 
 
-def _held() -> Held:
+def _count_resources() -> Resources:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def everything(
     world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, str]]
 ) -> dict[str, Any]:
-    """All of this file, on the same ranks."""
-    with heavy_imports():  # what it imports is no garbage, of which there is to be little to look through
+    """Run all checks of this file on the same ranks."""
+    with heavy_imports():  # excludes the imports from garbage collection, which resources() calls often
         from slime_like.train.megatron.platform import host
 
-        host.install("cpu")  # which starts no thread; from here on every thread is a communicator's
-        importlib.import_module("slime_like.train.megatron.rank.actor")
+        host.install("cpu")  # starts no thread; every later thread belongs to a communicator
+        importlib.import_module("slime_like.train.megatron.rank.trainer")
     out: dict[str, Any] = {"gloo alone": gloo_alone(world, scratch / "alone")}
     wrapper = install.install(SPEC, torch.device("cpu"), world.rank)
     assert wrapper is not None
-    out["nothing"] = held()
+    out["nothing"] = resources()
     dist.init_process_group(
         "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
     )
@@ -74,7 +74,7 @@ def everything(
 
 # ---- alone -----------------------------------------------------------------------------------------------------------
 def cycles(world: World) -> dict[str, Any]:
-    """Ops in every group, and all communicators destroyed and made again between them."""
+    """Run ops in every group, with all communicators destroyed and rebuilt between rounds."""
     wrapper = install.current()
     assert wrapper is not None
     groups = make_groups()
@@ -83,11 +83,11 @@ def cycles(world: World) -> dict[str, Any]:
     expected = ops(world, groups)
     for _ in range(CYCLES):
         install.release()
-        out["released"].append(held())
+        out["released"].append(resources())
         with install.phase("step"):
             results = ops(world, groups)
         out["same"] += all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-        out["held"].append(held())
+        out["held"].append(resources())
         out["keys"].append(c10d._get_default_store().num_keys() if world.rank == 0 else 0)
     out["unchanged"] = identities == [(id(g), g.group_name, dist.get_process_group_ranks(g)) for g in groups]
     out["calls"] = {c.group.info.name: c.calls for c in wrapper.counters() if c.op.name == "all_reduce"}
@@ -110,8 +110,8 @@ def refusals(groups: list[Any]) -> dict[str, str]:
     for pending in (sent, work):
         assert pending is not None
         pending.wait()
-    past = torch.ones(2)
-    out["past the wrapper"] = _error(lambda: torch.ops._c10d_functional.all_reduce(past, "sum", "0"))
+    bypassing = torch.ones(2)
+    out["past the wrapper"] = _error(lambda: torch.ops._c10d_functional.all_reduce(bypassing, "sum", "0"))
     install.release()
     out["released"] = _error(lambda: dist.all_reduce(torch.zeros(1)))
     out["released object"] = _error(lambda: dist.all_gather_object([0] * dist.get_world_size(), 1))
@@ -126,32 +126,32 @@ def _error(call: Any) -> str:
     return "nothing"
 
 
-def gloo_alone(world: World, store: Path) -> list[Held]:
-    """Threads and descriptors as torch's own groups are made, used and destroyed, without any of this."""
+def gloo_alone(world: World, store: Path) -> list[Resources]:
+    """Return threads and descriptors after cycles of creating, using and destroying plain torch groups."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), world.size), rank=world.rank, world_size=world.size
     )
-    history: list[Held] = []
+    history: list[Resources] = []
     for _ in range(5):
         groups = make_groups()
         ops(world, groups)
         while len(groups) > 1:
             dist.destroy_process_group(groups.pop())
-        history.append(held())
+        history.append(resources())
     dist.barrier()
     dist.destroy_process_group()
     return history
 
 
 def make_groups() -> list[Any]:
-    """The world, rows and columns of its ranks, and a chain: each rank is in several that overlap."""
+    """Create rows, columns and a chain of ranks; return the world and the groups of this rank, which overlap."""
     lists = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2], [1, 2, 3]]
     groups: list[Any] = [dist.new_group(ranks) for ranks in lists]
     return [dist.group.WORLD, *(group for group, ranks in zip(groups, lists, strict=True) if dist.get_rank() in ranks)]
 
 
 def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
-    """In each group a sum, a sum by the group's own method, coalesced gathers; sends round the world."""
+    """Run in each group a sum, a sum by the group's method and coalesced gathers, then a ring of sends."""
     out: list[torch.Tensor] = []
     for group in groups:
         total = torch.arange(5.0) + world.rank
@@ -164,16 +164,18 @@ def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
                 getattr(dist, "all_gather_into_tensor")(tensor, resent, group=group)  # noqa: B009 (deprecated to pyright)
         works.wait()
         out += [total, resent, *gathered]
-    mine, got = torch.full((3,), float(world.rank)), torch.zeros(3)
+    own_value, received = torch.full((3,), float(world.rank)), torch.zeros(3)
     peers = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peers[0]), dist.P2POp(dist.irecv, got, peers[1])]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, own_value, peers[0]), dist.P2POp(dist.irecv, received, peers[1])]
+    ):
         work.wait()
-    return [*out, got]
+    return [*out, received]
 
 
 # ---- under megatron ----------------------------------------------------------------------------------------------------
 def trained(world: World, model: Path, layout: Layout, guard: GuardSpec) -> dict[str, Any]:
-    """Digests of weights and scores over two rollouts and a score between; communicators go after each verb where ``guard`` says so."""
+    """Return digests of weights and scores over two rollouts with a scoring between; communicators are released as ``guard`` says."""
     from tests.train.jobs import make_actor
     from tests.train.lifecycle import batch, digest, train
 

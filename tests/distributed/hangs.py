@@ -1,4 +1,4 @@
-"""Rank functions of test_forensics: one of three fails the others, each in a world of its own."""
+"""Rank functions of test_forensics: in each world of three ranks, one rank fails the others."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from slime_like.util.deadline import scale
 from tests.train.ranks import World
 
 SECONDS = 3.0
-# What may pass beside the deadline until a rank at fault is named: errors.PATIENCE_S, in which late peers may yet arrive, and
-# as much again for the backend to notice and the rings to be read on a machine that does other things.
+# Time beyond the deadline until the rank at fault is named: errors.PATIENCE_S, in which late peers may still arrive, and the
+# same again for the backend to notice and the rings to be read on a busy machine.
 GRACE_S = 4.0
 
 
@@ -38,7 +38,7 @@ def spec(folder: Path, seconds: float = SECONDS) -> GuardSpec:
 
 
 def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
-    """Case -> what this rank's collective said and how long it took; nothing where it was content."""
+    """Return {case: (error message of this rank's collective, seconds)}; the message is empty without an error."""
     store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)
     out: dict[str, tuple[str, float]] = {}
     faults = {"stopped": _stopped, "skips": _skips, "no send": _no_send, "does not come": _does_not_come}
@@ -72,7 +72,7 @@ def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
 
 
 def _stopped(rank: int, folder: Path) -> None:
-    """Rank 1 is stopped, and woken by rank 0 when that has found out."""
+    """Stop rank 1; rank 0 wakes it after its collective failed."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
@@ -83,29 +83,29 @@ def _stopped(rank: int, folder: Path) -> None:
 
 
 def _skips(rank: int, folder: Path) -> None:
-    """Rank 1 leaves one out and computes on."""
+    """Let rank 1 skip a collective and continue."""
     if rank != 1:
         dist.all_reduce(torch.zeros(16))
 
 
 def _no_send(rank: int, folder: Path) -> None:
-    """Rank 0 waits for what rank 1 does not send."""
+    """Let rank 0 wait for a message that rank 1 does not send."""
     if rank == 0:
         dist.recv(torch.zeros(4), src=1)
 
 
 def _does_not_come(rank: int, folder: Path) -> None:
-    """Communicators are to be made again, and rank 1 is elsewhere."""
+    """Release communicators; rank 1 does not take part in rebuilding them."""
     install.release()
     if rank != 1:
         with install.phase("push"):
             dist.all_reduce(torch.zeros(16))
 
 
-# ---- what gloo aborts the process for ---------------------------------------------------------------------------------
+# ---- errors for which gloo aborts the process ---------------------------------------------------------------------------------
 def mismatch(world: World, folder: Path, kind: str) -> None:
-    """Rank 1 passes another size, or calls another op: gloo ends whichever process notices; the rings stay."""
-    store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)  # waits for late comers
+    """Let rank 1 pass another size or call another op. gloo aborts the process that notices; the rings stay."""
+    store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)  # waits for late ranks
     install.install(spec(folder), torch.device("cpu"), world.rank)
     dist.init_process_group(
         "gloo",
@@ -116,16 +116,16 @@ def mismatch(world: World, folder: Path, kind: str) -> None:
     )
     dist.all_reduce(torch.zeros(4))
     if world.rank == 1:
-        _await_second(folder, 0, 2)  # who notices ends, and the others with it, which must have come
+        _await_second(folder, 0, 2)  # the process that notices aborts; the other ranks must have arrived by then
     if world.rank == 1 and kind == "op":
         dist.broadcast(torch.zeros(32), src=0)
     else:
         dist.all_reduce(torch.zeros(64 if world.rank == 1 and kind == "size" else 32))
-    c10d._get_default_store().wait(["never"])  # so that a rank that was content does not take its ring with it
+    c10d._get_default_store().wait(["never"])  # a rank without an error must not exit and remove its ring
 
 
 def _await_second(folder: Path, *ranks: int) -> None:
-    """Until these ranks have issued their second op."""
+    """Wait until these ranks have issued their second op."""
     issued = 0
     while issued < len(ranks):
         time.sleep(0.01)
@@ -135,7 +135,7 @@ def _await_second(folder: Path, *ranks: int) -> None:
 
 # ---- hangs that the process group does not notice ---------------------------------------------------------------------
 def _unnoticed(world: World, store: dist.Store, folder: Path) -> str:
-    """A process group whose own deadline is far away: the watchdog ends rank 0, which says why."""
+    """Hang in a process group with a long timeout; return the report of the watchdog that ends rank 0."""
     stderr = io.StringIO()
     wrapper = install.install(spec(folder, 3600.0), torch.device("cpu"), world.rank)
     assert wrapper is not None
@@ -158,14 +158,14 @@ def _unnoticed(world: World, store: dist.Store, folder: Path) -> str:
 
 
 def watchdog_event(wrapper: Wrapper) -> threading.Event:
-    """Set when a watchdog with a deadline of a tenth of a second would have ended the process."""
+    """Return an event that is set when a watchdog with a deadline of 0.1 s would end the process."""
     ended = threading.Event()
     Watchdog(wrapper, 0.1, ended.set)
     return ended
 
 
 def killed(world: World, folder: Path) -> None:
-    """Die as a rank that is killed: the ring stays."""
+    """Kill this rank; its ring stays."""
     install.install(spec(folder), torch.device("cpu"), world.rank)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.zeros(4))

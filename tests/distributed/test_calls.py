@@ -1,4 +1,4 @@
-"""The wrapper in one process, without communication: errors that are not the backend's, works nobody waits for."""
+"""Wrapper in one process, without communication: errors of callers, and works that nobody waits for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def wrapper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[Wrapper]:
     if request.param and hot.load() is None:
         pytest.skip("no C compiler, or no headers of this Python")
-    monkeypatch.delattr(FakeWork, "wait")  # so that it waits as works of gloo and NCCL do
+    monkeypatch.delattr(FakeWork, "wait")  # waits like works of gloo and NCCL
     installed = install.install(
         GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), ring=64), CPU, 0, in_c=request.param
     )
@@ -41,7 +41,7 @@ def wrapper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         install.remove()
 
 
-def test_a_callers_mistake_stays_what_it_is_and_is_not_in_flight(wrapper: Wrapper) -> None:
+def test_a_callers_error_is_unchanged_and_not_in_flight(wrapper: Wrapper) -> None:
     dist.all_reduce(torch.zeros(2))
     group = dist.group.WORLD
     assert group is not None
@@ -55,7 +55,7 @@ def test_a_callers_mistake_stays_what_it_is_and_is_not_in_flight(wrapper: Wrappe
 
 
 def dead() -> Any:
-    """A reference to what is no more."""
+    """Return a reference to a dead object."""
     return weakref.ref(torch.zeros(1))
 
 
@@ -65,8 +65,8 @@ def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
     wrapper.settle()
     assert len(wrapper.loose) == 0
     (counter,) = wrapper.counters()
-    for place in range(PURGE_AT + 1):
-        wrapper.loose[place] = (dead(), counter, -1)
+    for key in range(PURGE_AT + 1):
+        wrapper.loose[key] = (dead(), counter, -1)
     pending = dist.all_reduce(torch.zeros(2), async_op=True)
     assert [key for key, _ in wrapper.loose.items()] == [id(pending)]
     assert pending is not None
@@ -77,7 +77,7 @@ def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
     assert oldest_in_flight(wrapper) is None
 
 
-def test_a_work_in_a_dropped_ones_place_is_not_taken_for_it(wrapper: Wrapper) -> None:
+def test_a_work_with_a_reused_id_is_not_timed(wrapper: Wrapper) -> None:
     dist.isend(torch.zeros(2), 1)
     (counter,) = wrapper.counters()
     ns_before, second = counter.ns, FakeWork()
@@ -87,26 +87,26 @@ def test_a_work_in_a_dropped_ones_place_is_not_taken_for_it(wrapper: Wrapper) ->
     assert id(second) not in wrapper.loose
 
 
-def test_references_that_others_have_to_a_work_stay_theirs(wrapper: Wrapper) -> None:
-    """The wrapper's own is the one that everybody without a callback shares, and goes with the wait."""
+def test_other_references_to_a_work_are_kept(wrapper: Wrapper) -> None:
+    """The wrapper uses the shared weak reference without a callback and drops it at the wait."""
     collected: list[str] = []
     for _ in range(20):
         works: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(3)]
         bare = weakref.ref(works[0])
         called = weakref.ref(works[1], lambda _: collected.append("called"))
         assert [work.wait() for work in works] == [True] * 3
-        others: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(12)]
+        later_works: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(12)]
         assert (bare(), called()) == (works[0], works[1])
         works.clear()
         assert (bare(), called()) == (None, None)
-        for pending in others:
+        for pending in later_works:
             pending.wait()
             assert weakref.getweakrefcount(pending) == 0
     assert collected == ["called"] * 20
 
 
-def test_a_send_takes_its_number_after_its_size(wrapper: Wrapper) -> None:
-    """To ask for a size may run what meets the peer anew: the number that was there before is gone by then."""
+def test_a_send_reads_the_size_before_its_number(wrapper: Wrapper) -> None:
+    """Reading the size may run code that replaces the peer's counter, so the counter must be read afterwards."""
     dist.isend(torch.zeros(2), 1)
     (counter,) = wrapper.counters()
 
@@ -120,7 +120,7 @@ def test_a_send_takes_its_number_after_its_size(wrapper: Wrapper) -> None:
     assert counter.peers[1]() == 2
 
 
-def test_issuing_and_waiting_both_take_time_of_their_op(wrapper: Wrapper) -> None:
+def test_issue_and_wait_times_are_counted(wrapper: Wrapper) -> None:
     for call in (lambda: dist.isend(torch.zeros(2), 1), lambda: dist.all_reduce(torch.zeros(2), async_op=True)):
         call()
         spent: list[int] = []
@@ -133,8 +133,8 @@ def test_issuing_and_waiting_both_take_time_of_their_op(wrapper: Wrapper) -> Non
         assert spent == sorted(set(spent))
 
 
-def test_a_work_that_takes_a_dropped_ones_place_is_not_forgotten_with_it(wrapper: Wrapper) -> None:
-    """The watchdog's thread settles while others issue ops."""
+def test_settling_keeps_a_new_work_under_a_reused_id(wrapper: Wrapper) -> None:
+    """The watchdog thread settles while other threads issue ops."""
     dist.all_reduce(torch.zeros(2))
     (counter,) = wrapper.counters()
     later: Any = (lambda: counter, counter, 1)
@@ -148,13 +148,13 @@ def test_a_work_that_takes_a_dropped_ones_place_is_not_forgotten_with_it(wrapper
 
 
 def times(wrapper: Wrapper, count: int) -> list[tuple[int, int]]:
-    """Start and end of the last ops, oldest first."""
+    """Return start and end times of the last ops, oldest first."""
     slots = range(wrapper.ring.slots)
     records = sorted(RECORD.unpack_from(wrapper.ring.memory, HEAD + slot * RECORD.size)[:3] for slot in slots)
     return [(started, ended) for _, started, ended in records if started][-count:]
 
 
-def test_ops_of_a_batch_lie_within_it(wrapper: Wrapper) -> None:
+def test_ops_of_a_batch_are_timed_within_it(wrapper: Wrapper) -> None:
     batch = [dist.P2POp(op, torch.zeros(2), 1) for op in (dist.isend, dist.irecv)]
     dist.batch_isend_irecv(batch)
     ns_before = {counter.op.name: counter.ns for counter in wrapper.counters()}
@@ -185,7 +185,7 @@ def test_phases_nest_and_reach_every_counter(wrapper: Wrapper) -> None:
     assert counter.code == counter.code & ~(0xFF << 8) | wrapper.phase
 
 
-def test_a_name_bound_while_it_was_wrapped_is_torchs_afterwards(wrapper: Wrapper) -> None:
+def test_a_function_bound_while_wrapped_calls_torch_after_removal(wrapper: Wrapper) -> None:
     bound = dist.batch_isend_irecv
     install.remove()
     assert bound is not dist.batch_isend_irecv
@@ -193,7 +193,7 @@ def test_a_name_bound_while_it_was_wrapped_is_torchs_afterwards(wrapper: Wrapper
     assert install.current() is None
 
 
-def test_drained_metrics_are_of_the_time_since(wrapper: Wrapper) -> None:
+def test_metrics_cover_the_time_since_the_last_drain(wrapper: Wrapper) -> None:
     for _ in range(3):
         dist.all_reduce(torch.zeros(4))
     first = {m.name: m.value for m in install.drain()}
@@ -205,7 +205,7 @@ def test_drained_metrics_are_of_the_time_since(wrapper: Wrapper) -> None:
     assert "comm/world/all_reduce/calls" not in {m.name for m in install.drain()}
 
 
-def test_a_function_made_of_several_ops_is_measured_as_one_and_they_beside_it(
+def test_a_composite_and_its_ops_are_both_profiled(
     tmp_path: Path,
 ) -> None:
     spec = GuardSpec(wrap=True, profile=str(tmp_path))
@@ -226,12 +226,12 @@ def test_a_function_made_of_several_ops_is_measured_as_one_and_they_beside_it(
     assert measured["batch_isend_irecv"] == (3, 0)
     assert measured["isend"] == measured["irecv"] == (3, 32)
     assert measured["broadcast_object_list"] == (1, 0)
-    assert measured["broadcast"][0] == 2  # sizes, and what they are of
+    assert measured["broadcast"][0] == 2  # sizes, then the data
     assert all(row.question_ns > 0 for row in rows)
     assert bound is not dist.batch_isend_irecv
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        bound([dist.P2POp(dist.isend, torch.zeros(1), 1)])  # bound while it was measured: torch's own afterwards
+        bound([dist.P2POp(dist.isend, torch.zeros(1), 1)])  # bound while profiled: torch's own function after removal
         assert install.current() is None
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A rank that stops, skips, or passes something else is named by the others within the deadline; nothing is left behind."""
+"""Forensics of hangs: a rank that stops, skips an op or passes other data is named within the deadline."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ from slime_like.util.deadline import scale
 from tests.distributed.hangs import GRACE_S, SECONDS
 from tests.train.ranks import ROOT, run_ranks
 
-LIMIT_S = (
-    SECONDS + GRACE_S
-)  # from an op, which has a deadline of SECONDS, to the name of the rank at fault; times scale()
+LIMIT_S = SECONDS + GRACE_S  # from an op with a deadline of SECONDS to the name of the rank at fault; times scale()
 MEMORY = r"memory: [\d.]+ of [\d.]+ GiB \(host\) free, this rank holds [\d.]+"
 GROUP = GroupInfo(0, "7", "dp", (0, 1, 2))
 
@@ -66,9 +64,9 @@ def cases(folder: Path) -> list[dict[str, tuple[str, float]]]:
     ],
 )
 def test_the_rank_at_fault_is_named(case: str, named: str, cases: list[dict[str, tuple[str, float]]]) -> None:
-    hurt = [rank[case] for rank in (cases[0], cases[2]) if rank[case][0]]
-    assert hurt
-    message, seconds = hurt[0]
+    failed = [rank[case] for rank in (cases[0], cases[2]) if rank[case][0]]
+    assert failed
+    message, seconds = failed[0]
     first = message.splitlines()[0]
     assert re.search(named, first), message
     assert "failed on rank" in first
@@ -78,14 +76,14 @@ def test_the_rank_at_fault_is_named(case: str, named: str, cases: list[dict[str,
 
 
 @pytest.mark.ranks
-def test_a_rank_that_does_not_come_to_make_communicators_again_is_named(
+def test_a_rank_missing_at_a_rebuild_of_communicators_is_named(
     cases: list[dict[str, tuple[str, float]]],
 ) -> None:
     for rank in (0, 2):
         message, seconds = cases[rank]["does not come"]
-        what = r"communicators of group world \(ranks 0, 1, 2\) could not be made again for phase push on rank "
-        pattern = r" \(rebuild #1, no payload\): did not come: rank 1 \(process \d+ running, last op barrier #4"
-        assert re.match(f"{what}{rank}{pattern}", message), message
+        prefix = r"communicators of group world \(ranks 0, 1, 2\) could not be created again for phase push on rank "
+        pattern = r" \(rebuild #1, no payload\): did not arrive: rank 1 \(process \d+ running, last op barrier #4"
+        assert re.match(f"{prefix}{rank}{pattern}", message), message
         assert re.search(MEMORY, message)
         assert seconds < LIMIT_S * scale()
 
@@ -98,11 +96,11 @@ def test_a_rank_that_does_not_come_to_make_communicators_again_is_named(
         ("op", "rank 1 issued broadcast of 128 bytes; ranks 0, 2 all_reduce of 128 bytes"),
     ],
 )
-def test_a_mismatch_is_read_from_the_rings_of_the_dead(
+def test_a_mismatch_is_found_in_the_rings_of_dead_ranks(
     kind: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the driver reads them, within the deadline of the op; what they say is in its crash bundle."""
-    run_dir, folder = tmp_path / "run", tmp_path / "rings"  # where no other run here sweeps
+    """The driver reads the rings within the deadline of the op and adds the findings to its crash bundle."""
+    run_dir, folder = tmp_path / "run", tmp_path / "rings"  # not swept by other runs
     monkeypatch.setattr(crash, "ring_folder", {str(run_dir): folder}.__getitem__)
     with pytest.raises(AssertionError, match="ended with"):
         run_ranks("tests.distributed.hangs:mismatch", 3, folder, kind)
@@ -118,13 +116,13 @@ def test_a_mismatch_is_read_from_the_rings_of_the_dead(
 
 
 @pytest.mark.ranks
-def test_rings_go_with_their_ranks(folder: Path, cases: list[dict[str, tuple[str, float]]]) -> None:
+def test_rings_are_removed_with_their_ranks(folder: Path, cases: list[dict[str, tuple[str, float]]]) -> None:
     assert len(cases) == 3
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.ranks
-def test_what_the_process_group_does_not_notice_the_watchdog_does(cases: list[dict[str, tuple[str, float]]]) -> None:
+def test_the_watchdog_reports_hangs_that_torch_does_not_notice(cases: list[dict[str, tuple[str, float]]]) -> None:
     text, _ = cases[0]["unnoticed"]
     assert re.match("a collective did not end in 2 s\n", text)
     assert re.search(r"all_reduce #2 in group world: did not arrive: rank 1 \(process \d+ running", text)
@@ -132,7 +130,7 @@ def test_what_the_process_group_does_not_notice_the_watchdog_does(cases: list[di
 
 
 @pytest.mark.ranks
-def test_a_killed_ranks_ring_is_read_and_then_swept(tmp_path: Path) -> None:
+def test_the_ring_of_a_killed_rank_is_read_and_then_swept(tmp_path: Path) -> None:
     folder = tmp_path / f"{PREFIX}killed"
     code = "from tests.distributed.hangs import *; killed(World(0, 1, '', 0), Path(__import__('sys').argv[1]))"
     result = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, timeout=120 * scale(), check=False)
@@ -147,23 +145,25 @@ def test_a_killed_ranks_ring_is_read_and_then_swept(tmp_path: Path) -> None:
     second = Ring(tmp_path / f"{PREFIX}living", "trainer_rank1", 8)
     living.close()
     assert [path.name for path in (tmp_path / f"{PREFIX}living").iterdir()] == ["trainer_rank1.ring"]
-    shutil.rmtree(tmp_path / f"{PREFIX}living")  # as by another rank at the same moment
+    shutil.rmtree(tmp_path / f"{PREFIX}living")  # as another rank may do concurrently
     second.close()
     assert not (tmp_path / f"{PREFIX}living").exists()
 
 
 # ---- rings made by hand ----------------------------------------------------------------------------------------------
-def write(ring: Ring, op: str, sequence: int, size: int, *, ended: int = 5, peer: int = NO_PEER, at: int = 1) -> None:
+def write(
+    ring: Ring, op: str, sequence: int, size: int, *, ended: int = 5, peer: int = NO_PEER, started: int = 1
+) -> None:
     index, *_ = ring.take()
     code = CODES[op] | ring.phase("step") << OP_BITS | GROUP.number << (OP_BITS + PHASE_BITS)
-    RECORD.pack_into(ring.memory, ring.place(index) * 8, index, at, ended, size, code, sequence, peer)
+    RECORD.pack_into(ring.memory, ring.place(index) * 8, index, started, ended, size, code, sequence, peer)
 
 
 def rings(folder: Path, size: int = 3, slots: int = 8) -> list[Ring]:
-    written = [Ring(folder, f"trainer_rank{rank}", slots) for rank in range(size)]
-    for ring in written:
+    new_rings = [Ring(folder, f"trainer_rank{rank}", slots) for rank in range(size)]
+    for ring in new_rings:
         ring.add_group(GROUP)
-    return written
+    return new_rings
 
 
 def test_the_newest_ops_are_kept(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_the_newest_ops_are_kept(tmp_path: Path) -> None:
     assert (reading.records[-1].phase, reading.records[-1].group, reading.records[-1].num_bytes) == ("step", GROUP, 80)
 
 
-def test_ranks_that_agree_leave_nothing_to_find(tmp_path: Path) -> None:
+def test_agreeing_ranks_have_no_findings(tmp_path: Path) -> None:
     for ring in rings(tmp_path):
         for number in range(1, 30):
             write(ring, "all_reduce", number, 8)
@@ -186,8 +186,8 @@ def test_ranks_that_agree_leave_nothing_to_find(tmp_path: Path) -> None:
     assert "none waits in one" in dump(tmp_path)
 
 
-def test_a_rank_that_skipped_one_of_many_is_found_where_it_parted(tmp_path: Path) -> None:
-    """Equal ops pair up wrongly and hang only at the end; different ones show where."""
+def test_a_skipped_op_is_found_where_the_ranks_diverge(tmp_path: Path) -> None:
+    """Equal ops pair up wrongly and hang only at the end; different ops show the position."""
     for rank, ring in enumerate(rings(tmp_path)):
         ops = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
         for number, (op, size) in enumerate(ops if rank != 1 else ops[:1] + ops[2:], start=1):
@@ -197,20 +197,20 @@ def test_a_rank_that_skipped_one_of_many_is_found_where_it_parted(tmp_path: Path
     assert finding.different == ("rank 1 issued all_reduce of 16 bytes", "ranks 0, 2 broadcast of 4 bytes")
 
 
-def test_the_first_wait_goes_first(tmp_path: Path) -> None:
+def test_the_root_of_a_chain_of_waits_comes_first(tmp_path: Path) -> None:
     """Rank 2 waits for rank 0, which waits for rank 1."""
-    written = rings(tmp_path)
-    write(written[0], "irecv", 1, 8, ended=0, peer=1, at=10)
-    write(written[2], "irecv", 1, 8, ended=0, peer=0, at=20)
+    trainer_rings = rings(tmp_path)
+    write(trainer_rings[0], "irecv", 1, 8, ended=0, peer=1, started=10)
+    write(trainer_rings[2], "irecv", 1, 8, ended=0, peer=0, started=20)
     first, second = findings(read_rings(tmp_path))
     assert first.headline.startswith("irecv #1 in group dp: did not arrive: rank 1, which is to send")
     assert "rank 0, which is to send" in second.headline
     assert "in irecv #1 of group dp" in second.headline
-    write(written[1], "isend", 1, 8, peer=0)
-    assert [found.since_ns for found in findings(read_rings(tmp_path))] == [20]
+    write(trainer_rings[1], "isend", 1, 8, peer=0)
+    assert [finding.since_ns for finding in findings(read_rings(tmp_path))] == [20]
 
 
-def test_a_rank_that_died_in_an_op_is_lost(tmp_path: Path) -> None:
+def test_a_rank_that_died_in_an_op_is_named(tmp_path: Path) -> None:
     for ring in rings(tmp_path):
         write(ring, "barrier", 1, 0, ended=FAILED)
     readings = read_rings(tmp_path)
@@ -220,7 +220,7 @@ def test_a_rank_that_died_in_an_op_is_lost(tmp_path: Path) -> None:
     assert finding.headline == f"barrier #1 in group dp: arrived, but then: rank 2 (process {dead.pid} dead)"
 
 
-def test_groups_with_other_worlds_and_other_roles_do_not_mix(tmp_path: Path) -> None:
+def test_groups_of_other_worlds_and_roles_are_kept_separate(tmp_path: Path) -> None:
     foreign = GroupInfo(1, "weights_rank0", "weights", (0, 1), foreign=True)
     trainers, critic = rings(tmp_path, 2), Ring(tmp_path, "critic_rank0", 8)
     critic.add_group(GroupInfo(0, GROUP.name, "dp", (0,)))

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: cost of a memory query, what the first and later calls of an op take, what a clear gives."""
+"""Guard on a GPU: cost of a memory query, memory taken by the first and later calls of an op, and freed by a clear."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = torch.device("cuda", 0)
 
 
-def test_what_a_question_costs(record_property: Callable[[str, object], None]) -> None:
+def test_cost_of_a_memory_query(record_property: Callable[[str, object], None]) -> None:
     source, times = CudaDriver(DEVICE), list[float]()
     for _ in range(200):
         start = time.perf_counter()
@@ -31,7 +31,7 @@ def test_what_a_question_costs(record_property: Callable[[str, object], None]) -
     record_property("mem_get_info_us", statistics.median(times))
 
 
-def test_a_clear_gives_cached_blocks_back(record_property: Callable[[str, object], None]) -> None:
+def test_a_clear_frees_cached_blocks(record_property: Callable[[str, object], None]) -> None:
     for source in (CudaDriver(DEVICE), TorchAllocator(DEVICE)):
         block = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
         del block
@@ -59,7 +59,7 @@ SWEPT = (
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MeasuredOp]:
-    """Memory taken by each op of ``scripts/profile_comm.py --sweep`` over NCCL in a world of one, which sends nothing to itself."""
+    """Measure each op of ``scripts/profile_comm.py --sweep`` over NCCL in a world of one."""
     folder = tmp_path_factory.mktemp("swept")
     torch.cuda.set_device(DEVICE)
     install.install(GuardSpec(wrap=True, profile=str(folder)), DEVICE, 0)
@@ -74,22 +74,22 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MeasuredOp]:
 
 
 @pytest.mark.parametrize("op", SWEPT)
-def test_what_an_op_takes_at_first_and_in_steady_state(
+def test_memory_of_first_and_later_calls_of_an_op(
     op: str, swept: dict[str, MeasuredOp], record_property: Callable[[str, object], None]
 ) -> None:
-    """First use of each size and later calls apart, from the allocator and from the driver."""
+    """Record memory of first and later uses of each size, from the allocator and from the driver."""
     row = swept[op]
     for name in ("first_allocator", "first_driver", "later_allocator", "later_driver"):
         record_property(f"{op}_{name}_bytes", getattr(row, name))
     record_property(f"{op}_question_us", row.question_ns / 1e3)
     assert row.source == "driver" and row.calls >= 15
-    assert row.later_allocator <= 64 * 2**20, "what 4 MiB need, with the allocator's own blocks of 20 MiB"
-    if op == "all_reduce":  # the first op of all: it makes the communicator, of which the allocator knows nothing
+    assert row.later_allocator <= 64 * 2**20, "enough for 4 MiB tensors in allocator blocks of 20 MiB"
+    if op == "all_reduce":  # the first op creates the communicator outside of the allocator
         assert row.first_driver > row.first_allocator
 
 
-def test_ops_that_nccl_coalesces_are_seen(tmp_path: Path) -> None:
-    """Gloo cannot: with a device the manager hands what it has gathered over as one op, ``end_coalescing``."""
+def test_coalesced_nccl_ops_are_counted(tmp_path: Path) -> None:
+    """With a device, the manager issues its collected ops as one op, ``end_coalescing``, which gloo lacks."""
     torch.cuda.set_device(DEVICE)
     wrapper = install.install(GuardSpec(wrap=True, folder=str(tmp_path), name="trainer"), DEVICE, 0)
     assert wrapper is not None
@@ -112,7 +112,7 @@ def test_ops_that_nccl_coalesces_are_seen(tmp_path: Path) -> None:
 
 
 def test_nccl_ops_pass_the_wrapper(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """One rank: results as without, and what the first call of an op takes from the driver's free memory."""
+    """Results on one rank are unchanged; the memory that the first call of an op takes is recorded."""
     torch.cuda.set_device(DEVICE)
     spec = GuardSpec(
         wrap=True, default=MemoryPolicy(checks="always"), folder=str(tmp_path), name="trainer", release=True

@@ -1,4 +1,4 @@
-"""The hot path in C and the same in Python: whatever a rank calls, both count, record and return the same."""
+"""Hot path in C and in Python: both count, record and return the same for every call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ gather, scatter = (getattr(dist, name) for name in ("all_gather_into_tensor", "r
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Generator[None]:
-    """Torch's backend that does nothing; its works wait as those of gloo and NCCL do."""
+    """Initialise torch's fake backend, with works that wait like those of gloo and NCCL."""
     stock: Any = vars(FakeWork)["wait"]
     del FakeWork.wait
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -49,7 +49,7 @@ def small() -> torch.Tensor:
 
 
 def waited(work: Any) -> None:
-    """As a caller does."""
+    """Wait for a work, as a caller does."""
     work.wait()
 
 
@@ -68,7 +68,7 @@ def in_phase() -> None:
         dist.all_reduce(small())
 
 
-# Every way to an op that a backend without communication takes: plain ones, odd arguments, and mistakes.
+# Every way of calling an op that a backend without communication accepts: plain calls, odd arguments and errors.
 CALLS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(small()),
     "later": lambda: waited(dist.all_reduce(small(), async_op=True)),
@@ -107,14 +107,14 @@ def outcome(call: Callable[[], object]) -> str:
     """Return the result of a call, or its error."""
     try:
         value = call()
-    except Exception as error:  # noqa: BLE001 (whatever it is, both ways must raise it)
+    except Exception as error:  # noqa: BLE001 (both ways must raise the same error)
         return f"{type(error).__name__}: {str(error).splitlines()[0]}; of {type(error.__cause__).__name__}"
     return type(value).__name__
 
 
 @contextlib.contextmanager
 def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
-    """Collectives wrapped one way or the other."""
+    """Wrap collectives in C or in Python."""
     installed = install.install(spec, CPU, 0, in_c=in_c)
     assert installed is not None
     assert (installed.hot is not None) == in_c
@@ -124,8 +124,8 @@ def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
         install.remove()
 
 
-def lived(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
-    """Return results, counts and records; of times only their presence and order."""
+def run_calls(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
+    """Return results, counts and records; times only as their presence and order."""
     with wrapped(in_c=in_c) as w:
         outcomes = [outcome(CALLS[name]) for name in names]
         w.settle()
@@ -142,24 +142,24 @@ def lived(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
 @needs_c
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=30))
-def test_c_and_python_say_the_same(names: list[str]) -> None:
-    assert lived(names, in_c=True) == lived(names, in_c=False)
+def test_c_and_python_give_the_same_results(names: list[str]) -> None:
+    assert run_calls(names, in_c=True) == run_calls(names, in_c=False)
 
 
 @needs_c
-def test_c_and_python_say_the_same_of_every_call_again_and_again() -> None:
+def test_c_and_python_agree_on_repeated_calls() -> None:
     names = [*CALLS, *reversed(CALLS), *CALLS]
-    assert lived(names, in_c=True) == lived(names, in_c=False)
+    assert run_calls(names, in_c=True) == run_calls(names, in_c=False)
 
 
 @needs_c
 @pytest.mark.parametrize("name", ["all_reduce", "later", "gather", "scatter", "barrier", "isend", "send", "batch"])
 def test_a_plain_call_runs_no_python_of_the_wrapper(name: str) -> None:
-    ran: list[str] = []
+    functions: list[str] = []
 
     def note(frame: FrameType, event: str, arg: object) -> None:
         if event == "call" and "slime_like/distributed" in frame.f_code.co_filename:
-            ran.append(frame.f_code.co_qualname)
+            functions.append(frame.f_code.co_qualname)
 
     with wrapped(in_c=True):
         CALLS[name]()
@@ -168,12 +168,12 @@ def test_a_plain_call_runs_no_python_of_the_wrapper(name: str) -> None:
             CALLS[name]()
         finally:
             sys.setprofile(None)
-    assert ran == []
+    assert functions == []
 
 
 @needs_c
-def test_nothing_is_held_on_to() -> None:
-    """References to what a call is given and to what is counted are as many after many calls as after a few."""
+def test_repeated_calls_leak_no_reference() -> None:
+    """Reference counts of arguments and counters are equal after a few and after many calls."""
     tensor, world = small(), group()
     with wrapped(in_c=True) as w:
 
@@ -199,11 +199,11 @@ def test_nothing_is_held_on_to() -> None:
             return sys.getallocatedblocks()
 
         many()
-        assert -many() + many() < 100  # not one for each call
+        assert -many() + many() < 100  # fewer than one block per call
 
 
 @needs_c
-def test_a_call_that_the_guard_wants_to_see_goes_to_it() -> None:
+def test_due_calls_reach_the_guard() -> None:
     spec = GuardSpec(wrap=True, default=MemoryPolicy(checks="every_n", every=3), ring=64)
     checks: list[int] = []
     for in_c in (True, False):
@@ -224,20 +224,20 @@ def test_a_group_decision_reaches_a_plain_op(checks: str, in_c: bool, tmp_path: 
     installed = install.install(spec, CPU, 0, memory, in_c=in_c)
     assert installed is not None
     try:
-        for memory.at in range(6):
-            if memory.at == 3:
+        for memory.op_index in range(6):
+            if memory.op_index == 3:
                 Requests(tmp_path / "trainer.requests").ask("trim")
             dist.all_reduce(small())
         (counter,) = installed.counters()
     finally:
         install.remove()
-    assert memory.done == [("trim", 3)]
+    assert memory.actions == [("trim", 3)]
     assert (counter.calls, counter.clears) == (6, 1)
-    assert (counter.due == 0) == (checks == "every_n" or not in_c)  # else later ops are plain again
+    assert (counter.due == 0) == (checks == "every_n" or not in_c)  # otherwise later ops are plain again
 
 
 @needs_c
-def test_what_is_bound_while_wrapped_works_afterwards() -> None:
+def test_a_function_bound_while_wrapped_works_after_removal() -> None:
     with wrapped(in_c=True):
         bound = dist.batch_isend_irecv
         bound([dist.P2POp(dist.isend, small(), 1)])
@@ -247,7 +247,7 @@ def test_what_is_bound_while_wrapped_works_afterwards() -> None:
 
 
 @needs_c
-def test_memory_that_holds_fewer_records_is_refused() -> None:
+def test_a_too_small_ring_buffer_is_refused() -> None:
     module = hot.load()
     with pytest.raises(ValueError, match="does not hold so many records"):
         module.Ring(bytearray(HEAD + 8 * RECORD.size - 1), HEAD, 8)
@@ -261,7 +261,7 @@ def test_memory_that_holds_fewer_records_is_refused() -> None:
     assert [memory.take() for _ in range(20)] == [ring.take() for _ in range(20)]
 
 
-def test_without_a_compiler_it_is_python(
+def test_without_a_compiler_the_python_path_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

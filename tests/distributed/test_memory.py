@@ -1,4 +1,4 @@
-"""Free memory of the host: the machine's, or what the tightest of its control groups leaves."""
+"""Free host memory: the machine's, or the rest of the tightest control group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def machine(tmp_path: Path, *, v2: dict[str, str] | None = None, v1: dict[str, str] | None = None) -> HostMemory:
-    """A machine of 16 GiB, 8 of them available, in nested control groups."""
+    """Write /proc and control group files of a machine with 16 GiB, 8 of them available."""
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: {16 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n")

@@ -1,4 +1,4 @@
-"""Before which ops memory is asked for and what follows, for every policy and any course of memory."""
+"""Memory policies: ops before which memory is queried and the actions taken, for any memory curve."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ QUICKSTART = ["+recipe=quickstart"]
 
 @dataclass
 class Simulated:
-    """Memory whose course a test decides; each question takes ``cost`` ns of a clock that the test holds as well."""
+    """Simulated memory source; each query takes ``cost`` ns of a simulated clock."""
 
     name: str = "simulated"
     total: int = 16 * GIB
-    left: int = 8 * GIB
+    free_bytes: int = 8 * GIB
     cost: int = 0
     now: int = 0
-    gives: int = 0  # bytes that a trim or clear finds
-    asked: int = 0
-    done: list[str] = field(default_factory=list[str])
+    reclaimable: int = 0  # bytes that a trim or clear frees
+    num_queries: int = 0
+    actions: list[str] = field(default_factory=list[str])
 
     def clock(self) -> int:
         return self.now
 
     def free(self) -> int:
-        self.asked += 1
+        self.num_queries += 1
         self.now += self.cost - self.cost // 2
-        return self.left
+        return self.free_bytes
 
     def held(self) -> int:
         self.now += self.cost // 2
-        return self.total - self.left
+        return self.total - self.free_bytes
 
     def trim(self) -> None:
-        self.done.append("trim")
-        self.left += self.gives
+        self.actions.append("trim")
+        self.free_bytes += self.reclaimable
 
     def clear(self) -> None:
-        self.done.append("clear")
-        self.left += self.gives
+        self.actions.append("clear")
+        self.free_bytes += self.reclaimable
 
 
 @contextlib.contextmanager
-def lived(memory: Simulated) -> Generator[None]:
-    """The guard lives by the clock of this memory."""
+def with_clock(memory: Simulated) -> Generator[None]:
+    """Run the guard by the clock of this memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard_module.time, "perf_counter_ns", memory.clock)
         yield
@@ -84,11 +84,11 @@ def counter(policy: MemoryPolicy, op: str = "all_reduce") -> Counter:
     return counter_type()(canonical("test", op), Group(GroupInfo(0, "1", "tp", (0, 1))), policy, 0)
 
 
-def call(guard: Guard, one: Counter, now: int = 1) -> None:
+def call(guard: Guard, op_counter: Counter, now: int = 1) -> None:
     """Run the wrapper's check before an op."""
-    one.calls += 1
-    if now >= one.due:
-        guard.check(one, now)
+    op_counter.calls += 1
+    if now >= op_counter.due:
+        guard.check(op_counter, now)
 
 
 # ---- policies x memory -----------------------------------------------------------------------------------------------
@@ -100,19 +100,19 @@ def call(guard: Guard, one: Counter, now: int = 1) -> None:
     course=st.lists(st.integers(0, 12), min_size=1, max_size=20),
     op=st.sampled_from([op.name for op in OPS]),
 )
-def test_asks_and_acts_as_the_policy_says(
+def test_queries_and_actions_follow_the_policy(
     checks: str, action: str, every: int, limits: tuple[int, float], course: list[int], op: str
 ) -> None:
-    """Memory stays at each level for one op; under ``auto`` for as long as its budget needs to ask at least once."""
+    """Memory stays at each level for one op, under ``auto`` long enough for at least one query within its budget."""
     threshold, hysteresis = limits
     policy = MemoryPolicy(checks, every, Threshold(threshold * GIB, None), hysteresis, action)
-    memory, one = Simulated(total=32 * GIB, cost=1_000), counter(policy, op)
+    memory, op_counter = Simulated(total=32 * GIB, cost=1_000), counter(policy, op)
     guard = Guard(memory)
-    guard.adopt(one)
+    guard.adopt(op_counter)
     resting, shortages, questions = False, 0, 0
-    with lived(memory):
+    with with_clock(memory):
         for index, gib in enumerate(course):
-            memory.left = gib * GIB
+            memory.free_bytes = gib * GIB
             asks = checks in ("always", "below", "auto") or (checks == "every_n" and index % every == 0)
             acts = asks and gib < threshold and not (checks in ("below", "auto") and resting)
             questions, shortages = questions + asks, shortages + acts
@@ -120,30 +120,33 @@ def test_asks_and_acts_as_the_policy_says(
             for _ in range(60 if checks == "auto" else 1):
                 memory.now += 400_000
                 try:
-                    call(guard, one, memory.now)
+                    call(guard, op_counter, memory.now)
                 except MemoryShortage as shortage:
                     raised += 1
                     assert re.match(rf"{gib:.2f} GiB .*{op} in group tp.*threshold {threshold} GiB", str(shortage))
             assert raised == (acts and action == "raise")
             if asks:
                 resting = acts or (resting and gib < threshold * (1 + hysteresis))
-            assert one.shortages == shortages
-            assert one.checks == questions or (checks == "auto" and one.checks > questions)
-    assert memory.done == ([action] * shortages if action in ("trim", "clear") else [])
-    assert one.clears == len(memory.done)
-    assert (one.due == NEVER) == (checks == "never")
+            assert op_counter.shortages == shortages
+            assert op_counter.checks == questions or (checks == "auto" and op_counter.checks > questions)
+    assert memory.actions == ([action] * shortages if action in ("trim", "clear") else [])
+    assert op_counter.clears == len(memory.actions)
+    assert (op_counter.due == NEVER) == (checks == "never")
 
 
-def test_what_was_freed_is_counted() -> None:
-    memory, one = Simulated(left=2 * GIB, gives=GIB), counter(MemoryPolicy(checks="always", action="clear"))
+def test_freed_memory_is_counted() -> None:
+    memory, op_counter = (
+        Simulated(free_bytes=2 * GIB, reclaimable=GIB),
+        counter(MemoryPolicy(checks="always", action="clear")),
+    )
     guard = Guard(memory)
-    guard.adopt(one)
-    call(guard, one)
-    call(guard, one)
-    assert (one.clears, one.freed, guard.lowest) == (1, GIB, 2 * GIB)
+    guard.adopt(op_counter)
+    call(guard, op_counter)
+    call(guard, op_counter)
+    assert (op_counter.clears, op_counter.freed, guard.lowest) == (1, GIB, 2 * GIB)
 
 
-def test_a_fraction_is_of_all_memory() -> None:
+def test_a_fraction_is_of_total_memory() -> None:
     assert Threshold.parse("k", 0.25).of(16 * GIB) == 4 * GIB
     assert Threshold.parse("k", "1.5GiB").of(7) == 3 * GIB // 2
     assert Threshold.parse("k", "3 GB").of(7) == 3 * 10**9
@@ -153,44 +156,44 @@ def test_a_fraction_is_of_all_memory() -> None:
 
 
 # ---- auto ------------------------------------------------------------------------------------------------------------
-def test_a_question_that_costs_more_is_asked_less_often(clocked: Callable[[Simulated], Simulated]) -> None:
-    asked: dict[int, int] = {}
+def test_expensive_queries_are_made_less_often(clocked: Callable[[Simulated], Simulated]) -> None:
+    num_checks: dict[int, int] = {}
     for cost in (10_000, 8_000_000):
         memory = clocked(Simulated(cost=cost))
-        one, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
-        guard.adopt(one)
+        op_counter, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
+        guard.adopt(op_counter)
         while memory.now < 100 * 10**9:
-            call(guard, one, memory.now)
+            call(guard, op_counter, memory.now)
             memory.now += 1_000_000
-        asked[cost] = one.checks
-        assert one.check_ns <= 0.001 * memory.now + OVERDRAFT * cost
-    assert 5_000 < asked[10_000] <= 10_100
-    assert 8 <= asked[8_000_000] <= 14
+        num_checks[cost] = op_counter.checks
+        assert op_counter.check_ns <= 0.001 * memory.now + OVERDRAFT * cost
+    assert 5_000 < num_checks[10_000] <= 10_100
+    assert 8 <= num_checks[8_000_000] <= 14
 
 
 def test_all_counters_share_the_budget_of_auto(clocked: Callable[[Simulated], Simulated]) -> None:
     memory = clocked(Simulated(cost=1_000_000))
-    ones = [counter(MemoryPolicy(checks="auto"), op) for op in ("all_reduce", "broadcast", "barrier")]
+    op_counters = [counter(MemoryPolicy(checks="auto"), op) for op in ("all_reduce", "broadcast", "barrier")]
     guard = Guard(memory)
-    for one in ones:
-        guard.adopt(one)
-    for _, one in zip(range(30_000), itertools.cycle(ones), strict=False):
-        call(guard, one, memory.now)
+    for op_counter in op_counters:
+        guard.adopt(op_counter)
+    for _, op_counter in zip(range(30_000), itertools.cycle(op_counters), strict=False):
+        call(guard, op_counter, memory.now)
         memory.now += 1_000_000
-    assert sum(one.check_ns for one in ones) <= 0.001 * memory.now + 2 * memory.cost
-    assert sum(one.checks for one in ones) >= 25
+    assert sum(op_counter.check_ns for op_counter in op_counters) <= 0.001 * memory.now + 2 * memory.cost
+    assert sum(op_counter.checks for op_counter in op_counters) >= 25
 
 
 def test_auto_acts_once_per_shortage(clocked: Callable[[Simulated], Simulated]) -> None:
-    memory = clocked(Simulated(left=2 * GIB, cost=1_000))
-    one, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
-    guard.adopt(one)
-    for left in (2, 2, 3.2, 2, 5, 2):
-        memory.left = int(left * GIB)
+    memory = clocked(Simulated(free_bytes=2 * GIB, cost=1_000))
+    op_counter, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
+    guard.adopt(op_counter)
+    for free_gib in (2, 2, 3.2, 2, 5, 2):
+        memory.free_bytes = int(free_gib * GIB)
         for _ in range(3_000):
-            call(guard, one, memory.now)
+            call(guard, op_counter, memory.now)
             memory.now += 1_000
-    assert memory.done == ["clear", "clear"]  # at first, and after memory had recovered to 5 GiB
+    assert memory.actions == ["clear", "clear"]  # at first, and after memory had recovered to 5 GiB
 
 
 # ---- group decisions -------------------------------------------------------------------------------------------------
@@ -199,40 +202,40 @@ def test_auto_acts_once_per_shortage(clocked: Callable[[Simulated], Simulated]) 
 def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) -> None:
     policy = MemoryPolicy(checks="always", action=action)
     ranks: list[tuple[Simulated, Guard, Counter]] = []
-    for left in (8, 2, 8):
-        memory = Simulated(left=left * GIB, gives=4 * GIB)
+    for free_gib in (8, 2, 8):
+        memory = Simulated(free_bytes=free_gib * GIB, reclaimable=4 * GIB)
         guard = Guard(memory, Requests(tmp_path / "requests") if symmetric else None)
-        one = counter(policy)
-        guard.adopt(one)
-        ranks.append((memory, guard, one))
+        op_counter = counter(policy)
+        guard.adopt(op_counter)
+        ranks.append((memory, guard, op_counter))
     outcomes: list[list[str]] = []
     for _ in range(3):
         outcomes.append([])
-        for memory, guard, one in ranks:
-            before = len(memory.done)
+        for memory, guard, op_counter in ranks:
+            before = len(memory.actions)
             try:
-                call(guard, one)
-                outcomes[-1] += memory.done[before:] or ["nothing"]
+                call(guard, op_counter)
+                outcomes[-1] += memory.actions[before:] or ["nothing"]
             except MemoryShortage:
-                memory.left = 8 * GIB
+                memory.free_bytes = 8 * GIB
                 outcomes[-1].append("raise")
-    alone = [["nothing", action, "nothing"], ["nothing"] * 3, ["nothing"] * 3]
-    together = [["nothing", action, action], [action, "nothing", "nothing"], ["nothing"] * 3]
-    assert outcomes == (together if symmetric else alone)
+    local_outcomes = [["nothing", action, "nothing"], ["nothing"] * 3, ["nothing"] * 3]
+    group_outcomes = [["nothing", action, action], [action, "nothing", "nothing"], ["nothing"] * 3]
+    assert outcomes == (group_outcomes if symmetric else local_outcomes)
 
 
 def test_never_still_follows_a_group_decision(tmp_path: Path) -> None:
     guards = [Guard(Simulated(), Requests(tmp_path / "requests")) for _ in range(2)]
-    ones = [counter(MemoryPolicy(checks="never")) for _ in guards]
-    for guard, one in zip(guards, ones, strict=True):
-        guard.adopt(one)
+    op_counters = [counter(MemoryPolicy(checks="never")) for _ in guards]
+    for guard, op_counter in zip(guards, op_counters, strict=True):
+        guard.adopt(op_counter)
     requests = guards[0].requests
     assert requests is not None
     requests.ask("trim")
     for _ in range(2):
-        for guard, one in zip(guards, ones, strict=True):
-            call(guard, one)
-    assert [one.clears for one in ones] == [0, 1]
+        for guard, op_counter in zip(guards, op_counters, strict=True):
+            call(guard, op_counter)
+    assert [op_counter.clears for op_counter in op_counters] == [0, 1]
 
 
 # ---- config ----------------------------------------------------------------------------------------------------------
@@ -245,8 +248,12 @@ def test_presets() -> None:
     never = {op.name for op in OPS if slime.policy(op.name, "tp").checks == "never"}
     assert never == {canonical("k", name).name for name in SLIME_SKIPS}
     assert len(never) == 8
-    other = slime.policy("all_reduce", "tp")
-    assert (other.checks, other.threshold.of(0), other.action) == ("always", 3 * GIB, "clear")
+    all_reduce_policy = slime.policy("all_reduce", "tp")
+    assert (all_reduce_policy.checks, all_reduce_policy.threshold.of(0), all_reduce_policy.action) == (
+        "always",
+        3 * GIB,
+        "clear",
+    )
     always, auto = spec_of("guard=always"), spec_of()
     assert {always.policy(op.name, "dp").checks for op in OPS} == {"always"}
     assert {auto.policy(op.name, "dp").checks for op in OPS} == {"auto"}
@@ -254,7 +261,7 @@ def test_presets() -> None:
     assert auto.wrap
 
 
-def test_what_is_more_special_goes_first() -> None:
+def test_more_specific_settings_take_precedence() -> None:
     spec = spec_of(
         "guard.checks=every_n",
         "guard.every=7",
@@ -279,7 +286,7 @@ def test_what_is_more_special_goes_first() -> None:
         ("guard.ops.barrier={every: 0}", r"guard\.ops\.barrier\.every=0 must be a number above 0"),
         ("guard.groups.dpp=never", r"guard\.groups\.dpp: there is no group 'dpp'"),
         ("guard.groups.dp={ops: 3}", r"guard\.groups\.dp\.ops=3 must be a mapping"),
-        ("guard.threshold=3", r"guard\.threshold='3' is no amount of memory"),
+        ("guard.threshold=3", r"guard\.threshold='3' is not an amount of memory"),
         ("guard.budget=0.5", r"guard\.budget=0\.5 must lie in"),
         ("guard.action=panic", r"guard\.action='panic' is not one of none, trim, clear, raise"),
         (("guard=off", "guard.release=true"), r"guard\.release=true needs the wrapper"),
@@ -303,16 +310,16 @@ def test_bad_keys_are_refused(override: str | tuple[str, ...], message: str) -> 
         (("guard=off",), "cuda", 2, False, ""),
     ],
 )
-def test_communicators_go_where_that_is_asked_for(
+def test_communicators_are_released_as_configured(
     argv: tuple[str, ...], device: str, world: int, expected: bool, reason: str
 ) -> None:
     notes: list[tuple[str, object, str]] = []
     cfg = load_config([*QUICKSTART, *argv], files=False)
     assert releases(cfg, device, world, lambda *note: notes.append(note)) is expected
     assert [(key, value) for key, value, _ in notes] == ([("guard.release", str(expected).lower())] if reason else [])
-    assert all(why.startswith(reason) for _, _, why in notes)
+    assert all(note_reason.startswith(reason) for _, _, note_reason in notes)
     lines = "\n".join(guard_lines(guard_spec(cfg, "trainer", release=expected)))
-    assert ("destroyed while rollouts run" in lines) is expected
+    assert ("destroyed during rollouts" in lines) is expected
 
 
 def test_the_plan_shows_every_op_under_its_policy() -> None:
@@ -323,7 +330,7 @@ def test_the_plan_shows_every_op_under_its_policy() -> None:
     assert "broadcast_object_list" in never
     assert "below: raise below 3 GiB\n    tp: every op" in never
     assert all(op.name in text for op in OPS)
-    assert "torch's own" in "\n".join(guard_lines(spec_of("guard=off")))
+    assert "used directly" in "\n".join(guard_lines(spec_of("guard=off")))
 
 
 def test_guard_is_a_group_of_the_tree() -> None:

@@ -1,4 +1,4 @@
-"""Memory taken by ops, as a table and as a policy that the config loader reads."""
+"""Profile of collectives: memory per op as a table, and as a guard config that the loader reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RANKS = {"trainer_rank0": [CLEAN, GROWS, SLOW], "trainer_rank1": [CLEAN, FIRST, 
 
 
 def guard_of(folder: Path, text: str) -> dict[str, str]:
-    """Checks per op of the guard that ``text`` is, read as a user would."""
+    """Load ``text`` as a guard config; return its threshold and the checks per op."""
     (folder / "guard").mkdir(parents=True, exist_ok=True)
     (folder / "guard" / "measured.yaml").write_text(text)
     cfg = load_config(["+recipe=quickstart", "--config-dir", str(folder), "guard=measured"], files=False)
@@ -45,7 +45,7 @@ def guard_of(folder: Path, text: str) -> dict[str, str]:
     return {"threshold": cfg.guard.threshold} | {op: spec.policy(op, "dp").checks for op in cfg.guard.ops}
 
 
-def test_an_op_is_guarded_by_what_it_takes(tmp_path: Path) -> None:
+def test_checks_follow_the_measured_memory(tmp_path: Path) -> None:
     text = advice.to_yaml(RANKS, "four ops")
     expected = {"broadcast": "never", "all_reduce": "auto", "all_gather": "below", "reduce_scatter": "auto"}
     unseen = {op.name: "auto" for op in OPS if op.name not in expected}
@@ -60,14 +60,14 @@ def test_an_op_is_guarded_by_what_it_takes(tmp_path: Path) -> None:
     assert lines["reduce_scatter"].endswith("8.0% of the op's own time")
 
 
-def test_what_other_processes_take_of_a_host_is_not_the_ops() -> None:
+def test_host_memory_taken_by_other_processes_is_ignored() -> None:
     host = dataclasses.replace(FIRST, source="host", first_allocator=MIB)
     (advised,) = advice.advise({"rank0": [host]})
     assert (advised.checks, advice.threshold({"rank0": [host]})[0]) == ("never", 256)
 
 
-def test_the_first_use_and_later_ones_are_told_apart() -> None:
-    """Also where sizes differ: a call that carries more than any before it is the first of its size."""
+def test_first_and_later_uses_are_measured_separately() -> None:
+    """A call with more bytes than any before counts as the first use of its size."""
     delta = MemoryDelta()
     for allocator, driver, size in ((5, 300, 64), (7, 0, 64), (-3, 2, 8), (900, 20, 65), (6, 1, 65), (-4, -4, 999)):
         delta.add(allocator, driver, 100, size)
@@ -96,5 +96,5 @@ def test_a_sweep_over_two_ranks(tmp_path: Path) -> None:
     assert guard.keys() == {"threshold"} | {op.name for op in OPS}
     assert {checks for op, checks in guard.items() if op not in {*ops, "threshold"}} == {"auto"}
     assert guard["barrier"] == "never"
-    # What an op writes to new memory a process on a CPU comes to hold by writing: 4 MiB of result in each call.
+    # On a CPU, memory is taken when it is written: each call writes 4 MiB of results to new memory.
     assert guard["all_to_all_single"] != "never"

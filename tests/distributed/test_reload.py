@@ -1,4 +1,4 @@
-"""Communicators destroyed and made again: nothing that uses them notices, and nothing is left of them."""
+"""Communicators destroyed and rebuilt: users are unaffected, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.distributed.cycles import CYCLES
+from tests.train.jobs import run_forked
 from tests.train.models import make_model
-from tests.train.ranks import run_ranks
 
-# Four ranks, so that each is in groups that overlap with others: rows, columns, pipelines, experts.
+# Four ranks, so that each is in several overlapping groups: rows, columns, pipelines, experts.
 LAYOUTS: dict[str, tuple[Layout, str]] = {
     "pp2 dp2 ep2": (Layout(pp=2, dp=2, ep=2), "qwen3_moe"),
     "tp2 sp dp2": (Layout(tp=2, dp=2, sequence_parallel=True), "qwen3"),
@@ -24,14 +24,14 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("reload")
     models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
-    return run_ranks("tests.distributed.cycles:everything", 4, models, folder, LAYOUTS)
+    return run_forked("tests.distributed.cycles:everything", 4, models, folder, LAYOUTS)
 
 
 @pytest.mark.ranks
 def test_overlapping_groups_compute_the_same_in_every_cycle(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["same"] == rank["generation"] == CYCLES
-        assert rank["unchanged"]  # the very objects, with their names and ranks
+        assert rank["unchanged"]  # identical objects with their names and ranks
         assert set(rank["calls"].values()) == {2 * (CYCLES + 1)}
 
 
@@ -40,39 +40,40 @@ def test_released_communicators_leave_no_thread_and_no_descriptor(ranks: list[di
     for rank in ranks:
         threads, files = rank["nothing"]
         for now_threads, now_files in rank["released"]:
-            # The store's connection stays, on rank 0 its server with a connection of each rank.
+            # The store's connection stays; on rank 0, its server with a connection per rank.
             assert now_threads <= threads + 2
             assert now_files <= files + 20
-        assert rank["held"][0][0] > rank["released"][0][0] + 6  # which many threads carried before
+        assert rank["held"][0][0] > rank["released"][0][0] + 6  # many threads while in use
 
 
 @pytest.mark.ranks
 def test_nothing_grows_over_the_cycles(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["gloo alone"][-1] == rank["gloo alone"][0]  # gloo leaks nothing where groups are let go
+        assert rank["gloo alone"][-1] == rank["gloo alone"][0]  # gloo does not leak if groups are destroyed
         assert rank["held"][-1] == rank["held"][1]
         assert rank["released"][-1] == rank["released"][1]
         assert rank["keys"][-1] == rank["keys"][1]
 
 
 @pytest.mark.ranks
-def test_what_cannot_be_done_says_so(ranks: list[dict[str, Any]]) -> None:
+def test_refused_operations_name_the_reason(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         refused = rank["refused"]
         assert "cannot be released while irecv has not ended" in refused["in flight"]
-        assert "called past slime_like's wrapper, does not support allreduce" in refused["past the wrapper"]
+        assert "called without slime_like's wrapper, does not support allreduce" in refused["past the wrapper"]
         assert "all_reduce in group world, phase start: its communicators are released" in refused["released"]
         assert "all_gather_object in group world" in refused["released object"]
-        for what in ("removal", "no release"):
+        for operation in ("removal", "no release"):
             assert re.match(
-                r"CollectiveError: the wrapper cannot go while \d\d+ groups have communicators", refused[what]
+                r"CollectiveError: the wrapper cannot be removed while \d\d+ groups have releasable communicators",
+                refused[operation],
             )
-            assert refused[what].endswith("destroy them first (torch.distributed.destroy_process_group)")
+            assert refused[operation].endswith("destroy them first (torch.distributed.destroy_process_group)")
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_megatron_does_not_notice(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_megatron_trains_the_same_with_released_communicators(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         released, plain = rank["released training"][name], rank["plain training"][name]
         assert released["digests"] == plain["digests"]

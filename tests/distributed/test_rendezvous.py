@@ -1,4 +1,4 @@
-"""The store where ranks meet has no key: it listens at the address it was given, and groups at that address's interface."""
+"""Rendezvous store: has no authentication, so it listens only at its address, and groups use that address's interface."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HOST = "127.0.0.1"
 TIMEOUT = timedelta(seconds=20)
 
 
-@pytest.mark.parametrize("brought", [True, False])
-def test_the_store_listens_at_its_address_only(brought: bool) -> None:
+@pytest.mark.parametrize("with_listener", [True, False])
+def test_the_store_listens_at_its_address_only(with_listener: bool) -> None:
     sockets_before = listened_on([os.getpid()])
     meeting = meeting_at(HOST)
-    if not brought and meeting.listener is not None:
+    if not with_listener and meeting.listener is not None:
         meeting.listener.close()
         meeting = Meeting(HOST, meeting.port)
     master = join_store(meeting, 2, is_master=True, timeout=TIMEOUT)
@@ -29,10 +29,10 @@ def test_the_store_listens_at_its_address_only(brought: bool) -> None:
     opened = {inode: address for inode, address in listened_on([os.getpid()]).items() if inode not in sockets_before}
     assert list(opened.values()) == [f"{HOST}:{meeting.port}"]
     del master, guest
-    assert not listened_on([os.getpid()]).keys() - sockets_before.keys(), "the socket goes with the store"
+    assert not listened_on([os.getpid()]).keys() - sockets_before.keys(), "the socket is closed with the store"
 
 
-def test_a_network_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     keep_to_interface(HOST)

@@ -1,4 +1,4 @@
-"""Rings among processes that come and go: what is looked at may end meanwhile, and nobody removes what others begin."""
+"""Rings of concurrent processes: a process may end while its ring is read, and new files of others are not removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dead_ring(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
 
 
-def test_a_process_that_ends_while_it_is_looked_at_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_during_a_read_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, reads, started = Path.read_text, itertools.count(), start_time(os.getpid())
 
     def once(path: Path, *args: Any, **kwargs: Any) -> str:
@@ -41,27 +41,27 @@ def test_a_process_that_ends_while_it_is_looked_at_is_no_error(monkeypatch: pyte
     assert process_state(os.getpid(), started) == "dead"
 
 
-def test_a_ring_that_is_removed_while_it_is_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_removed_during_a_read_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Ring(tmp_path, "a_rank0", 8)
 
-    def gone(path: Path) -> bytes:
+    def removed(path: Path) -> bytes:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(Path, "read_bytes", gone)
+    monkeypatch.setattr(Path, "read_bytes", removed)
     assert read_rings(tmp_path) == {}
 
 
-def test_a_folder_that_ranks_are_about_to_fill_is_not_swept(tmp_path: Path) -> None:
-    """Of two starting ranks, one could mistake the other's new files for old ones."""
-    own, foreign = tmp_path / f"{PREFIX}own", tmp_path / f"{PREFIX}other"
-    for folder in (own, foreign):
+def test_a_folder_in_use_by_starting_ranks_is_not_swept(tmp_path: Path) -> None:
+    """One of two starting ranks could mistake the other's new files for old ones."""
+    own_folder, foreign = tmp_path / f"{PREFIX}own", tmp_path / f"{PREFIX}other"
+    for folder in (own_folder, foreign):
         dead_ring(folder)
-    assert sweep(tmp_path, keep=own) == [foreign]
-    assert sweep(tmp_path) == [own]
+    assert sweep(tmp_path, keep=own_folder) == [foreign]
+    assert sweep(tmp_path) == [own_folder]
 
 
-def test_rings_of_another_container_are_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --ipc=host they lie in the same /dev/shm, and their process ids say nothing here."""
+def test_rings_of_another_container_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --ipc=host they are in the same /dev/shm, and their process ids are meaningless here."""
     folder = tmp_path / f"{PREFIX}theirs"
     dead_ring(folder)
     namespace = ring_module.pid_namespace()
@@ -71,7 +71,7 @@ def test_rings_of_another_container_are_not_taken_for_dead(tmp_path: Path, monke
     assert sweep(tmp_path) == [folder]
 
 
-def test_the_last_to_close_removes_the_folder(tmp_path: Path) -> None:
+def test_the_last_ring_to_close_removes_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "rings"
     first, last = (Ring(folder, f"a_rank{rank}", 8) for rank in range(2))
     first.close()
@@ -81,11 +81,11 @@ def test_the_last_to_close_removes_the_folder(tmp_path: Path) -> None:
     second = Ring(folder, "a_rank0", 8)
     assert second.path is not None
     second.path.unlink()
-    folder.rmdir()  # by one that closed at the same time
+    folder.rmdir()  # as a concurrently closed ring does
     second.close()
 
 
-def test_a_rank_ends_though_the_report_of_its_hang_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_ends_even_if_the_report_of_its_hang_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(folder: object) -> str:
         raise OSError("no report")
 
@@ -101,12 +101,12 @@ def test_a_rank_ends_though_the_report_of_its_hang_fails(monkeypatch: pytest.Mon
     assert ended == ["ended"]
 
 
-def test_what_was_found_last_is_told_where_nobody_answers_any_more() -> None:
+def test_the_last_reading_is_reported_if_memory_queries_hang() -> None:
     ring, release = Ring(None, "a_rank0", 8), threading.Event()
     source: Any = SimpleNamespace(name="driver", total=4 * 2**30, trim=None, clear=None)
     source.free, source.held = lambda: 3 * 2**30, lambda: 2**30
-    noted = RecordingMemorySource(source, ring)
-    wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=noted))
+    recording = RecordingMemorySource(source, ring)
+    wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=recording))
     assert memory_soon(wrapper, 60.0) == "memory: 3.00 of 4.00 GiB (driver) free, this rank holds 1.00"
     source.free = release.wait
     try:
@@ -118,6 +118,6 @@ def test_what_was_found_last_is_told_where_nobody_answers_any_more() -> None:
     )
 
 
-def test_a_rank_that_never_asked_says_so(tmp_path: Path) -> None:
+def test_a_rank_without_a_memory_query_is_reported(tmp_path: Path) -> None:
     Ring(tmp_path, "a_rank0", 8)
-    assert "running, free memory never asked for; oldest first" in dump(tmp_path)
+    assert "running, free memory never queried; oldest first" in dump(tmp_path)

@@ -1,4 +1,4 @@
-"""The tables of the hot path in C: outstanding works as a dict has them, and numbers as itertools counts them."""
+"""Tables of the hot path in C: outstanding works behave like a dict, numbers like itertools.count."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(module is None, reason="no C compiler, or no hea
 
 
 class Thing:
-    """An object that supports weak references."""
+    """Object that supports weak references."""
 
 
-# Addresses as works have them: near each other, and so many that the table grows and its places are fought for.
+# Addresses like those of works: close to each other, and enough that the table grows and has collisions.
 KEYS = st.integers(0, 400).map(lambda number: 0x7F0000000000 + 16 * number)
 STEPS = st.lists(st.tuples(st.sampled_from(["set", "set", "set", "pop", "get"]), KEYS), max_size=600)
 
@@ -29,10 +29,10 @@ STEPS = st.lists(st.tuples(st.sampled_from(["set", "set", "set", "pop", "get"]),
 @given(STEPS)
 def test_outstanding_works_are_kept_as_in_a_dict(steps: list[tuple[str, int]]) -> None:
     works, expected = module.Works(), dict[int, Any]()
-    for index, (what, key) in enumerate(steps):
-        if what == "set":
+    for index, (action, key) in enumerate(steps):
+        if action == "set":
             works[key] = expected[key] = (f"ref {index}", f"tally {index}", index)
-        elif what == "pop":
+        elif action == "pop":
             assert works.pop(key, None) == expected.pop(key, None)
         else:
             assert works.get(key) == expected.get(key)
@@ -40,7 +40,7 @@ def test_outstanding_works_are_kept_as_in_a_dict(steps: list[tuple[str, int]]) -
     assert dict(works.items()) == expected
 
 
-def test_a_table_holds_what_is_in_it_and_lets_go_of_it() -> None:
+def test_a_table_owns_its_entries_and_releases_them() -> None:
     works, thing = module.Works(), Thing()
     bare = sys.getrefcount(thing)
     for key in range(1000):
@@ -56,7 +56,7 @@ def test_a_table_holds_what_is_in_it_and_lets_go_of_it() -> None:
     assert sys.getrefcount(thing) == bare
 
 
-def test_a_table_in_a_circle_is_collected() -> None:
+def test_a_table_in_a_reference_cycle_is_collected() -> None:
     works, thing = module.Works(), Thing()
     thing.works = works  # pyright: ignore[reportAttributeAccessIssue]
     works[1] = (thing, thing, 1)
@@ -66,7 +66,7 @@ def test_a_table_in_a_circle_is_collected() -> None:
     assert reference() is None
 
 
-def test_what_is_no_entry_is_refused() -> None:
+def test_invalid_entries_are_refused() -> None:
     works = module.Works()
     for wrong in (None, (1, 2), (1, 2, "three")):
         with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Every collective passes the wrapper, once, with the same results; where it is off there is no wrapper at all."""
+"""Wrapper of collectives: every op passes it once with unchanged results; if off, nothing is wrapped."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slime_like.config.schema.collectives import GROUP_LABELS, OPS, SLIME_SKIPS,
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from tests.distributed.wrapped import ROUNDS, SHORT_AT, TRACED, Compared
+from tests.train.jobs import run_forked
 from tests.train.models import make_model
-from tests.train.ranks import run_ranks
 
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5_000}
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Compared]]]:
     folder = tmp_path_factory.mktemp("wrapped")
     models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
-    return run_ranks("tests.distributed.wrapped:everything", 2, models, folder, LAYOUTS)
+    return run_forked("tests.distributed.wrapped:everything", 2, models, folder, LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +50,22 @@ def compared(ranks: list[tuple[dict[str, Any], dict[str, Compared]]]) -> list[di
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_training_saving_and_exporting_are_the_same_bit_for_bit(name: str, compared: list[dict[str, Compared]]) -> None:
+def test_training_saving_and_exporting_are_bitwise_unchanged(name: str, compared: list[dict[str, Compared]]) -> None:
     assert all(rank[name].same_bits for rank in compared)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_counts_are_those_of_torchs_own_trace(name: str, compared: list[dict[str, Compared]]) -> None:
+def test_counts_match_torchs_trace(name: str, compared: list[dict[str, Compared]]) -> None:
     for rank in compared:
         assert rank[name].traced == rank[name].counted
         assert sum(rank[name].traced.values()) > 10
-        metrics = rank[name].metrics  # of every rank, not of the reporter alone
+        metrics = rank[name].metrics  # of every rank, not only of the reporting one
         assert any(key.startswith("comm/") and key.endswith("/calls") and value > 0 for key, value in metrics.items())
 
 
 @pytest.mark.ranks
-def test_the_layouts_use_what_they_are_there_for(compared: list[dict[str, Compared]]) -> None:
+def test_the_layouts_use_the_ops_they_should_cover(compared: list[dict[str, Compared]]) -> None:
     used = {name: set(compared[0][name].ops) for name in LAYOUTS}
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= used["tp2 sp"]
     assert {"isend", "irecv"} <= used["pp2"]
@@ -76,7 +76,7 @@ def test_the_layouts_use_what_they_are_there_for(compared: list[dict[str, Compar
     assert any(name.startswith("all_to_all") for name in used["ep2"])
 
 
-# What gloo has not (all_to_all), NCCL alone has (end_coalescing), or torch's functions on gloo do not reach.
+# Ops that gloo lacks (all_to_all), only NCCL has (end_coalescing), or torch's functions on gloo do not reach.
 UNSEEN = {"all_gather_coalesced", "gather_into_tensor", "reduce_scatter_tensor_coalesced", "all_to_all"} | {
     "end_coalescing",
     "send_object_list",
@@ -86,42 +86,42 @@ UNSEEN = {"all_gather_coalesced", "gather_into_tensor", "reduce_scatter_tensor_c
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", [0, 1], ids=["in C", "in Python"])
-def test_every_way_to_call_an_op_is_seen_once(way: int, every_op: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(result["ways"][way] for result in every_op):
-        assert all(found["same"])
-        assert found["traced"] == found["counted"]
-        calls = found["calls"]
+def test_every_way_of_calling_an_op_is_counted_once(way: int, every_op: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(report["ways"][way] for report in every_op):
+        assert all(result["same"])
+        assert result["traced"] == result["counted"]
+        calls = result["calls"]
         assert calls["all_reduce"] == 3  # bound before install; asynchronous; on the group itself
-        assert found["bytes"]["all_reduce"] == 3 * 16
+        assert result["bytes"]["all_reduce"] == 3 * 16
         assert calls["all_gather_into_tensor"] == 3 + (0 if "all_gather_into_tensor_coalesced" in calls else 2)
         assert calls["all_gather_into_tensor_coalesced"] == 1
         assert calls["all_reduce_coalesced"] == 1
         assert calls["broadcast_object_list"] == calls["batch_isend_irecv"] == 1
         assert (calls.get("send"), calls.get("recv")) == ((1, None) if rank else (None, 1))
         assert calls["isend"] + calls["irecv"] == 3
-        assert found["no time"] == []
-        assert found["in flight"] == 0
+        assert result["no time"] == []
+        assert result["in flight"] == 0
         assert {op.name for op in OPS} - set(calls) <= UNSEEN | ({"recv"} if rank else {"send"})
 
 
 @pytest.mark.ranks
-def test_removed_or_off_it_leaves_torchs_own_methods(every_op: list[dict[str, Any]]) -> None:
+def test_a_removed_or_disabled_wrapper_leaves_torchs_methods(every_op: list[dict[str, Any]]) -> None:
     assert all(rank["restored"] and rank["untouched"] for rank in every_op)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("action", ["trim", "clear", "raise"])
-def test_one_rank_is_short_of_memory(action: str, every_op: list[dict[str, Any]]) -> None:
-    """Alone it acts alone; as a group decision all do, before the same op or the next one."""
+def test_a_shortage_on_one_rank(action: str, every_op: list[dict[str, Any]]) -> None:
+    """Without group decisions only the short rank acts; with them all ranks act before this op or the next one."""
     peer, short = (rank["together"][f"{action} False"] for rank in every_op)
     assert peer["done"] == []
-    assert [(what.split(":")[0], at) for what, at in short["done"]] == [(action, SHORT_AT)]
+    assert [(text.split(":")[0], index) for text, index in short["done"]] == [(action, SHORT_AT)]
     peer, short = (rank["together"][f"{action} True"] for rank in every_op)
-    assert [(what.split(":")[0], at) for what, at in short["done"]] == [(action, SHORT_AT)]
-    ((what, at),) = peer["done"]
-    assert what.split(":")[0] == action
-    assert at in (SHORT_AT, SHORT_AT + 1)
-    assert action != "raise" or "another rank asked for it" in what
+    assert [(text.split(":")[0], index) for text, index in short["done"]] == [(action, SHORT_AT)]
+    ((text, index),) = peer["done"]
+    assert text.split(":")[0] == action
+    assert index in (SHORT_AT, SHORT_AT + 1)
+    assert action != "raise" or "requested by another rank" in text
     for rank in (peer, short):
         assert rank["sums"] == [2.0 * i + 1 for i in range(ROUNDS)]
         assert (rank["shortages"], rank["clears"]) == (1, action != "raise")
@@ -156,20 +156,20 @@ def _megatron() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def test_the_labels_are_those_of_megatron() -> None:
+def test_group_labels_exist_in_megatron() -> None:
     source = (_megatron() / "parallel_state.py").read_text()
     assert [name for name in GROUP_LABELS if name.isupper() and f"{name}" not in source] == []
 
 
-def test_megatron_issues_no_op_past_process_groups() -> None:
-    """Functional collectives and torch.distributed.nn reach the group in C++, where the wrapper would not see them."""
-    past = ("_c10d_functional", "distributed.nn.functional", "_functional_collectives")
+def test_megatron_issues_no_op_past_the_wrapper() -> None:
+    """Functional collectives and torch.distributed.nn call the group from C++, past the wrapper."""
+    bypassing = ("_c10d_functional", "distributed.nn.functional", "_functional_collectives")
     allowed = {"models/multimodal/context_parallel.py"}  # images; and checks for torch.compile:
     names: set[str] = set()
     for path in _megatron().rglob("*.py"):
         source = path.read_text()
-        for node in ast.walk(ast.parse(source)) if any(word in source for word in past) else ():
+        for node in ast.walk(ast.parse(source)) if any(word in source for word in bypassing) else ():
             text = ast.unparse(node) if isinstance(node, ast.Call) else ""
-            if any(f"{word}." in text.split("(")[0] for word in past) and "is_torchdynamo_compiling" not in text:
+            if any(f"{word}." in text.split("(")[0] for word in bypassing) and "is_torchdynamo_compiling" not in text:
                 names.add(str(path.relative_to(_megatron())))
     assert names <= allowed

@@ -1,4 +1,4 @@
-"""Rank functions of test_wrapper: the same training wrapped and not, and a trace of torch's own beside the counters."""
+"""Rank functions of test_wrapper: training with and without the wrapper, and its counters compared with torch's trace."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.train.jobs import make_actor, reuse_groups
 from tests.train.lifecycle import batch, digest, train
 from tests.train.ranks import World
 
-# Deprecated names, which megatron-core calls.
+# Deprecated names that megatron-core calls.
 gather_tensor, gather_base, scatter_tensor = (
     getattr(dist, name) for name in ("all_gather_into_tensor", "_all_gather_base", "reduce_scatter_tensor")
 )
-# By op: what the hooks of torch's dispatcher call it, which know fewer names; and its operator, which is of that op alone.
+# op: (its name in torch's process group hooks, which distinguish fewer ops; its operator, unique to the op)
 TRACED = {
     "all_reduce": ("ALLREDUCE", "allreduce_"),
     "all_reduce_coalesced": ("ALLREDUCE", "allreduce_coalesced_"),
@@ -53,18 +53,15 @@ TRACED = {
     "barrier": ("BARRIER", "barrier"),
     "isend": ("SEND", "send"),
     "irecv": ("RECV", "recv_"),
-    "monitored_barrier": ("", "monitored_barrier_"),  # which hooks miss
+    "monitored_barrier": ("", "monitored_barrier_"),  # not seen by hooks
 }
-Counts = dict[
-    tuple[str, str], int
-]  # (group's name, its op's as hooks have it) -> calls; (operators, an operator) -> calls
+Counts = dict[tuple[str, str], int]  # (group name, hook's name of the op) -> calls; (OPERATORS, operator) -> calls
 OPERATORS = "all groups"
 
 
 @contextlib.contextmanager
 def traced() -> Generator[Counts]:
-    """Count the calls inside independently of the wrapper: by its hooks of each group, which are told what
-    kind of op it is, and by its profiler, which sees operators by name."""
+    """Count calls in the block independently of the wrapper: by torch's hooks of each group and by its profiler."""
     tally: Tally[tuple[str, str]] = Tally()
     out: Counts = {}
     groups = list(c10d._world.pg_map)
@@ -84,7 +81,7 @@ def traced() -> Generator[Counts]:
 
 
 def counted() -> Counts:
-    """The same from the wrapper's counters. Composites are made of what is counted anyway."""
+    """Return the same counts from the wrapper's counters, without composites, whose parts are counted."""
     wrapper = install.current()
     assert wrapper is not None
     tally: Tally[tuple[str, str]] = Tally()
@@ -99,12 +96,12 @@ def counted() -> Counts:
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout's training, save, load, export and scores wrapped, beside the same without."""
+    """Comparison of training, save, load, export and scores of a layout with and without the wrapper."""
 
     same_bits: bool
     traced: Counts
     counted: Counts
-    ops: tuple[str, ...]  # what the layout used, composites included
+    ops: tuple[str, ...]  # ops that the layout used, including composites
     metrics: dict[str, float]
 
 
@@ -114,19 +111,19 @@ WRAPPED = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"))
 def everything(
     world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
 ) -> tuple[dict[str, Any], dict[str, Compared]]:
-    """All of this file, in one process group."""
+    """Run all checks of this file in one process group."""
     return every_op(world, scratch / "requests"), compare(world, models, scratch, layouts)
 
 
 def compare(
     world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
 ) -> dict[str, Compared]:
-    """Every layout, wrapped and not."""
-    with heavy_imports():  # as the trainer's ranks do: megatron collects garbage at every save and load
+    """Run every layout with and without the wrapper."""
+    with heavy_imports():  # as on trainer ranks: megatron collects garbage at every save and load
         from slime_like.train.megatron.platform import host
 
         host.install("cpu")
-        importlib.import_module("slime_like.train.megatron.rank.actor")
+        importlib.import_module("slime_like.train.megatron.rank.trainer")
     reuse_groups()
     out: dict[str, Compared] = {}
     for name, (layout, settings) in layouts.items():
@@ -152,7 +149,7 @@ def _run(world: World, model: Path, scratch: Path, layout: Layout, spec: dict[st
 
 
 def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[str, float]]:
-    """Digests of weights, scores and exported weights: two rollouts, a save, a load, an export."""
+    """Run two rollouts, a save, a load and an export; return digests of weights and scores, and metrics."""
     metrics = train(actor, layout, 1)
     digests = [digest(actor)]
     actor.save(scratch, 1)
@@ -163,15 +160,15 @@ def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[st
     score = actor.score(batch(3)[0])
     digests.append("" if score is None else hashlib.sha256(score.tobytes()).hexdigest())
     sha = hashlib.sha256()
-    for bucket in actor.weights().buckets(1 << 20):
+    for bucket in actor.weights.buckets(1 << 20):
         for tensor_name, tensor in bucket.tensors:
             sha.update(tensor_name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return [*digests, sha.hexdigest()], metrics
 
 
-# ---- every op, by every way to call it -------------------------------------------------------------------------------
+# ---- every op, in every way of calling it -------------------------------------------------------------------------------
 def every_op(world: World, folder: Path) -> dict[str, Any]:
-    """Each op of the table, wrapped and not: results, counts, and what is in place afterwards."""
+    """Run each op of the table with and without the wrapper; return results, counts and the state after removal."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
     )
@@ -203,7 +200,7 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
 
 
 def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
-    """Every op wrapped, by the hot path in C or in Python: the same results, and what was counted."""
+    """Run every op wrapped, with the hot path in C or in Python; compare results and return counts."""
     wrapper = install.install(WRAPPED, torch.device("cpu"), world.rank, in_c=in_c)
     assert wrapper is not None
     with traced() as trace:
@@ -222,61 +219,61 @@ def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
     return results
 
 
-# ---- one rank is short of memory ---------------------------------------------------------------------------------------
+# ---- a shortage of memory on one rank ---------------------------------------------------------------------------------------
 SHORT_RANK, SHORT_AT, ROUNDS = 1, 2, 6
 
 
 class Memory:
-    """Plenty, until it is set to little; ``done`` says what was made of it, and before which op."""
+    """Simulated memory with plenty free until ``free_bytes`` is lowered; ``actions`` are (action, index of the op)."""
 
     name, total = "simulated", 16 * 2**30
 
     def __init__(self) -> None:
-        self.left, self.at = 8 * 2**30, 0
-        self.done: list[tuple[str, int]] = []
+        self.free_bytes, self.op_index = 8 * 2**30, 0
+        self.actions: list[tuple[str, int]] = []
 
     def free(self) -> int:
-        """So many bytes."""
-        return self.left
+        """Return the free bytes."""
+        return self.free_bytes
 
     def held(self) -> int:
-        """The rest."""
-        return self.total - self.left
+        """Return the used bytes."""
+        return self.total - self.free_bytes
 
     def trim(self) -> None:
-        """Noted; helps."""
-        self.done.append(("trim", self.at))
-        self.left = 8 * 2**30
+        """Record the action and free memory."""
+        self.actions.append(("trim", self.op_index))
+        self.free_bytes = 8 * 2**30
 
     def clear(self) -> None:
-        """Noted; helps."""
-        self.done.append(("clear", self.at))
-        self.left = 8 * 2**30
+        """Record the action and free memory."""
+        self.actions.append(("clear", self.op_index))
+        self.free_bytes = 8 * 2**30
 
 
 def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
-    """Sums over all ranks, and one rank is short of memory before one of them: what each rank does, and before which sum."""
+    """Run sums over all ranks with a shortage on one rank before one of them; return the actions, by sum, and counts."""
     memory = Memory()
     policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action=action)
     spec = GuardSpec(wrap=True, default=policy, symmetric=symmetric, folder=str(folder), name="trainer")
     dist.barrier()
     assert install.install(spec, torch.device("cpu"), world.rank, memory) is not None
     sums: list[float] = []
-    for memory.at in range(ROUNDS):
-        if world.rank == SHORT_RANK and memory.at == SHORT_AT:
-            memory.left = 2**20
-        value = torch.tensor(float(memory.at + world.rank))
+    for memory.op_index in range(ROUNDS):
+        if world.rank == SHORT_RANK and memory.op_index == SHORT_AT:
+            memory.free_bytes = 2**20
+        value = torch.tensor(float(memory.op_index + world.rank))
         try:
             dist.all_reduce(value)
         except MemoryShortage as error:
-            memory.done.append((f"raise: {error}", memory.at))
-            memory.left = 8 * 2**30
+            memory.actions.append((f"raise: {error}", memory.op_index))
+            memory.free_bytes = 8 * 2**30
             dist.all_reduce(value)
         sums.append(value.item())
     counted = {metric.name: metric.value for metric in install.drain()}
     install.remove()
     return {
-        "done": memory.done,
+        "done": memory.actions,
         "sums": sums,
         "shortages": counted["guard/shortages"],
         "clears": counted["guard/clears"],
@@ -284,7 +281,7 @@ def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dic
 
 
 def across_nodes(world: World, folder: Path) -> dict[str, Any]:
-    """Each rank has shared memory of its own, as on two nodes: sums until the other has heard what the short one did."""
+    """Give each rank its own shared memory, as on two nodes; run sums until both ranks have acted on the shortage of one."""
     memory = Memory()
     policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action="trim")
     spec = GuardSpec(wrap=True, default=policy, symmetric=True, nodes=2, folder=str(folder), name="trainer")
@@ -292,19 +289,19 @@ def across_nodes(world: World, folder: Path) -> dict[str, Any]:
     assert install.install(spec, torch.device("cpu"), world.rank, memory) is not None
     deadline, acted = Deadline("test", "a request from another node", 30), 0.0
     while acted < world.size:
-        if world.rank == SHORT_RANK and not memory.done:
-            memory.left = 2**20
-        value = torch.tensor(float(bool(memory.done)))
+        if world.rank == SHORT_RANK and not memory.actions:
+            memory.free_bytes = 2**20
+        value = torch.tensor(float(bool(memory.actions)))
         dist.all_reduce(value)
         acted = value.item()
         deadline.remaining("the other rank")
     clears = {metric.name: metric.value for metric in install.drain()}["guard/clears"]
     install.remove()
-    return {"done": [what for what, _ in memory.done], "clears": clears}
+    return {"done": [action for action, _ in memory.actions], "clears": clears}
 
 
 def every_third(world: World) -> int:
-    """Questions in seven calls."""
+    """Return the number of memory queries in seven calls."""
     spec = GuardSpec(wrap=True, default=MemoryPolicy(checks="every_n", every=3))
     wrapper = install.install(spec, torch.device("cpu"), world.rank, Memory())
     assert wrapper is not None
@@ -354,7 +351,7 @@ def _every_op(world: World) -> list[Any]:
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     dist.broadcast_object_list(objects, src=0)
-    places: list[Any] = [None] * size
-    dist.gather_object(rank, places if rank == 0 else None)
+    gathered: list[Any] = [None] * size
+    dist.gather_object(rank, gathered if rank == 0 else None)
     dist.scatter_object_list([None], [1, 2] if rank == 0 else None)
     return out

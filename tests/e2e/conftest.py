@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Training
+from slime_like.util.deadline import Deadline
+from slime_like.util.private import exclusive
+from tests.e2e.runs import RUN_S, Training
 
 SFT_STEPS = 120
+# A quarter of a recipe's demonstrations per step, at twice its learning rate, teaches a model the same.
+BRISK = ("rollout.batch_size=64", "optim.lr=2e-3")
 SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")  # rollouts of 128 samples
 
 
@@ -35,9 +39,9 @@ class Warm:
         )
 
 
-def warm_start(folder: Path, recipe: str, steps: int) -> Warm:
+def warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Warm:
     """Data, random model and warm start of ``recipe`` in ``folder``."""
-    return warmed(folder, begin_warm_start(folder, recipe, steps))
+    return warmed(folder, begin_warm_start(folder, recipe, steps, *changes))
 
 
 def begin_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Training:
@@ -69,5 +73,14 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
-    return warm_start(tmp_path_factory.mktemp("warm"), "quickstart_sft", SFT_STEPS)
+def warm(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Warm:
+    """The warm start of the quickstart, made by the first process of the session that needs it; others wait for it."""
+    parallel = hasattr(request.config, "workerinput")
+    folder = tmp_path_factory.getbasetemp().parent / "warm" if parallel else tmp_path_factory.mktemp("warm")
+    folder.mkdir(exist_ok=True)
+    deadline = Deadline("test", "the warm start", RUN_S)
+    with exclusive(folder / "lock", deadline, "another process of this session, which makes it"):
+        done = folder / "done"
+        warm = Warm(folder) if done.exists() else warm_start(folder, "quickstart_sft", SFT_STEPS, *BRISK)
+        done.touch()
+    return warm

@@ -46,16 +46,18 @@ class Held:
     secrets: Secrets = field(default_factory=Secrets)
     paths: dict[str, bool] = field(default_factory=dict[str, bool])  # listening unix socket -> for this user alone
 
-    def look(self) -> None:
-        """Note what there is now."""
-        found = self.processes()
-        self.shared |= mapped(found)
-        self.secrets.look(found)
-        now = listening()
-        for pid in found:
-            for inode in sockets([pid]) & now.keys():
-                self.ports[inode], self.owners[inode] = now[inode], command(pid)
-        self.paths |= {path: self.paths.get(path, True) and is_private(path) for path in unix_sockets(found)}
+    def look(self, memory: bool = True) -> None:
+        """Note the run's processes, their secrets and sockets, and their shared memory, which takes longest to read."""
+        pids = self.processes()
+        if memory:
+            self.shared |= mapped(pids)
+        self.secrets.look(pids)
+        addresses, inodes_of = listening(), {pid: sockets([pid]) for pid in pids}
+        for pid, inodes in inodes_of.items():
+            for inode in inodes & addresses.keys():
+                self.ports[inode], self.owners[inode] = addresses[inode], command(pid)
+        paths = unix_listeners(set[int]().union(*inodes_of.values()))
+        self.paths |= {path: self.paths.get(path, True) and is_private(path) for path in paths}
 
     def open_ports(self) -> dict[int, str]:
         """What was listened on and still is."""
@@ -106,15 +108,15 @@ def is_loopback(address: str) -> bool:
 
 
 def processes() -> list[Living]:
-    """All of this machine (proc_pid_stat(5))."""
-    found: list[Living] = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with suppress(OSError):  # it has ended
-                state, parent, *others = (process / "stat").read_text().rpartition(")")[2].split()
+    """Return all processes of this machine (proc_pid_stat(5))."""
+    living: list[Living] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/stat") as file:  # it has ended
+                state, parent, *others = file.read().rpartition(")")[2].split()
                 if state != "Z":
-                    found.append(Living(int(process.name), others[17], int(parent)))
-    return found
+                    living.append(Living(int(name), others[17], int(parent)))
+    return living
 
 
 def is_marked(pid: int, mark: str) -> bool:
@@ -135,16 +137,16 @@ def command(pid: int) -> str:
 
 def mapped(pids: list[int]) -> set[Path]:
     """Names in /dev/shm that processes have mapped, and the folders that these are in."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:
-            continue
-        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line}
+        with suppress(OSError):  # it has ended
+            data = Path(f"/proc/{pid}/maps").read_bytes()
+            if f" {SHARED}/".encode() in data:
+                lines = data.decode(errors="replace").splitlines()
+                paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line}
     return {
         name
-        for path in found
+        for path in paths
         if not path.name.endswith("(deleted)")
         for name in (path, *path.parents)
         if len(name.parts) > 3
@@ -178,13 +180,18 @@ def address_of(local: str) -> str:
 
 
 def unix_sockets(pids: list[int]) -> set[str]:
-    """Return the names of listening unix sockets that processes have open (unix(7)); an abstract one begins with ``@``."""
-    mine, found = sockets(pids), set[str]()
+    """Return the names of listening unix sockets that processes have open."""
+    return unix_listeners(sockets(pids))
+
+
+def unix_listeners(inodes: set[int]) -> set[str]:
+    """Return the names of these sockets that are listening unix sockets (unix(7)); an abstract name begins with ``@``."""
+    names = set[str]()
     for row in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *name = row.split(maxsplit=7)
-        if name and int(flags, 16) & ACCEPTS and int(inode) in mine:
-            found.add(name[0])
-    return found
+        if name and int(flags, 16) & ACCEPTS and int(inode) in inodes:
+            names.add(name[0])
+    return names
 
 
 def is_private(path: str) -> bool:
@@ -198,13 +205,14 @@ def is_private(path: str) -> bool:
 
 
 def sockets(pids: list[int]) -> set[int]:
-    """Inodes of the sockets that processes have open."""
-    found: set[int] = set()
+    """Return the inodes of the sockets that processes have open."""
+    inodes: set[int] = set()
     for pid in pids:
+        folder = f"/proc/{pid}/fd"
         with suppress(OSError):  # the process has ended
-            for file in Path(f"/proc/{pid}/fd").iterdir():
+            for descriptor in os.listdir(folder):  # not pathlib: a run has thousands, and they are listed each second
                 with suppress(OSError):  # this file was closed
-                    name = file.readlink().name
-                    if name.startswith("socket:["):
-                        found.add(int(name[8:-1]))
-    return found
+                    target = os.readlink(f"{folder}/{descriptor}")
+                    if target.startswith("socket:["):
+                        inodes.add(int(target[8:-1]))
+    return inodes

@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 420.0
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at what a run holds
+MEMORY_LOOK_S = 5.0  # between two looks at its shared memory
 _numbers = itertools.count()
 
 
@@ -40,18 +41,23 @@ class Training:
     started: ClassVar[list[Training]] = []  # by this process
 
     def __init__(
-        self, *arguments: str, log: Path, script: str = "train.py", environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        log: Path,
+        script: str = "train.py",
+        environment: Mapping[str, str] | None = None,
+        folder: Path = REPOSITORY,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         folders = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
         self._run_dir = Path(folders[-1]) if folders else None
         self.held = Held(f"{os.getpid()}.{next(_numbers)}")
-        self._looked = 0.0
+        self._looked = self._looked_at_memory = 0.0
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, str(REPOSITORY / script), *arguments, "metrics.console=plain"],
-                cwd=REPOSITORY,
+                cwd=folder,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **PLANTED, **(environment or {}), "HF_HUB_OFFLINE": "1", MARK: self.held.mark},
@@ -78,10 +84,12 @@ class Training:
 
         self._wait(reached_or_over)
 
-    def look(self) -> None:
-        """Note its processes, what they have in shared memory, and what they listen on, now."""
-        self.held.look()
+    def look(self, memory: bool = True) -> None:
+        """Note its processes, their sockets and their shared memory, now."""
+        self.held.look(memory)
         self._looked = time.monotonic()
+        if memory:
+            self._looked_at_memory = self._looked
 
     def leftovers(self) -> list[str]:
         """What it left behind, once it has ended; it is killed where it has not."""
@@ -98,7 +106,7 @@ class Training:
                 self._end()
                 raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}")
             if time.monotonic() - self._looked > LOOK_S:
-                self.look()
+                self.look(memory=time.monotonic() - self._looked_at_memory > MEMORY_LOOK_S)
             time.sleep(POLL_S)
 
     def _end(self) -> None:

@@ -18,15 +18,13 @@ import torch
 
 from slime_like.util.deadline import Deadline
 from tests.e2e import checks
-from tests.e2e.conftest import Warm, begin_warm_start
+from tests.e2e.conftest import BRISK, Warm, begin_warm_start
 from tests.e2e.conftest import warmed as warm_started
 from tests.e2e.runs import REPOSITORY, metrics, train
 from tests.e2e.vision import add_vision, carried
 
 pytestmark = pytest.mark.e2e
 SFT_STEPS = 160
-# A quarter of the recipes' demonstrations, at twice their learning rate, teach the same: sums, and to forget the carry.
-BRISK = ("rollout.batch_size=64", "optim.lr=2e-3")
 ROLLOUTS = 5
 # Half of the recipe's prompts, and a fifth of what holds the policy near its start: it learns within a few rollouts.
 SMALL = ("rollout.batch_size=32", "algo.kl_loss_coef=0.1")

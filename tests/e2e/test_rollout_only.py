@@ -1,7 +1,11 @@
-"""run.mode=rollout_only with a generate function, a filter and rewards of a user's own, until a file stops it."""
+"""run.mode=rollout_only with a generate function, a filter, rewards and a sink of a user's own, until a file stops it.
+
+Its data are those of examples/own_data.py; it is started outside the repository, in the folder of the user's file.
+"""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +15,12 @@ import pytest
 from slime_like.cluster.run.control import Request
 from slime_like.cluster.run.control_client import ask
 from slime_like.data.dump import load_groups, rollout_path
-from tests.e2e import checks
+from tests.e2e import checks, custom
 from tests.e2e.conftest import SMALL, Warm
 from tests.e2e.runs import Finished, Training, last_step, metrics, outcomes
 
 pytestmark = pytest.mark.e2e
-FILTER = "tests.e2e.custom:even_prompts"
+FILTER = "own_code.py:even_prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Done:
 def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder, heldout = tmp_path_factory.mktemp("rollout_only"), warm.folder / "assets" / "heldout.jsonl"
     run_dir = folder / "run"
+    shutil.copy(custom.__file__, folder / "own_code.py")
     training = Training(
         "+recipe=quickstart",
         *warm.overrides,
@@ -39,12 +44,16 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
         "run.dump_rollouts=true",
         f"run.dir={run_dir}",
         "loop.num_rollout=100000",
-        r"reward.weights={rm_type: 1.0, tests.e2e.custom\:length: 1.0, tests.e2e.custom\:shortest: 0.5}",
-        "rollout.generate=tests.e2e.custom:generate",
+        r"reward.weights={rm_type: 1.0, own_code.py\:length: 1.0, tests.e2e.custom\:shortest: 0.5}",
+        "run.prepare=examples/own_data.py:prepare",
+        f"data.train={folder / 'own_data.jsonl'}",
+        "rollout.generate=own_code:generate",
+        "metrics.sinks=[examples.csv_sink:CsvSink]",
         f"rollout.filters=[{FILTER}]",
         "rollout.max_refills=20",
         log=folder / "rollout_only.log",
         environment={"HOME": "/proc"},  # where nothing can be written
+        folder=folder,
     )
     training.wait_until(lambda: last_step(run_dir) >= 2)
     ask(run_dir, Request.STOP)
@@ -69,6 +78,11 @@ def test_groups_that_the_filter_drops_are_replaced(run: Done) -> None:
     assert row["rollout/refills"] > 0
     assert row[f"rollout/dropped_groups/{FILTER}/odd prompt"] == dropped
     assert row["rollout/generated/raw_reward"] > 0
+
+
+def test_an_own_sink_gets_every_step(run: Done) -> None:
+    steps = [line.partition(",")[0] for line in (run.run_dir / "metrics.csv").read_text().splitlines()]
+    assert steps == ["step", *(str(row["step"]) for row in metrics(run.run_dir))]
 
 
 def test_rewards_add_up_by_their_weights(run: Done) -> None:

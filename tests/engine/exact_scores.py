@@ -16,7 +16,7 @@ from tests.train.jobs import make_actor
 from tests.train.ranks import World
 
 if TYPE_CHECKING:
-    from slime_like.train.megatron.rank.actor import MegatronActor
+    from slime_like.train.megatron.rank.trainer import RankTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def answer(world: World, layout: Layout, questions: Sequence[Question]) -> list[
         for i, sequence in enumerate(question.sequences[:3]):
             for alone in _score(actor, [sequence]):
                 assert np.array_equal(alone, packed[i]), "a sequence's scores depend on what it is packed with"
-        answers += [packed] if actor.is_reporter else []
+        answers += [packed] if actor.rank_info.is_reporter else []
     return answers
 
 
@@ -49,7 +49,7 @@ def both_layouts(world: World, question: Question) -> list[list[F32]]:
     return [column for layout in (Layout(pp=2), Layout(dp=2)) for column in answer(world, layout, [question])]
 
 
-def _score(actor: MegatronActor, sequences: Sequence[I32]) -> list[F32]:
+def _score(actor: RankTrainer, sequences: Sequence[I32]) -> list[F32]:
     column = actor.score(to_rows(sequences))
     if column is None:
         return []

@@ -241,9 +241,13 @@ class Pair:
         finally:
             await sender.close()
 
+    async def begin_push(self, manager: RolloutManager) -> tuple[str, ...]:
+        """Begin a push; return the names of the engines that take part."""
+        return tuple(address.name for address in await manager.begin_push())
+
     async def push(self, manager: RolloutManager, model: str) -> tuple[str, ...]:
         """All of it; the names of the engines that took part."""
-        names = await manager.begin_push()
+        names = await self.begin_push(manager)
         await self.send(names, model)
         self.version += 1
         await manager.commit_push(self.version)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples import calculator_agent
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.data.chat import tokenize
 from slime_like.errors import AgentError, ConfigError, EngineError
-from slime_like.examples import calculator_agent
 from slime_like.metrics.dictionary import ENTRIES
 from slime_like.rollout.agent.generate import MAX_FIRST_FAILURES, OpenAIAgent
 from slime_like.rollout.engine.client import EngineClient
@@ -234,7 +234,7 @@ def test_an_engine_that_fails_is_not_the_agents_fault(runs: Played, engine: Engi
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("blocks", "no coroutine function"), ("two_arguments", "cannot be called as")]
+    ("name", "why"), [("blocks", "not a coroutine function"), ("two_arguments", "cannot be called as")]
 )
 def test_an_agent_of_another_shape_is_refused_at_load(name: str, why: str) -> None:
     config = RolloutConfig(generate="openai_agent", agent=f"tests.engine.agents:{name}")

@@ -67,7 +67,7 @@ def test_the_name_holds_the_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest
 def test_a_cache_that_others_can_write_is_refused(cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    with pytest.raises(BuildError, match=r"is not this user's alone: chown and chmod 700"):
+    with pytest.raises(BuildError, match=r"is not private to this user: make it yours"):
         cache_folder()
 
 

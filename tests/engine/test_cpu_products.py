@@ -72,7 +72,7 @@ def test_every_way_to_write_a_weight_is_seen(by_c: bool) -> None:
 
 @torch.no_grad()
 def test_what_is_not_packed_is_multiplied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "MOST_BYTES", 1000)
+    monkeypatch.setattr(products, "MAX_BYTES", 1000)
     model = Model()
     product = Products(model, list(model.layers))
     assert product.packed_by == ""
@@ -90,7 +90,7 @@ def test_a_head_that_is_too_large_is_left_out_and_the_layers_packed_all_the_same
     head = nn.Linear(64, 100, dtype=torch.bfloat16)
     found = Products(model, list(model.layers), head, C())
     assert found.packed_by == "C" and found.bytes == 2 * (40 * 96 + 64 * 40 + 100 * 64)
-    monkeypatch.setattr(products, "MOST_BYTES", found.bytes - 1)
+    monkeypatch.setattr(products, "MAX_BYTES", found.bytes - 1)
     assert Products(model, list(model.layers), head, C()).packed_by == "oneDNN"
 
 

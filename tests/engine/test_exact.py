@@ -15,6 +15,7 @@ from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
 from tests.engine.conftest import Engine, Models, prompt, sampled, start
 from tests.engine.exact_scores import Question
+from tests.train.jobs import run_forked
 from tests.train.ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -23,7 +24,7 @@ LENGTHS = (1, 2, 3, 4, 7, 18, 63, 64, 65, 120)
 
 
 @pytest.fixture(scope="module")
-def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def exact_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     yield from start(models, tmp_path_factory.mktemp("exact"), 1, deterministic=True)
 
 
@@ -70,8 +71,9 @@ async def ask(engine: Engine, models: Models, name: str, temperature: float) -> 
 
 
 @pytest.fixture(scope="module")
-def told(engine: Engine, models: Models) -> list[Told]:
+def told(exact_engine: Engine, models: Models) -> list[Told]:
     """Both models at both temperatures; the second one came by a push."""
+    engine = exact_engine
     first = [engine.run(ask(engine, models, "A", temperature)) for temperature in TEMPERATURES]
     engine.run(engine.push(models.tensors("B"), 1))
     return [*first, *(engine.run(ask(engine, models, "B", temperature)) for temperature in TEMPERATURES)]
@@ -101,7 +103,7 @@ def test_the_trainer_has_the_engines_bits(told: list[Told]) -> None:
 
 
 def test_pipeline_and_data_parallel_ranks_keep_the_bits(told: list[Told]) -> None:
-    found = run_ranks("tests.engine.exact_scores:both_layouts", 2, told[-1].question)
+    found = run_forked("tests.engine.exact_scores:both_layouts", 2, told[-1].question)
     columns = [column for rank in found for column in rank]
     assert len(columns) == 2
     for column in columns:
@@ -109,8 +111,9 @@ def test_pipeline_and_data_parallel_ranks_keep_the_bits(told: list[Told]) -> Non
             assert np.array_equal(mine, engines)
 
 
-def test_one_bit_of_one_weight_would_show(engine: Engine, models: Models, told: list[Told]) -> None:
+def test_one_bit_of_one_weight_would_show(exact_engine: Engine, models: Models, told: list[Told]) -> None:
     """The planted fault: a push in which one element is off by one unit in the last place."""
+    engine = exact_engine
     tensors = models.tensors("B")
     nudged = tensors["model.norm.weight"].clone()
     nudged[0] = torch.nextafter(nudged[0], torch.tensor(2.0))

@@ -65,7 +65,7 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
         pair.supervisors[0].hurt(signal.SIGCONT)
         collected = await collecting
         check_whole(collected, 0, pair.models, "B", pair.version)
-        assert any("does not answer and is waited for" in said.text for said in collected.warnings)
+        assert any("does not respond; waiting for it" in said.text for said in collected.warnings)
         assert manager.last_recoveries() == ()
         await until(lambda: not [slot for slot in manager._pool.slots if slot.stalled])
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")
@@ -144,7 +144,7 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         assert [killed.engine, stopped.engine] == struck
         assert pair.version in {killed.version, stopped.version}
         assert killed.cause.startswith("dead: ")
-        assert "no answer to a health check" in stopped.cause
+        assert "no response to a health check" in stopped.cause
         assert killed.groups + stopped.groups == sum(
             m.value for m in collected.metrics if m.name == "rollout/remade_groups"
         )
@@ -160,10 +160,10 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
 def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joins_the_next(pair: Pair) -> None:
     async def scenario() -> None:
         manager = pair.manager()
-        before = await manager.begin_push()
+        before = await pair.begin_push(manager)
         with pytest.raises(EngineLost, match="engine 1"):
             await pair.send(before, "A", happens=lambda: pair.supervisors[1].hurt(signal.SIGKILL))
-        after = await manager.begin_push()
+        after = await pair.begin_push(manager)
         assert after == ("engine 0",)
         await pair.send(after, "A")
         pair.version += 1
@@ -188,7 +188,7 @@ def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joi
 def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair: Pair) -> None:
     async def scenario() -> None:
         manager = pair.manager(on_dead_engine="stop")
-        names = await manager.begin_push()
+        names = await pair.begin_push(manager)
         with pytest.raises(EngineLost, match="engine 1"):
             await pair.send(names, "A", happens=lambda: pair.supervisors[1].hurt(signal.SIGKILL))
         with pytest.raises(EngineError, match="engine 1"):

@@ -117,14 +117,14 @@ class Side:
         with monkeypatch.context() as fault:
             fault.setattr(self.engine.client, "flush", nothing)
             self.push(version)
-        with pytest.raises(ConsistencyError, match=rf"after the push of version {version} .* older weights again"):
+        with pytest.raises(ConsistencyError, match=rf"after the push of version {version} .* older weights"):
             self.probe(version)
 
     def collect(self, rollout_id: int) -> Collected:
         return self.engine.run(self.manager.collect(rollout_id))
 
     def save(self, next_rollout: int, leftover: Path) -> Mapping[str, Any]:
-        return self.manager.save_state(next_rollout, leftover)
+        return self.engine.run(self.manager.save_state(next_rollout, leftover))
 
     def stop(self) -> None:
         self.engine.run(self.manager.stop())
@@ -156,7 +156,7 @@ def test_partial_rollouts_across_pushes_and_a_resume(
                 state = side.save(2, leftover)
                 side.stop()
                 side = Side(engine, models, spec(tmp_path / "tokenizer", partial=True, first=2))
-                side.manager.load_state(state, leftover)
+                engine.run(side.manager.load_state(state, leftover))
                 side.push(rollout_id)
             collected = side.collect(rollout_id)
             assert len(collected.groups) == BATCH

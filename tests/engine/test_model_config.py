@@ -34,7 +34,7 @@ def test_the_interval_that_transformers_leaves_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("types", [[L, F, F, L], [F, L, L], [L, L, F, L, F]])
 def test_layers_without_an_interval_are_refused(tmp_path: Path, types: list[str]) -> None:
-    with pytest.raises(CheckpointError, match="layer_types in which full attention does not come at one interval"):
+    with pytest.raises(CheckpointError, match="the full-attention layers in layer_types are not evenly"):
         overrides(tmp_path, {"layer_types": types})
 
 

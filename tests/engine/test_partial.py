@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime_like.config.schema.faults import HealthConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.collect.partial import PartialCompletions, Unfinished
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
-from slime_like.rollout.collect.state import RolloutState
-from slime_like.rollout.collect.usage import Usage
-from slime_like.rollout.pool.router import EngineRouter
+from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.collect.state import RolloutState, Unfinished
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.router import Usage
 from slime_like.types import Prompt
 from slime_like.util.deadline import Deadline
 from tests.engine.closeness import assert_close
@@ -36,6 +37,19 @@ def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
 
 
+class FixedEngine:
+    """Supervisor of an engine that is never restarted."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+
+    async def restart(self) -> tuple[EngineClient, str]:
+        raise AssertionError("restarted")
+
+    async def stopped(self) -> tuple[int, ...]:
+        return ()
+
+
 class Group:
     """A lane of its own and what stops it."""
 
@@ -44,8 +58,10 @@ class Group:
         self.journal = journal or PartialCompletions()
 
     async def generate(self) -> Sequence[Completion]:
-        with EngineRouter([self.client]).lease(1) as lease:
-            return await ResumableEngine(lease, self.journal, self.gate, self.usage).generate(IDS, SEEDS, LONG)
+        pool = EnginePool([FixedEngine(self.client)], HealthConfig(), pushed=False)
+        with pool.router.lease(1) as lease:
+            engine = ResumableEngine(pool, lease, self.journal, self.gate, self.usage)
+            return await engine.generate(IDS, SEEDS, LONG)
 
     async def stop_after(self, tokens: int) -> None:
         """Stop when a request of ``tokens`` tokens, begun now, has ended: about as many are then sampled here."""

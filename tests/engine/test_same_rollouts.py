@@ -62,13 +62,13 @@ def test_a_rollout_made_again(engine: Engine, tmp_path: Path, generate: str, dif
     first = manager(0)
     try:
         collect(first, 0, "killed")
-        state = first.save_state(1, tmp_path / "leftover.npz")
+        state = engine.run(first.save_state(1, tmp_path / "leftover.npz"))
         collect(first, 1, "killed")
     finally:
         engine.run(first.stop())
     second = manager(1)
     try:
-        second.load_state(state, tmp_path / "leftover.npz")
+        engine.run(second.load_state(state, tmp_path / "leftover.npz"))
         collect(second, 1, "resumed")
     finally:
         engine.run(second.stop())

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples import calculator, second_try
 from slime_like.data.chat import tokenize
 from slime_like.errors import ConfigError
-from slime_like.examples import calculator, second_try
 from slime_like.types import Prompt, Reward, Source, Status
 from tests.engine.conftest import Engine, Models
 from tests.engine.conftest import prompt as random_prompt

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
-from slime_like.rollout.engine import last_words, server
+from slime_like.rollout.engine import processes, server
 from slime_like.rollout.engine.replies import completions, error_text, scores
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
@@ -58,11 +58,11 @@ def test_an_aborted_sample_without_tokens_has_no_span() -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ({"error": "x"}, "asked for 1 samples and answered"),
+        ({"error": "x"}, "asked for 1 samples and returned"),
         ([answer(), answer()], "asked for 1 samples"),
-        ([{"text": "hi"}], "without 'output_ids'"),
-        ([answer(output_token_logprobs=[[-0.5, 7, None]])], "3 tokens with 1 log-probabilities"),
-        ([answer(weight_versions=[{"version": "default", "start": 0, "end": 3}])], "'default', not a number"),
+        ([{"text": "hi"}], "returned no 'output_ids'"),
+        ([answer(output_token_logprobs=[[-0.5, 7, None]])], "3 tokens but 1 log-probabilities"),
+        ([answer(weight_versions=[{"version": "default", "start": 0, "end": 3}])], "'default', which is not a number"),
     ],
 )
 def test_a_reply_that_is_not_an_answer_is_an_engine_error(reply: Any, message: str) -> None:
@@ -233,7 +233,9 @@ def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytes
     monkeypatch.setenv(server.SPIN, "5000")
     assert server.child_environment(SPEC, "/scratch")["GOMP_SPINCOUNT"] == "5000"
     monkeypatch.setenv(server.SPIN, "many")
-    with pytest.raises(EngineError, match="SPIN_COUNT='many' is not a number of turns: give one, such as 2000"):
+    with pytest.raises(
+        EngineError, match="SPIN_COUNT='many' is not a number of spins: set it to a number such as 2000"
+    ):
         server.child_environment(SPEC, "/scratch")
     cuda = server.child_environment(replace(SPEC, device="cuda"), "/scratch")
     assert cuda[server.SEAMS] == "weight_commit,rollout_sampling"
@@ -257,6 +259,6 @@ def test_a_server_on_a_cpu_exits_as_soon_as_its_worker_died_unless_the_user_want
 def test_the_cause_of_death_stands_before_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(["start", "", "Traceback (most recent call last):", "  x", "ValueError: no such model"]))
-    assert last_words.headline(last_words.last_lines(str(log))) == ": ValueError: no such model"
-    assert last_words.headline(["all is well"]) == ""
-    assert "no log" in last_words.last_lines(str(tmp_path / "missing"))[0]
+    assert processes.headline(processes.last_lines(str(log))) == ": ValueError: no such model"
+    assert processes.headline(["all is well"]) == ""
+    assert "no log" in processes.last_lines(str(tmp_path / "missing"))[0]

@@ -15,9 +15,11 @@ import psutil
 import pytest
 import torch
 
+from slime_like.cluster.workers import trainer_worker
+from slime_like.config.schema import names
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import EngineError, EngineLost
-from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.interfaces import Bucket, TensorMeta, WeightSource
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.ports import PortLease
 from slime_like.weights.broadcast import BroadcastSender
@@ -68,9 +70,22 @@ class Source:
             yield Bucket(tuple(items[first : first + 20]))
 
 
-def test_broadcast_from_another_process(engine: Engine, models: Models) -> None:
-    transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
-    sender = BroadcastSender([engine.client], transport=transport, group_name="test", host="127.0.0.1")
+class CountingSender(BroadcastSender):
+    """A transport added from outside: a broadcast that counts its pushes."""
+
+    pushes = 0
+
+    async def send(self, source: WeightSource) -> list[TensorMeta]:
+        CountingSender.pushes += 1
+        return await super().send(source)
+
+
+def test_broadcast_from_another_process(engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a transport that one line in its table adds."""
+    monkeypatch.setitem(names.SPLIT_TRANSPORTS, "counting", f"{__name__}:CountingSender")
+    monkeypatch.setattr(trainer_worker, "_own_address", lambda: "127.0.0.1")
+    transport = TransportSpec(kind="counting", backend="gloo", max_bytes=1 << 20, deadline_s=60)
+    sender = trainer_worker._make_sender([engine.client], transport, "test")
 
     async def push(name: str, version: int) -> None:
         client = engine.client
@@ -85,6 +100,7 @@ def test_broadcast_from_another_process(engine: Engine, models: Models) -> None:
         engine.run(push(name, version))
         expect(engine, models, name)
     engine.run(sender.close())
+    assert CountingSender.pushes == 3
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The calculator: its arithmetic against Python's, and any text at all."""
+"""Calculator: arithmetic compared with Python's, and arbitrary text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.examples.arithmetic import MAX_CHARACTERS, calculate
+from examples.arithmetic import MAX_CHARACTERS, calculate
 
 NUMBERS = st.integers(0, 9999).map(str)
 SUMS = st.recursive(
@@ -31,7 +31,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 def reference(node: ast.expr) -> Fraction:
-    """The value of Python's own reading of an expression."""
+    """Return the value of a parsed Python expression."""
     match node:
         case ast.Constant(value=int(value)):
             return Fraction(value)
@@ -44,7 +44,7 @@ def reference(node: ast.expr) -> Fraction:
 
 
 @given(SUMS)
-def test_it_computes_what_python_reads(text: str) -> None:
+def test_results_equal_those_of_python(text: str) -> None:
     assert calculate(text) == str(reference(ast.parse(text, mode="eval").body))
 
 
@@ -62,7 +62,7 @@ def test_fractions_and_leading_zeros(text: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "words"),
     [
         ("", "ends too early"),
         ("1/(2-2)", "division by zero"),
@@ -77,6 +77,6 @@ def test_fractions_and_leading_zeros(text: str, value: str) -> None:
         ("٣+٤", "no number or sign"),
     ],
 )
-def test_what_is_refused_says_why(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_a_refusal_names_the_reason(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         calculate(text)

@@ -1,4 +1,4 @@
-"""The fixtures of the configuration's tests serve the selector's as well."""
+"""Fixtures shared with the configuration tests."""
 
 from tests.config.conftest import argv, data, model
 

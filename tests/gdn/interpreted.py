@@ -1,9 +1,9 @@
-"""fla's own Triton kernels on a CPU, through Triton's interpreter: ``python -m tests.gdn.interpreted FOLDER`` prints JSON.
+"""Run fla's Triton kernels on a CPU through Triton's interpreter: ``python -m tests.gdn.interpreted FOLDER`` prints JSON.
 
-Alone, and on two ranks that share a stream by fla's own context parallelism.
+Runs on one process, and on two ranks that share a stream through fla's context parallelism.
 
-A process of its own: with fla importable transformers' Qwen3-Next no longer runs on a CPU. FOLDER holds fla-core and
-einops and may hold a package ``flash_qla``, which is then not to be called.
+A separate process, because transformers' Qwen3-Next does not run on a CPU once fla is importable. FOLDER contains
+fla-core and einops, and may contain a package ``flash_qla`` that must not be called.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STREAMS = {
 
 
 class _Index(int):
-    """A loop variable: kernels call ``to`` on it, which Triton compiles away and the interpreter's plain int lacks."""
+    """Loop variable with ``to``: kernels call it, Triton compiles it away, and the interpreter's int lacks it."""
 
     def to(self, *_: object) -> int:
         return int(self)
@@ -58,7 +58,7 @@ def _range(*bounds: Any) -> Iterator[_Index]:
 
 
 def _first_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of a search by timing, which needs a GPU's driver."""
+    """Run with the first config instead of autotuning, which needs a GPU driver."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     chosen = self.prune_configs(kwargs)[0]
     meta = {name: value for name, value in chosen.all_kwargs().items() if name in self.fn.arg_names}
@@ -67,7 +67,7 @@ def _first_config(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def interpret() -> None:
-    """Let fla's kernels run under Triton's interpreter. Goes when the interpreter can autotune and loop by itself."""
+    """Patch fla for Triton's interpreter. Can be removed once the interpreter supports autotuning and such loops."""
     autotuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
     assert hasattr(autotuner, "run") and hasattr(autotuner, "prune_configs")
     autotuner.run = _first_config
@@ -80,34 +80,36 @@ def interpret() -> None:
 
 
 def on_ranks(world: World) -> dict[str, Any]:
-    """Errors of each stream beside one rank, the collectives of fla's in one, and errors without those of backward."""
+    """Return errors of each stream against one rank, the sizes of fla's gathers, and errors without its backward gather."""
     meet(world)
     backend, shared = FlaGDN(), cast("Any", importlib.import_module("fla.ops.cp.chunk_delta_h"))
     gather, calls = shared.all_gather_into_tensor, list[int]()
 
     def counted(states: torch.Tensor, *, group: Any) -> Any:
         calls.append(states.numel())
-        flat = states.new_empty(world.size * len(states), *states.shape[1:])  # gloo takes no more dimensions, NCCL does
+        flat = states.new_empty(
+            world.size * len(states), *states.shape[1:]
+        )  # gloo supports no more dimensions, NCCL does
         return gather(states, flat, group)[0].unflatten(0, (world.size, -1)), None
 
     def without_backward(states: torch.Tensor, *, group: Any) -> Any:
-        everyone, handle = counted(states, group=group)
-        return (everyone, handle) if len(calls) % 2 else (torch.zeros_like(everyone), handle)
+        gathered, handle = counted(states, group=group)
+        return (gathered, handle) if len(calls) % 2 else (torch.zeros_like(gathered), handle)
 
     shared.all_gather_into_tensor = counted
     results = {name: range_errors(world, case, backend, torch.float32) for name, case in STREAMS.items()}
-    numbers = list(calls)
+    sizes = list(calls)
     shared.all_gather_into_tensor = without_backward
     fault = range_errors(world, STREAMS["long memory"], backend, torch.float32)
-    return {"errors": results, "numbers": numbers, "fault": fault}
+    return {"errors": results, "numbers": sizes, "fault": fault}
 
 
 def main() -> dict[str, Any]:
-    """Errors against the recurrence, part by part, and which kernels ran."""
+    """Return the errors of each part against the recurrence, and the kernels that ran."""
     interpret()
     host.install("cpu")
     for name in ("fla.ops.gated_delta_rule", "slime_like_plugins.qwen_gdn.state_passing"):
-        importlib.import_module(name)  # for the ranks, too
+        importlib.import_module(name)  # before the fork, also for the ranks
     results: dict[str, Any] = {"ranks": fork_ranks(on_ranks, 2)}
     results["dispatch before"] = active_dispatch("gated_delta_rule")
     backend = FlaGDN()

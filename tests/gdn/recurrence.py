@@ -1,4 +1,4 @@
-"""The gated delta rule and the causal convolution token by token, as they are defined: the oracle of every backend."""
+"""Reference of every GDN backend: gated delta rule and causal convolution by definition, token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYER_F32 = ("g", "beta", "initial")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs of one call; rows beyond the last bound are padding."""
+    """Inputs of one call. Rows beyond the last bound are padding."""
 
     q: Tensor  # [1, T, H, K]
     k: Tensor  # [1, T, H, K]
@@ -30,16 +30,16 @@ class Case:
 
     @property
     def bounds(self) -> Tensor:
-        """``cu_seqlens`` as a tensor on the host."""
+        """Return ``cu_seqlens`` as a CPU tensor."""
         return torch.tensor(self.cu_seqlens, dtype=torch.int32)
 
     def leaves(self) -> dict[str, Tensor]:
-        """Every differentiable input by name."""
+        """Return every differentiable input by name."""
         columns = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "cu_seqlens"}
         return {name: tensor for name, tensor in columns.items() if tensor is not None}
 
     def to(self, dtype: torch.dtype, device: str = "cpu", *, wide: Collection[str] = ("g",)) -> Case:
-        """The same numbers in ``dtype``, as fresh leaves; those named in ``wide`` in at least float32."""
+        """Return a copy in ``dtype`` as new leaves; inputs named in ``wide`` are at least float32."""
         at_least_f32 = torch.promote_types(dtype, torch.float32)
         moved = {
             name: tensor.detach().to(device, at_least_f32 if name in wide else dtype)
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a case; ``tail`` rows of padding."""
+    """Sizes of a case, with ``tail`` rows of padding."""
 
     lengths: tuple[int, ...]
     heads: int = 2
@@ -71,7 +71,7 @@ class Shape:
 
 
 def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: bool = False) -> Case:
-    """Random float64 inputs. ``decay``: mean of -g; ``same_keys``: every key of a sequence points the same way."""
+    """Return random float64 inputs. ``decay``: mean of -g; ``same_keys``: all keys of a sequence are equal."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -96,7 +96,7 @@ def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: boo
 
 
 def recurrence(case: Case) -> tuple[Tensor, Tensor]:
-    """Output [1, T, HV, V] and final states [N, HV, K, V], one token at a time, in the dtype of the inputs."""
+    """Return output [1, T, HV, V] and final states [N, HV, K, V], one token at a time, in the dtype of the inputs."""
     groups, scale = case.v.shape[2] // case.q.shape[2], case.q.shape[-1] ** -0.5
     q, k = (
         (t[0] * torch.rsqrt(t[0].square().sum(-1, keepdim=True) + NORM_EPS)).repeat_interleave(groups, 1)
@@ -119,20 +119,20 @@ def recurrence(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def weights_of(result: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Random gradients of both results in float64, the same for the same seed and shapes."""
+    """Return float64 random gradients of both results, reproducible by seed and shapes."""
     generator = torch.Generator().manual_seed(seed)
     out, final = (torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in result)
     return out, final
 
 
 def answer(case: Case, result: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor] | None = None) -> Answer:
-    """Gradients of ``case`` for the gradients ``weights`` of both results; None: those of ``weights_of``."""
-    total = torch.zeros((), dtype=torch.float64, requires_grad=True)  # so that nothing at all has a gradient, too
+    """Backpropagate ``weights`` through both results; None: those of ``weights_of``."""
+    total = torch.zeros((), dtype=torch.float64, requires_grad=True)  # backward also works for empty inputs
     for part, weight in zip(result, weights or weights_of(result), strict=True):
         total = total + (part.double().cpu() * weight).sum()
     total.backward()
-    none = {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in case.leaves().items()}
-    return Answer(result[0].detach(), result[1].detach(), none)
+    grads = {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in case.leaves().items()}
+    return Answer(result[0].detach(), result[1].detach(), grads)
 
 
 def oracle(case: Case) -> Answer:
@@ -159,7 +159,7 @@ def of_backend(backend: GDNBackend, case: Case) -> Answer:
 
 
 def errors(actual: Answer, right: Answer) -> dict[str, float]:
-    """Largest error of each part, relative to the largest value of that part (or to 0.01, should that be smaller)."""
+    """Return the largest error of each part, relative to its largest value, or to 0.01 if that is smaller."""
     pairs = {"out": (actual.out, right.out), "final": (actual.final, right.final)}
     pairs |= {name: (actual.grads[name], grad) for name, grad in right.grads.items()}
     return {name: _relative(actual_column, true) for name, (actual_column, true) in pairs.items()}
@@ -174,7 +174,7 @@ def _relative(actual: Tensor, true: Tensor) -> float:
 
 
 def conv_reference(x: Tensor, weight: Tensor, cu_seqlens: tuple[int, ...], halo: Tensor | None, silu: bool) -> Tensor:
-    """[1, T, D]: every output a sum over its window, one token at a time."""
+    """Return the output [1, T, D], each row a sum over its window, one token at a time."""
     width, rows = weight.shape[1], []
     for n, (start, stop) in enumerate(pairwise(cu_seqlens)):
         history = x.new_zeros(width - 1, x.shape[2]) if halo is None else halo[n]
@@ -195,11 +195,11 @@ class ConvCase:
     cu_seqlens: tuple[int, ...]
 
     def leaves(self) -> list[Tensor]:
-        """Every differentiable input."""
+        """Return every differentiable input."""
         return [t for t in (self.x, self.weight, self.halo) if t is not None]
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> ConvCase:
-        """The same numbers in ``dtype``, as fresh leaves."""
+        """Return a copy in ``dtype`` as new leaves."""
         x, weight, halo = (
             None if t is None else t.detach().to(device, dtype).requires_grad_()
             for t in (self.x, self.weight, self.halo)
@@ -211,7 +211,7 @@ class ConvCase:
 def make_conv(
     lengths: Sequence[int], width: int, *, tail: int = 0, halo: bool = False, channels: int = 3, seed: int = 0
 ) -> ConvCase:
-    """Random float64 inputs; ``tail`` rows of padding."""
+    """Return random float64 inputs with ``tail`` rows of padding."""
     generator = torch.Generator().manual_seed(seed)
     bounds = (0, *accumulate(lengths))
 
@@ -236,7 +236,7 @@ def convolve(backend: GDNBackend, case: ConvCase, *, silu: bool = True) -> Tenso
 
 
 def conv_errors(backend: GDNBackend, case: ConvCase, dtype: torch.dtype, *, silu: bool = True) -> list[float]:
-    """Largest error of the output and of the gradient of every input, relative as in ``errors``."""
+    """Return the largest errors of the output and of each input's gradient, relative as in ``errors``."""
     cast, right = case.to(dtype, str(case.x.device)), case.to(torch.float64)
     reference = conv_reference(right.x, right.weight, right.cu_seqlens, right.halo, silu)
     actual, true = _with_gradients(convolve(backend, cast, silu=silu), cast), _with_gradients(reference, right)

@@ -1,4 +1,4 @@
-"""The torch convolution against its definition, one token at a time in float64: values and every gradient."""
+"""torch convolution against its definition, one token at a time in float64: values and every gradient."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_values_and_gradients(lengths: list[int], width: int, tail: int, halo: b
     assert max(measured) <= 1e-12, measured
 
 
-def test_a_window_that_reaches_into_the_sequence_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_into_the_previous_sequence_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_conv([4, 5], 4)
     monkeypatch.setattr(causal_conv, "lengths", lambda *_: (9,))
     assert min(conv_errors(TORCH, case, torch.float64)) > 1e-2
 
 
-def test_a_split_with_its_halo_changes_nothing() -> None:
+def test_a_split_with_a_halo_changes_nothing() -> None:
     case = make_conv([9], 4)
     first = replace(case, x=case.x[:, :5], cu_seqlens=(0, 5))
     second = replace(case, x=case.x[:, 5:], halo=case.x[:, 2:5], cu_seqlens=(0, 4))
@@ -54,7 +54,7 @@ def test_padding_is_not_read() -> None:
     assert case.x.grad is not None and case.x.grad.isfinite().all() and not case.x.grad[:, 6:].any()
 
 
-def test_sixteen_bits_in_sixteen_bits_out() -> None:
+def test_bfloat16_inputs_give_bfloat16_results() -> None:
     case = make_conv([9, 3], 4)
     low = case.to(torch.bfloat16)
     out = convolve(TORCH, low)
@@ -63,7 +63,7 @@ def test_sixteen_bits_in_sixteen_bits_out() -> None:
     assert max(conv_errors(TORCH, case, torch.bfloat16)) <= 2e-2
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     case = make_conv([4], 4)
     cu_seqlens = torch.tensor(case.cu_seqlens)
     with pytest.raises(ValueError, match="gelu"):

@@ -1,4 +1,4 @@
-"""The ``fla`` backend with fla's real Triton kernels, on a CPU through Triton's interpreter, in a process of its own."""
+"""``fla`` backend with fla's real Triton kernels, on a CPU through Triton's interpreter, in a separate process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SECONDS = 300
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-}  # it forks ranks
+}  # the process forks ranks
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One run of ``tests.gdn.interpreted``, with a FlashQLA beside fla that must not be called."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run ``tests.gdn.interpreted`` once, with an installed FlashQLA that must not be called."""
     folder = tmp_path_factory.mktemp("fla")
     trap = folder / "flash_qla"
     trap.mkdir()
@@ -49,28 +49,28 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def install(folder: Path) -> Path:
-    """Return the reason to skip if setup.sh has not been run on this environment."""
+    """Install fla-core and einops into ``folder`` if setup.sh has not done it; return the folder."""
     uv = Path(sys.executable).with_name("uv")
     command = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", LOCK, "--target", folder]
     subprocess.run(command, check=True, timeout=SECONDS)
     return folder
 
 
-def test_values_and_gradients(found: dict[str, Any]) -> None:
-    assert len(found["rule"]) == 5
-    for name, parts in found["rule"].items():
+def test_values_and_gradients(measured: dict[str, Any]) -> None:
+    assert len(measured["rule"]) == 5
+    for name, parts in measured["rule"].items():
         assert max(parts.values()) <= (FLOAT16 if name == "half precision" else FLOAT32), (name, parts)
 
 
-def test_convolution(found: dict[str, Any]) -> None:
-    assert len(found["conv"]) == 2
-    for name, parts in found["conv"].items():
+def test_convolution(measured: dict[str, Any]) -> None:
+    assert len(measured["conv"]) == 2
+    for name, parts in measured["conv"].items():
         assert max(parts) <= FLOAT32, (name, parts)
 
 
-def test_ranks_share_a_stream_by_flas_own_context_parallelism(found: dict[str, Any]) -> None:
-    assert len(found["ranks"]) == 2
-    for rank in found["ranks"]:
+def test_ranks_share_a_stream_by_flas_context_parallelism(measured: dict[str, Any]) -> None:
+    assert len(measured["ranks"]) == 2
+    for rank in measured["ranks"]:
         assert len(rank["errors"]) == 3
         for name, parts in rank["errors"].items():
             assert parts.keys() == {"out", "x", "gates", "weight"}
@@ -78,17 +78,17 @@ def test_ranks_share_a_stream_by_flas_own_context_parallelism(found: dict[str, A
         assert rank["numbers"] == [HV * K * (K + V)] * 2 * len(rank["errors"])  # one gather forward, one backward
 
 
-def test_a_gradient_that_stops_at_the_border_of_a_rank_is_seen(found: dict[str, Any]) -> None:
-    faults = [rank["fault"] for rank in found["ranks"]]
+def test_a_gradient_that_stops_at_a_rank_border_is_detected(measured: dict[str, Any]) -> None:
+    faults = [rank["fault"] for rank in measured["ranks"]]
     assert max(fault["out"] for fault in faults) <= FLOAT32 and max(fault["x"] for fault in faults) > 0.01, faults
 
 
-def test_fla_is_fla_and_not_flashqla(found: dict[str, Any]) -> None:
-    assert found["dispatch before"] == "flash_qla"  # what fla would have done by itself
-    assert found["dispatch after"] is None and found["switch"] == "0"
-    assert found["handed over"] == []
-    assert "fla-core 0.6.0" in found["kernels"] and "triton" in found["kernels"]
+def test_fla_does_not_dispatch_to_flashqla(measured: dict[str, Any]) -> None:
+    assert measured["dispatch before"] == "flash_qla"  # fla's default dispatch
+    assert measured["dispatch after"] is None and measured["switch"] == "0"
+    assert measured["handed over"] == []
+    assert "fla-core 0.6.0" in measured["kernels"] and "triton" in measured["kernels"]
 
 
-def test_fla_stays_out_of_this_environment() -> None:
+def test_fla_is_not_importable_in_this_environment() -> None:
     assert not any(Path(entry).joinpath("fla").exists() for entry in sys.path if entry)

@@ -1,10 +1,9 @@
-"""fla and FlashQLA on a GPU: parity with the recurrence, and FlashQLA's speed over fla's (on more shapes: ``bench_gdn.py``)."""
+"""fla and FlashQLA on a GPU: parity with the recurrence, and FlashQLA's speedup over fla (more shapes: ``benchmarks/gdn.py``)."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def test_convolution(name: str) -> None:
     assert max(conv_errors(backend_or_skip(name), case, torch.bfloat16)) <= BFLOAT16
 
 
-def test_two_gpus_share_a_stream_by_flas_own_context_parallelism() -> None:
+def test_two_gpus_share_a_stream_by_flas_context_parallelism() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     backend_or_skip("fla")
@@ -62,7 +61,7 @@ def test_two_gpus_share_a_stream_by_flas_own_context_parallelism() -> None:
         assert max(error for errors in result for error in errors.values()) <= TF32, result
 
 
-def test_flashqla_without_splitting_has_the_same_bits_with_and_without_gradient() -> None:
+def test_unsplit_flashqla_has_equal_bits_with_and_without_gradient() -> None:
     backend = backend_or_skip("flashqla")
     case = make_case(Shape((4096,), heads=2, key=128, value=128, state=False), decay=0.3)
     case = case.to(torch.bfloat16, "cuda", wide=LAYER_F32)
@@ -74,19 +73,16 @@ def test_flashqla_without_splitting_has_the_same_bits_with_and_without_gradient(
     assert torch.equal(update, scored)
 
 
-def test_flashqla_is_faster_than_fla(
-    record_property: Callable[[str, object], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flashqla_is_faster_than_fla(record_property: Callable[[str, object], None]) -> None:
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("the speed of FlashQLA over fla is claimed on H100 and H200")
     for name in ("fla", "flashqla"):
         backend_or_skip(name)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    bench: Any = importlib.import_module("bench_gdn_arms")
-    arms, _ = bench.make_arms(["fla", "flashqla"], "cuda", "bfloat16", LONG[-1])
-    shape = bench.Shape((LONG[0],), *LONG[1:])
-    fla, flashqla = bench.measure(arms, shape, "cuda", torch.bfloat16, ROUNDS).values()
-    forward, both = bench.ratio(fla.forward, flashqla.forward), bench.ratio(fla.both, flashqla.both)
+    gdn_arms: Any = importlib.import_module("benchmarks.gdn_arms")
+    arms, _ = gdn_arms.make_arms(["fla", "flashqla"], "cuda", "bfloat16", LONG[-1])
+    shape = gdn_arms.GdnShape((LONG[0],), *LONG[1:])
+    fla, flashqla = gdn_arms.measure(arms, shape, "cuda", torch.bfloat16, ROUNDS).values()
+    forward, both = gdn_arms.ratio(fla.forward, flashqla.forward), gdn_arms.ratio(fla.both, flashqla.both)
     record_property("forward", forward)
     record_property("forward_and_backward", both)
     assert min(forward, both) >= FASTER, (forward, both)

@@ -1,4 +1,4 @@
-"""Kernels are validated before their package is imported, and none is taken for another."""
+"""Selection of GDN kernels: validated before their package is imported, and never replaced by another backend."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_refused_with_reason_and_fix(case: str) -> None:
         assert word in str(refused.value), refused.value
 
 
-def test_what_can_run_is_let_through() -> None:
+def test_valid_backends_pass() -> None:
     for backend in ("auto", "fla", "flashqla", "torch"):
         check_runtime(GDNConfig(backend=backend), HOPPER, "auto", SHAPE)
         check_runtime(GDNConfig(backend=backend), replace(HOPPER, capability=None), "bfloat16", None)
@@ -114,7 +114,7 @@ def test_nvcc_is_found_where_tilelang_looks(tmp_path: Path, monkeypatch: pytest.
     assert has_nvcc() and (not original or Path("/usr/local/cuda/bin/nvcc").exists())
 
 
-def test_a_rank_takes_what_was_asked_for_or_nothing() -> None:
+def test_a_rank_uses_the_configured_backend_or_fails() -> None:
     backend = resolve(GDNConfig(), "cpu")
     assert backend.name == "torch" and "torch" in backend.kernels()
     assert resolve(GDNConfig(backend="torch"), "cpu", "float32", SHAPE) is backend
@@ -127,7 +127,7 @@ def test_a_rank_takes_what_was_asked_for_or_nothing() -> None:
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As the package does that is written for a GPU and finds none.
+    # fla is not installed here, so that its import fails.
     monkeypatch.setattr("slime_like_plugins.qwen_gdn.select.check_runtime", lambda *_: None)
     with pytest.raises(ConfigError, match=r"model.gdn.backend=fla.*fla"):
         resolve(GDNConfig(backend="fla"), "cpu")
@@ -139,7 +139,7 @@ def hybrid(tmp_path: Path, data: Path) -> list[str]:
     return [f"model.hf_checkpoint={folder}", f"data.train={data}"]
 
 
-def test_the_flag_on_a_cpu_ends_at_once(hybrid: list[str]) -> None:
+def test_gpu_backends_are_refused_on_a_cpu_at_load(hybrid: list[str]) -> None:
     for name in ("fla", "flashqla"):
         with pytest.raises(ConfigError, match=f"model.gdn.backend={name} on a CPU"):
             load_config([*hybrid, "placement.device=cpu", "--qwen-gdn-backend", name])
@@ -165,48 +165,48 @@ def test_bad_options(hybrid: list[str], extra: list[str], words: list[str]) -> N
         assert word in str(refused.value), refused.value
 
 
-def test_kernels_for_layers_that_are_not_there(argv: list[str]) -> None:
+def test_a_backend_without_gdn_layers_is_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"no Gated DeltaNet layers.*remove it"):
         load_config([*argv, "model.gdn.backend=torch"])
 
 
-def settle(argv: list[str], target: Runtime, *extra: str) -> Plan:
+def plan_for(argv: list[str], target: Runtime, *extra: str) -> Plan:
     gpus = ("H100",) * (8 if target.device == "cuda" else 0)
     return make_plan(load_config([*argv, *extra]), Machine(len(gpus), 64, 512 * 2**30, gpus, target))
 
 
-def test_the_plan_settles_the_backend(hybrid: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    laptop = settle(hybrid, runtime("cpu", None), "placement.device=cpu")
+def test_the_plan_decides_the_backend(hybrid: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    laptop = plan_for(hybrid, runtime("cpu", None), "placement.device=cpu")
     assert laptop.actor.model.gdn.backend == "torch"
     assert any(d.key == "model.gdn.backend" and d.value == "torch" for d in laptop.decisions)
-    assert settle(hybrid, HOPPER).actor.model.gdn.backend == "fla"
+    assert plan_for(hybrid, HOPPER).actor.model.gdn.backend == "fla"
     with pytest.raises(ConfigError, match="fla-core"):
-        settle(hybrid, without(fla_core=None))
-    # The options are judged on the machine that loads them, which is not the planned one here.
+        plan_for(hybrid, without(fla_core=None))
+    # Options are checked on the machine that loads them, which is not the planned one here.
     monkeypatch.setattr(gdn_rules, "visible_gpus", lambda: (Gpu("H100", (9, 0)),))
     monkeypatch.setattr(gdn_rules, "runtime", lambda *_: HOPPER)
     flash = ["model.gdn.backend=flashqla"]
-    assert settle(hybrid, HOPPER, *flash).actor.model.gdn.auto_cp is True
-    two_steps = settle(hybrid, HOPPER, *flash, "loop.steps_per_rollout=2").actor.model.gdn
+    assert plan_for(hybrid, HOPPER, *flash).actor.model.gdn.auto_cp is True
+    two_steps = plan_for(hybrid, HOPPER, *flash, "loop.steps_per_rollout=2").actor.model.gdn
     assert two_steps.auto_cp is False
-    assert settle(hybrid, HOPPER, *flash, "model.gdn.auto_cp=false").actor.model.gdn.auto_cp is False
+    assert plan_for(hybrid, HOPPER, *flash, "model.gdn.auto_cp=false").actor.model.gdn.auto_cp is False
     newer = replace(HOPPER, capability=(12, 0))
     with pytest.raises(ConfigError, match="allow_unvalidated"):
-        settle(hybrid, newer, *flash)
-    allowed = settle(hybrid, newer, *flash, "model.gdn.allow_unvalidated=true")
+        plan_for(hybrid, newer, *flash)
+    allowed = plan_for(hybrid, newer, *flash, "model.gdn.allow_unvalidated=true")
     assert any(d.key == "model.gdn.allow_unvalidated" for d in allowed.decisions)
 
 
 def test_deterministic_runs_do_not_split(hybrid: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gdn_rules, "visible_gpus", lambda: (Gpu("H100", (9, 0)),))
     monkeypatch.setattr(gdn_rules, "runtime", lambda *_: HOPPER)
-    plan = settle(hybrid, HOPPER, "model.gdn.backend=flashqla", "run.deterministic=true")
+    plan = plan_for(hybrid, HOPPER, "model.gdn.backend=flashqla", "run.deterministic=true")
     assert plan.actor.model.gdn.auto_cp is False
     assert plan_gdn._auto_cp(None, "fla", plan.actor)[0] is False
 
 
-def test_a_planted_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the package imported first, a CPU would meet the package's own error and not ours."""
+def test_the_runtime_is_checked_before_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the package were imported first, a CPU would report the package's error instead of the config error."""
     imported: list[str] = []
     monkeypatch.setattr("slime_like_plugins.qwen_gdn.select._backend", lambda name, _: imported.append(name))
     with pytest.raises(ConfigError, match="on a CPU"):

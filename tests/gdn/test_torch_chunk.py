@@ -1,4 +1,4 @@
-"""The torch backend against the recurrence, token by token in float64: values and every gradient."""
+"""torch backend against the recurrence, token by token in float64: values and every gradient."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_edges(shape: Shape, decay: float, same_keys: bool) -> None:
 
 
 def test_strong_decay() -> None:
-    # exp of a chunk's whole decay, e^-1000, is no number of float64: only differences within the lower half may be taken.
+    # exp of a chunk's total decay, e^-1000, underflows float64: only differences in the lower triangle may be used.
     assert_equals_recurrence(make_case(Shape((2 * CHUNK + 3, 5)), decay=16.0), tolerance=1e-12)
 
 
@@ -107,28 +107,28 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(call, tuple(case.leaves().values()))
 
 
-def test_packing_is_invisible() -> None:
-    """Values and every gradient of a sequence are those of the sequence alone."""
+def test_packing_changes_nothing() -> None:
+    """Values and gradients of a packed sequence equal those of the sequence alone."""
     packed = make_case(Shape((70, 1, 0, 129), groups=2, tail=4))
     results = of_backend(TORCH, packed)
     weights = weights_of((results.out, results.final))
     for n, (start, stop) in enumerate(itertools.pairwise(packed.cu_seqlens)):
 
-        def own(name: str, tensor: Tensor, n: int = n, start: int = start, stop: int = stop) -> Tensor:
+        def part_of(name: str, tensor: Tensor, n: int = n, start: int = start, stop: int = stop) -> Tensor:
             return tensor[n : n + 1] if name in ("initial", "final") else tensor[:, start:stop]
 
-        rows = {name: own(name, tensor) for name, tensor in packed.leaves().items()}
-        alone = replace(packed, **rows, cu_seqlens=(0, stop - start)).to(torch.float64)
-        right = answer(alone, recurrence(alone), (own("out", weights[0]), own("final", weights[1])))
-        grads = {name: own(name, grad) for name, grad in results.grads.items()}
-        measured = errors(Answer(own("out", results.out), own("final", results.final), grads), right)
+        rows = {name: part_of(name, tensor) for name, tensor in packed.leaves().items()}
+        single = replace(packed, **rows, cu_seqlens=(0, stop - start)).to(torch.float64)
+        right = answer(single, recurrence(single), (part_of("out", weights[0]), part_of("final", weights[1])))
+        grads = {name: part_of(name, grad) for name, grad in results.grads.items()}
+        measured = errors(Answer(part_of("out", results.out), part_of("final", results.final), grads), right)
         assert measured.keys() == {"out", "final", *packed.leaves()}
         assert max(measured.values()) <= EXACT, (n, measured)
 
 
 @settings(max_examples=10)
 @given(st.integers(0, 150))
-def test_a_split_with_the_state_handed_over_changes_nothing(cut: int) -> None:
+def test_a_split_with_state_passing_changes_nothing(cut: int) -> None:
     full = make_case(Shape((150,), groups=2))
     right = of_backend(TORCH, full)
     parts = full.to(torch.float64).leaves()
@@ -164,7 +164,7 @@ def test_padding_is_not_read() -> None:
     assert all(torch.equal(actual.grads[name], grad) for name, grad in clean.grads.items())
 
 
-def test_no_gradient_keeps_nothing_and_says_the_same() -> None:
+def test_no_grad_saves_nothing_and_gives_the_same_output() -> None:
     case = make_case(Shape((100, 3)))
     with torch.no_grad():
         out, final = TORCH.chunk_rule(
@@ -204,7 +204,7 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, wrong, part = FAULTS[fault]
     monkeypatch.setattr(module, name, wrong)
     case = make_case(Shape((150, 70)))

@@ -1,4 +1,4 @@
-"""metrics.jsonl outlives its name and a disk that is full for a while."""
+"""metrics.jsonl survives removal and a temporarily full disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 64 * 1024
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Generator[Path]:
-    """A disk of 64 KiB."""
+    """Mount a disk of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -27,7 +27,7 @@ def disk(tmp_path: Path) -> Generator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_what_a_full_disk_refuses_is_written_when_there_is_room(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_refused_by_a_full_disk_are_written_later(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ballast = disk / "metrics.jsonl", disk / "ballast"
     file = Appended(path)
     file.write("first\n")
@@ -36,10 +36,10 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(disk: Path, caps
     lines = [f"{number}{'.' * 3000}\n" for number in range(4)]
     for line in lines:
         file.write(line)
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        said
-        == f"warning: {path}: No space left on device; its lines are kept until the disk takes them, and training goes on\n"
+        stderr
+        == f"warning: {path}: No space left on device; its lines are kept until the disk takes them, and training continues\n"
     )
     ballast.unlink()
     file.write("last\n")
@@ -56,16 +56,18 @@ def test_lines_that_are_lost_are_counted(disk: Path, capsys: pytest.CaptureFixtu
     assert "has not taken its last 3 lines: they are lost" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["removed", "folder removed", "replaced"])
-def test_a_file_that_goes_is_made_again_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+@pytest.mark.parametrize("removal", ["removed", "folder removed", "replaced"])
+def test_a_removed_file_is_rewritten_with_all_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], removal: str
+) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
     file = Appended(path)
     file.write("1\n")
     path.unlink()
-    if how == "folder removed":
+    if removal == "folder removed":
         path.parent.rmdir()
-    elif how == "replaced":
+    elif removal == "replaced":
         path.write_text("another's\n")
     file.write("2\n")
     file.write("3\n")

@@ -1,4 +1,4 @@
-"""The warning about a growing difference between trainer and engine."""
+"""Warning about a growing difference between trainer and engine."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from slime_like.metrics.drift import DRIFT, DriftWatch
 
 
 def warned(*means: float, factor: float | None = 2.0) -> list[int]:
-    """Rollouts that were warned of, by the mean difference of each."""
+    """Return the indices of rollouts with a warning, given the mean difference of each."""
     watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=factor)
     return [index for index, mean in enumerate(means) if watch.warnings({DRIFT: mean})]
 
 
 def test_rounding_is_not_warned_of() -> None:
-    assert warned(0.001, 0.019, 0.001, 0.01) == []  # above the median, and rounding all the same
-    assert warned(0.05, 0.06, 0.09, 0.05) == []  # a model that rounds more
+    assert warned(0.001, 0.019, 0.001, 0.01) == []  # above the median, but within rounding
+    assert warned(0.05, 0.06, 0.09, 0.05) == []  # a model with larger rounding
 
 
-def test_a_drift_is_warned_of_when_it_begins_and_whenever_it_has_doubled() -> None:
+def test_a_drift_is_warned_of_at_its_start_and_at_each_doubling() -> None:
     assert warned(0.01, 0.011, 0.012, 0.03, 0.04, 0.059, 0.07, 0.01, 0.05) == [3, 6, 8]
-    assert warned(0.01, 2.0, 2.5, 2.2) == [1]  # after the first push already
+    assert warned(0.01, 2.0, 2.5, 2.2) == [1]  # directly after the first push
     assert warned(0.01, math.nan) == [1]
     assert warned(0.05, math.nan, 0.05, 0.12) == [1, 3]
 
 
-def test_a_first_rollout_has_nothing_to_grow_from_but_a_ceiling() -> None:
+def test_the_first_rollout_is_compared_with_the_ceiling() -> None:
     assert warned(0.14) == [] and warned(0.16) == [0]
 
 
@@ -37,7 +37,7 @@ def test_the_warning_names_both_numbers_and_can_be_turned_off() -> None:
     assert warned(0.01, 5.0, factor=None) == []
 
 
-def test_tokens_of_mixed_samples_are_held_against_whole_ones() -> None:
+def test_mixed_samples_are_compared_with_samples_of_one_version() -> None:
     watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=2.0)
     assert watch.warnings({DRIFT: 0.015, f"{DRIFT}_mixed": 0.015}) == []
     (line,) = watch.warnings({DRIFT: 0.015, f"{DRIFT}_mixed": 0.5})

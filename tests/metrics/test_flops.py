@@ -1,4 +1,4 @@
-"""The FLOPs model against counts made by hand, and against what torch counts while transformers runs the model."""
+"""FLOPs model against counts by hand and against torch's FLOP counter on transformers models."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_active_experts_by_hand() -> None:
     assert decoder_shape(DENSE | renamed) == decoder_shape(DENSE | experts)  # as transformers saves Qwen3-MoE
     dense = forward_flops(decoder_shape(DENSE), [4])
     assert forward_flops(shape, [4]) == dense - 4 * 480 + 4 * layer
-    more = decoder_shape(DENSE | experts | {"num_experts": 32, "decoder_sparse_step": 2})
-    assert (more.dense_layers, more.expert_layers) == (1, 1)
-    assert forward_flops(more, [4]) == dense - 4 * 480 + 4 * 2 * (256 + 240)
+    larger = decoder_shape(DENSE | experts | {"num_experts": 32, "decoder_sparse_step": 2})
+    assert (larger.dense_layers, larger.expert_layers) == (1, 1)
+    assert forward_flops(larger, [4]) == dense - 4 * 480 + 4 * 2 * (256 + 240)
 
 
 def test_published_shapes() -> None:
-    """80 billion parameters of which 3 are active: twice the active ones per token, less embeddings, plus the rest."""
+    """Qwen3-Next 80B with 3B active parameters: about 2 FLOPs per active parameter and token."""
     next_80b = DecoderShape(
         hidden=2048,
         vocab=151936,
@@ -96,23 +96,23 @@ def test_published_shapes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_what_torch_counts(kind: str) -> None:
-    """Projections of a model of transformers, counted while it runs; one token, so that no pair is masked."""
+def test_torch_counts_the_same(kind: str) -> None:
+    """Count the projections of a transformers model on one token, so that no attention pair is masked."""
     from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
     values: dict[str, Any] = {**DENSE, "num_hidden_layers": 4, "head_dim": 4, "max_position_embeddings": 64}
     if kind == "hybrid":
         values |= {**GDN, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
-    known = Qwen3_5TextConfig if kind == "hybrid" else Qwen3Config
-    model = AutoModelForCausalLM.from_config(known(**values))
+    config_class = Qwen3_5TextConfig if kind == "hybrid" else Qwen3Config
+    model = AutoModelForCausalLM.from_config(config_class(**values))
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(input_ids=torch.ones(1, 1, dtype=torch.int64), use_cache=False)
     counts = counter.get_flop_counts()["Global"]
     linear = sum(count for op, count in counts.items() if "addmm" in str(op) or str(op) == "aten.mm")
     shape = decoder_shape(values)
-    mine = forward_flops(shape, [1]) - shape.attention_layers * 4 * shape.heads * shape.head_dim
+    expected = forward_flops(shape, [1]) - shape.attention_layers * 4 * shape.heads * shape.head_dim
     if shape.gdn is not None:
         state = 6 * shape.gdn.value_heads * shape.gdn.key_dim * shape.gdn.value_dim
-        mine -= shape.gdn_layers * (state + 2 * shape.gdn.conv_width * 44)
-    assert linear == mine
+        expected -= shape.gdn_layers * (state + 2 * shape.gdn.conv_width * 44)
+    assert linear == expected

@@ -9,9 +9,10 @@ import pytest
 
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
-from slime_like.metrics.sinks import JsonlSink, _wandb_id, open_sinks
+from slime_like.metrics.sinks import JsonlSink, open_sinks
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import RunWarning
+from slime_like.metrics.wandb_sink import _wandb_id
 from slime_like.report.record import read_record
 from slime_like.report.run_page import run_page
 
@@ -39,7 +40,7 @@ def test_jsonl_has_flat_names_and_spans(tmp_path: Path) -> None:
     assert row["spans"] == {"train": [10.0, 13.0]}
 
 
-def test_resume_drops_what_will_be_logged_again(tmp_path: Path) -> None:
+def test_resume_drops_steps_that_will_be_repeated(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, 0)
     for step in range(5):
@@ -73,7 +74,7 @@ def test_console_lines_and_tensorboard_events(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
-def test_tensorboard_shows_steps_that_are_taken_again_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, steps in ((0, range(4)), (2, range(3, 6))):
@@ -81,11 +82,11 @@ def test_tensorboard_shows_steps_that_are_taken_again_once(tmp_path: Path) -> No
         for step in steps:
             sinks.log(step, {"train/loss": first + step / 10}, {})
         sinks.close()
-    read = EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
-    found = {event.step: event.value for event in read.Scalars("train/loss")}
-    assert found == pytest.approx({0: 0.0, 1: 0.1, 2: 0.2, 3: 2.3, 4: 2.4, 5: 2.5})
-    assert len(read.Scalars("train/loss")) == 6
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    values = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert values == pytest.approx({0: 0.0, 1: 0.1, 2: 0.2, 3: 2.3, 4: 2.4, 5: 2.5})
+    assert len(events.Scalars("train/loss")) == 6
 
 
 def test_the_live_view_shows_rows_split_and_evaluations(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_the_live_view_shows_rows_split_and_evaluations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_is_offline_without_a_key_and_goes_on_as_the_same_run(
+def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID"):
@@ -115,10 +116,10 @@ def test_wandb_is_offline_without_a_key_and_goes_on_as_the_same_run(
         sinks.log(2, VALUES, {})
         sinks.close()
         (part,) = (tmp_path / "wandb").glob("offline-run-*")
-        part.rename(tmp_path / f"part{first}")  # wandb tells parts of a run by the second in which they began
-    kept = (tmp_path / "wandb" / "run_id").read_text().strip()
+        part.rename(tmp_path / f"part{first}")  # wandb distinguishes parts of a run by their start second
+    run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     logs = sorted(tmp_path.glob("part*/run-*.wandb"))
-    assert [log.name for log in logs] == [f"run-{kept}.wandb"] * 2, "the same run, resumed"
+    assert [log.name for log in logs] == [f"run-{run_id}.wandb"] * 2, "the same run, resumed"
 
 
 def test_a_fresh_run_is_a_new_one_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_a_fresh_run_is_a_new_one_for_wandb(tmp_path: Path, monkeypatch: pytest.
     first = _wandb_id(path, resumed=False)
     assert _wandb_id(path, resumed=True) == first
     assert _wandb_id(path, resumed=False) != first
-    assert _wandb_id(tmp_path / "other", resumed=True), "of a run that began without wandb"
+    assert _wandb_id(tmp_path / "other", resumed=True), "for a run that started without wandb"
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     assert _wandb_id(path, resumed=True) == "mine" == path.read_text().strip()
 
@@ -148,9 +149,9 @@ def test_spans_keep_first_start_and_last_stop() -> None:
     spans.add("push", 5.0, 6.0)
     with spans("train"):
         pass
-    found = spans.drain()
-    assert found["push"] == (1.0, 6.0)
-    assert found["train"][0] <= found["train"][1]
+    drained = spans.drain()
+    assert drained["push"] == (1.0, 6.0)
+    assert drained["train"][0] <= drained["train"][1]
     assert spans.drain() == {}
 
 
@@ -178,7 +179,7 @@ def test_warnings_are_kept_in_the_log_and_alerted_without_the_sample(
     assert "2 rollouts, 0 of them trained on" in page
 
 
-def test_a_run_goes_on_past_a_damaged_log_and_says_which_lines_it_set_aside(tmp_path: Path) -> None:
+def test_damaged_lines_of_the_log_are_moved_aside_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     good = [f'{{"step": {step}, "a": 1.0}}'.encode() for step in range(1, 5)]
     bad = [b"\xff\x00", b'{"step": "2"}', b"[" * 100_000, b'{"step": 3, "a": "x"}', b'{"step": 1' + b"0" * 400 + b"}"]
@@ -193,13 +194,13 @@ def test_a_run_goes_on_past_a_damaged_log_and_says_which_lines_it_set_aside(tmp_
     assert "metrics.damaged.jsonl" in stream.getvalue() and stream.getvalue().count("\n") == 1
 
 
-@pytest.mark.parametrize("kept", [2, 0])
-def test_steps_that_the_log_lost_are_said(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize("num_lines", [2, 0])
+def test_steps_missing_in_the_log_are_reported(tmp_path: Path, num_lines: int) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, kept + 1)))
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, num_lines + 1)))
     stream = io.StringIO()
     open_sinks(MetricsConfig(console="plain"), tmp_path, first_step=4, num_steps=9, console=stream).close()
-    assert f"{path} has no line of the steps {kept + 1} to 4" in stream.getvalue()
+    assert f"{path} has no line of the steps {num_lines + 1} to 4" in stream.getvalue()
 
 
 @pytest.mark.parametrize("first_step", [0, 4])

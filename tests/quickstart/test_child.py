@@ -1,4 +1,4 @@
-"""A child that is asked to end, one that will not, and one whose parent is killed: real processes and signals."""
+"""Child processes: ended by a signal, killed if they ignore it, and ended with their parent; real processes and signals."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ try:
 except KeyboardInterrupt as stopped:
     sys.exit(str(stopped))
 """
-# Ends as train.py does: at the second signal, and says so; not by print, in which the signal may find it.
+# Ends at the second signal and reports it, like train.py; by os.write, because a signal may interrupt print.
 OBEYS = """
 import os, signal
-said = []
+received = []
 def note(number, frame):
-    said.append(signal.Signals(number).name)
-    if len(said) == 2:
-        os.write(1, (" ".join(sorted(said)) + "\\n").encode())
+    received.append(signal.Signals(number).name)
+    if len(received) == 2:
+        os.write(1, (" ".join(sorted(received)) + "\\n").encode())
         raise SystemExit(130)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, note)
@@ -43,7 +43,7 @@ os.write(1, b"ready\\n")
 while True:
     signal.pause()
 """
-# Does not, nor does what it has started.
+# Ignores signals, and starts a process that outlives it.
 STUBBORN = """
 import signal, subprocess
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -57,7 +57,7 @@ while True:
 
 @contextmanager
 def parent(program: str, end_s: float = 60.0) -> Generator[subprocess.Popen[str]]:
-    """A process that has started a child, in a group of its own as on a terminal."""
+    """Start a process with a child in a process group of its own, as on a terminal."""
     command = [sys.executable, "-c", PARENT, str(end_s), program]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -70,50 +70,50 @@ def parent(program: str, end_s: float = 60.0) -> Generator[subprocess.Popen[str]
         process.wait()
 
 
-def rest(process: subprocess.Popen[str]) -> str:
-    """What is said until the last process that could say something has ended."""
+def remaining_output(process: subprocess.Popen[str]) -> str:
+    """Return the output until the last process that could write has ended."""
     assert process.stdout is not None
     return process.stdout.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_child_as_a_second_one_would(number: signal.Signals) -> None:
+def test_one_signal_to_the_parent_ends_the_child(number: signal.Signals) -> None:
     with parent(OBEYS) as process:
-        for _ in range(2):  # once more, impatiently: changes nothing
+        for _ in range(2):  # a repeated signal changes nothing
             os.killpg(process.pid, number)
-        said = rest(process)
+        output = remaining_output(process)
         assert process.wait() == 1
-    assert "SIGINT SIGTERM\n" in said, "each once, though the terminal's group got more"
-    assert "stopping the child: a moment" in said
-    assert f"the child was stopped by {number.name}" in said and "Traceback" not in said
+    assert "SIGINT SIGTERM\n" in output, "each once, although the process group got more"
+    assert "stopping the child: a moment" in output
+    assert f"the child was stopped by {number.name}" in output and "Traceback" not in output
 
 
-def test_a_child_that_will_not_end_is_killed_with_its_group() -> None:
+def test_a_child_that_ignores_signals_is_killed_with_its_group() -> None:
     with parent(STUBBORN, end_s=0.1) as process:
         process.terminate()
-        assert "the child was stopped by SIGTERM" in rest(process), "read to its end: nobody is left to write"
+        assert "the child was stopped by SIGTERM" in remaining_output(process), "the output ends, so no process is left"
 
 
 def test_a_child_is_killed_with_its_parent() -> None:
     with parent(OBEYS) as process:
         process.kill()
-        assert rest(process) == "", "it ended, and without a word"
+        assert remaining_output(process) == "", "the child ended silently"
 
 
-def test_a_child_whose_parent_has_gone_before_does_not_begin() -> None:
+def test_a_child_of_a_dead_parent_does_not_start() -> None:
     command = [sys.executable, str(child.BOUND), "1", sys.executable, "-c", "print('began')"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "is gone" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "is gone" in result.stderr
 
 
-def test_exit_codes_come_through_and_signals_are_given_back() -> None:
+def test_exit_codes_are_returned_and_signal_handlers_restored() -> None:
     before = [signal.getsignal(number) for number in child.SIGNALS]
     assert run_child("it", [sys.executable, "-c", "raise SystemExit(7)"], Deadline("test", "child", 60)) == 7
     assert [signal.getsignal(number) for number in child.SIGNALS] == before
 
 
-def test_a_deadline_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_deadline_ends_the_child(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"waited .* for it in phase"):
         run_child("it", [sys.executable, "-c", OBEYS], Deadline("test", "child", 0.05))
     assert "Traceback" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What a preparation makes, what it leaves alone, and what it refuses to touch."""
+"""Preparation of the quickstart: files it creates, keeps, and refuses to overwrite."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +16,11 @@ from slime_like.quickstart.prepare import prepare, prepare_gdn, prepare_next
 
 
 def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
-    made = TrainConfig(algo=SftConfig() if sft else GrpoConfig())
+    base = TrainConfig(algo=SftConfig() if sft else GrpoConfig())
     return replace(
-        made,
-        data=replace(made.data, train=str(data)),
-        model=replace(made.model, hf_checkpoint=str(model)),
+        base,
+        data=replace(base.data, train=str(data)),
+        model=replace(base.model, hf_checkpoint=str(model)),
     )
 
 
@@ -45,7 +45,7 @@ def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_p
     assert tied or torch.linalg.vector_norm(embedding, dim=-1).min() > 0, "a token that may be sampled has no embedding"
 
 
-def test_another_job_makes_its_own_model_in_the_same_place(tmp_path: Path) -> None:
+def test_another_job_replaces_the_model(tmp_path: Path) -> None:
     cfg = config(tmp_path / "assets" / "sft.jsonl", tmp_path / "assets" / "model")
     for job, kind in ((prepare, "qwen3"), (prepare_gdn, "qwen3_5_text"), (prepare, "qwen3")):
         job(cfg)
@@ -53,14 +53,14 @@ def test_another_job_makes_its_own_model_in_the_same_place(tmp_path: Path) -> No
 
 
 def test_a_users_data_is_not_overwritten(tmp_path: Path) -> None:
-    mine = tmp_path / "train.jsonl"
-    mine.write_text("mine")
+    user_data = tmp_path / "train.jsonl"
+    user_data.write_text("mine")
     with pytest.raises(ConfigError, match=r"data\.train: .*did not make.*run\.prepare=null"):
-        prepare(config(mine, tmp_path / "model"))
-    assert mine.read_text() == "mine"
+        prepare(config(user_data, tmp_path / "model"))
+    assert user_data.read_text() == "mine"
 
 
-def test_a_warm_start_made_by_hand_is_taken_for_ours(tmp_path: Path) -> None:
+def test_a_warm_start_with_the_quickstarts_prepare_is_accepted(tmp_path: Path) -> None:
     folder = tmp_path / "quickstart_sft"
     folder.mkdir()
     (folder / "config.yaml").write_text("run:\n  prepare: slime_like.quickstart.prepare:prepare\n")
@@ -70,9 +70,7 @@ def test_a_warm_start_made_by_hand_is_taken_for_ours(tmp_path: Path) -> None:
         prepare_module._check_owned("model.hf_checkpoint", folder)
 
 
-def test_what_a_removal_that_was_cut_short_leaves_is_still_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partially_removed_folder_is_still_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_short(path: Path) -> None:
         raise KeyboardInterrupt
 
@@ -90,10 +88,10 @@ def test_what_a_removal_that_was_cut_short_leaves_is_still_ours(
 
 
 def test_a_users_model_is_not_removed(tmp_path: Path) -> None:
-    mine = tmp_path / "models" / "hf"
-    mine.mkdir(parents=True)
-    (mine / "config.json").write_text("mine")
+    user_model = tmp_path / "models" / "hf"
+    user_model.mkdir(parents=True)
+    (user_model / "config.json").write_text("mine")
     with pytest.raises(ConfigError, match=r"model\.hf_checkpoint: .*did not make.*run\.prepare=null"):
-        prepare(config(tmp_path / "assets" / "train.jsonl", mine, sft=False))
-    assert (mine / "config.json").read_text() == "mine"
+        prepare(config(tmp_path / "assets" / "train.jsonl", user_model, sft=False))
+    assert (user_model / "config.json").read_text() == "mine"
     assert not (tmp_path / "assets").exists()

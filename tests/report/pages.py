@@ -1,4 +1,4 @@
-"""What a self-contained page must be: well nested, nothing loaded, nothing executed."""
+"""Checks of self-contained pages: well nested, no external resource, no script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOADING = {"script", "img", "iframe", "object", "embed", "link", "base", "form",
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page; a tag that does not close raises."""
+    """Tags, attributes and text of a page. Asserts that every tag is closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class Page(HTMLParser):
 
 
 def check_self_contained(html: str) -> Page:
-    """Assert that ``html`` loads nothing and runs nothing."""
-    found = Page(html)
-    assert not LOADING & set(found.tags)
-    assert not [name for name, _ in found.attributes if name.startswith("on") or name in ("src", "style", "srcset")]
-    assert not [value for name, value in found.attributes if name == "href" and not value.startswith("#")]
-    assert "default-src 'none'" in dict(found.attributes).get("content", "") or any(
-        "default-src 'none'" in value for _, value in found.attributes
+    """Assert that ``html`` loads nothing and runs nothing; return the parsed page."""
+    page = Page(html)
+    assert not LOADING & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "style", "srcset")]
+    assert not [value for name, value in page.attributes if name == "href" and not value.startswith("#")]
+    assert "default-src 'none'" in dict(page.attributes).get("content", "") or any(
+        "default-src 'none'" in value for _, value in page.attributes
     )
     style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style and "@import" not in style
-    return found
+    return page

@@ -1,4 +1,4 @@
-"""Two runs compared: the first step at which a metric differs, the keys that do, and folders that are no runs."""
+"""Comparison of two runs: first differing step of each metric, differing config keys, and malformed run folders."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def write_run(folder: Path, rows: list[dict[str, float]], config: str = "run: {n
 
 
 def test_the_first_difference_of_each_metric(tmp_path: Path) -> None:
-    mine = [{"train/loss": 1.0, "train/lr": 0.1, "rollout/raw_reward": 0.5, "perf/step_time": 1.0} for _ in range(5)]
-    theirs = [dict(row, **{"perf/step_time": 9.0}) for row in mine]
-    theirs[3]["train/loss"] = 1.0 + 1e-7
-    theirs[2]["rollout/raw_reward"] = math.nan
-    a = read_record(write_run(tmp_path / "a", mine, "optim: {lr: 1.0, beta1: 0.9}\nrun: {name: a}\n"))
-    b = read_record(write_run(tmp_path / "b", theirs, "optim: {lr: 2.0, beta1: 0.9, new: []}\nrun: {name: b}\n"))
+    rows_a = [{"train/loss": 1.0, "train/lr": 0.1, "rollout/raw_reward": 0.5, "perf/step_time": 1.0} for _ in range(5)]
+    rows_b = [dict(row, **{"perf/step_time": 9.0}) for row in rows_a]
+    rows_b[3]["train/loss"] = 1.0 + 1e-7
+    rows_b[2]["rollout/raw_reward"] = math.nan
+    a = read_record(write_run(tmp_path / "a", rows_a, "optim: {lr: 1.0, beta1: 0.9}\nrun: {name: a}\n"))
+    b = read_record(write_run(tmp_path / "b", rows_b, "optim: {lr: 2.0, beta1: 0.9, new: []}\nrun: {name: b}\n"))
     loose = compare(a, b, relative=1e-6, absolute=0.0)
     assert {m.metric: m.step for m in loose.metrics} == {"train/loss": None, "train/lr": None, "rollout/raw_reward": 2}
     assert loose.first is not None and loose.first.metric == "rollout/raw_reward"
@@ -51,11 +51,11 @@ def test_the_first_difference_of_each_metric(tmp_path: Path) -> None:
     assert exact.config == (("optim.lr", 1.0, 2.0), ("run.name", "a", "b"), ("optim.new", MISSING, []))
 
 
-def test_runs_of_different_length_are_compared_where_both_are(tmp_path: Path) -> None:
+def test_runs_of_different_length_are_compared_on_common_steps(tmp_path: Path) -> None:
     a = read_record(write_run(tmp_path / "a", [{"x": 1.0}] * 4))
     b = read_record(write_run(tmp_path / "b", [{"x": 1.0, "y": 2.0}] * 2))
-    found = compare(a, b, relative=0.0, absolute=0.0)
-    assert (found.metrics[0].common, found.first, found.only) == (2, None, ((), ("y",)))
+    comparison = compare(a, b, relative=0.0, absolute=0.0)
+    assert (comparison.metrics[0].common, comparison.first, comparison.only) == (2, None, ((), ("y",)))
 
 
 @given(st.floats(), st.floats(), st.floats(0, 1), st.floats(0, 1))
@@ -88,28 +88,28 @@ def test_folders_that_are_no_runs(text: str | None, words: list[str], tmp_path: 
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [{"x": 1.0}] * 2)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "x": 1.')
     (folder / "config.yaml").unlink()
-    found = read_record(folder)
-    assert found.curve("x") == [(0, 1.0), (1, 1.0)]
-    assert "torn" in found.notes[0] and "config.yaml is missing" in found.notes[1]
+    record = read_record(folder)
+    assert record.curve("x") == [(0, 1.0), (1, 1.0)]
+    assert "torn" in record.notes[0] and "config.yaml is missing" in record.notes[1]
     (folder / "config.yaml").write_text("a: [")
     with pytest.raises(DataError, match=r"config\.yaml cannot be read as YAML"):
         read_record(folder)
 
 
-def test_the_page_loads_nothing_and_escapes_what_runs_are_called(tmp_path: Path) -> None:
+def test_the_page_is_self_contained_and_escapes_run_names(tmp_path: Path) -> None:
     a = read_record(
         write_run(tmp_path / "a", [{HOSTILE: float(n), "flat": 1.0} for n in range(3)], f"run: {{name: '{HOSTILE}'}}\n")
     )
     b = read_record(write_run(tmp_path / "b", [{HOSTILE: math.inf, "flat": 1.0}] * 3))
     html = html_page(compare(a, b, relative=0.0, absolute=0.0), [])
-    found = check_self_contained(html)
-    assert found.tags.count("polyline") == 3
-    assert HOSTILE in "".join(found.text)
+    page = check_self_contained(html)
+    assert page.tags.count("polyline") == 3
+    assert HOSTILE in "".join(page.text)
 
 
 def test_curves_in_one_line_of_text() -> None:
@@ -127,9 +127,9 @@ def test_the_command(tmp_path: Path) -> None:
         line = [sys.executable, "scripts/compare.py", *map(str, argv)]
         return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    found = run(a, b, "--html", page)
-    assert (found.returncode, page.is_file()) == (1, True), found.stderr
-    assert "first difference at step 1: train/loss" in found.stdout
+    result = run(a, b, "--html", page)
+    assert (result.returncode, page.is_file()) == (1, True), result.stderr
+    assert "first difference at step 1: train/loss" in result.stdout
     assert run(a, b, "--metrics", "train/lr").returncode == 0
     missing = run(a, tmp_path / "none")
     assert missing.returncode == 2 and "is not a folder" in missing.stderr

@@ -1,4 +1,4 @@
-"""No value of a run acts on the page or the terminal that shows it: a marker stands in every place a user can fill."""
+"""Escaping: a marker in every value of a run reaches neither page nor terminal as markup or control sequence."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ ACTING = ("\x1b", "\x07", "\x9b", "\r", "\u202e")
 
 
 def marked(tree: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """The tree with the mark for every value, and one more key that is the mark."""
-    found = {
+    """Return the tree with the mark in every value and as an additional key."""
+    values = {
         name: marked(cast("dict[str, Any]", value), mark) if isinstance(value, dict) and value else f"{mark}{value}"
         for name, value in tree.items()
     }
-    return found | {mark: mark}
+    return values | {mark: mark}
 
 
 def run_with(folder: Path, mark: str, values: list[float]) -> Path:
-    """A run whose every key, name and text has the mark."""
+    """Write a run with the mark in every key, name and text."""
     config = marked(asdict(load_config(["+recipe=quickstart", "run.prepare=null"], files=False)), mark)
     names = ("rollout/raw_reward", f"eval/{mark}", f"memory/{mark}", f"rollout/{mark}", f"comm/{mark}/{mark}/calls")
     write_run(folder, [dict.fromkeys(names, value) for value in values], json.dumps(config))
@@ -63,7 +63,7 @@ def test_no_value_is_markup(tmp_path: Path) -> None:
         html_page(compare(a, b, relative=0.0, absolute=0.0), []),
     ]
     for html in pages:
-        assert MARKER in "".join(check_self_contained(html).text), "shown, as it is"
+        assert MARKER in "".join(check_self_contained(html).text), "shown verbatim"
         assert "<x>" not in html and "<x" not in html
         assert 'aria-label="' in html and f'{MARKER}"' not in html
 
@@ -84,14 +84,14 @@ def test_no_value_reaches_a_terminal_raw(tmp_path: Path) -> None:
     assert [char for char in ACTING if char in text] == []
 
 
-def test_no_word_of_another_user_reaches_a_terminal_raw(tmp_path: Path, capsys: Any) -> None:
+def test_no_text_of_another_user_reaches_a_terminal_raw(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     run.mkdir()
     write_status(run, RunStatus(1, 2, requests=(ControlReply("save", 0.0, "failed", 1, BELL, BELL),)))
     assert control.main([str(run), "status"]) == 0
     assert control.main([str(tmp_path / BELL), "status"]) == 2
     assert cli.main([f"run.{BELL}=1"]) == 2
-    said = capsys.readouterr()
-    for text in said:
+    streams = capsys.readouterr()
+    for text in streams:
         assert "\\u001b]0;x\\u0007" in text
         assert [char for char in ACTING if char in text] == []

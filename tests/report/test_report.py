@@ -1,4 +1,4 @@
-"""report.html of a run: what it says, that it loads and runs nothing, and that text from models stays text."""
+"""report.html of a run: content, self-containment, and escaping of model text."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ def sample(sample_id: int, spans: tuple[Span, ...], text: str = "4", reward: flo
     return Sample(0, sample_id, sample_id, 0, ids, logprobs, spans, Status.COMPLETED, text, Reward(reward))
 
 
-def view_of(found: Sample, version: int, trainer: float = -0.5) -> TokenTable:
-    count = len(found.token_ids)
-    sampled = ~np.isnan(found.logprobs)
+def view_of(source: Sample, version: int, trainer: float = -0.5) -> TokenTable:
+    count = len(source.token_ids)
+    sampled = ~np.isnan(source.logprobs)
     return TokenTable(
         version=version,
-        sample_ids=np.array([found.sample_id], dtype=np.int64),
+        sample_ids=np.array([source.sample_id], dtype=np.int64),
         cu_seqlens=np.array([0, count], dtype=np.int32),
-        token_ids=found.token_ids,
+        token_ids=source.token_ids,
         versions=np.where(sampled, version, -1).astype(np.int32),
-        rollout_logprobs=found.logprobs,
+        rollout_logprobs=source.logprobs,
         trainer_logprobs=np.where(sampled, trainer, np.nan).astype(np.float32),
         loss_weight=np.where(sampled, 0.125, 0).astype(np.float32),
         advantages=np.where(sampled, 1.5, np.nan).astype(np.float32),
@@ -98,14 +98,14 @@ SPANS = (Span(0, 3, Source.PROMPT), Span(3, 5, Source.MODEL, 6), Span(5, 6, Sour
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run whose every text is hostile."""
+    """Write a run whose texts are all hostile."""
     config = {"run": {"name": HOSTILE[0]}, "data": {"train": HOSTILE[1]}, "rollout": {"temperature": 1.0}}
     folder = write_run(tmp_path / "run", [ROW | {HOSTILE[2]: 1.0}] * 4, json.dumps(config))
     for rollout_id in range(5):
-        found = sample(rollout_id, SPANS, HOSTILE[3])
-        prompt = Prompt(0, found.token_ids[:3], HOSTILE[0], HOSTILE[4], None)
-        save_groups(rollout_path(folder / "rollouts", rollout_id), [SampleGroup(rollout_id, prompt, (found,))])
-        save_view(view_path(folder / "rollouts", rollout_id), view_of(found, 7))
+        rollout_sample = sample(rollout_id, SPANS, HOSTILE[3])
+        prompt = Prompt(0, rollout_sample.token_ids[:3], HOSTILE[0], HOSTILE[4], None)
+        save_groups(rollout_path(folder / "rollouts", rollout_id), [SampleGroup(rollout_id, prompt, (rollout_sample,))])
+        save_view(view_path(folder / "rollouts", rollout_id), view_of(rollout_sample, 7))
     return folder
 
 
@@ -116,12 +116,12 @@ def page_of(folder: Path) -> str:
 
 def test_hostile_text_stays_text(run: Path) -> None:
     html = page_of(run)
-    found = check_self_contained(html)
-    text = "".join(found.text)
+    page = check_self_contained(html)
+    text = "".join(page.text)
     for hostile in HOSTILE[:6]:
-        assert hostile in text, "shown, as it is"
+        assert hostile in text, "shown verbatim"
     assert "\\u202e" in text and "\u202e" not in html and "\x00" not in html and "\x1b" not in html
-    assert not re.search(r"https?://", html.replace("http://evil", "")), "nothing outside is named"
+    assert not re.search(r"https?://", html.replace("http://evil", "")), "no external URL"
     html.encode()
 
 
@@ -134,11 +134,11 @@ def test_any_text_of_a_model_stays_text(text: str) -> None:
     from html import escape
 
     page = f'<html><head><meta content="default-src \'none\'"><style></style></head><p title="{escape(shown)}">{escape(shown)}</p>{html}</html>'
-    found = check_self_contained(page)
-    assert found.tags.count("p") == (2 if text else 1)
+    parsed = check_self_contained(page)
+    assert parsed.tags.count("p") == (2 if text else 1)
 
 
-def test_every_token_says_all_that_is_known_of_it(run: Path) -> None:
+def test_every_token_shows_its_values(run: Path) -> None:
     text = "\n".join(check_self_contained(page_of(run)).text)
     cells = re.findall(r"\n(-?[\d.]*)\n", text)
     for value in ("-0.25", "-0.5", "1.5", "0.125", "6", "7"):
@@ -153,10 +153,10 @@ def test_every_token_says_all_that_is_known_of_it(run: Path) -> None:
 
 
 HEADINGS = [
-    *("Reward", "KL and entropy", "Lengths", "Evaluation", "Trainer and engine", "Where the difference comes from"),
+    *("Reward", "KL and entropy", "Lengths", "Evaluation", "Trainer and engine", "Causes of the difference"),
     *("Time", "Memory", "Sampled tokens", "All metrics", "Configuration"),
 ]
-CURVES = {  # title of a chart -> where its line ends
+CURVES = {  # title of a chart -> label of its last point
     "reward": "raw_reward at 3: 0.5",
     "KL to the reference": "kl_loss at 3: 0.0625",
     "entropy": "entropy at 3: 0.75",
@@ -178,7 +178,7 @@ def test_every_part_has_its_heading_and_every_curve_its_line(run: Path) -> None:
     assert {title: end in figures[title] for title, end in CURVES.items()} == dict.fromkeys(CURVES, True)
 
 
-def test_curves_time_memory_and_attribution_are_there(run: Path) -> None:
+def test_the_page_has_curves_time_memory_and_attribution(run: Path) -> None:
     text = " ".join(check_self_contained(page_of(run)).text)
     for words in (
         "sums-pass@k",
@@ -191,13 +191,13 @@ def test_curves_time_memory_and_attribution_are_there(run: Path) -> None:
         "kernel",
     ):
         assert words in text
-    assert "minus the log-probability of sampled tokens" in text, "no loss asked for the entropy"
+    assert "minus the log-probability of sampled tokens" in text, "without an entropy loss"
     assert "entropy at 0: 0.75" in page_of(run)
     assert "of 0.001 nats the trainer's rounding makes 0.0006" in text
     assert "Rollout 0" in text and "Rollout 2" in text and "Rollout 4" in text and "Rollout 1 " not in text
 
 
-def test_what_was_counted_of_collectives_is_there(run: Path, tmp_path: Path) -> None:
+def test_the_page_has_collective_counts(run: Path, tmp_path: Path) -> None:
     text = " ".join(check_self_contained(page_of(run)).text)
     assert "dp all_reduce 400 16.00 1.000 12 1.00 4 256.0" in " ".join(text.split())
     assert "The memory guard took 2.00 ms in all, 0.0250% of the steps" in text
@@ -219,8 +219,8 @@ def test_a_run_without_samples_says_how_to_keep_them(tmp_path: Path) -> None:
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
     line = [sys.executable, "scripts/report.py", str(run), "--out", str(tmp_path / "x" / "r.html")]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     check_self_contained((tmp_path / "x" / "r.html").read_text())
     bad = subprocess.run([*line[:2], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (bad.returncode, "is not a folder" in bad.stderr) == (2, True)
@@ -237,28 +237,28 @@ def test_another_temperature_shows_as_another_slope() -> None:
         ]
 
     def view(temperature: float) -> TokenTable:
-        found = sample(0, (Span(0, 1, Source.PROMPT), Span(1, 401, Source.MODEL, 3)))
-        found.logprobs[1:] = logprobs(1.0)
-        made = view_of(found, 3)
-        made.trainer_logprobs[1:] = logprobs(temperature)
-        return made
+        source = sample(0, (Span(0, 1, Source.PROMPT), Span(1, 401, Source.MODEL, 3)))
+        source.logprobs[1:] = logprobs(1.0)
+        table = view_of(source, 3)
+        table.trainer_logprobs[1:] = logprobs(temperature)
+        return table
 
-    same, other = slope([view(1.0)]), slope([view(1.3)])
-    assert same is not None and abs(same[0] - 1) < 1e-6 and same[1] == 400
-    assert other is not None and abs(other[0] - 1) > 0.1
+    equal_slope, other_slope = slope([view(1.0)]), slope([view(1.3)])
+    assert equal_slope is not None and abs(equal_slope[0] - 1) < 1e-6 and equal_slope[1] == 400
+    assert other_slope is not None and abs(other_slope[0] - 1) > 0.1
     assert slope([]) is None
 
 
 def test_the_difference_by_age_of_tokens() -> None:
-    found = sample(0, SPANS)
-    view = view_of(found, 8)
+    source = sample(0, SPANS)
+    view = view_of(source, 8)
     view.versions[3:5], view.versions[6:9] = 6, 8
     view.trainer_logprobs[3:5] = -1.25
     ages = by_age([view])
     assert ages == {0: (0.25, 3), 2: (1.0, 2)}
 
 
-def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
+def test_missing_measurements_are_named(tmp_path: Path) -> None:
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "a", [{"x": 1.0}])), [])}
     assert parts["all of it"].measured == "not measured"
     assert "weights.probe_sequences" in parts["precision, kernel"].source

@@ -1,4 +1,4 @@
-"""Formulas as a model could write them, of every kind that the grammar of math-verify knows, nested."""
+"""Strategy of nested formulas that a model could write, covering the grammar of math-verify."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LEAVES = st.sampled_from(NUMBERS) | st.sampled_from(LETTERS)
 
 
 def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Formulas one level above ``inner``."""
+    """Return formulas with ``inner`` as parts."""
     small = st.sampled_from(["1", "2", "3", "5", "12", "99", "n", "-1", r"\frac{1}{2}", r"\frac{1}{3}"])
 
     def of(form: str, *parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-        return st.tuples(*parts).map(lambda found: form % found)
+        return st.tuples(*parts).map(lambda values: form % values)
 
     return st.one_of(
         of("%s%s%s", inner, st.sampled_from(["+", "-", r"\cdot ", r"\times ", "", "=", ","]), inner),

@@ -1,4 +1,4 @@
-"""A reward server: answers what it is told to, and remembers what it was asked."""
+"""Fake reward server that answers by a script and records its requests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from aiohttp import web
 
 Script = Callable[[dict[str, Any], int], tuple[int, str]]
-"""(request, how many came before it) -> (HTTP status, body)."""
+"""(request, number of earlier requests) -> (HTTP status, body)."""
 
 
 @asynccontextmanager
 async def serve(script: Script, port: int = 0) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
-    """Address of a server on loopback, and the requests it gets."""
-    asked: list[dict[str, Any]] = []
+    """Serve on loopback; yields the address and the list of received requests."""
+    requests: list[dict[str, Any]] = []
 
     async def post(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        status, body = script(asked[-1], len(asked) - 1)
+        requests.append(await request.json())
+        status, body = script(requests[-1], len(requests) - 1)
         return web.Response(status=status, text=body, content_type="application/json")
 
     app = web.Application()
@@ -29,6 +29,6 @@ async def serve(script: Script, port: int = 0) -> AsyncGenerator[tuple[str, list
     site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/score", asked
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/score", requests
     finally:
         await runner.cleanup()

@@ -1,4 +1,4 @@
-"""Reward functions as users write them, good and bad."""
+"""User-defined reward functions, valid and faulty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_A_FUNCTION = 3
 
 @scores_groups
 def ranks(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-    """The longer among its group the better, 0 to 1."""
+    """Score samples by their length rank in the group, 0 to 1."""
     order = sorted(samples, key=lambda sample: len(sample.text))
     return [order.index(sample) / max(len(samples) - 1, 1) for sample in samples]
 
@@ -75,7 +75,7 @@ def exits(prompt: Prompt, sample: Sample) -> float:
 
 
 def ends_on_x(prompt: Prompt, sample: Sample) -> float:
-    """For the text ``x`` its process ends as the row says: by a signal, or with all the memory it can get."""
+    """End the process for the text ``x``: by the signal named in the row's metadata, or out of memory."""
     if sample.text != "x":
         return 1.0
     if prompt.metadata["by"] == "memory":
@@ -93,13 +93,13 @@ def too_right(prompt: Prompt, sample: Sample) -> Reward:
 
 
 def limits(prompt: Prompt, sample: Sample) -> float:
-    """GiB of private memory that this process may have; the CPU time is limited too."""
+    """Return this process's memory limit in GiB; asserts that CPU time is limited too."""
     assert resource.getrlimit(resource.RLIMIT_CPU)[0] > 0
     return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
 
 
 def hangs_on_x(prompt: Prompt, sample: Sample) -> float:
-    """Never returns for the text ``x``, with a child that does not end either; writes both pids first."""
+    """Hang for the text ``x``, with a child that does not end either, after writing both pids."""
     if sample.text != "x":
         return 1.0
     child = subprocess.Popen(["sleep", "600"])

@@ -1,4 +1,4 @@
-"""Groups with texts, for rewards."""
+"""Sample groups with texts, for rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_like.types import Prompt, Sample, SampleGroup, Source, Span, Status
 def group(
     *texts: str, label: str | None = "4", rm_type: str | None = None, metadata: Mapping[str, Any] | None = None
 ) -> SampleGroup:
-    """One sample per text."""
+    """Return a group with one sample per text."""
     prompt = Prompt(7, np.zeros(1, dtype=np.int32), "2+2=", label, rm_type, dict(metadata or {}))
     return SampleGroup(0, prompt, tuple(_sample(i, text) for i, text in enumerate(texts)))
 
@@ -32,6 +32,6 @@ def _sample(sample_id: int, text: str) -> Sample:
     )
 
 
-def scores(found: SampleGroup) -> list[float]:
-    """Score of each sample."""
-    return [s.reward.score for s in found.samples if s.reward is not None]
+def scores(scored: SampleGroup) -> list[float]:
+    """Return the score of each scored sample."""
+    return [s.reward.score for s in scored.samples if s.reward is not None]

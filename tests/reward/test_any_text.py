@@ -1,4 +1,4 @@
-"""No text, however odd or long, hangs or ends a reward: all of them, in the real pool and against a real server."""
+"""Arbitrary and very long texts are scored in time by every reward, in the real pool and a reward server."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tests.reward.reward_server import serve
 from tests.reward.scored import group
 from tests.reward.test_reward_pool import counts
 
-TEXTUAL = [name for name in REWARDS if name != "given"]  # which reads none
+TEXTUAL = [name for name in REWARDS if name != "given"]  # "given" reads no text
 NAMES = [*TEXTUAL, *(f"boxed_{name}" for name in TEXTUAL)]
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A pool with all rewards, beside a reward server that says 0.5 to everything."""
+    """Reward pool with all rewards, and a reward server that always answers 0.5."""
 
     runner: asyncio.Runner
     pool: RewardPool
 
     def assert_scores(self, label: str, texts: Sequence[str]) -> None:
-        """Every reward scores every text in time, with a finite score and an accuracy of 0 or 1."""
+        """Assert that every reward scores every text in time, with a finite score and an accuracy of 0 or 1."""
         groups = [
             replace(g, prompt=replace(g.prompt, rm_type=name)) for name in NAMES for g in [group(*texts, label=label)]
         ]
         self.pool.metrics()
-        found: list[SampleGroup] = self.runner.run(self.pool.score(groups))
+        scored_groups: list[SampleGroup] = self.runner.run(self.pool.score(groups))
         assert reduce_metrics(self.pool.metrics()) == counts(calls=len(NAMES) * len(texts))
-        for sample in (sample for scored in found for sample in scored.samples):
+        for sample in (sample for scored in scored_groups for sample in scored.samples):
             assert sample.reward is not None and -1.0 <= sample.reward.score <= 1.0
             assert sample.reward.accuracy in (None, 0.0, 1.0) and math.isfinite(sample.reward.score)
 

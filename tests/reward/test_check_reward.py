@@ -1,4 +1,4 @@
-"""Rewards checked at load."""
+"""Checks of rewards at load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USERS = "tests.reward.rewards_of_users"
 
 
 @pytest.mark.parametrize("name", [*REWARDS, f"{USERS}:length", f"{USERS}:ranks"])
-def test_what_exists_loads(name: str) -> None:
+def test_existing_rewards_load(name: str) -> None:
     assert callable(load_reward("reward.name", name))
     check_reward(RewardConfig(name=name))
     check_reward(RewardConfig(weights={"rm_type": 1.0, name: 0.5}))
@@ -39,19 +39,19 @@ def test_every_name_takes_the_prefix(name: str) -> None:
         ("no.such.module:f", r"reward.name='no.such.module:f': cannot import 'no.such.module'"),
         (f"{USERS}:lenght", r"has no 'lenght'; did you mean 'length'\?"),
         (f"{USERS}:NOT_A_FUNCTION", r"is a int; it must be a function \(prompt, sample\)"),
-        (f"{USERS}:coroutine", r"is a coroutine function; .+ make it a plain function"),
+        (f"{USERS}:coroutine", r"is a coroutine function; .+ define it with def"),
         (f"{USERS}:three_arguments", r"cannot be called as reward\(prompt, sample\): missing .+'tokenizer'"),
     ],
 )
-def test_what_cannot_work_says_why_before_a_process_starts(name: str, message: str) -> None:
+def test_an_invalid_reward_is_refused_with_the_reason(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_reward(RewardConfig(name=name))
 
 
-def test_rows_need_a_label_where_a_reward_compares() -> None:
+def test_rewards_that_compare_need_a_label() -> None:
     rule = label_rule(RewardConfig(name="gpqa", remote_url="http://127.0.0.1:1"))
-    found = {name: rule(name) for name in REWARDS} | {"boxed_math": rule("boxed_math")}
-    assert {name for name, needed in found.items() if not needed} == {"given", "gpqa", "remote_rm"}
+    needs_label = {name: rule(name) for name in REWARDS} | {"boxed_math": rule("boxed_math")}
+    assert {name for name, needed in needs_label.items() if not needed} == {"given", "gpqa", "remote_rm"}
     assert not rule(None)
     assert label_rule(RewardConfig(name=f"{USERS}:length", weights={"rm_type": 1.0, "math": 0.5}))(None)
 
@@ -66,6 +66,6 @@ def test_a_data_file_does_not_choose_code() -> None:
         label_rule(RewardConfig(name="math"))("os:system")
 
 
-def test_a_row_may_not_ask_a_server_that_has_no_address() -> None:
-    with pytest.raises(ConfigError, match=r"rm_type='remote_rm' asks a reward server: set reward.remote_url"):
+def test_a_row_cannot_use_a_reward_server_without_an_address() -> None:
+    with pytest.raises(ConfigError, match=r"rm_type='remote_rm' needs a reward server: set reward.remote_url"):
         label_rule(RewardConfig(name="math"))("remote_rm")

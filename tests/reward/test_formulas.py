@@ -1,4 +1,4 @@
-"""Every formula is scored or refused within a bound of work, however its parts are nested."""
+"""Formulas: every one is scored or refused within a bounded amount of work, for any nesting."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from slime_like.reward.latex import tame
+from tests.reward.call_counter import MAX_CALLS
 from tests.reward.formulas import FORMULAS
-from tests.reward.work import MOST_CALLS
 
 NUM_FORMULAS = 40
 
 
 @pytest.fixture(scope="module")
 def calls() -> Iterator[Callable[[str], int]]:
-    """Return the number of calls that a formula takes, in a process with limits of the kernel."""
-    command, pipe = [sys.executable, "-m", "tests.reward.work"], subprocess.PIPE
+    """Return a function that counts the calls a formula takes, in a process with kernel limits."""
+    command, pipe = [sys.executable, "-m", "tests.reward.call_counter"], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         written, read = process.stdin, process.stdout
@@ -36,10 +36,10 @@ def calls() -> Iterator[Callable[[str], int]]:
         process.stdin.close()
 
 
-@settings(max_examples=NUM_FORMULAS, derandomize=True, phases=[Phase.generate])  # to shrink one may take long
+@settings(max_examples=NUM_FORMULAS, derandomize=True, phases=[Phase.generate])  # shrinking may take long
 @given(FORMULAS)
 def test_a_formula_takes_a_bounded_number_of_calls(calls: Callable[[str], int], formula: str) -> None:
-    assert calls(formula) <= MOST_CALLS
+    assert calls(formula) <= MAX_CALLS
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_a_formula_takes_a_bounded_number_of_calls(calls: Callable[[str], int], 
         r"e^{\binom{99}{50}}",
     ],
 )
-def test_what_is_more_work_than_it_looks_is_compared_as_text(calls: Callable[[str], int], formula: str) -> None:
+def test_unexpectedly_expensive_formulas_are_compared_as_text(calls: Callable[[str], int], formula: str) -> None:
     assert not tame(formula)
-    assert calls(formula) < 10_000, "size and text, without sympy"
+    assert calls(formula) < 10_000, "compared by size and text, without sympy"
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_what_is_more_work_than_it_looks_is_compared_as_text(calls: Callable[[st
         "e^{-2}",
     ],
 )
-def test_those_of_few_factors_are_computed(formula: str) -> None:
+def test_formulas_of_few_factors_are_computed(formula: str) -> None:
     assert tame(formula)

@@ -1,4 +1,4 @@
-"""Rewards that compare values: ``math`` wants a box, ``answer`` does not, ``exact`` compares text."""
+"""Rewards that compare values: ``math`` requires a box, ``answer`` does not, ``exact`` compares text."""
 
 from __future__ import annotations
 
@@ -61,16 +61,18 @@ WRONG = [
 
 @pytest.mark.parametrize(("label", "text"), RIGHT)
 def test_equal_values_score(label: str, text: str) -> None:
-    given = group(text, label=label)
-    assert answer(given.prompt, given.samples[0]) == Reward(1.0, 1.0)
+    question = group(text, label=label)
+    assert answer(question.prompt, question.samples[0]) == Reward(1.0, 1.0)
     boxed = "boxed{" in text or "fbox{" in text
-    assert math(given.prompt, given.samples[0]) == Reward(float(boxed), float(boxed))
+    assert math(question.prompt, question.samples[0]) == Reward(float(boxed), float(boxed))
 
 
 @pytest.mark.parametrize(("label", "text"), WRONG)
-def test_other_values_do_not(label: str, text: str) -> None:
-    given = group(text, label=label)
-    assert answer(given.prompt, given.samples[0]) == math(given.prompt, given.samples[0]) == Reward(0.0, 0.0)
+def test_unequal_values_do_not_score(label: str, text: str) -> None:
+    question = group(text, label=label)
+    assert (
+        answer(question.prompt, question.samples[0]) == math(question.prompt, question.samples[0]) == Reward(0.0, 0.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,29 +104,29 @@ def test_other_values_do_not(label: str, text: str) -> None:
         r"\sum_{n=1}^{9} \prod_{k=1}^{n} \int_0^k x^x dx",
     ],
 )
-def test_what_would_take_sympy_minutes_or_gigabytes_is_compared_as_text(latex: str) -> None:
+def test_formulas_too_expensive_for_sympy_are_compared_as_text(latex: str) -> None:
     assert not tame(latex)
     assert not equal("3", latex)
     assert equal(latex, f" {latex}")
 
 
 @pytest.mark.parametrize("latex", [r"\frac{2^{2024}-1}{3}", "(1+x)^{99}", r"\left(3+\sqrt{5}\right)^{20}"])
-def test_large_numbers_and_powers_that_answers_have_are_tame(latex: str) -> None:
+def test_large_numbers_and_powers_of_real_answers_are_computed(latex: str) -> None:
     assert tame(latex)
 
 
 @pytest.mark.parametrize("latex", ["2^{10}", "5!", r"\binom{10}{3}", r"x^{2n+1}", r"\int_0^1 x\,dx", r"10^{-6}"])
-def test_what_answers_are_made_of_is_not(latex: str) -> None:
+def test_common_answers_are_computed(latex: str) -> None:
     assert tame(latex)
 
 
-def test_values_are_compared_where_texts_differ() -> None:
+def test_values_are_compared_if_texts_differ() -> None:
     assert equal("1024", "2^{10}")
     assert not equal("1025", "2^{10}")
 
 
 def test_text_of_a_model_is_never_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sympy's parse_expr would call ``eval``: no path may reach it."""
+    """No path may reach sympy's ``parse_expr``, which calls ``eval``."""
 
     def caught(*args: object) -> None:
         raise AssertionError(f"eval was called on {args[0]!r}")
@@ -133,9 +135,9 @@ def test_text_of_a_model_is_never_evaluated(tmp_path: Path, monkeypatch: pytest.
     target = tmp_path / "owned"
     attack = f"__import__('pathlib').Path('{target}').touch()"
     for text in ("3+1", "(2+2)*1", "2**2", attack, f"${attack}$", rf"\boxed{{{attack}}}", f"answer: 1+{attack}"):
-        given = group(text, label="1/3 + 2")
-        assert answer(given.prompt, given.samples[0]).score == 0.0
-        assert math(given.prompt, given.samples[0]).score == 0.0
+        question = group(text, label="1/3 + 2")
+        assert answer(question.prompt, question.samples[0]).score == 0.0
+        assert math(question.prompt, question.samples[0]).score == 0.0
     assert not target.exists()
 
 
@@ -143,13 +145,13 @@ def test_without_formula_or_number_there_is_no_answer() -> None:
     assert final_answer("I do not know.") is None
 
 
-def test_exact_forgives_only_spaces_at_the_ends() -> None:
-    given = group(" 4\n", "4.0", "the 4", label="4 ")
-    assert [exact(given.prompt, s).score for s in given.samples] == [1.0, 0.0, 0.0]
+def test_exact_ignores_only_surrounding_spaces() -> None:
+    question = group(" 4\n", "4.0", "the 4", label="4 ")
+    assert [exact(question.prompt, s).score for s in question.samples] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [math, answer, exact])
 def test_a_missing_label_names_the_prompt(reward: RewardFn) -> None:
-    given = group("4", label=None)
+    question = group("4", label=None)
     with pytest.raises(ValueError, match="prompt 7 of train has no label"):
-        reward(given.prompt, given.samples[0])
+        reward(question.prompt, question.samples[0])

@@ -1,4 +1,4 @@
-"""The reward server: a real one on loopback, answering, failing, late and dead."""
+"""Reward server: a real one on loopback that answers, fails, is late or is down."""
 
 from __future__ import annotations
 
@@ -32,52 +32,54 @@ def config(url: str, **changes: object) -> RewardConfig:
     return RewardConfig(name="remote_rm", remote_url=url, **({"remote_retries": 2, "timeout_s": 20.0} | changes))  # pyright: ignore[reportArgumentType]
 
 
-def against(script: Script, test: Callable[[str, list[dict[str, object]]], Awaitable[None]]) -> None:
-    """Run ``test(url, requests)`` beside a server."""
+def with_server(script: Script, test: Callable[[str, list[dict[str, object]]], Awaitable[None]]) -> None:
+    """Run ``test(url, requests)`` with a running server."""
 
     async def run() -> None:
-        async with serve(script) as (url, asked):
-            await test(url, asked)
+        async with serve(script) as (url, requests):
+            await test(url, requests)
 
     asyncio.run(run())
 
 
 async def score(pool: RewardPool, *texts: str, rm_type: str | None = None) -> list[Reward | None]:
-    found = (await pool.score([group(*texts, rm_type=rm_type)]))[0]
-    return [sample.reward for sample in found.samples]
+    scored = (await pool.score([group(*texts, rm_type=rm_type)]))[0]
+    return [sample.reward for sample in scored.samples]
 
 
-def test_the_server_gets_what_slime_sends_and_answers_a_number_or_an_object() -> None:
-    async def test(url: str, asked: list[dict[str, object]]) -> None:
+def test_the_server_gets_slimes_request_and_answers_number_or_object() -> None:
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url))
         assert await score(pool, "number", "object") == [Reward(0.5), Reward(-1.0, 0.0)]
-        assert asked[0] == {"prompt": "2+2=", "response": "number", "label": "4"}
+        assert requests[0] == {"prompt": "2+2=", "response": "number", "label": "4"}
         assert await score(pool, r"x \boxed{number}", rm_type="boxed_remote_rm") == [Reward(0.5)]
         assert reduce_metrics(pool.metrics()) == counts(calls=3)
         await pool.stop()
 
-    against(lambda body, _: (200, "0.5" if body["response"] == "number" else '{"score": -1, "acc": 0, "x": []}'), test)
+    with_server(
+        lambda body, _: (200, "0.5" if body["response"] == "number" else '{"score": -1, "acc": 0, "x": []}'), test
+    )
 
 
-def test_a_server_that_fails_now_and_then_is_asked_again() -> None:
-    async def test(url: str, asked: list[dict[str, object]]) -> None:
+def test_an_intermittent_failure_is_retried() -> None:
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url))
         assert await score(pool, "a") == [Reward(1.0)]
-        assert len(asked) == 3
+        assert len(requests) == 3
         assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_retries=2)
         assert pool.warnings() == ()
         await pool.stop()
 
-    against(lambda _, before: (200, "1") if before == 2 else ((503, "busy"), (429, "slow"))[before], test)
+    with_server(lambda _, before: (200, "1") if before == 2 else ((503, "busy"), (429, "slow"))[before], test)
 
 
 @pytest.mark.parametrize(("fallback", "status"), [(0.25, Status.COMPLETED), (None, Status.FAILED)])
 def test_a_dead_server_gives_one_message_and_the_configured_value(fallback: float | None, status: Status) -> None:
     async def run(port: int) -> None:
         pool = RewardPool(config(f"http://127.0.0.1:{port}/score", fallback=fallback, remote_concurrency=1))
-        found = (await pool.score([group(*"abcdefgh")]))[0]
-        assert scores(found) == [fallback or 0.0] * 8
-        assert {sample.status for sample in found.samples} == {status}
+        scored = (await pool.score([group(*"abcdefgh")]))[0]
+        assert scores(scored) == [fallback or 0.0] * 8
+        assert {sample.status for sample in scored.samples} == {status}
         # The first sample is retried; the others then take one request each.
         assert reduce_metrics(pool.metrics()) == counts(calls=8, remote_failures=8, fallbacks=8, remote_retries=2)
         (message,) = pool.warnings()
@@ -85,14 +87,14 @@ def test_a_dead_server_gives_one_message_and_the_configured_value(fallback: floa
             assert part in message
         async with serve(lambda *_: (200, "1"), port):
             assert await score(pool, "a", "b") == [Reward(1.0), Reward(1.0)]
-        assert pool.warnings() == (f"the reward server http://127.0.0.1:{port}/score answers again",)
+        assert pool.warnings() == (f"the reward server http://127.0.0.1:{port}/score responds again",)
         await pool.stop()
 
     with PortLease("127.0.0.1") as port:
         asyncio.run(run(port))
 
 
-def test_a_late_server_counts_as_configured() -> None:
+def test_a_timeout_counts_as_configured() -> None:
     async def run() -> None:
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()
@@ -103,8 +105,8 @@ def test_a_late_server_counts_as_configured() -> None:
         pool = RewardPool(config(f"http://127.0.0.1:{port}", timeout_s=0.05, fallback=-1.0))
         assert await score(pool, "a") == [Reward(-1.0)]
         assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_failures=1, fallbacks=1)
-        (told,) = pool.warnings()
-        assert re.search(rf"reward pool waited \d+ s for reward server http://127\.0\.0\.1:{port}", told), told
+        (message,) = pool.warnings()
+        assert re.search(rf"reward pool waited \d+ s for reward server http://127\.0\.0\.1:{port}", message), message
         await pool.stop()
         server.close()
 
@@ -112,67 +114,67 @@ def test_a_late_server_counts_as_configured() -> None:
 
 
 @pytest.mark.parametrize("fallback", [0.25, None])
-def test_a_planted_outage_is_one_of_a_server_that_is_down(
+def test_an_injected_outage_looks_like_a_server_that_is_down(
     fallback: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it is over nothing arrives: a row of retries, then a request for each sample. What it cost is told."""
+    """During the outage no request arrives: retries once, then one attempt per sample. The cost is reported."""
     lasts = [True]
     monkeypatch.setattr(Outage, "lasts", property(lambda _: lasts[0]))
 
-    async def test(url: str, asked: list[dict[str, object]]) -> None:
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, fallback=fallback, remote_concurrency=1))
         pool.lose_server(5.0)
-        assert pool.take_recoveries() == (), "nothing was asked of it yet"
-        found = (await pool.score([group(*"abc")]))[0]
-        assert (scores(found), asked) == ([fallback or 0.0] * 3, [])
+        assert pool.take_recoveries() == (), "no request was made yet"
+        scored = (await pool.score([group(*"abc")]))[0]
+        assert (scores(scored), requests) == ([fallback or 0.0] * 3, [])
         assert reduce_metrics(pool.metrics()) == counts(calls=3, remote_failures=3, fallbacks=3, remote_retries=2)
         (message,) = pool.warnings()
         assert f"the reward server {url} does not score (ClientConnectorError" in message
-        (so_far,) = pool.take_recoveries()
-        assert (so_far.engine, so_far.groups, so_far.joined) == (REWARD_SERVER, 3, 0.0)
-        assert "Cannot connect to host 127.0.0.1" in so_far.cause
+        (ongoing,) = pool.take_recoveries()
+        assert (ongoing.engine, ongoing.groups, ongoing.joined) == (REWARD_SERVER, 3, 0.0)
+        assert "Cannot connect to host 127.0.0.1" in ongoing.cause
         lasts[0] = False
         assert await score(pool, "d") == [Reward(1.0)]
-        (whole,) = pool.take_recoveries()
-        assert whole.which == so_far.which and whole.joined >= whole.noticed > 0
+        (recovery,) = pool.take_recoveries()
+        assert recovery.which == ongoing.which and recovery.joined >= recovery.noticed > 0
         assert pool.take_recoveries() == ()
-        strike = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, whole.noticed - 1)
-        (outcome,) = outcomes([strike], [whole])
+        strike = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, recovery.noticed - 1)
+        (outcome,) = outcomes([strike], [recovery])
         assert outcome.found.startswith("noticed after 1.0 s (down: Cannot connect to host")
         assert re.search(r"answers again after \d\.\d s, 3 samples without its score", outcome.found)
-        assert "has not answered since" in outcomes([strike], [so_far])[0].found
+        assert "has not answered since" in outcomes([strike], [ongoing])[0].found
         assert outcomes([strike], [])[0].found.startswith("no request failed")
         await pool.stop()
 
-    against(lambda *_: (200, "1"), test)
+    with_server(lambda *_: (200, "1"), test)
 
 
 def test_retries_outlast_a_short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     lasts = itertools.chain([True] * 2, itertools.repeat(False))
     monkeypatch.setattr(Outage, "lasts", property(lambda _: next(lasts)))
 
-    async def test(url: str, asked: list[dict[str, object]]) -> None:
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, remote_retries=9))
         pool.lose_server(5.0)
         assert await score(pool, "a") == [Reward(1.0)]
         assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_retries=2)
-        (whole,) = pool.take_recoveries()
-        assert whole.groups == 0 and whole.joined
+        (recovery,) = pool.take_recoveries()
+        assert recovery.groups == 0 and recovery.joined
         await pool.stop()
 
-    against(lambda *_: (200, "1"), test)
+    with_server(lambda *_: (200, "1"), test)
 
 
-def test_a_server_that_refuses_a_sample_is_not_asked_twice_about_it() -> None:
-    async def test(url: str, asked: list[dict[str, object]]) -> None:
+def test_a_refused_sample_is_not_sent_twice() -> None:
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, fallback=-1.0, remote_concurrency=1))
         assert await score(pool, "bad", "good") == [Reward(-1.0), Reward(1.0)]
-        assert len(asked) == 2
+        assert len(requests) == 2
         assert reduce_metrics(pool.metrics()) == counts(calls=2, remote_failures=1, fallbacks=1)
         assert "HTTP 422: too odd" in pool.warnings()[0]
         await pool.stop()
 
-    against(lambda body, _: (422, "too odd") if body["response"] == "bad" else (200, "1"), test)
+    with_server(lambda body, _: (422, "too odd") if body["response"] == "bad" else (200, "1"), test)
 
 
 @pytest.mark.parametrize(
@@ -181,25 +183,25 @@ def test_a_server_that_refuses_a_sample_is_not_asked_twice_about_it() -> None:
         (
             200,
             '"good"',
-            r"answered '\"good\"': 'good' \(str\), not a number; a reward server answers a finite number, or an object",
+            r"returned '\"good\"': 'good' \(str\), not a number; a reward server must return a finite number, or an object",
         ),
-        (200, "NaN", r"answered 'NaN'"),
-        (200, f"1{'0' * 400}", r"answered '10+': inf, not a finite number"),
+        (200, "NaN", r"returned 'NaN'"),
+        (200, f"1{'0' * 400}", r"returned '10+': inf, not a finite number"),
         (200, "1e300", r"1e\+300, not a number from -1e\+09 to 1e\+09"),
         (200, '{"score": 1, "acc": 7}', r"accuracy 7, not a number from 0 to 1"),
-        (200, "[" * 2**21, r"answers more than 1048576 bytes"),
-        (401, "x" * 2**21, r"answers HTTP 401: x{200}; give"),
-        (200, "null", r"answered 'null'"),
-        (200, '{"reward": 1}', r"answered .+ such as \{\"score\": 0.5, \"acc\": 1\}"),
-        (200, "<html>", r"answered '<html>'"),
-        (401, "who are you", r"remote_url=http://.+/score answers HTTP 401: who are you; give the address"),
+        (200, "[" * 2**21, r"returned more than 1048576 bytes"),
+        (401, "x" * 2**21, r"returned HTTP 401: x{200}; set"),
+        (200, "null", r"returned 'null'"),
+        (200, '{"reward": 1}', r"returned .+ such as \{\"score\": 0.5, \"acc\": 1\}"),
+        (200, "<html>", r"returned '<html>'"),
+        (401, "who are you", r"remote_url=http://.+/score returned HTTP 401: who are you; set it to the address"),
     ],
 )
-def test_what_is_no_reward_server_ends_the_run_naming_the_key(status: int, body: str, message: str) -> None:
-    async def test(url: str, asked: list[dict[str, object]]) -> None:
+def test_an_invalid_answer_ends_the_run_naming_the_key(status: int, body: str, message: str) -> None:
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url))
         with pytest.raises(RewardError, match=message):
             await score(pool, "a")
         await pool.stop()
 
-    against(lambda *_: (status, body), test)
+    with_server(lambda *_: (status, body), test)

@@ -1,4 +1,4 @@
-"""The pool: real processes, hung and dying rewards."""
+"""Reward pool: real processes, with hanging and dying rewards."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Score = Callable[[Sequence[SampleGroup]], list[SampleGroup]]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    made = RewardPool(RewardConfig(name="answer", workers=2, timeout_s=20))
-    yield made
-    made.close()
+    reward_pool = RewardPool(RewardConfig(name="answer", workers=2, timeout_s=20))
+    yield reward_pool
+    reward_pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,11 @@ def score(pool: RewardPool) -> Iterator[Score]:
 def test_every_sample_is_scored_in_place_by_its_rows_reward(pool: RewardPool, score: Score) -> None:
     groups = [group("4", "5", "4.0"), group("4.0", " 4", rm_type="exact"), group("abc", rm_type=f"{USERS}:length")]
     pool.metrics()
-    found = score(groups)
-    assert [scores(g) for g in found] == [[1, 0, 1], [0, 1], [3]]
-    assert found[0].samples[1].reward == Reward(0.0, 0.0)
+    scored = score(groups)
+    assert [scores(g) for g in scored] == [[1, 0, 1], [0, 1], [3]]
+    assert scored[0].samples[1].reward == Reward(0.0, 0.0)
     assert groups[0].samples[0].reward is None
-    assert [replace(s, reward=None) for s in found[2].samples] == list(groups[2].samples)
+    assert [replace(s, reward=None) for s in scored[2].samples] == list(groups[2].samples)
     assert reduce_metrics(pool.metrics()) == counts(calls=6)
 
 
@@ -57,25 +57,25 @@ def test_workers_import_neither_torch_nor_ray(score: Score) -> None:
     assert scores(score([group("a", "b", rm_type=f"{USERS}:imported_torch")])[0]) == [0.0, 0.0]
 
 
-def test_scored_and_failed_samples_are_not_asked_about(pool: RewardPool, score: Score) -> None:
-    given = group("4", "4", "4")
+def test_scored_and_failed_samples_are_skipped(pool: RewardPool, score: Score) -> None:
+    unscored = group("4", "4", "4")
     samples = (
-        replace(given.samples[0], reward=Reward(0.75)),
-        replace(given.samples[1], status=Status.FAILED),
-        replace(given.samples[2], status=Status.ABORTED),
+        replace(unscored.samples[0], reward=Reward(0.75)),
+        replace(unscored.samples[1], status=Status.FAILED),
+        replace(unscored.samples[2], status=Status.ABORTED),
     )
     pool.metrics()
-    assert scores(score([replace(given, samples=samples)])[0]) == [0.75, 0.0, 0.0]
+    assert scores(score([replace(unscored, samples=samples)])[0]) == [0.75, 0.0, 0.0]
 
 
-def test_given_scores_only_what_was_cut_off(score: Score) -> None:
-    """An agent for which no room is left does not get to its reward."""
-    found = group("4", "4", rm_type="given")
-    cut = replace(found.samples[0], status=Status.TRUNCATED)
-    whole = replace(found.samples[1], reward=Reward(0.75))
-    assert scores(score([replace(found, samples=(cut, whole))])[0]) == [0.0, 0.75]
-    with pytest.raises(RewardError, match="came without a reward"):
-        score([found])
+def test_given_scores_only_truncated_samples(score: Score) -> None:
+    """An agent that runs out of tokens cannot return its reward."""
+    unscored = group("4", "4", rm_type="given")
+    cut = replace(unscored.samples[0], status=Status.TRUNCATED)
+    completed = replace(unscored.samples[1], reward=Reward(0.75))
+    assert scores(score([replace(unscored, samples=(cut, completed))])[0]) == [0.0, 0.75]
+    with pytest.raises(RewardError, match="has no reward"):
+        score([unscored])
 
 
 @pytest.mark.parametrize(
@@ -95,28 +95,26 @@ def test_given_scores_only_what_was_cut_off(score: Score) -> None:
         ("three_arguments", r"could not be imported in a worker: raised ConfigError"),
     ],
 )
-def test_a_faulty_reward_ends_the_run_naming_itself(score: Score, name: str, message: str) -> None:
+def test_a_faulty_reward_ends_the_run_and_is_named(score: Score, name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message) as caught:
         score([group("a", rm_type=f"{USERS}:{name}")])
     assert f"reward '{USERS}:{name}'" in str(caught.value)
-    assert scores(score([group("4", "5", "4")])[0]) == [1, 0, 1]  # the pool is as good as before
+    assert scores(score([group("4", "5", "4")])[0]) == [1, 0, 1]  # the pool still works
 
 
 @pytest.mark.parametrize(("fallback", "status"), [(-0.5, Status.COMPLETED), (None, Status.FAILED)])
-def test_a_hung_call_is_killed_with_its_children_and_counts_as_configured(
-    tmp_path: Path, fallback: float | None, status: Status
-) -> None:
+def test_a_hanging_call_is_killed_with_its_children(tmp_path: Path, fallback: float | None, status: Status) -> None:
     pids = tmp_path / "pids"
     pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_on_x", workers=1, timeout_s=1.5, fallback=fallback))
     try:
-        found = asyncio.run(pool.score([group("a", "x", "b", metadata={"pids": str(pids)})]))[0]
+        scored = asyncio.run(pool.score([group("a", "x", "b", metadata={"pids": str(pids)})]))[0]
     finally:
         pool.close()
-    assert scores(found) == [1.0, fallback or 0.0, 1.0]
-    assert [s.status for s in found.samples] == [Status.COMPLETED, status, Status.COMPLETED]
+    assert scores(scored) == [1.0, fallback or 0.0, 1.0]
+    assert [s.status for s in scored.samples] == [Status.COMPLETED, status, Status.COMPLETED]
     assert reduce_metrics(pool.metrics()) == counts(calls=3, timeouts=1, fallbacks=1)
     (warning,) = pool.warnings()
-    counted = "count as -0.5" if fallback is not None else "are left out of training"
+    counted = "count as -0.5" if fallback is not None else "are excluded from training"
     for words in ("hangs_on_x", "reward.timeout_s=1.5 for sample 1 of prompt 7", counted, "reward.fallback"):
         assert words in warning
     worker, child = pids.read_text().split()
@@ -127,13 +125,13 @@ def test_a_hung_call_is_killed_with_its_children_and_counts_as_configured(
 def test_a_killed_process_costs_its_sample_and_is_replaced(by: str) -> None:
     pool = RewardPool(RewardConfig(name=f"{USERS}:ends_on_x", workers=1, timeout_s=20, fallback=-0.5, memory_gb=0.75))
     try:
-        found = asyncio.run(pool.score([group("a", "x", "b", "x", metadata={"by": by})]))[0]
-        assert scores(found) == [1.0, -0.5, 1.0, -0.5]
+        scored = asyncio.run(pool.score([group("a", "x", "b", "x", metadata={"by": by})]))[0]
+        assert scores(scored) == [1.0, -0.5, 1.0, -0.5]
         assert reduce_metrics(pool.metrics()) == counts(calls=4, killed=2, fallbacks=2)
         (warning,) = pool.warnings()
-        how = "ran out of memory" if by == "memory" else f"was killed by {by}"
-        assert re.match(rf"a process of the reward pool {how} \(reward\.memory_gb, .*, is 0\.75\), as it ran ", warning)
-        for words in ("sample 1 of prompt 7", "another takes its place", "count as -0.5", "reward/killed"):
+        end = "ran out of memory" if by == "memory" else f"was killed by {by}"
+        assert re.match(rf"a process of the reward pool {end} \(reward\.memory_gb, .*, is 0\.75\), as it ran ", warning)
+        for words in ("sample 1 of prompt 7", "it is replaced", "count as -0.5", "reward/killed"):
             assert words in warning
     finally:
         pool.close()
@@ -162,77 +160,77 @@ def test_a_process_that_is_killed_at_every_import_ends_the_run() -> None:
         pool.close()
 
 
-def test_a_reward_that_a_generate_function_gave_is_a_number_too(score: Score) -> None:
-    given = group("4", "4")
-    samples = (given.samples[0], replace(given.samples[1], reward=Reward(float("nan"))))
+def test_a_reward_from_a_generate_function_must_be_finite(score: Score) -> None:
+    unscored = group("4", "4")
+    samples = (unscored.samples[0], replace(unscored.samples[1], reward=Reward(float("nan"))))
     with pytest.raises(
         RewardError, match=r"sample 1 of group 0 came from rollout\.generate .* the reward nan, not a finite"
     ):
-        score([replace(given, samples=samples)])
+        score([replace(unscored, samples=samples)])
 
 
 # ---- all samples of a prompt -----------------------------------------------------------------------------------------
-def test_a_reward_of_groups_sees_all_samples_that_are_to_be_scored(pool: RewardPool, score: Score) -> None:
-    given = group("aaa", "a", "", "aa", rm_type=f"{USERS}:ranks")
-    samples = list(given.samples)
+def test_a_group_reward_gets_all_samples_to_score(pool: RewardPool, score: Score) -> None:
+    unscored = group("aaa", "a", "", "aa", rm_type=f"{USERS}:ranks")
+    samples = list(unscored.samples)
     samples[2] = replace(samples[2], status=Status.FAILED)
     pool.metrics()
-    assert scores(score([replace(given, samples=tuple(samples))])[0]) == [1.0, 0.0, 0.0, 0.5]
+    assert scores(score([replace(unscored, samples=tuple(samples))])[0]) == [1.0, 0.0, 0.0, 0.5]
     assert reduce_metrics(pool.metrics()) == counts(calls=1)
 
 
-def test_a_reward_of_groups_must_score_each_sample(score: Score) -> None:
+def test_a_group_reward_must_score_each_sample(score: Score) -> None:
     with pytest.raises(RewardError, match=r"too_few' returned 1 rewards for 2 samples, for the 2 samples of prompt 7"):
         score([group("a", "b", rm_type=f"{USERS}:too_few")])
 
 
-def test_a_late_reward_of_groups_costs_its_group() -> None:
+def test_a_timeout_of_a_group_reward_costs_its_group() -> None:
     pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_for_all", workers=1, timeout_s=0.5, fallback=0.25))
     try:
-        found = asyncio.run(pool.score([group("a", "b", "c")]))[0]
+        scored = asyncio.run(pool.score([group("a", "b", "c")]))[0]
     finally:
         pool.close()
-    assert scores(found) == [0.25] * 3
+    assert scores(scored) == [0.25] * 3
     assert reduce_metrics(pool.metrics()) == counts(calls=1, timeouts=1, fallbacks=3)
 
 
 # ---- composition -----------------------------------------------------------------------------------------------------
-def test_parts_add_up_by_their_weights_and_are_kept() -> None:
+def test_weighted_rewards_are_summed_and_recorded() -> None:
     weights = {"rm_type": 2.0, f"{USERS}:length": 0.5, f"{USERS}:ranks": -1.0}
     pool = RewardPool(RewardConfig(name="answer", weights=weights))
     try:
-        found = asyncio.run(pool.score([group("4", "four"), group("abc", rm_type="dapo")]))
+        scored = asyncio.run(pool.score([group("4", "four"), group("abc", rm_type="dapo")]))
     finally:
         pool.close()
-    assert scores(found[0]) == [2.0 + 0.5 - 0.0, 0.0 + 2.0 - 1.0]
+    assert scores(scored[0]) == [2.0 + 0.5 - 0.0, 0.0 + 2.0 - 1.0]
     parts = (("answer", 0.0), (f"{USERS}:length", 4.0), (f"{USERS}:ranks", 1.0))
-    assert found[0].samples[1].reward == Reward(1.0, 0.0, parts)
-    assert found[1].samples[0].reward == Reward(
+    assert scored[0].samples[1].reward == Reward(1.0, 0.0, parts)
+    assert scored[1].samples[0].reward == Reward(
         -0.5, 0.0, (("dapo", -1.0), (f"{USERS}:length", 3.0), (f"{USERS}:ranks", 0.0))
     )
-    metrics = reduce_metrics(group_metrics(found[:1], 0))
+    metrics = reduce_metrics(group_metrics(scored[:1], 0))
     assert (metrics["rollout/reward/answer"], metrics[f"rollout/reward/{USERS}:length"]) == (0.5, 2.5)
     assert unknown(metrics) == []
 
 
-def test_evaluation_leaves_out_what_weights_add_to_a_rows_reward() -> None:
+def test_evaluation_uses_only_the_reward_of_the_row() -> None:
     pool = RewardPool(RewardConfig(name="answer", weights={"rm_type": 2.0, f"{USERS}:length": 0.5}))
     try:
-        found = asyncio.run(pool.score([group("4", "5"), group("Answer: 4", rm_type="dapo")], unshaped=True))
+        scored = asyncio.run(pool.score([group("4", "5"), group("Answer: 4", rm_type="dapo")], unshaped=True))
     finally:
         pool.close()
-    assert [s.reward for g in found for s in g.samples] == [Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(1.0, 1.0)]
+    assert [s.reward for g in scored for s in g.samples] == [Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(1.0, 1.0)]
 
 
-def test_a_part_that_is_late_costs_the_whole_sample() -> None:
+def test_a_timeout_of_one_weighted_reward_costs_the_sample() -> None:
     pool = RewardPool(
         RewardConfig(weights={f"{USERS}:length": 1.0, f"{USERS}:hangs_for_all": 1.0}, timeout_s=0.5, fallback=-1.0)
     )
     try:
-        found = asyncio.run(pool.score([group("abc")]))[0]
+        scored = asyncio.run(pool.score([group("abc")]))[0]
     finally:
         pool.close()
-    assert found.samples[0].reward == Reward(-1.0)
+    assert scored.samples[0].reward == Reward(-1.0)
 
 
 def counts(**changes: float) -> dict[str, float]:
@@ -241,9 +239,9 @@ def counts(**changes: float) -> dict[str, float]:
 
 
 def alive(pid: str) -> bool:
-    """Return whether a process runs; a zombie does not."""
+    """Return whether a process runs and is no zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # ProcessLookupError where it is buried while it is read
+    except OSError:  # ProcessLookupError if it is reaped while it is read
         return False
     return stat.rsplit(") ", 1)[1][0] != "Z"

@@ -1,4 +1,4 @@
-"""The control experiment."""
+"""Shuffled rewards, the control experiment."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ def groups() -> list[SampleGroup]:
     ]
 
 
-def flat(found: list[SampleGroup]) -> list[float]:
-    return [s.reward.score for g in found for s in g.samples if s.reward]
+def flat(scored_groups: list[SampleGroup]) -> list[float]:
+    return [s.reward.score for g in scored_groups for s in g.samples if s.reward]
 
 
-def test_rewards_change_owners_across_the_batch_and_nothing_else_does() -> None:
-    given, found = groups(), shuffle_rewards(groups(), seed=1)
-    assert sorted(flat(found)) == sorted(flat(given))
-    assert flat(found) != flat(given)
-    assert {score >= 10 for score in flat(found[:1])} == {True, False}
-    texts = [[s.text for s in g.samples] for g in found]
-    assert texts == [[s.text for s in g.samples] for g in given]
+def test_only_rewards_are_shuffled_across_the_batch() -> None:
+    original, shuffled = groups(), shuffle_rewards(groups(), seed=1)
+    assert sorted(flat(shuffled)) == sorted(flat(original))
+    assert flat(shuffled) != flat(original)
+    assert {score >= 10 for score in flat(shuffled[:1])} == {True, False}
+    texts = [[s.text for s in g.samples] for g in shuffled]
+    assert texts == [[s.text for s in g.samples] for g in original]
 
 
-def test_the_seed_decides() -> None:
+def test_the_order_follows_the_seed() -> None:
     assert flat(shuffle_rewards(groups(), seed=1)) == flat(shuffle_rewards(groups(), seed=1))
     assert flat(shuffle_rewards(groups(), seed=1)) != flat(shuffle_rewards(groups(), seed=2))
 
 
 def test_samples_without_a_reward_keep_none() -> None:
-    given = groups()
-    given[1] = group("a")
-    found = shuffle_rewards(given, seed=0)
-    assert found[1].samples[0].reward is None
-    assert sorted(flat(found)) == sorted(flat(given))
+    original = groups()
+    original[1] = group("a")
+    shuffled = shuffle_rewards(original, seed=0)
+    assert shuffled[1].samples[0].reward is None
+    assert sorted(flat(shuffled)) == sorted(flat(original))

@@ -1,4 +1,4 @@
-"""The rewards that slime's data names, as its users know them."""
+"""Rewards that slime's data files name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.config.schema.rollout import RewardConfig
-from slime_like.reward.boxed import last_boxed
 from slime_like.reward.check import row_rule
+from slime_like.reward.latex import last_boxed
 from slime_like.reward.worker import ScoreRequest, answer
 from slime_like.types import Reward
 from tests.reward.scored import group
@@ -21,10 +21,10 @@ RIGHT, WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
 
 def score(name: str, text: str, label: str | None = "4", metadata: Mapping[str, Any] | None = None) -> Reward:
     """Return the reward that a worker of the pool computes."""
-    asked = group(text, label=label, metadata=metadata)
-    found = answer(ScoreRequest(name, asked.prompt, asked.samples))
-    assert not found.fault, found.fault
-    return found.rewards[0]
+    unscored = group(text, label=label, metadata=metadata)
+    reply = answer(ScoreRequest(name, unscored.prompt, unscored.samples))
+    assert not reply.fault, reply.fault
+    return reply.rewards[0]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def score(name: str, text: str, label: str | None = "4", metadata: Mapping[str, 
         ("", WRONG),
     ],
 )
-def test_deepscaler_counts_what_follows_the_thinking(text: str, expected: Reward) -> None:
+def test_deepscaler_scores_the_text_after_thinking(text: str, expected: Reward) -> None:
     assert score("deepscaler", text) == expected
 
 
@@ -76,7 +76,7 @@ def test_dapo_scores_plus_and_minus_one_and_reports_an_accuracy(label: str, text
         ("word", "", 0.0),
     ],
 )
-def test_f1_is_that_of_squad(label: str, text: str, expected: float) -> None:
+def test_f1_equals_squads(label: str, text: str, expected: float) -> None:
     assert score("f1", text, label).score == pytest.approx(expected)
     assert score("f1", text, label).accuracy is None
 
@@ -120,20 +120,20 @@ CHOICES = {"choices": ["red light", "blue light", "no light", "sound"]}
         ("Q", {"valid_letters": ["P", "Q"]}, "Q", RIGHT),
     ],
 )
-def test_gpqa_reads_the_option_that_a_response_settles_on(
+def test_gpqa_reads_the_final_option_of_a_response(
     label: str | None, metadata: dict[str, Any], text: str, expected: Reward
 ) -> None:
     assert score("gpqa", text, label, metadata) == expected
 
 
-def test_boxed_leaves_a_reward_nothing_but_the_last_box() -> None:
+def test_the_boxed_prefix_scores_only_the_last_box() -> None:
     assert score("boxed_gpqa", r"The answer is A. \boxed{C}", "C") == RIGHT
     assert score("boxed_gpqa", "The answer is C", "C") == WRONG
     assert score("boxed_f1", r"red \boxed{sky blue}", "blue sky").score == 1.0
     assert score("boxed_exact", r"\boxed{4} then \boxed{ 5 }", "5") == RIGHT
 
 
-def test_a_box_ends_where_its_braces_close() -> None:
+def test_a_box_ends_at_its_closing_brace() -> None:
     assert last_boxed(r"\boxed{\frac{1}{2}} and \boxed{ \{1, 2\} } end") == r" \{1, 2\} "
     assert last_boxed(r"\boxed{7} and \boxed{8") is None
     assert last_boxed(r"\boxed{\boxed{3}}") == "3"
@@ -146,12 +146,12 @@ def test_a_box_ends_where_its_braces_close() -> None:
         ("gpqa", None, {}, "neither a label nor metadata.correct_letter"),
         ("gpqa", None, {"correct_letter": "E", "choices": ["a", "b"]}, "right option is 'E', which is not one of A, B"),
         ("boxed_gpqa", None, {}, "neither a label"),
-        ("f1", "the ...", {}, "label 'the ...' has no word"),
+        ("f1", "the ...", {}, "label 'the ...' has no words"),
         ("math", "4", {}, ""),
         ("gpqa", "C", {}, ""),
     ],
 )
-def test_a_row_that_no_answer_could_be_right_for_is_refused(
+def test_a_row_without_a_possible_right_answer_is_refused(
     rm_type: str, label: str | None, metadata: dict[str, Any], message: str
 ) -> None:
     problem = row_rule(RewardConfig())(rm_type, label, metadata)

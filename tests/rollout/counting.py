@@ -1,4 +1,4 @@
-"""An infinite data source."""
+"""Infinite data source."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from slime_like.types import Prompt
 
 
 class Counting:
-    """Yields prompts 0, 1, 2 ... of one to three tokens plus ``extra``."""
+    """Data source of prompts 0, 1, 2, ... with one to three tokens plus ``extra``."""
 
     def __init__(self, extra: int = 0) -> None:
         self._extra = extra
-        self._taken = 0
+        self._position = 0
 
     def __len__(self) -> int:
         return 10**6
 
     def next(self, n: int) -> list[Prompt]:
-        first, self._taken = self._taken, self._taken + n
-        return [self._prompt(i) for i in range(first, self._taken)]
+        first, self._position = self._position, self._position + n
+        return [self._prompt(i) for i in range(first, self._position)]
 
     def _prompt(self, i: int) -> Prompt:
         token_ids = np.arange(2, 3 + self._extra + i % 3, dtype=np.int32)
@@ -32,7 +32,7 @@ class Counting:
         return ()
 
     def state(self) -> dict[str, Any]:
-        return {"taken": self._taken}
+        return {"taken": self._position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._taken = state["taken"]
+        self._position = state["taken"]

@@ -1,4 +1,4 @@
-"""Agents that never call their model: how they are run, ended and counted, without an engine."""
+"""Agents that never call their model, to test running, ending and counting without an engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-heard: list[Any] = []
-finished: list[asyncio.Event] = []  # one, of the test that runs
+labels: list[Any] = []
+finished: list[asyncio.Event] = []  # one event, set up by the running test
 
 
 async def idle(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> float:
@@ -40,13 +40,13 @@ async def leaves_in_a_task(base_url: str, api_key: str, prompt: Any, metadata: M
 
 async def writes(base_url: str, api_key: str, prompt: Any, metadata: Any) -> None:
     """Modify the arguments."""
-    heard.append(metadata["label"])
+    labels.append(metadata["label"])
     prompt[0]["content"].append("more")
     metadata["tools"].append("more")
 
 
 async def takes_turns(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Wait, in training, until an evaluation has ended."""
+    """Wait until an evaluation has run."""
     if prompt == "eval":
         finished[0].set()
     await finished[0].wait()

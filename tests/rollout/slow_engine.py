@@ -1,4 +1,4 @@
-"""A fake engine whose requests advance in an order drawn by the test, which a real engine cannot reproduce."""
+"""Fake engine whose requests advance in an order drawn from the test's seed, which a real engine cannot reproduce."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slime_like.errors import EngineLost
-from slime_like.interfaces import Completion, Sampling
+from slime_like.interfaces import Completion, EngineAddress, Sampling
 from slime_like.types import F32, I32
 
 
@@ -22,13 +22,13 @@ def token(seed: int, position: int) -> int:
 
 @dataclass(eq=False)
 class Request:
-    """One sample in flight."""
+    """Sample in flight."""
 
     start: int
     seed: int
-    most: int
+    max_tokens: int
     spans: list[int] = field(default_factory=list)  # version of each token
-    seen: bool = False  # an abort finds it
+    registered: bool = False  # known to the engine, so that an abort ends it
     finish: str = ""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -42,8 +42,9 @@ class SlowEngine:
     """Fake ``EngineClient`` for ``ResumableEngine`` and ``EnginePool``; dies with probability 1 / ``dies`` per step (0: never)."""
 
     def __init__(self, rng: random.Random, version: int, name: str = "engine", dies: int = 0) -> None:
-        self.num_aborts = 0  # each has ended when it returns: nothing runs while it is on its way
+        self.num_aborts = 0  # each one ends before any other task runs
         self.version, self.name, self.url = version, name, "nowhere"
+        self.address = EngineAddress(name, self.url, "", 1)
         self._rng, self._dies = rng, dies
         self._requests: list[Request] = []
         self._dead = False
@@ -73,24 +74,24 @@ class SlowEngine:
         self.num_aborts += 1
         self._refuse_dead()
         for request in self._requests:
-            if request.seen and not request.finish:
+            if request.registered and not request.finish:
                 self._end(request, "abort")
-            request.seen = True
+            request.registered = True
 
     async def run(self) -> None:
-        """Advance one request at a time until it dies."""
+        """Advance one request at a time until the engine dies."""
         while not self._dead:
             await asyncio.sleep(0)
-            going = [request for request in self._requests if not request.finish]
-            if not going:
+            running = [request for request in self._requests if not request.finish]
+            if not running:
                 continue
             if self._dies and not self._rng.randrange(self._dies):
                 self.die()
                 continue
-            request = self._rng.choice(going)
-            request.seen = True
+            request = self._rng.choice(running)
+            request.registered = True
             request.spans.append(self.version)
-            if len(request.spans) == request.most:
+            if len(request.spans) == request.max_tokens:
                 self._end(request, "length")
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
@@ -103,7 +104,7 @@ class SlowEngine:
             self._end(request, "lost")
 
     async def close(self) -> None:
-        """No connection is left."""
+        """Do nothing: there is no connection."""
 
     def _refuse_dead(self) -> None:
         if self._dead:
@@ -115,7 +116,7 @@ class SlowEngine:
 
 
 class SlowSupervisor:
-    """``EngineSupervisor`` of successive slow engines, each likely to live a little longer."""
+    """``EngineSupervisor`` of successive slow engines, each with a longer expected life."""
 
     def __init__(self, rng: random.Random, version: int, name: str, dies: int) -> None:
         self._rng, self._name, self._dies = rng, name, dies
@@ -124,10 +125,10 @@ class SlowSupervisor:
         self.client = self._start()
 
     async def restart(self) -> tuple[SlowEngine, str]:
-        """After a while that the test draws."""
+        """Start the next engine after a random number of steps."""
         for _ in range(self._rng.randrange(20)):
             await asyncio.sleep(0)
-        self._dies = math.ceil(self._dies * 1.1)  # else a long answer may never come to its end
+        self._dies = math.ceil(self._dies * 1.1)  # otherwise a long answer may never finish
         self.client = self._start()
         return self.client, ""
 

@@ -1,8 +1,9 @@
-"""Chat requests as clients send them, tool calls as models write them."""
+"""Parsing of chat requests and of tool calls in model output."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.rollout.agent.render import Renderer
-from slime_like.rollout.agent.requests import NEUTRAL, ApiError, identity, parse_request, read_messages
+from slime_like.rollout.agent.requests import NEUTRAL, ApiError, Message, parse_request
 from slime_like.rollout.agent.tool_calls import find_calls
 from tests.data.character_tokenizer import characters
 
@@ -28,10 +29,15 @@ def body(**fields: Any) -> bytes:
 
 
 def test_fields_are_read() -> None:
-    found = parse_request(body(max_completion_tokens=7, stop="x", stream=True, stream_options={"include_usage": True}))
-    assert (found.max_tokens, found.stop, found.stream, found.include_usage) == (7, ("x",), True, True)
-    found = parse_request(body(user="me", seed=3, max_tokens=None, tools=[{"a": 1}], tool_choice="none", **_neutral()))
-    assert (found.max_tokens, found.tools) == (None, ())
+    request = parse_request(
+        body(max_completion_tokens=7, stop="x", stream=True, stream_options={"include_usage": True})
+    )
+    assert (request.max_sampled_tokens, request.stop, request.stream) == (7, ["x"], True)
+    assert request.stream_options.include_usage
+    request = parse_request(
+        body(user="me", seed=3, max_tokens=None, tools=[{"a": 1}], tool_choice="none", **_neutral())
+    )
+    assert (request.max_sampled_tokens, request.tools) == (None, [])
 
 
 def _neutral() -> dict[str, Any]:
@@ -60,7 +66,7 @@ def test_any_field_is_read_or_refused(fields: dict[str, Any], messages: list[Any
 
 
 @pytest.mark.parametrize(
-    ("sent", "again"),
+    ("sent", "resent"),
     [
         (
             {"role": "assistant", "content": "yes\n"},
@@ -73,46 +79,46 @@ def test_any_field_is_read_or_refused(fields: dict[str, Any], messages: list[Any
         ({"role": "developer", "content": "be brief"}, {"role": "system", "content": "be brief", "name": None}),
     ],
 )
-def test_messages_that_are_the_same(sent: Any, again: Any) -> None:
-    assert identity(read_messages([sent])[0]) == identity(read_messages([again])[0])
+def test_equivalent_messages_have_one_identity(sent: Any, resent: Any) -> None:
+    assert Message(**sent).identity() == Message(**resent).identity()
 
 
 @pytest.mark.parametrize(
-    "other",
+    "different",
     [{"role": "assistant", "content": "no"}, {"role": "user", "content": "yes"}, {"role": "tool", "content": "yes"}],
 )
-def test_messages_that_are_not(other: Any) -> None:
-    assert identity(read_messages([{"role": "assistant", "content": "yes"}])[0]) != identity(read_messages([other])[0])
+def test_different_messages_have_different_identities(different: Any) -> None:
+    assert Message(role="assistant", content="yes").identity() != Message(**different).identity()
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
-def test_numbers_beyond_a_float_are_refused(name: str) -> None:
+def test_numbers_too_large_for_a_float_are_refused(name: str) -> None:
     with pytest.raises(ApiError, match=name):
         parse_request(body(**{name: 10**400}))
 
 
-def test_arguments_nested_too_deep_stay_text() -> None:
+def test_deeply_nested_arguments_stay_text() -> None:
     text = "[" * 200_000
     deep = {**CALL, "function": {"name": "add", "arguments": text}}
-    (message,) = read_messages([{"role": "assistant", "tool_calls": [deep]}])
-    assert message["tool_calls"][0]["function"]["arguments"] == text
+    message = Message.model_validate({"role": "assistant", "tool_calls": [deep]})
+    assert message.tool_calls and message.tool_calls[0].function.arguments == text
 
 
-def test_arguments_of_the_templates_rendering_are_refused() -> None:
+def test_reserved_chat_template_arguments_are_refused() -> None:
     request = parse_request(body(chat_template_kwargs={"tokenize": True}))
     with pytest.raises(ApiError, match=r"chat_template_kwargs\.tokenize"):
         Renderer(characters(), {}).conversation(request)
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(ApiError, match="no JSON text"):
+def test_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(ApiError, match="the body is not JSON"):
         parse_request(b'{"messages": [{"role": "user", "content": "\\ud800"}]}')
 
 
-def test_calls_are_taken_out_of_the_text() -> None:
+def test_tool_calls_are_extracted_from_the_text() -> None:
     one, two = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now"}'
-    found = find_calls(f"let me see <tool_call>\n{one}\n</tool_call>\n<tool_call>{two}</tool_call>")
-    assert (found.content, found.calls) == ("let me see", (("add", '{"a": 1}'), ("now", "{}")))
+    parsed = find_calls(f"let me see <tool_call>\n{one}\n</tool_call>\n<tool_call>{two}</tool_call>")
+    assert (parsed.content, parsed.calls) == ("let me see", (("add", '{"a": 1}'), ("now", "{}")))
 
 
 @pytest.mark.parametrize(
@@ -130,5 +136,37 @@ def test_calls_are_taken_out_of_the_text() -> None:
         "<tool_call>" * 4000 + "</tool_call>" + "<tool_call>" * 4000,
     ],
 )
-def test_what_is_no_call_stays_text(text: str) -> None:
+def test_malformed_tool_calls_stay_text(text: str) -> None:
     assert find_calls(text).content == text and not find_calls(text).calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"surprise": 1}, "surprise", "leave it out"),
+        ({"messages": [{**USER, "colour": 1}]}, "messages[0].colour", "leave it out"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "=3: Input should be a valid string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only text"),
+        ({"messages": [{"role": "oracle"}]}, "messages[0].role", "should be 'system', 'developer', 'user'"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "Field required"),
+        ({"max_tokens": True}, "max_tokens", "=true: Input should be a valid integer"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "=0: Input should be greater than 0"),
+    ],
+)
+def test_a_refusal_names_field_value_and_fix(fields: dict[str, Any], param: str, why: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(why)) as refusal:
+        parse_request(body(**fields))
+    assert refusal.value.param == param and param in str(refusal.value)
+
+
+def test_messages_and_tools_reach_the_template_as_they_were_sent() -> None:
+    call = {**CALL, "function": {"name": "add", "arguments": '{"a": null}'}}
+    sent = [USER, {"role": "assistant", "content": None, "tool_calls": [call], "annotations": []}]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"z": None, "a": 1}}}
+    request = parse_request(body(messages=sent, tools=[tool]))
+    answer = {**CALL, "function": {"name": "add", "arguments": {"a": None}}}
+    assert [message.for_template() for message in request.messages] == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [answer]},
+    ]
+    assert json.dumps([tool.model_dump(exclude_unset=True) for tool in request.tools]) == json.dumps([tool])

@@ -1,19 +1,23 @@
-"""Episodes of several turns: columns, spans and room, token by token; nothing of a tool is ever trained on."""
+"""Multi-turn episodes: columns, spans and remaining tokens; tokens of tools are never trained on."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.data.columns import column
+from slime_like.data.assemble import column
 from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.generate.episode import Episode
 from slime_like.types import Source, Status
 
+NO_TOKENIZER: Any = None
 
-def context(max_new: int = 100, longest: int = 200) -> GenerateContext:
-    return GenerateContext(Sampling(1.0, max_new, stop_token_ids=(1,)), str, 3, 12, longest)
+
+def context(max_new: int = 100, max_len: int = 200) -> GenerateContext:
+    return GenerateContext(Sampling(1.0, max_new, stop_token_ids=(1,)), str, 3, 12, max_len, NO_TOKENIZER)
 
 
 def completion(tokens: list[int], *versions: tuple[int, int, int], finish: str = "stop") -> Completion:
@@ -27,29 +31,29 @@ PIECES = st.lists(
 
 
 @given(st.lists(st.integers(2, 99), min_size=1, max_size=5), PIECES)
-def test_every_token_keeps_its_writer_and_its_logprob(prompt: list[int], pieces: list[tuple[str, list[int]]]) -> None:
+def test_every_token_keeps_its_source_and_logprob(prompt: list[int], pieces: list[tuple[str, list[int]]]) -> None:
     episode = Episode(np.array(prompt, np.int32), context())
     tokens, trained = list(prompt), [False] * len(prompt)
-    for who, ids in pieces:
-        if who == "model":
+    for source, ids in pieces:
+        if source == "model":
             episode.sampled(completion(ids))
         else:
             episode.insert(np.array(ids, np.int32))
         tokens += ids
-        trained += [who == "model"] * len(ids)
+        trained += [source == "model"] * len(ids)
     sample = episode.sample(index=2, seed=7, text="")
     assert sample.token_ids.tolist() == tokens
-    found = column(sample, None)
-    assert found.trained.tolist() == trained
-    expected = [-t / 10 if mine else 0.0 for t, mine in zip(tokens, trained, strict=True)]
-    np.testing.assert_allclose(found.rollout_logprobs, expected, rtol=1e-6)
+    columns = column(sample, None)
+    assert columns.trained.tolist() == trained
+    expected = [-t / 10 if sampled else 0.0 for t, sampled in zip(tokens, trained, strict=True)]
+    np.testing.assert_allclose(columns.rollout_logprobs, expected, rtol=1e-6)
     assert np.array_equal(np.isnan(sample.logprobs), ~np.array(trained))
     assert (sample.sample_id, sample.episode_id, sample.group_id, sample.seed) == (14, 14, 3, 7)
     assert episode.room == 100 - sum(trained)
 
 
-def test_room_is_what_all_turns_and_the_context_leave() -> None:
-    episode = Episode(np.arange(10, dtype=np.int32), context(max_new=8, longest=20))
+def test_remaining_tokens_respect_turns_and_context() -> None:
+    episode = Episode(np.arange(10, dtype=np.int32), context(max_new=8, max_len=20))
     assert episode.sampling(9).max_new_tokens == 8
     assert episode.sampling(9).stop_token_ids == (1, 9)
     episode.sampled(completion([4, 5, 6]))
@@ -64,7 +68,7 @@ def test_room_is_what_all_turns_and_the_context_leave() -> None:
     assert sample.spans[-1].stop == 20
 
 
-def test_turns_are_counted_by_writer_not_by_version() -> None:
+def test_turns_are_counted_by_source_not_by_version() -> None:
     episode = Episode(np.array([2, 3], np.int32), context())
     episode.sampled(completion([4, 5, 6], (0, 1, 5), (1, 3, 6)))
     assert episode.sample(index=0, seed=0, text="").num_turns == 1

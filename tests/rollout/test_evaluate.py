@@ -1,4 +1,4 @@
-"""Held-out figures: pass@k without bias, lengths, truncation; several sets with settings of their own."""
+"""Evaluation metrics: unbiased pass@k, lengths and truncation; per-dataset settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.errors import ConfigError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.generate.evaluate import eval_answers, eval_metrics
-from slime_like.rollout.generate.pass_at_k import mean_pass_at_k, pass_at_k
+from slime_like.rollout.generate.evaluate import eval_answers, eval_metrics, mean_pass_at_k, pass_at_k
 from slime_like.types import Reward, SampleGroup, Status
 from tests.reward.scored import group
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 400), st.data())
-def test_pass_at_k_is_the_formula_in_exact_arithmetic(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_equals_the_exact_formula(n: int, data: st.DataObject) -> None:
     right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     exact = 1 - Fraction(comb(n - right, k), comb(n, k))
     assert pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
@@ -37,7 +36,7 @@ def test_pass_at_k_is_the_formula_in_exact_arithmetic(n: int, data: st.DataObjec
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_one(right: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(right)))
     draws = [any(draw) for draw in combinations(right, k)]
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(draws) / len(draws))
@@ -50,30 +49,30 @@ def test_pass_at_k_is_a_mean_over_prompts_for_powers_of_two() -> None:
 
 
 def scored(rewards: Sequence[Reward], statuses: Sequence[Status]) -> SampleGroup:
-    given = group(*("x" for _ in rewards))
-    found = [replace(s, reward=r, status=t) for s, r, t in zip(given.samples, rewards, statuses, strict=True)]
-    return replace(given, samples=tuple(found))
+    unscored = group(*("x" for _ in rewards))
+    samples = [replace(s, reward=r, status=t) for s, r, t in zip(unscored.samples, rewards, statuses, strict=True)]
+    return replace(unscored, samples=tuple(samples))
 
 
-def test_metrics_of_a_set_have_slimes_names_and_are_in_the_dictionary() -> None:
+def test_metrics_have_slimes_names_and_are_in_the_dictionary() -> None:
     right, wrong = Reward(1.0, 1.0), Reward(-1.0, 0.0)
     done, cut = Status.COMPLETED, Status.TRUNCATED
-    found = reduce_metrics(
+    metrics = reduce_metrics(
         eval_metrics("aime", [scored([right, wrong], [done, cut]), scored([wrong, wrong], [done, done])])
     )
-    assert unknown(found) == []
-    assert found == {
+    assert unknown(metrics) == []
+    assert metrics == {
         "eval/aime": 0.25,
         "eval/aime-truncated_ratio": 0.25,
         "eval/aime-pass@1": 0.25,
         "eval/aime-pass@2": 0.5,
-        **{f"eval/aime/response_len/{what}": 1.0 for what in ("mean", "median", "max", "min")},
+        **{f"eval/aime/response_len/{statistic}": 1.0 for statistic in ("mean", "median", "max", "min")},
     }
 
 
 def test_without_an_accuracy_the_score_is_reported() -> None:
-    found = reduce_metrics(eval_metrics("qa", [scored([Reward(0.25), Reward(1.0)], [Status.COMPLETED] * 2)]))
-    assert (found["eval/qa"], found["eval/qa-pass@1"], found["eval/qa-pass@2"]) == (0.625, 0.5, 1.0)
+    metrics = reduce_metrics(eval_metrics("qa", [scored([Reward(0.25), Reward(1.0)], [Status.COMPLETED] * 2)]))
+    assert (metrics["eval/qa"], metrics["eval/qa-pass@1"], metrics["eval/qa-pass@2"]) == (0.625, 0.5, 1.0)
 
 
 SETS = EvalConfig(
@@ -84,7 +83,7 @@ SETS = EvalConfig(
 )
 
 
-def test_sets_have_settings_of_their_own_over_those_of_all() -> None:
+def test_dataset_settings_override_the_common_ones() -> None:
     check_overrides(SETS, RewardConfig())
     assert eval_sets(SETS) == (
         EvalSet("aime", "a.jsonl", 16, 0.6, 1.0, -1, 99),
@@ -95,7 +94,7 @@ def test_sets_have_settings_of_their_own_over_those_of_all() -> None:
 @pytest.mark.parametrize(
     ("overrides", "reward", "message"),
     [
-        ({"aim": {}}, {}, r"evaluation.overrides.aim: there is no such set: did you mean 'aime'\?"),
+        ({"aim": {}}, {}, r"evaluation.overrides.aim: there is no such dataset: did you mean 'aime'\?"),
         ({"aime": {"temprature": 1}}, {}, r"overrides.aime.temprature is unknown: did you mean 'temperature'\?"),
         ({"aime": {"n_samples_per_prompt": 1.5}}, {}, r"n_samples_per_prompt=1.5 must be a whole number"),
         ({"aime": {"n_samples_per_prompt": True}}, {}, r"n_samples_per_prompt=True must be a whole number"),
@@ -108,20 +107,20 @@ def test_sets_have_settings_of_their_own_over_those_of_all() -> None:
         ({"aime": {"rm_type": "math"}}, {"weights": {"f1": 1.0}}, r"has no effect with reward.weights without rm_type"),
     ],
 )
-def test_a_setting_that_cannot_work_is_named(
+def test_an_invalid_dataset_setting_is_named(
     overrides: dict[str, object], reward: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_overrides(replace(SETS, overrides=overrides), RewardConfig(**reward))  # pyright: ignore[reportArgumentType]
 
 
-def test_answers_are_a_table_with_step_and_score(tmp_path: Path) -> None:
+def test_answers_are_written_as_a_table(tmp_path: Path) -> None:
     path = answers_path(tmp_path, 10)
     answers = eval_answers("sums", [group("4", "\ud800 \x1b[31m", label="4")])
     write_answers(path, 10, answers)
     table = pd.read_json(tmp_path / "eval" / "step_0000010.jsonl", lines=True, dtype={"label": str})
     assert table.step.tolist() == [10, 10] and table.dataset.unique().tolist() == ["sums"]
     assert table.response.tolist() == ["4", "? \x1b[31m"] and table.label.tolist() == ["4", "4"]
-    assert table.score.isna().all(), "these were not scored"
+    assert table.score.isna().all(), "these samples were not scored"
     write_answers(path, 10, answers[:1])
-    assert len(pd.read_json(path, lines=True)) == 1, "an evaluation that is repeated replaces the first"
+    assert len(pd.read_json(path, lines=True)) == 1, "a repeated evaluation replaces the first"

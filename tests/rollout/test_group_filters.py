@@ -1,4 +1,4 @@
-"""Group filters: their reasons are metrics, means are taken before they drop anything, wrong answers of theirs are named."""
+"""Group filters: reasons as metrics, means before filtering, and errors for invalid return values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.rollout.scored import group
 HERE = "tests.rollout.test_group_filters"
 
 
-def by_prompt(taken: SampleGroup) -> object:
-    """Return the answer that the prompt's label spells."""
-    match taken.prompt.label:
+def by_prompt(candidate: SampleGroup) -> object:
+    """Return the verdict encoded in the prompt's label."""
+    match candidate.prompt.label:
         case None:
             return None
         case "true":
@@ -32,11 +32,11 @@ def filters(*names: str) -> GroupFilters:
     return GroupFilters(RolloutConfig(filters=list(names)))
 
 
-def test_reasons_are_metrics_and_stay_as_zeros() -> None:
+def test_reasons_are_metrics_and_are_later_reported_as_zero() -> None:
     chosen = filters(f"{HERE}:by_prompt", "nonzero_std")
-    kept = [chosen.keep(group([0.0, 1.0], label=label)) for label in (None, "late", "odd/even", "late")]
-    kept.append(chosen.keep(group([1.0, 1.0])))
-    assert kept == [True, False, False, False, False]
+    verdicts = [chosen.keep(group([0.0, 1.0], label=label)) for label in (None, "late", "odd/even", "late")]
+    verdicts.append(chosen.keep(group([1.0, 1.0])))
+    assert verdicts == [True, False, False, False, False]
     prefix = f"rollout/dropped_groups/{HERE}:by_prompt"
     expected = {prefix: 3, f"{prefix}/late": 2, f"{prefix}/other": 1}
     nonzero = {"rollout/dropped_groups/nonzero_std": 1, "rollout/dropped_groups/nonzero_std/zero_std": 1}
@@ -46,20 +46,20 @@ def test_reasons_are_metrics_and_stay_as_zeros() -> None:
     values = reduce_metrics(report.metrics)
     assert {name: values[name] for name in expected | nonzero} == expected | nonzero
     assert not unknown(values)
-    again = reduce_metrics(chosen.report().metrics)
-    assert again == dict.fromkeys(expected | nonzero, 0), "means of nothing are left out"
+    second_report = reduce_metrics(chosen.report().metrics)
+    assert second_report == dict.fromkeys(expected | nonzero, 0), "means without groups are omitted"
 
 
-def test_means_are_those_of_every_generated_group() -> None:
+def test_means_are_taken_over_all_generated_groups() -> None:
     chosen = filters("nonzero_std")
     assert [chosen.keep(group(scores)) for scores in ([1.0, 1.0], [0.0, 1.0], [1.0, 1.0])] == [False, True, False]
     values = reduce_metrics(chosen.report().metrics)
     assert values["rollout/generated/raw_reward"] == pytest.approx(5 / 6)
     assert values["rollout/generated/zero_std_ratio"] == pytest.approx(2 / 3)
-    assert "rollout/generated/accuracy" not in values, "no reward of these knows a right answer"
+    assert "rollout/generated/accuracy" not in values, "these rewards have no accuracy"
 
 
-def test_reasons_without_end_are_counted_together() -> None:
+def test_reasons_beyond_the_maximum_are_counted_together() -> None:
     chosen = filters(f"{HERE}:by_prompt")
     for number in range(MAX_REASONS + 5):
         chosen.keep(group([1.0], label=f"reason {number}"))
@@ -79,6 +79,6 @@ def test_reasons_without_end_are_counted_together() -> None:
         ("raise", r"rollout.filters=.*by_prompt raised KeyError: 'no such column' \(.*test_group_filters.py:\d+\)"),
     ],
 )
-def test_a_filter_that_answers_wrongly_is_named(label: str, words: str) -> None:
+def test_an_invalid_verdict_of_a_filter_is_named(label: str, words: str) -> None:
     with pytest.raises(UserCodeError, match=words):
         filters(f"{HERE}:by_prompt").keep(group([0.0, 1.0], label=label))

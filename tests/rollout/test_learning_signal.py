@@ -1,4 +1,4 @@
-"""A run that learns nothing says so: from the first empty rollout, and from the third without differing rewards."""
+"""Warnings of a run that learns nothing: at the first empty rollout, and at the third without differing rewards."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_the_first_empty_rollout_is_named_with_a_sample_and_its_label() -> None:
     assert warning.example == "prompt 7 with label '2', reward 0, completed: 'answer 0'"
     assert warning.example in str(warning)
     assert streaks(signal) == (1, 0)
-    assert [len(found) for found in observe(signal, *[EMPTY] * 9)] == [0] * 8 + [1], "and again at the tenth"
+    assert [len(warnings) for warnings in observe(signal, *[EMPTY] * 9)] == [0] * 8 + [1], "repeated at the tenth"
     observe(signal, GOOD)
     assert streaks(signal) == (0, 0)
 
 
-def test_groups_that_are_carried_until_they_fill_a_step_are_no_fault() -> None:
+def test_groups_carried_to_the_next_step_give_no_warning() -> None:
     signal = LearningSignal("group")
     assert observe(signal, EMPTY, EMPTY, waiting=3) == [[], []]
     assert streaks(signal) == (0, 0)
@@ -54,25 +54,29 @@ def test_groups_that_are_carried_until_they_fill_a_step_are_no_fault() -> None:
 @pytest.mark.parametrize(
     ("baseline", "rollout", "words"),
     [
-        ("group", ZERO, "every sample has reward 0, so that every advantage is 0; does the response have the form"),
+        ("group", ZERO, "every sample has reward 0, so every advantage is 0; does the response have the form"),
         ("batch", ZERO, "every sample has reward 0"),
         ("group", FLAT, "in every group all samples have the same reward"),
     ],
 )
 def test_the_third_rollout_without_signal_is_named(baseline: str, rollout: tuple[SampleGroup, ...], words: str) -> None:
     signal = LearningSignal(baseline)
-    assert [bool(found) for found in observe(signal, rollout, rollout, GOOD, rollout, rollout)] == [False] * 5
+    assert [bool(warnings) for warnings in observe(signal, rollout, rollout, GOOD, rollout, rollout)] == [False] * 5
     ((warning,),) = observe(signal, rollout)
-    assert warning.text.startswith("3 rollouts in a row teach nothing: ") and words in warning.text and warning.example
+    assert (
+        warning.text.startswith("3 rollouts in a row have no learning signal: ")
+        and words in warning.text
+        and warning.example
+    )
     assert streaks(signal) == (0, 3)
 
 
-def test_rewards_that_the_algorithm_does_not_compare_are_no_fault() -> None:
+def test_rewards_that_the_algorithm_does_not_compare_give_no_warning() -> None:
     assert not any(observe(LearningSignal("batch"), *[FLAT] * 5))
     assert not any(observe(LearningSignal("none"), *[ZERO] * 5))
 
 
-def test_rewards_that_the_overlong_penalty_tells_apart_are_no_fault() -> None:
+def test_rewards_that_differ_by_overlong_penalty_give_no_warning() -> None:
     short, twin = ZERO[0].samples
     n = len(twin.token_ids)
     longer = replace(
@@ -81,7 +85,7 @@ def test_rewards_that_the_overlong_penalty_tells_apart_are_no_fault() -> None:
         logprobs=np.zeros(n + 4, np.float32),
         spans=(*twin.spans, Span(n, n + 4, Source.MODEL, 0)),
     )
-    apart = (replace(ZERO[0], samples=(short, longer)),)
+    unequal_lengths = (replace(ZERO[0], samples=(short, longer)),)
     penalty = OverlongPenalty(max_len=longer.num_response_tokens, buffer_len=4, factor=1.0)
-    assert not any(observe(LearningSignal("group", penalty), *[apart] * 5))
-    assert any(observe(LearningSignal("group"), *[apart] * 5))
+    assert not any(observe(LearningSignal("group", penalty), *[unequal_lengths] * 5))
+    assert any(observe(LearningSignal("group"), *[unequal_lengths] * 5))

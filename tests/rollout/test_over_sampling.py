@@ -1,14 +1,15 @@
-"""Over-sampling and partial rollouts: no sample lost or doubled, whatever ends first, is stopped, pushed, resumed or dies."""
+"""Over-sampling and partial rollouts: no sample is lost or duplicated by stops, pushes, resumes or engine failures."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,20 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.errors import DataError, RewardError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect import resumable
-from slime_like.rollout.collect.over_sampling import GroupTask, OverSampling, OverSamplingCallbacks, Partial
-from slime_like.rollout.collect.prompt_queue import PromptQueue
-from slime_like.rollout.collect.refill import CollectedGroups, RefillPolicy
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
-from slime_like.rollout.collect.state import RolloutState
-from slime_like.rollout.collect.usage import Usage
+from slime_like.rollout.collect.group_filters import FilterReport
+from slime_like.rollout.collect.over_sampling import OverSampling
+from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.collect.sampler import GroupRequest
+from slime_like.rollout.collect.state import Produced, RolloutState
 from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.router import Usage
 from slime_like.types import Sample, SampleGroup, Source, Span
-from slime_like.util.deadline import Deadline
 from tests.rollout.counting import Counting
 from tests.rollout.slow_engine import SlowSupervisor, token
 
@@ -37,22 +38,38 @@ N = 2  # samples per prompt
 
 
 @dataclass(frozen=True)
+class Refills:
+    batch_size: int
+    round_size: int
+    max_refills: int
+
+
+@dataclass(frozen=True)
+class Partial:
+    enabled: bool
+    max_staleness: float
+
+
+@dataclass(frozen=True)
 class Setting:
-    how: RefillPolicy
+    policy: Refills
     partial: Partial
     num_engines: int = 1
-    passes: tuple[bool, ...] = (True,)  # prompt i passes the filters as entry i says, over and over
-    dies: int = 0  # an engine dies at one step in so many
+    passes: tuple[bool, ...] = (True,)  # prompt i passes the filters if entry i % len is True
+    dies: int = 0  # an engine dies with probability 1 / dies per step; 0: never
 
 
 def length(seed: int) -> int:
-    """Tokens of a sample: most are short."""
+    """Return the number of tokens of a sample; most are short."""
     return 40 if seed % 11 == 0 else 1 + seed % 5
 
 
 @dataclass
 class Process:
-    """The rollout side of one process, engines included; ``version`` is what they serve."""
+    """Rollout side of one process, including its engines, which serve ``version``.
+
+    It replaces ``GroupSampler`` and ``GroupFilters``.
+    """
 
     setting: Setting
     rng: random.Random
@@ -60,31 +77,47 @@ class Process:
     dropped: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.prompts = PromptQueue(Counting())
         names = [f"engine {i}" for i in range(self.setting.num_engines)]
         self.supervisors = [SlowSupervisor(self.rng, self.version, name, self.setting.dies) for name in names]
         self.pool = EnginePool(self.supervisors, HealthConfig(max_restarts=1000), pushed=False)  # pyright: ignore[reportArgumentType]
-        self.gate = PauseGate()
-        hands = OverSamplingCallbacks(self.answer, self.keep, self.gate.open, self.stop)
-        self.oversampler = OverSampling(self.setting.how, self.setting.partial, self.prompts, hands)
+        policy, partial = self.setting.policy, self.setting.partial
+        config = RolloutConfig(
+            batch_size=policy.batch_size,
+            over_sampling_batch_size=policy.round_size,
+            max_refills=policy.max_refills,
+            n_samples_per_prompt=N,
+            partial_rollout=partial.enabled,
+            request_deadline_s=30,
+        )
+        sampler: Any = self
+        self.source = Counting()
+        self.oversampler = OverSampling(config, Sampling(1.0, 1), self.source, sampler, partial.max_staleness)
+        self.oversampler._filters = sampler
+        self.prompts = self.oversampler._prompts
 
-    async def answer(self, work: GroupTask) -> SampleGroup:
-        seeds = [work.group_id * N + i for i in range(N)]
+    @property
+    def num_taken(self) -> int:
+        return self.source.state()["taken"]
+
+    async def group(
+        self, request: GroupRequest, journal: PartialCompletions, gate: PauseGate, generated: Callable[[], None]
+    ) -> SampleGroup:
+        seeds = [request.group_id * N + i for i in range(N)]
         with self.pool.router.lease(1) as lease:
-            engine = ResumableEngine(lease, work.journal, self.gate, Usage(len(self.supervisors)))
-            asked = [engine.generate(work.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
-            found = [c for cs in await asyncio.gather(*asked) for c in cs]
-        work.on_generated()
-        for _ in range(self.rng.randrange(4)):  # its reward
+            engine = ResumableEngine(self.pool, lease, journal, gate, Usage(len(self.supervisors)))
+            calls = [engine.generate(request.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
+            completions = [c for cs in await asyncio.gather(*calls) for c in cs]
+        generated()
+        for _ in range(self.rng.randrange(4)):  # the time of the reward
             await asyncio.sleep(0)
-        start, samples = len(work.prompt.token_ids), []
-        for seed, c in zip(seeds, found, strict=True):
+        start, samples = len(request.prompt.token_ids), []
+        for seed, c in zip(seeds, completions, strict=True):
             spans = [Span(start + a, start + b, Source.MODEL, v) for a, b, v in c.versions]
-            ids = np.concatenate([work.prompt.token_ids, c.token_ids])
+            ids = np.concatenate([request.prompt.token_ids, c.token_ids])
             logprobs = np.concatenate([np.full(start, np.nan, np.float32), c.logprobs])
-            whole = (Span(0, start, Source.PROMPT), *spans)
-            samples.append(Sample(work.group_id, seed, seed, seed, ids, logprobs, whole, STATUS[c.finish]))
-        return SampleGroup(work.group_id, work.prompt, tuple(samples))
+            all_spans = (Span(0, start, Source.PROMPT), *spans)
+            samples.append(Sample(request.group_id, seed, seed, seed, ids, logprobs, all_spans, STATUS[c.finish]))
+        return SampleGroup(request.group_id, request.prompt, tuple(samples))
 
     def keep(self, group: SampleGroup) -> bool:
         passes = self.setting.passes[group.prompt.prompt_id % len(self.setting.passes)]
@@ -92,16 +125,12 @@ class Process:
             self.dropped.append(group.prompt.prompt_id)
         return passes
 
-    async def stop(self) -> None:
-        await self.gate.shut(self.pool.abort_all, Deadline("test", "stop", 30))
-
-    def state(self) -> RolloutState:
-        return RolloutState(self.prompts.source.state(), self.prompts.returned, self.oversampler.unfinished())
+    def report(self) -> FilterReport:
+        return FilterReport()
 
     def restore(self, state: RolloutState) -> None:
-        self.prompts.source.load_state(state.cursor)
-        self.prompts.give_back(state.returned)
-        self.oversampler.restore(state.unfinished)
+        self.source.load_state(state.cursor)
+        self.oversampler.restore(state)
 
     def push(self, version: int) -> None:
         for supervisor in self.supervisors:
@@ -124,7 +153,7 @@ def no_waiting() -> Generator[None]:
 
 
 def check_tokens(group: SampleGroup, rollout_id: int) -> None:
-    """Every token once, in its place, with log-probability and version of its own."""
+    """Check that every token occurs once, in order, with its log-probability and version."""
     start = len(group.prompt.token_ids)
     for sample in group.samples:
         assert sample.num_response_tokens == length(sample.seed)
@@ -136,10 +165,10 @@ def check_tokens(group: SampleGroup, rollout_id: int) -> None:
 
 
 async def assert_history(setting: Setting, rng: random.Random, resumes: list[int], folder: Path) -> None:
-    """Five rollouts, of which ``resumes`` are made again by another process, from what was written before them."""
+    """Run five rollouts; those in ``resumes`` are repeated by another process from the state saved before them."""
     process, trained, dropped = Process(setting, rng, 0), [], []
     for rollout_id in range(5):
-        saved = process.state()
+        saved = process.oversampler.state()
         if rollout_id in resumes:
             await process.oversampler.make(rollout_id)
             await process.close()
@@ -148,7 +177,7 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
             process.restore(RolloutState.of(saved.cursor, load_groups(folder / "in_flight.npz")))
         before = len(process.dropped)
         groups = (await process.oversampler.make(rollout_id)).groups
-        assert len(groups) == setting.how.batch_size
+        assert len(groups) == setting.policy.batch_size
         assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
         for group in groups:
             check_tokens(group, rollout_id)
@@ -158,7 +187,7 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
         trained += groups
         dropped += process.dropped[before:]
         process.push(rollout_id + 1)
-    state = process.state()
+    state = process.oversampler.state()
     await process.close()
     places = [
         *(group.prompt.prompt_id for group in trained),
@@ -166,7 +195,7 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
         *(waiting.prompt.prompt_id for waiting in state.returned),
         *(unfinished.prompt.prompt_id for unfinished in state.unfinished),
     ]
-    assert sorted(places) == list(range(state.cursor["taken"]))  # none lost, none doubled
+    assert sorted(places) == list(range(state.cursor["taken"]))  # none lost, none duplicated
     ids = [*(group.group_id for group in trained), *(unfinished.group_id for unfinished in state.unfinished)]
     assert len(ids) == len(set(ids))
 
@@ -182,7 +211,7 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
     dies=st.sampled_from([0, 20, 100]),
     resumes=st.lists(st.integers(0, 4), max_size=2),
 )
-def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
+def test_no_prompt_or_token_is_lost_or_duplicated(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
     batch: int,
@@ -194,33 +223,35 @@ def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
     dies: int,
     resumes: list[int],
 ) -> None:
-    setting = Setting(RefillPolicy(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies)
+    setting = Setting(Refills(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies)
     with no_waiting():
         asyncio.run(assert_history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
 
 
 def collect(
     setting: Setting, rollouts: int, seed: int = 0, *, pushes: bool = True
-) -> tuple[list[CollectedGroups], Process, dict[str, float]]:
-    async def run() -> tuple[list[CollectedGroups], Process, dict[str, float]]:
-        process, made = Process(setting, random.Random(seed), 0), []
+) -> tuple[list[Produced], Process, dict[str, float]]:
+    async def run() -> tuple[list[Produced], Process, dict[str, float]]:
+        process, results = Process(setting, random.Random(seed), 0), []
         for rollout_id in range(rollouts):
-            made.append(await process.oversampler.make(rollout_id))
+            results.append(await process.oversampler.make(rollout_id))
             process.push(rollout_id + 1 if pushes else 0)
         counts = {metric.name: metric.value for metric in process.oversampler.metrics()}
         await process.close()
-        return made, process, counts
+        return results, process, counts
 
     with no_waiting():
         return asyncio.run(run())
 
 
-def test_long_answers_are_continued_until_they_end_and_none_is_left_out() -> None:
-    made, process, counts = collect(Setting(RefillPolicy(3, 6, 0), Partial(True, 2)), 20)
-    used = [group for filled in made for group in filled.groups]
+def test_long_answers_are_continued_until_they_end() -> None:
+    rollouts, process, counts = collect(Setting(Refills(3, 6, 0), Partial(True, 2)), 20)
+    used = [group for filled in rollouts for group in filled.groups]
     long = [group for group in used if any(length(sample.seed) == 40 for sample in group.samples)]
     assert len(long) > 5
-    assert all(unfinished.group_id // 6 >= 20 - 3 for unfinished in process.oversampler.unfinished())  # begun lately
+    assert all(
+        unfinished.group_id // 6 >= 20 - 3 for unfinished in process.oversampler.unfinished()
+    )  # started recently
     assert any(len(set(sample.versions)) > 1 for group in long for sample in group.samples)
     assert counts["rollout/wasted_tokens"] == 0
     assert counts["rollout/restarted_groups"] == 0
@@ -228,79 +259,82 @@ def test_long_answers_are_continued_until_they_end_and_none_is_left_out() -> Non
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_groups_of_engines_that_die_go_on_with_the_answers_they_had(num_engines: int) -> None:
-    """Each group counts once per engine that it lost, however many of its requests were there."""
-    made, process, counts = collect(Setting(RefillPolicy(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
-    for i, filled in enumerate(made):
+def test_groups_of_lost_engines_continue_their_answers(num_engines: int) -> None:
+    """Each group counts once per lost engine, for any number of its requests."""
+    rollouts, process, counts = collect(Setting(Refills(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
+    for i, filled in enumerate(rollouts):
         for group in filled.groups:
             check_tokens(group, i)
     restarts, remade = process.pool.take_restart_counts()
-    lost = process.pool.recoveries
-    assert len(lost) >= restarts > 5
-    assert sum(recovery.groups for recovery in lost) == remade
-    assert 3 < max(recovery.groups for recovery in lost) <= 6  # in flight at once
+    recoveries = process.pool.recoveries
+    assert len(recoveries) >= restarts > 5
+    assert sum(recovery.groups for recovery in recoveries) == remade
+    assert 3 < max(recovery.groups for recovery in recoveries) <= 6  # in flight concurrently
     assert counts["rollout/wasted_tokens"] == 0
-    ids = [group.group_id for filled in made for group in filled.groups]
+    ids = [group.group_id for filled in rollouts for group in filled.groups]
     assert len(set(ids)) == len(ids) == 30
 
 
-def test_without_partial_rollouts_what_is_stopped_is_given_up_and_its_prompt_comes_first() -> None:
-    made, process, counts = collect(Setting(RefillPolicy(3, 5, 0), Partial(False, 9)), 2)
-    assert all(group.oldest_version == i for i, filled in enumerate(made) for group in filled.groups)
-    assert process.prompts.source.state() == {"taken": 2 * 3 + 2}
+def test_without_partial_rollouts_prompts_of_stopped_groups_come_first() -> None:
+    rollouts, process, counts = collect(Setting(Refills(3, 5, 0), Partial(False, 9)), 2)
+    assert all(group.oldest_version == i for i, filled in enumerate(rollouts) for group in filled.groups)
+    assert process.num_taken == 2 * 3 + 2
     assert len(process.prompts.returned) == 2
     assert process.oversampler.unfinished() == ()
     assert counts["rollout/wasted_tokens"] > 0
 
 
-def test_a_prompt_that_was_given_up_three_times_is_waited_for() -> None:
-    made, process, _ = collect(Setting(RefillPolicy(2, 4, 0), Partial(False, 9)), 30)
-    rollouts = {g.prompt.prompt_id: i for i, filled in enumerate(made) for g in filled.groups}
+def test_a_prompt_given_up_three_times_is_completed() -> None:
+    rollouts, process, _ = collect(Setting(Refills(2, 4, 0), Partial(False, 9)), 30)
+    rollout_of_prompt = {g.prompt.prompt_id: i for i, filled in enumerate(rollouts) for g in filled.groups}
     assert max(waiting.given_up for waiting in process.prompts.returned) <= 3
-    assert set(range(40)) <= set(rollouts)  # of some 60: none of the early ones was passed over for ever
+    assert set(range(40)) <= set(rollout_of_prompt)  # of about 60 prompts; no early one was starved
 
 
-def test_what_is_too_old_to_go_on_is_answered_anew() -> None:
-    """More groups are due at once than a rollout holds: 1 is taken of 8, and none may wait longer than one version."""
-    made, process, counts = collect(Setting(RefillPolicy(1, 8, 0), Partial(True, 1)), 6)
+def test_groups_that_are_too_stale_are_restarted() -> None:
+    """Each rollout takes 1 of 8 groups, and none may wait longer than one version."""
+    rollouts, process, counts = collect(Setting(Refills(1, 8, 0), Partial(True, 1)), 6)
     assert counts["rollout/restarted_groups"] > 0
-    assert all(i - group.oldest_version <= 1 for i, filled in enumerate(made) for group in filled.groups)
-    places = [g.prompt.prompt_id for filled in made for g in filled.groups]
+    assert all(i - group.oldest_version <= 1 for i, filled in enumerate(rollouts) for group in filled.groups)
+    places = [g.prompt.prompt_id for filled in rollouts for g in filled.groups]
     places += [w.prompt.prompt_id for w in process.prompts.returned] + [
         u.prompt.prompt_id for u in process.oversampler.unfinished()
     ]
-    assert sorted(places) == list(range(process.prompts.source.state()["taken"]))
+    assert sorted(places) == list(range(process.num_taken))
 
 
-def test_where_nothing_is_pushed_nothing_grows_old() -> None:
-    made, _, counts = collect(Setting(RefillPolicy(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
+def test_without_pushes_no_group_becomes_stale() -> None:
+    rollouts, _, counts = collect(Setting(Refills(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
     assert counts["rollout/restarted_groups"] == counts["rollout/wasted_tokens"] == 0
-    assert all(group.oldest_version == 0 for filled in made for group in filled.groups)
+    assert all(group.oldest_version == 0 for filled in rollouts for group in filled.groups)
 
 
-def test_filters_that_hardly_anything_passes_are_named() -> None:
+def test_filters_that_drop_nearly_everything_end_in_an_error() -> None:
     with pytest.raises(DataError, match=r"rollout 0: .*max_refills=2 .* 0 of 12 groups .*batch_size=3"):
-        collect(Setting(RefillPolicy(3, 4, 2), Partial(True, 2), passes=(False,)), 1)
+        collect(Setting(Refills(3, 4, 2), Partial(True, 2), passes=(False,)), 1)
 
 
-def test_without_refills_what_passes_is_all_there_is() -> None:
-    made, _, _ = collect(Setting(RefillPolicy(3, 4, 0), Partial(True, 2), passes=(True, False)), 1)
-    assert [group.prompt.prompt_id for group in made[0].groups] == [0, 2]
+def test_without_refills_only_passing_groups_are_returned() -> None:
+    rollouts, _, _ = collect(Setting(Refills(3, 4, 0), Partial(True, 2), passes=(True, False)), 1)
+    assert [group.prompt.prompt_id for group in rollouts[0].groups] == [0, 2]
 
 
-def test_a_group_that_fails_ends_the_rollout_and_leaves_no_task() -> None:
+def test_a_failing_group_ends_the_rollout_without_leaving_tasks() -> None:
     async def run() -> int:
-        process = Process(Setting(RefillPolicy(2, 4, 0), Partial(True, 2)), random.Random(0), 0)
+        process = Process(Setting(Refills(2, 4, 0), Partial(True, 2)), random.Random(0), 0)
 
-        async def fail(work: GroupTask) -> SampleGroup:
-            if work.group_id == 1:
+        sample = process.group
+
+        async def fail(
+            request: GroupRequest, journal: PartialCompletions, gate: PauseGate, generated: Callable[[], None]
+        ) -> SampleGroup:
+            if request.group_id == 1:
                 raise RewardError("broken")
-            return await process.answer(work)
+            return await sample(request, journal, gate, generated)
 
-        hands = OverSamplingCallbacks(fail, process.keep, process.gate.open, process.stop)
-        oversampler = OverSampling(process.setting.how, process.setting.partial, process.prompts, hands)
+        process.group = fail
         with pytest.raises(RewardError, match="broken"):
-            await oversampler.make(0)
+            await process.oversampler.make(0)
         await process.close()
         return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 

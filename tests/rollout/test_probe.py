@@ -23,7 +23,7 @@ SCORES = probe.ProbeScores(
     logprobs=(column(-1, -2), column(-3)),
     continuations=(probe.Continuation(ids(5, 6, 1, 2), column(-4, -5), num_cached=1),),
 )
-# Of the two sequences, then of the continuation: first tokens have no log-probability.
+# Two sequences, then the continuation; first tokens have no log-probability.
 TRAINER_T = column(0, -1, -2, 0, -3, 0, -1, -4, -5)
 
 
@@ -45,18 +45,18 @@ def test_agreement_is_measured_without_first_tokens() -> None:
     }
 
 
-def test_what_several_engines_scored_or_sampled_alike_is_scored_once() -> None:
-    other = replace(SCORES, continuations=(replace(SCORES.continuations[0], token_ids=ids(5, 6, 1, 3)),))
-    (rows,) = probe.TrainerScores([SCORES, SCORES, other], max_tokens=13).rows
+def test_identical_sequences_of_several_engines_are_scored_once() -> None:
+    second_engine = replace(SCORES, continuations=(replace(SCORES.continuations[0], token_ids=ids(5, 6, 1, 3)),))
+    (rows,) = probe.TrainerScores([SCORES, SCORES, second_engine], max_tokens=13).rows
     assert rows.cu_seqlens.tolist() == [0, 3, 5, 9, 13]
-    both = trainer(np.concatenate([TRAINER_T, column(0, -1, -4, -9)]), SCORES, other)
+    both = trainer(np.concatenate([TRAINER_T, column(0, -1, -4, -9)]), SCORES, second_engine)
     probe.check(SCORES, both, 3, 1e-4)
     with pytest.raises(ConsistencyError, match=r"\|log-probability difference\| 4 over 2 tokens \(continuations: 1"):
-        probe.check(other, both, 3, 1e-4)
+        probe.check(second_engine, both, 3, 1e-4)
 
 
 @pytest.mark.parametrize(("max_tokens", "ends"), [(8, [[0, 3, 5], [0, 4]]), (3, [[0, 3], [0, 2], [0, 4]])])
-def test_sequences_are_scored_in_rows_that_a_rank_has_room_for(max_tokens: int, ends: list[list[int]]) -> None:
+def test_sequences_are_packed_into_rows_of_max_tokens(max_tokens: int, ends: list[list[int]]) -> None:
     scores = probe.TrainerScores([SCORES], max_tokens)
     assert [rows.cu_seqlens.tolist() for rows in scores.rows] == ends
     cuts = np.cumsum([end[-1] for end in ends])[:-1]
@@ -66,32 +66,32 @@ def test_sequences_are_scored_in_rows_that_a_rank_has_room_for(max_tokens: int, 
 
 @pytest.mark.parametrize("wrong", [TRAINER_T + 1e-3, np.full_like(TRAINER_T, np.nan)])
 def test_disagreement_ends_the_run(wrong: F32) -> None:
-    with pytest.raises(ConsistencyError, match=r"after the push of version 3 .* weights.probe_tolerance is 0.0001"):
+    with pytest.raises(ConsistencyError, match=r"after the push of version 3 .* weights.probe_tolerance=0.0001"):
         probe.check(SCORES, trainer(wrong), 3, 1e-4)
 
 
 @pytest.mark.parametrize("engines", [column(-4, -5.5), column(-4, np.nan)])
-def test_a_continuation_that_differs_alone_names_old_keys_and_values(engines: F32) -> None:
+def test_a_differing_continuation_names_stale_kv_cache(engines: F32) -> None:
     scores = replace(SCORES, continuations=(replace(SCORES.continuations[0], logprobs=engines),))
-    with pytest.raises(ConsistencyError, match=r"sampled after 2 tokens of which 1 were cached.* older weights again"):
+    with pytest.raises(ConsistencyError, match=r"sampled after 2 prefix tokens, 1 of them cached.* older weights"):
         probe.check(scores, trainer(), 3, 0.15)
 
 
-def test_a_gate_of_zero_sees_the_last_bit() -> None:
+def test_a_tolerance_of_zero_compares_every_bit() -> None:
     probe.check(SCORES, trainer(), 3, 0.0)
     off = TRAINER_T.copy()
     off[2] = np.nextafter(off[2], np.float32(0))
-    with pytest.raises(ConsistencyError, match=r"weights.probe_tolerance is 0\."):
+    with pytest.raises(ConsistencyError, match=r"weights.probe_tolerance=0\."):
         probe.check(SCORES, trainer(off), 3, 0.0)
 
 
-def test_another_version_ends_the_run() -> None:
+def test_a_wrong_weight_version_ends_the_run() -> None:
     with pytest.raises(ConsistencyError, match="serves weights of version 3 after the push of version 4"):
         probe.check(SCORES, trainer(), 4, 1e-4)
 
 
-def test_what_is_left_with_one_kind_of_layer_exact_is_reported_and_gates_nothing() -> None:
+def test_differences_by_layer_kind_are_reported_without_a_check() -> None:
     off = TRAINER_T + column(0, 0.25, 0, 0, -0.5, 0, 9, 9, 9)
-    left = probe.by_kind(SCORES, trainer(off), "gdn")
-    assert [metric.name for metric in left] == ["probe/logprob_abs_diff_max/gdn", "probe/logprob_abs_diff_mean/gdn"]
-    assert reduce_metrics(left) == {left[0].name: 0.5, left[1].name: 0.25}
+    metrics = probe.by_kind(SCORES, trainer(off), "gdn")
+    assert [metric.name for metric in metrics] == ["probe/logprob_abs_diff_max/gdn", "probe/logprob_abs_diff_mean/gdn"]
+    assert reduce_metrics(metrics) == {metrics[0].name: 0.5, metrics[1].name: 0.25}

@@ -3,16 +3,17 @@ import asyncio
 import pytest
 
 from slime_like.errors import SlimeLikeError
-from slime_like.rollout.collect.producer import Produced, Producer
+from slime_like.rollout.collect.producer import Producer
+from slime_like.rollout.collect.state import Produced
 
 
 def produced(rollout_id: int) -> Produced:
     return Produced(rollout_id, (), 0.0, 1.0)
 
 
-def recording(made: list[int], gate: asyncio.Event | None = None):
+def recording(ids: list[int], gate: asyncio.Event | None = None):
     async def make(rollout_id: int) -> Produced:
-        made.append(rollout_id)
+        ids.append(rollout_id)
         if gate is not None and rollout_id > 0:
             await gate.wait()
         return produced(rollout_id)
@@ -27,33 +28,33 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "ahead"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2])])
-def test_production_runs_ahead_by_exactly_the_staleness(staleness: int, ahead: list[int]) -> None:
+def test_production_runs_ahead_by_the_staleness(staleness: int, ahead: list[int]) -> None:
     async def scenario() -> list[int]:
-        made: list[int] = []
-        producer = Producer(recording(made), first=0, last=10, max_staleness=staleness)
+        ids: list[int] = []
+        producer = Producer(recording(ids), first=0, last=10, max_staleness=staleness)
         assert (await producer.get(0)).rollout_id == 0
         await settle()
         await producer.stop()
-        return made
+        return ids
 
     assert asyncio.run(scenario()) == ahead
 
 
 def test_the_last_rollout_ends_production() -> None:
     async def scenario() -> list[int]:
-        made: list[int] = []
-        producer = Producer(recording(made), first=3, last=5, max_staleness=4)
+        ids: list[int] = []
+        producer = Producer(recording(ids), first=3, last=5, max_staleness=4)
         for rollout_id in (3, 4):
             assert (await producer.get(rollout_id)).rollout_id == rollout_id
             producer.forget(rollout_id)
         await settle()
         await producer.stop()
-        return made
+        return ids
 
     assert asyncio.run(scenario()) == [3, 4]
 
 
-def test_a_failure_reaches_who_waits_for_that_rollout() -> None:
+def test_a_failure_is_raised_to_the_waiting_caller() -> None:
     async def make(rollout_id: int) -> Produced:
         if rollout_id == 1:
             raise ValueError("engine gone")
@@ -62,47 +63,47 @@ def test_a_failure_reaches_who_waits_for_that_rollout() -> None:
     async def scenario() -> None:
         producer = Producer(make, first=0, last=3, max_staleness=1)
         await producer.get(0)
-        for asked in (1, 2):  # what comes after a failure fails as well, instead of waiting for ever
+        for rollout_id in (1, 2):  # rollouts after a failure fail too, instead of waiting forever
             with pytest.raises(ValueError, match="engine gone"):
-                await producer.get(asked)
+                await producer.get(rollout_id)
         await producer.stop()
 
     asyncio.run(scenario())
 
 
-def test_a_making_that_cancels_itself_fails() -> None:
+def test_a_generation_that_cancels_itself_fails() -> None:
     async def make(rollout_id: int) -> Produced:
         raise asyncio.CancelledError
 
     async def scenario() -> None:
         producer = Producer(make, first=0, last=3, max_staleness=1)
-        for asked in (0, 1):
+        for rollout_id in (0, 1):
             with pytest.raises(SlimeLikeError, match=r"rollout 0: rollout\.generate raised CancelledError"):
-                await asyncio.wait_for(producer.get(asked), 5)
+                await asyncio.wait_for(producer.get(rollout_id), 5)
         await producer.stop()
 
     asyncio.run(scenario())
 
 
-def test_stop_cancels_what_is_in_flight() -> None:
+def test_stop_cancels_rollouts_in_flight() -> None:
     async def scenario() -> int:
         gate = asyncio.Event()
-        made: list[int] = []
-        producer = Producer(recording(made, gate), first=0, last=3, max_staleness=1)
+        ids: list[int] = []
+        producer = Producer(recording(ids, gate), first=0, last=3, max_staleness=1)
         await producer.get(0)
         await settle()
-        assert made == [0, 1]
+        assert ids == [0, 1]
         await producer.stop()
         return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
     assert asyncio.run(scenario()) == 0
 
 
-def test_settled_waits_for_what_is_admitted_and_a_restored_producer_goes_on_behind_it() -> None:
+def test_settled_waits_for_admitted_rollouts_and_restore_continues_after_them() -> None:
     async def scenario() -> tuple[list[int], list[int], list[int]]:
         gate = asyncio.Event()
-        made: list[int] = []
-        producer = Producer(recording(made, gate), first=0, last=9, max_staleness=2)
+        ids: list[int] = []
+        producer = Producer(recording(ids, gate), first=0, last=9, max_staleness=2)
         await producer.get(0)
         producer.forget(0)
         settled = asyncio.create_task(producer.settled())
@@ -113,18 +114,18 @@ def test_settled_waits_for_what_is_admitted_and_a_restored_producer_goes_on_behi
         waiting = producer.waiting()
         await producer.stop()
 
-        again: list[int] = []
-        resumed = Producer(recording(again), first=1, last=9, max_staleness=2)
+        resumed_ids: list[int] = []
+        resumed = Producer(recording(resumed_ids), first=1, last=9, max_staleness=2)
         resumed.restore(waiting)
         assert await resumed.get(1) is waiting[0]
         await settle()
         await resumed.stop()
-        return made, [produced.rollout_id for produced in waiting], again
+        return ids, [produced.rollout_id for produced in waiting], resumed_ids
 
     assert asyncio.run(scenario()) == ([0, 1, 2], [1, 2], [3])
 
 
-def test_settled_returns_when_making_has_failed() -> None:
+def test_settled_returns_after_a_failure() -> None:
     async def make(rollout_id: int) -> Produced:
         raise ValueError("engine gone")
 

@@ -1,4 +1,4 @@
-"""Groups go where the least is outstanding, also while engines come and go, and what engines did is counted."""
+"""Engine router: groups go to the least loaded engine while engines join and leave; usage metrics."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.collect.usage import Usage
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool import router as router_module
-from slime_like.rollout.pool.router import EngineRouter, Lease
+from slime_like.rollout.pool.router import EngineRouter, Lease, Usage
 
 
 def engines(n: int) -> list[EngineClient]:
@@ -45,70 +44,70 @@ def test_no_engine_has_more_than_one_group_above_another(n: int, sizes: list[tup
             leases.append(stack.enter_context(router.lease(size)))
             assert leases[-1].engine is not None
             assert before[leases[-1].engine] == min(before.values())
-        found = load(leases, router.engines).values()
-        assert max(found) - min(found) <= max((size for size, _ in sizes), default=0)
+        loads = load(leases, router.engines).values()
+        assert max(loads) - min(loads) <= max((size for size, _ in sizes), default=0)
         for lease, (size, spent) in zip(leases, sizes, strict=True):
             lease.spend(spent)
             assert lease.outstanding == max(0, size - spent)
     with router.lease(5) as lease:
-        assert lease.engine is router.engines[0]  # nothing is left of the others
+        assert lease.engine is router.engines[0]  # the load of ended leases is removed
 
 
-def test_a_group_stays_where_it_is_until_its_engine_serves_no_more() -> None:
+def test_a_group_keeps_its_engine_until_it_is_withdrawn() -> None:
     async def scenario() -> None:
         a, b = engines(2)
         router = EngineRouter([a, b])
         with router.lease(10) as first, router.lease(1) as second:
             assert (first.engine, second.engine) == (a, b)
             first.spend(10)
-            await second.settle()
-            assert second.engine is b  # though less is outstanding on the other
+            await router.settle(second)
+            assert second.engine is b  # although the other engine has less load
             router.withdraw(b)
-            assert await second.ask(EngineClient.version) is None  # nothing is asked of an engine that was withdrawn
-            await second.settle()
+            assert router.serving(second) is None  # no request goes to a withdrawn engine
+            await router.settle(second)
             assert second.engine is a
             router.admit(b)
-            await second.settle()
+            await router.settle(second)
             assert second.engine is a
             with router.lease(1) as third:
-                assert third.engine is b  # what it held before it was withdrawn is gone with it
+                assert third.engine is b  # its load was reset when it was withdrawn
         assert router.engines == [a, b]
 
     asyncio.run(scenario())
 
 
-def test_a_group_waits_for_an_engine_to_come_back() -> None:
+def test_a_group_waits_for_an_engine_to_be_admitted() -> None:
     async def scenario() -> None:
-        a, again = engines(2)
+        a, replacement = engines(2)
         router = EngineRouter([a])
-        found: list[EngineClient | None] = []
+        assigned: list[EngineClient | None] = []
 
         async def ask() -> None:
             with router.lease(1) as lease:
                 assert lease.engine is None
-                await lease.settle()
-                found.append(lease.engine)
+                await router.settle(lease)
+                assigned.append(lease.engine)
 
         emptied = asyncio.create_task(router.empty())
         router.withdraw(a)
         await emptied
         tasks = [asyncio.create_task(ask()) for _ in range(3)]
         await let_run()
-        assert not found
-        router.admit(again)
+        assert not assigned
+        router.admit(replacement)
         await asyncio.gather(*tasks)
-        assert found == [again] * 3
+        assert assigned == [replacement] * 3
 
     asyncio.run(scenario())
 
 
-def test_who_waits_is_told_that_none_comes_back() -> None:
+def test_waiting_groups_get_the_fatal_error() -> None:
     async def scenario() -> None:
         router = EngineRouter([])
 
         async def ask() -> None:
             with router.lease(1) as lease:
-                await lease.settle()
+                await router.settle(lease)
 
         tasks = [asyncio.create_task(ask()) for _ in range(2)]
         await let_run()
@@ -120,20 +119,20 @@ def test_who_waits_is_told_that_none_comes_back() -> None:
     asyncio.run(scenario())
 
 
-def test_the_time_in_which_no_engine_serves_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_without_a_serving_engine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 4.0, 10.0, 10.5])
     monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     a, b = engines(2)
     router = EngineRouter([a, b])
-    found = [router.starved_s]
+    times = [router.starved_s]
     for engine in (a, b, b):
         router.withdraw(engine)  # none is left at 1
     router.admit(b)  # at 4
     router.admit(a)
-    found.append(router.starved_s)
+    times.append(router.starved_s)
     router.withdraw(a)
     router.withdraw(b)  # at 10
-    assert [*found, router.starved_s] == [0.0, 3.0, 3.5]  # the last at 10.5
+    assert [*times, router.starved_s] == [0.0, 3.0, 3.5]  # the last at 10.5
 
 
 def completion(tokens: int, prompt: int, cached: int) -> Completion:
@@ -146,11 +145,11 @@ def test_usage_by_hand() -> None:
     usage = Usage(2)
     usage.add("engine 0", [completion(30, 10, 0), completion(10, 10, 8)])
     usage.add("engine 1", [completion(20, 20, 2)])
-    found = reduce_metrics(usage.drain())
-    assert found == {
+    metrics = reduce_metrics(usage.drain())
+    assert metrics == {
         "rollout/prefix_cache_hit_rate": 10 / 40,
         "rollout/avg_cached_tokens_per_sample": pytest.approx(10 / 3),
         "rollout/engine_load_max": 40 / 30,
     }
-    assert unknown(found) == []
+    assert unknown(metrics) == []
     assert usage.drain() == []

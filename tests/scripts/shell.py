@@ -1,4 +1,4 @@
-"""Runs a piece of bash with the functions of scripts/lib loaded."""
+"""Run bash code with the functions of scripts/lib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def bash(code: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """``code``, run after sourcing the libraries, in an environment of ``env`` and a plain PATH only."""
+    """Run ``code`` after sourcing the libraries, in an environment of ``env`` and a plain PATH only."""
     load = "".join(f"source '{ROOT}/scripts/lib/{name}.sh'\n" for name in LIBRARIES)
     return subprocess.run(
         ["/bin/bash", "-c", load + code, "setup.sh"],

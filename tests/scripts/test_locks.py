@@ -1,4 +1,4 @@
-"""The two lock files pin, with hashes, what the ``*.in`` files ask for; the CPU one has nothing that needs CUDA kernels."""
+"""Lock files: pin with hashes every requirement of the ``*.in`` files; the CPU lock has no CUDA kernels."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_every_pin_has_a_hash(device: str) -> None:
 def test_cpu_lock_has_none_of_the_overridden_wheels() -> None:
     overridden = {name_of(line) for line in lines(REQUIREMENTS / "cpu.overrides")}
     assert overridden and not overridden & pins("cpu").keys()
-    assert overridden <= pins("gpu").keys(), "an override that overrides nothing"
+    assert overridden <= pins("gpu").keys(), "an override without effect"
 
 
 def test_gpu_kernels_are_in_the_gpu_lock_only() -> None:
-    # flash-linear-attention, where it can be imported without a GPU, breaks transformers' Qwen3-Next.
+    # flash-linear-attention breaks transformers' Qwen3-Next if it is importable without a GPU.
     assert not {name_of(line) for line in lines(REQUIREMENTS / "gpu.in")} & pins("cpu").keys()
 
 
@@ -62,7 +62,7 @@ def test_tests_on_a_cpu_run_the_kernels_of_the_gpu_set() -> None:
     assert {name_of(line) for line in lines(REQUIREMENTS / "fla_interpreter.in")} == kernels.keys()
 
 
-def test_both_locks_agree_on_what_both_ask_for() -> None:
+def test_both_locks_agree_on_common_requirements() -> None:
     shared = {name_of(line) for line in lines(REQUIREMENTS / "runtime.in") + lines(REQUIREMENTS / "dev.in")}
     cpu, gpu = pins("cpu"), pins("gpu")
     assert {name: cpu[name] for name in shared} == {name: gpu[name] for name in shared}

@@ -1,4 +1,4 @@
-"""The installed package says under which license it may be used, and carries its text."""
+"""Metadata of the installed package: license and its text."""
 
 from __future__ import annotations
 

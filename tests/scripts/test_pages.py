@@ -1,4 +1,4 @@
-"""The site's navigation has every page of docs/, and every relative link of a page leads to a file and a heading that exist."""
+"""Documentation pages: the navigation has every page of docs/, and every relative link resolves to a file and heading."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that forges and mkdocs give the headings of ``page``."""
+    """Return the anchors that forges and mkdocs give the headings of ``page``."""
     headings = re.findall(r"^#+ +(.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def dead(page: Path, text: str) -> Iterator[str]:
-    """Links of ``page``, which reads ``text``, that lead nowhere."""
+    """Yield the links in ``text`` of ``page`` that do not resolve."""
     for target, anchor in LINK.findall(FENCED.sub("", text)):
         to = Path(os.path.normpath(page.parent / target)) if target else page
         if not to.exists() or (anchor and to.suffix == ".md" and anchor not in anchors(to)):
@@ -39,7 +39,7 @@ def dead(page: Path, text: str) -> Iterator[str]:
 
 
 def in_navigation(entries: list[Any]) -> Iterator[str]:
-    """Pages below ``entries`` of ``nav``."""
+    """Yield the pages below ``entries`` of ``nav``."""
     for entry in entries:
         if isinstance(entry, str):
             yield entry
@@ -58,12 +58,12 @@ def test_links_resolve(page: Path) -> None:
     assert list(dead(page, page.read_text())) == []
 
 
-def test_a_dead_link_is_seen() -> None:
+def test_a_dead_link_is_detected() -> None:
     text = "[a](faults.md) [b](fault.md) [c](architecture.md#state) [d](architecture.md#stat) [e](#x) [f](https://a/b)"
     assert list(dead(DOCS / "guard.md", text)) == ["fault.md", "architecture.md#stat", "#x"]
 
 
-def test_the_site_names_files_outside_docs_and_links_to_pages(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_site_links_to_pages_and_names_other_files(caplog: pytest.LogCaptureFixture) -> None:
     text = "[one](../../slime_like/loop.py), [two](../guard.md), [three](../../slime_like/none.py)"
     page: Any = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(DOCS / "measurements" / "gdn.md")))
     assert docs_links.on_page_markdown(text, page=page) == "one, [two](../guard.md), three"
@@ -72,7 +72,7 @@ def test_the_site_names_files_outside_docs_and_links_to_pages(caplog: pytest.Log
     ]
 
 
-def test_the_extra_for_the_site_allows_the_version_it_is_built_with() -> None:
+def test_the_docs_extra_allows_the_locked_version() -> None:
     extra = re.search(r'"docs": \["(.+?)"\]', (ROOT / "setup.py").read_text())
     assert extra is not None
     assert pins("docs")["mkdocs-material"] in Requirement(extra[1]).specifier

@@ -1,4 +1,4 @@
-"""Machines that cannot run the wheels are told so before anything is downloaded; the device follows the driver."""
+"""Platform checks: unsupported machines are refused before a download, and the device follows the driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_good_machine_passes(glibc: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("changes", "message"),
     [
         ({"kernel": "Darwin", "machine": "arm64"}, "this is Darwin on arm64"),
         ({"machine": "aarch64"}, "this is Linux on aarch64"),
@@ -29,14 +29,14 @@ def test_good_machine_passes(glibc: str) -> None:
         ({"glibc": ""}, "no glibc found (musl?)"),
     ],
 )
-def test_refusal_names_what_is_wrong_and_a_way_out(wrong: dict[str, str], message: str) -> None:
-    result = bash(probes(**GOOD | wrong) + "check_platform")
+def test_a_refusal_names_the_problem_and_alternatives(changes: dict[str, str], message: str) -> None:
+    result = bash(probes(**GOOD | changes) + "check_platform")
     assert result.returncode == 1
     assert message in result.stderr
     assert "WSL2" in result.stderr and "docker/README.md" in result.stderr
 
 
-def test_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be_made() -> None:
+def test_a_full_disk_is_refused_for_a_missing_folder() -> None:
     result = bash(probes(free_gb="3") + "check_disk /tmp/none/such 8")
     assert result.returncode == 1
     assert "3 GB free on the disk of /tmp/none/such, set-up needs about 8 GB" in result.stderr

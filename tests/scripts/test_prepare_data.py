@@ -1,4 +1,4 @@
-"""Public data sets, as small local copies of theirs, become rows that the default source reads."""
+"""Preparation of public data sets, from small local copies, as rows that the default source reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rows_in_slimes_format_keep_their_messages(tmp_path: Path) -> None:
     assert (prompt.label, prompt.text) == ("4", "<user>What is 2+2?<assistant>")
 
 
-def test_a_row_that_is_something_else_is_named(tmp_path: Path) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path) -> None:
     good = {"question": "q", "answer": "#### 1"}
     result = prepare(tmp_path, "gsm8k", train=[good, {"question": "q", "answer": "no result"}], test=[good])
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""The scripts parse, the documents name scripts that exist, and a summary tells what metrics.jsonl says."""
+"""Scripts: they parse, documents name existing scripts, and the summary matches metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_ci_is_the_test_script() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_in_documents_name_files_that_exist(document: Path) -> None:
     text = document.read_text()
-    named = re.findall(r"(?:bash|python) (scripts/[\w./-]+|train\.py)", text) + re.findall(
+    named = re.findall(r"(?:bash|python) ((?:scripts|benchmarks)/[\w./-]+|train\.py)", text) + re.findall(
         r"(?:-f|COPY) (docker/\S+|scripts/\S+)", text
     )
     assert not [name for name in named if not (ROOT / name.rstrip(".")).exists()]
@@ -83,10 +83,10 @@ def test_summary_prints_first_and_last_accuracy(tmp_path: Path) -> None:
     assert result.returncode == 0
 
 
-def test_summary_of_a_run_without_accuracy_says_so(tmp_path: Path) -> None:
+def test_a_run_without_accuracy_has_no_summary(tmp_path: Path) -> None:
     missing = summarize(tmp_path)
     assert missing.returncode == 1 and "metrics.jsonl" in missing.stderr
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     empty = summarize(tmp_path)
     assert empty.returncode == 1 and "no eval/arithmetic" in empty.stderr
-    assert summarize(tmp_path, "--plan").returncode == 0  # nothing was run, nothing to summarize
+    assert summarize(tmp_path, "--plan").returncode == 0  # --plan runs nothing to summarize

@@ -1,4 +1,4 @@
-"""Criteria of the fault soak for a clean end of a part; the soak itself is not repeated."""
+"""Fault soak: criteria for a clean end of a part, and the draw of faults; the soak itself is not run."""
 
 from __future__ import annotations
 

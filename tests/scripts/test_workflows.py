@@ -1,4 +1,4 @@
-"""The files that a forge reads are true: they parse, and name scripts, parts, packages and versions that exist."""
+"""Workflows and forms of the forge: they parse, and name existing scripts, parts, packages and versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 FORMS = sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml"))
 FILES = [*WORKFLOWS, *FORMS, ROOT / "CITATION.cff", ROOT / ".pre-commit-config.yaml"]
 MARKERS = ("engine", "ranks", "e2e", "gpu")
-SCRIPT = re.compile(r"(?:^|\s)((?:\.ci|scripts)/[\w./-]+)((?: +[\w-]+)*)")  # and its plain arguments
+SCRIPT = re.compile(r"(?:^|\s)((?:\.ci|scripts)/[\w./-]+)((?: +[\w-]+)*)")  # followed by plain arguments
 
 
 def read(path: Path) -> Any:
@@ -31,7 +31,7 @@ def read(path: Path) -> Any:
 
 
 def parts() -> Mapping[str, str]:
-    """Mark expression by part of the tests."""
+    """Return the mark expression of each part of the tests."""
     result = bash(
         f"source '{ROOT}/scripts/lib/parts.sh'\n" + 'for p in "${!PARTS[@]}"; do echo "$p:${PARTS[$p]}"; done'
     )
@@ -39,7 +39,7 @@ def parts() -> Mapping[str, str]:
 
 
 def commands(workflow: Path) -> Sequence[str]:
-    """The ``run:`` of each step, once for each value of its job's matrix."""
+    """Return the ``run:`` of each step, once for each value of its job's matrix."""
     problems: list[str] = []
     for job in read(workflow)["jobs"].values():
         matrix: dict[str, list[str]] = job.get("strategy", {}).get("matrix", {})
@@ -57,12 +57,12 @@ def selects(expression: Expression, markers: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_it_is_a_mapping_in_yaml(path: Path) -> None:
+def test_files_are_yaml_mappings(path: Path) -> None:
     assert isinstance(read(path), dict)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_its_commands_name_scripts_and_parts_that_exist(workflow: Path) -> None:
+def test_commands_name_existing_scripts_and_parts(workflow: Path) -> None:
     called = [match for command in commands(workflow) for match in SCRIPT.findall(command)]
     assert called
     for script, arguments in called:
@@ -83,19 +83,19 @@ def test_each_test_is_in_one_part() -> None:
     expressions = {part: Expression.compile(text) for part, text in parts().items()}
     for size in range(len(MARKERS) + 1):
         for markers in itertools.combinations(MARKERS, size):
-            found = [part for part, expression in expressions.items() if selects(expression, markers)]
-            assert len(found) == 1, f"a test marked {markers} is in {found}"
+            matching_parts = [part for part, expression in expressions.items() if selects(expression, markers)]
+            assert len(matching_parts) == 1, f"a test marked {markers} is in {matching_parts}"
 
 
 @pytest.mark.parametrize("argument", ["", "lint", "unit tests/algo"])
-def test_a_part_that_is_not_there_is_refused_with_the_list(argument: str) -> None:
+def test_an_unknown_part_is_refused_with_the_list(argument: str) -> None:
     result = bash(f"bash '{ROOT}/scripts/test.sh' --part {argument}")
     assert result.returncode == 1
     assert "give one of static, unit, engine, ranks, e2e, gpu" in result.stderr
     assert all(part in result.stderr for part in parts())
 
 
-def test_nightly_asks_for_packages_that_are_pinned_and_known() -> None:
+def test_nightly_packages_are_pinned_and_known() -> None:
     packages: list[str] = read(GITHUB / "workflows" / "nightly.yml")["jobs"]["upstream"]["strategy"]["matrix"][
         "package"
     ]

@@ -47,14 +47,14 @@ def every_algorithm(
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Metrics of a step of each algorithm, and the losses that must come out, on the reporter; {} elsewhere. At lr 0 all
     meet the same weights. With ``fault`` a sequence is summed over what its rank holds of it."""
-    from slime_like.train.megatron.step.reduce import DifferentiableSum
+    from slime_like.train.megatron.platform.collective import DifferentiableSum
 
     actor = make_actor(world, shared.models["tied"], layout, optim={"lr": 0.0})
     scores = [actor.score(rows) for rows in batch(1)]
     with replaced(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
         found = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
     found["own"] = _own_step(actor, layout)
-    if not actor.is_reporter:
+    if not actor.rank_info.is_reporter:
         return {}, {}
     known = [score for score in scores if score is not None]
     expected = {name: reference(config, known) for name, config in ALGORITHMS.items()}
@@ -62,13 +62,13 @@ def every_algorithm(
 
 
 def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
-    actor.trainer.optimizer_step._loss = bind_loss(config)
+    actor.optimizer_step._loss = bind_loss(config)
     rows = batch(1)
-    return reduce_metrics(actor.step([rows[actor.dp_rank :: layout.dp]], [count_tokens(rows)]))
+    return reduce_metrics(actor.step([rows[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(rows)]))
 
 
 def _own_step(actor: Any, layout: Layout) -> dict[str, float]:
-    trainer = actor.trainer
+    trainer = actor
     with (
         replaced(trainer, "spec", replace(trainer.spec, algo=OWN)),
         replaced(trainer, "token_advantage", bind_token_advantage(OWN)),

@@ -62,7 +62,7 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
         """A rollout of which ``change`` is made to the last micro-batch of the last step."""
         batches = [sampled(rows, column, version) for rows, column in zip(plan, columns, strict=True)]
         batches[-1][-1] = change(batches[-1][-1])
-        shards = [batch[actor.dp_rank :: layout.dp] for batch in batches]
+        shards = [batch[actor.rank_info.dp_rank :: layout.dp] for batch in batches]
         return reduce_metrics(actor.step(shards, [count_tokens(batch) for batch in batches]))
 
     def refused(
@@ -80,14 +80,14 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
     now = scores()
     found["older weights"] = refused(first)
     found["shifted"] = refused(now, lambda row: replace(row, rollout_logprobs=np.roll(row.rollout_logprobs, 1)))
-    actor.trainer.scoring = replace(actor.trainer.scoring, temperature=0.75)
+    actor.scoring = replace(actor.scoring, temperature=0.75)
     found["temperature"] = refused(scores())
-    actor.trainer.scoring = replace(actor.trainer.scoring, temperature=0.7)
-    actor.trainer.spec = replace(actor.trainer.spec, sample_tolerance=math.inf)
+    actor.scoring = replace(actor.scoring, temperature=0.7)
+    actor.spec = replace(actor.spec, sample_tolerance=math.inf)
     found["not a number"] = refused(
         now, lambda row: replace(row, rollout_logprobs=row.rollout_logprobs * np.float32(np.nan))
     )
-    actor.trainer.spec = replace(actor.trainer.spec, sample_tolerance=TOLERANCE)
+    actor.spec = replace(actor.spec, sample_tolerance=TOLERANCE)
     found["mixed"] = train(now, actor.version, begun_by_another)
     with one_tensor_left_behind(actor):
         found["reference"] = refused(scores())
@@ -104,7 +104,7 @@ def begun_by_another(row: PackedBatch) -> PackedBatch:
 @contextmanager
 def one_tensor_left_behind(actor: Any) -> Generator[None]:
     """The swap of the reference leaves one tensor of it in the policy."""
-    trainer = actor.trainer
+    trainer = actor
     left = sorted(key for key in trainer.reference if "linear_fc2" in key)[0]
 
     def fill(weights: dict[str, Any]) -> None:

@@ -66,11 +66,11 @@ def attribute(world: World, shared: Shared, kind: str, layout: Layout, fault: st
     rows, expected = batch()[0], shared.references[kind].logprobs[0]
     found: dict[str, float] = {}
     with ExitStack() as stack:
-        plant(actor.trainer.model, fault, stack)
+        plant(actor.model, fault, stack)
         for exact in (None, "attention", "gdn", "mlp", "all", None):
             scores = actor.score(rows, exact)
             if scores is not None:
                 value = float(np.abs(scores - expected).mean())
                 assert exact or not found or value == found[""], "something stayed exact"
                 found[exact or ""] = value
-    return found if actor.is_reporter else None
+    return found if actor.rank_info.is_reporter else None

@@ -106,7 +106,7 @@ def read_planted(world: World, shared: Shared, gpt: str, saved_by: str) -> dict[
     foreign: dict[str, Callable[[Path], object]] = {"start": start, "reference": reference, "export": export}
     own: dict[str, Callable[[Path], object]] = {
         "resume": actor.load,
-        "critic": lambda folder: checkpoint.load_weights(actor.trainer.checkpoint_parts(), _within(folder)),
+        "critic": lambda folder: checkpoint.load_weights(actor.checkpoint_parts(), _within(folder)),
     }
     cases = [(path, action, plant, gpt) for path, action in foreign.items() for plant in PLANTS]
     cases += [(path, action, plant, saved_by) for path, action in own.items() for plant in PLANTS]

@@ -62,7 +62,7 @@ def half(world: World, shared: Shared, kind: str, layout: Layout) -> dict[str, A
         "rounded": [n for n, p in _parameters(actor) if n.endswith(DECAYS) and torch.equal(p.bfloat16().float(), p)],
         "loaded": same,
         "goes on": digest(resumed) == digest(actor),
-        "exported": {t.dtype for t in actor.weights().manifest() if t.name.endswith(DECAYS)},
+        "exported": {t.dtype for t in actor.weights.manifest() if t.name.endswith(DECAYS)},
     }
 
 
@@ -129,4 +129,4 @@ def half_norms(world: World, shared: Shared) -> dict[str, dict[str, float]]:
 
 
 def _parameters(actor: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    return list(actor.trainer.model.named_parameters())
+    return list(actor.model.named_parameters())

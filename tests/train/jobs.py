@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_like.config.schema.resolved import Layout
+from slime_like.batch import PackedBatch
+from slime_like.config.schema.resolved import ActorSpec, Layout
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import Meeting
 from tests.train.models import make_spec
-from tests.train.ranks import World, fork_ranks
+from tests.train.ranks import World, fork_ranks, run_ranks
 
 if TYPE_CHECKING:
-    from slime_like.train.megatron.rank.actor import MegatronActor
+    from slime_like.train.megatron.model.forward import MicroBatch
+    from slime_like.train.megatron.platform.groups import RankInfo
+    from slime_like.train.megatron.rank.trainer import RankTrainer
 
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
@@ -71,20 +74,37 @@ def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> di
     return out
 
 
+def run_forked(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
+    """Return the results of ``run_ranks`` on forks of one rank that has imported megatron, which each would import again."""
+    return run_ranks("tests.train.jobs:fork_target", 1, target, size, args, seconds, seconds=seconds + 60)[0]
+
+
+def fork_target(world: World, target: str, size: int, args: Sequence[Any], seconds: float) -> list[Any]:
+    """Run ``target`` (module:function) on forks of this rank."""
+    assert world.size == 1
+    module, _, function = target.partition(":")
+    import_trainer(module)
+    return fork_ranks(getattr(importlib.import_module(module), function), size, *args, seconds=seconds)
+
+
 def prepare(jobs: Sequence[Job]) -> None:
-    """Import what the jobs are going to."""
-    with heavy_imports():  # as the trainer's ranks do: megatron collects garbage at every save and load
+    """Import the modules of the jobs, and share process groups between them."""
+    import_trainer(*sorted({job.target.partition(":")[0] for job in jobs}))
+    reuse_groups()
+
+
+def import_trainer(*modules: str) -> None:
+    """Import the trainer, then ``modules``, as its ranks do."""
+    with heavy_imports():  # megatron collects garbage at every save and load
         from slime_like.train.megatron.platform import host
 
         host.install("cpu")
         used = (
-            "slime_like.train.megatron.rank.actor",
-            "slime_like.train.megatron.rank.trainer",
+            "slime_like.train.megatron.rank",
             "transformers.models.auto",
         )
-        for name in (*used, *sorted({job.target.partition(":")[0] for job in jobs})):
+        for name in (*used, *modules):
             importlib.import_module(name)
-    reuse_groups()
 
 
 def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any]:
@@ -119,16 +139,32 @@ def reuse_groups() -> None:
     parallel_state.initialize_model_parallel = initialize
 
 
-def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> MegatronActor:
+def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> RankTrainer:
     """A rank of a small trainer; keyword arguments as for ``make_spec``."""
-    from slime_like.train.megatron.rank.actor import MegatronActor
+    return start_trainer(world, make_spec(folder, layout, **spec))
 
-    return MegatronActor(
-        make_spec(folder, layout, **spec),
-        rank=world.rank,
-        world_size=world.size,
-        master=Meeting(world.host, world.port),
-    )
+
+def start_trainer(world: World, spec: ActorSpec, local_rank: int = 0) -> RankTrainer:
+    """Join the world and build a rank of the trainer."""
+    rank_info = enter(world, spec, local_rank)
+    from slime_like.train.megatron.rank.trainer import RankTrainer
+
+    return RankTrainer(spec, rank_info)
+
+
+def enter(world: World, spec: ActorSpec, local_rank: int = 0) -> RankInfo:
+    """Join the world; megatron may be imported afterwards."""
+    from slime_like.train.megatron.platform import groups
+
+    master = Meeting(world.host, world.port)
+    return groups.enter(spec, rank=world.rank, world_size=world.size, master=master, local_rank=local_rank)
+
+
+def annotated(trainer: RankTrainer, rows: Sequence[PackedBatch]) -> list[MicroBatch]:
+    """Return the micro-batches of ``rows`` with the scores and advantages that the loss reads."""
+    trainer.open_rollout([rows])
+    trainer.estimate({})
+    return trainer.close().micros
 
 
 class Results(dict[str, list[Any]]):

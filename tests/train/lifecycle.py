@@ -18,7 +18,7 @@ from slime_like.config.schema.algo import AlgoConfig, GrpoConfig, SftConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
-from tests.train.jobs import Shared, make_actor
+from tests.train.jobs import Shared, annotated, make_actor
 from tests.train.models import count_tokens, make_rows, normalised
 from tests.train.ranks import World
 from tests.unchanged import unchanged
@@ -44,14 +44,14 @@ def train(
 ) -> dict[str, float]:
     """One rollout of ``steps`` optimizer steps; metrics on the reporter, {} elsewhere."""
     batches = [make(seed + k) for k in range(steps)]
-    rows = [b[actor.dp_rank :: layout.dp] for b in batches]
+    rows = [b[actor.rank_info.dp_rank :: layout.dp] for b in batches]
     return reduce_metrics(actor.step(rows, [count_tokens(b) for b in batches]))
 
 
 def digest(actor: Any) -> str:
     """Hash of this rank's weights, bit for bit."""
     sha = hashlib.sha256()
-    for parameter in actor.trainer.model.parameters():
+    for parameter in actor.model.parameters():
         sha.update(parameter.detach().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
@@ -209,7 +209,7 @@ def export(world: World, shared: Shared, kind: str, layout: Layout, max_bytes: i
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), dtype=dtype)
     train(actor, layout, 1)
     actor.export_hf(shared.scratch / "hf")
-    source = actor.weights()
+    source = actor.weights
     sent: list[list[tuple[str, tuple[int, ...], str]]] = []
     sizes: list[int] = []
     for bucket in source.buckets(max_bytes):
@@ -261,7 +261,7 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
                 versions=np.where(trained, 1 if i == 1 else 0, -1).astype(np.int32),
             )
         )
-    mine = scored[actor.dp_rank :: layout.dp]
+    mine = scored[actor.rank_info.dp_rank :: layout.dp]
     metrics = actor.step([mine], [count_tokens(rows)])
     return {"metrics": reduce_metrics(metrics), "stale": count_tokens(rows[1:2]), "all": count_tokens(rows)}
 
@@ -271,7 +271,7 @@ def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(entropy_coef=0.1))
     rows = batch(1)
     untrained = dataclasses.replace(rows[0], loss_weight=np.zeros_like(rows[0].loss_weight))
-    mine = [rows, [untrained, make_rows([], 0)]][actor.dp_rank]
+    mine = [rows, [untrained, make_rows([], 0)]][actor.rank_info.dp_rank]
     return reduce_metrics(actor.step([mine], [count_tokens(rows)]))
 
 
@@ -347,11 +347,10 @@ def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bo
     first = actor.score(rows)
     train(actor, layout, 1)
     before, trained = digest(actor), actor.score(rows)
-    assert actor.trainer.reference is not None
-    with actor.trainer.swapped(actor.trainer.reference):
+    assert actor.reference is not None
+    with actor.swapped(actor.reference):
         swapped, referenced = digest(actor), actor.score(rows)
-    (micro,) = micros = [actor.trainer.micro(rows)]
-    actor.trainer.annotate(micros)
+    (micro,) = annotated(actor, [rows])
     assert micro.ref_logprobs is not None
     column = np.where(rows.loss_weight > 0, micro.ref_logprobs.numpy(), 0.0)
     return {

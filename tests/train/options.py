@@ -20,7 +20,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
 from tests.train.faults import replaced
-from tests.train.jobs import Shared, make_actor
+from tests.train.jobs import Shared, annotated, make_actor
 from tests.train.lifecycle import batch, digest, four_micro_batches, train
 from tests.train.models import count_tokens
 from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, pairs
@@ -55,14 +55,11 @@ def recompute(
 
 def gradients(actor: Any) -> dict[str, Tensor]:
     """This rank's reduced gradients of one step."""
-    from slime_like.train.megatron.model.forward import make_micro
     from slime_like.train.megatron.model.model import named_weights
 
-    rows = pairs(parity_batch())[actor.dp_rank :: actor.trainer.rank_info.layout.dp]
-    micros = [make_micro(r, actor.trainer.rank_info) for r in rows]
-    actor.trainer.annotate(micros)
-    actor.trainer.optimizer_step.backward(micros, count_tokens(parity_batch()), None)
-    return {key: p.main_grad.clone() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+    rows = pairs(parity_batch())[actor.rank_info.dp_rank :: actor.rank_info.layout.dp]
+    actor.optimizer_step.backward(annotated(actor, rows), count_tokens(parity_batch()), None)
+    return {key: p.main_grad.clone() for key, p in named_weights(actor.model)}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager
@@ -108,7 +105,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
 
     # Without clipping: the norm's last bit depends on how the sum over ranks is divided.
     actor = make_actor(world, shared.models[kind], layout, steps_per_rollout=2, optim={"clip_grad": 0.0})
-    chunks: list[Any] = list(actor.trainer.wrapped)
+    chunks: list[Any] = list(actor.wrapped)
     wrapped: Any = chunks[-1]
     early: list[bool] = []
     for group in (group for chunk in chunks for group in chunk.bucket_groups):
@@ -128,15 +125,15 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
         return stock_scores(hidden, weight, *args, **kwargs)
 
     weights: list[str] = []
-    stock_scores = actor.trainer.model.last.vocab_scores
+    stock_scores = actor.model.last.vocab_scores
     with contextlib.ExitStack() as stack:
         if fault == "weights are read early":
             stack.enter_context(replaced(trainer_module.optim, "settle_weights", lambda wrapped: None))
         if fault == "output layer does not wait":
-            wrapped.remove_forward_pre_hook_handles[actor.trainer.model.last.output_layer].remove()
+            wrapped.remove_forward_pre_hook_handles[actor.model.last.output_layer].remove()
             stack.enter_context(contextlib.suppress(AssertionError))  # megatron's, at the next gather of that bucket
         if layout.overlap_param_gather:
-            stack.enter_context(replaced(actor.trainer.model.last, "vocab_scores", read))
+            stack.enter_context(replaced(actor.model.last, "vocab_scores", read))
         for seed in (1, 2):
             train(actor, layout, 2 * seed, steps=2, make=four_micro_batches)
             weights.append(digest(actor))
@@ -161,17 +158,15 @@ def near(
     world: World, shared: Shared, layout: Layout, kind: str = "tied", model: dict[str, Any] | None = None
 ) -> Rounded:
     """One backward pass and the scores of a bfloat16 model."""
-    from slime_like.train.megatron.model.forward import make_micro
 
     ref = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, **HALF, model=model or {})
     rows = pairs(parity_batch())
     scores = [actor.score(r) for r in rows]
-    micros = [make_micro(r, actor.trainer.rank_info) for r in rows[actor.dp_rank :: layout.dp]]
-    actor.trainer.annotate(micros)
-    actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
-    grad = max(gradient_errors(actor.trainer, ref.grads).values())
-    if not actor.is_reporter:
+    micros = annotated(actor, rows[actor.rank_info.dp_rank :: layout.dp])
+    actor.optimizer_step.backward(micros, count_tokens(rows), None)
+    grad = max(gradient_errors(actor, ref.grads).values())
+    if not actor.rank_info.is_reporter:
         return Rounded(grad, None)
     errors = np.concatenate([np.abs(s - e) for s, e in zip(scores, ref.pairs, strict=True)])  # pyright: ignore[reportOptionalOperand]
     return Rounded(grad, (float(errors.mean()), float(errors.max())))
@@ -183,8 +178,8 @@ def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -
 
     out: dict[str, Any] = {}
     tiny = make_actor(world, shared.models[kind], layout, **HALF, optim={"lr": 1e-6, "weight_decay": 0.0})
-    out["dtypes"] = {(str(p.dtype), str(p.main_grad.dtype)) for _, p in named_weights(tiny.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
-    out["sent"] = {m.dtype for m in tiny.weights().manifest()}
+    out["dtypes"] = {(str(p.dtype), str(p.main_grad.dtype)) for _, p in named_weights(tiny.model)}  # pyright: ignore[reportAttributeAccessIssue]
+    out["sent"] = {m.dtype for m in tiny.weights.manifest()}
     main_before = _main_weights(tiny)
     for seed in range(3):
         train(tiny, layout, seed)
@@ -201,7 +196,7 @@ def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -
 
 def _main_weights(actor: Any) -> list[Tensor]:
     """Copies of what the optimizer updates on this rank."""
-    return [p.detach().clone() for group in actor.trainer.optimizer.param_groups for p in group["params"]]
+    return [p.detach().clone() for group in actor.optimizer.param_groups for p in group["params"]]
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -210,11 +205,11 @@ def schedules(world: World, shared: Shared, cases: dict[str, dict[str, Any]], nu
     from slime_like.train.megatron.step.optim import make_schedule
 
     actor = make_actor(world, shared.models["tied"], Layout())
-    optimizer, out = actor.trainer.optimizer, dict[str, list[float]]()
+    optimizer, out = actor.optimizer, dict[str, list[float]]()
     for name, keys in cases.items():
         for group in optimizer.param_groups:
             group["max_lr"], group["min_lr"] = keys["lr"], keys.get("min_lr", 0.0)
-        spec = dataclasses.replace(actor.trainer.spec, optim=OptimConfig(**keys), num_steps=num_steps)
+        spec = dataclasses.replace(actor.spec, optim=OptimConfig(**keys), num_steps=num_steps)
         schedule = make_schedule(spec, optimizer)
         rates: list[float] = []
         for _ in range(num_steps):
@@ -243,25 +238,25 @@ def adamw(world: World, shared: Shared) -> dict[str, float]:
     from slime_like.train.megatron.model.model import named_weights
 
     actor = make_actor(world, shared.models["qwen2"], Layout(), optim=ADAMW, num_steps=4, algo=SftConfig())
-    weights = {key: p.detach().double() for key, p in named_weights(actor.trainer.model)}
+    weights = {key: p.detach().double() for key, p in named_weights(actor.model)}
     moments = {key: (torch.zeros_like(w), torch.zeros_like(w)) for key, w in weights.items()}
     out = {"norm": 0.0, "largest norm": 0.0, "rate": 0.0}
     for t in range(1, 5):
         rows = batch(t)
-        micros = [actor.trainer.micro(r) for r in rows]
+        micros = [actor.micro(r) for r in rows]
         grads: dict[str, Tensor] = {}
 
-        def step(update: Any = actor.trainer.optimizer.step, grads: dict[str, Tensor] = grads) -> Any:
-            grads |= {key: p.main_grad.double() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+        def step(update: Any = actor.optimizer.step, grads: dict[str, Tensor] = grads) -> Any:
+            grads |= {key: p.main_grad.double() for key, p in named_weights(actor.model)}  # pyright: ignore[reportAttributeAccessIssue]
             return update()  # which clips them in place
 
-        with replaced(actor.trainer.optimizer, "step", step):
-            metrics = reduce_metrics(actor.trainer.optimizer_step(micros, count_tokens(rows), None))
+        with replaced(actor.optimizer, "step", step):
+            metrics = reduce_metrics(actor.optimizer_step(micros, count_tokens(rows), None))
         norm = _adamw_float64(weights, moments, grads, t)
         out["norm"] = max(out["norm"], abs(metrics["train/grad_norm"] / norm - 1))
         out["rate"] = max(out["rate"], abs(metrics["train/lr"] / _rate(t) - 1))
         out["largest norm"] = max(out["largest norm"], norm)
-    found = {key: p.detach().double() for key, p in named_weights(actor.trainer.model)}
+    found = {key: p.detach().double() for key, p in named_weights(actor.model)}
     for kind, ndim in (("vectors", 1), ("matrices", 2)):
         out[kind] = max(float((found[key] - w).abs().max()) for key, w in weights.items() if w.ndim == ndim)
     return out
@@ -311,7 +306,7 @@ def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> di
         for actor in (divided, resumed):
             for seed in (3, 4):
                 train(actor, layout, seed)
-    inner = [one.optimizer for one in divided.trainer.optimizer.chained_optimizers]
+    inner = [one.optimizer for one in divided.optimizer.chained_optimizers]
     assert all(isinstance(one, HybridDeviceOptimizer) for one in inner)
     return {
         "host": sum(len(one.cpu_optimizers) for one in inner),

@@ -178,22 +178,22 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
     ref: Reference = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, algo=ALGO, temperature=TEMPERATURE, model=model)
     rows = batch()
-    mine = rows[actor.dp_rank :: layout.dp]
+    mine = rows[actor.rank_info.dp_rank :: layout.dp]
     if layout.vpp > 1 and layout.dp == 1:  # an odd number, which the interleaved schedule does not take as it is
         mine = [joined(mine[0], mine[1]), *mine[2:]]
     count = count_tokens(rows)
     scores = [actor.score(r) for r in pairs(rows)]
     logits = _logits_error(actor, rows[0], ref) if layout.world_size == 1 else None
     errors: dict[str, float] = {}
-    update = actor.trainer.optimizer.step
+    update = actor.optimizer.step
 
     def compared() -> Any:
-        errors.update(gradient_errors(actor.trainer, ref.grads))  # those that the step is about to take
+        errors.update(gradient_errors(actor, ref.grads))  # those that the step is about to take
         return update()
 
-    with replaced(actor.trainer.optimizer, "step", compared):
+    with replaced(actor.optimizer, "step", compared):
         metrics = reduce_metrics(actor.step([mine], [count]))
-    if not actor.is_reporter:
+    if not actor.rank_info.is_reporter:
         return None
     score = max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.pairs, strict=True) if s is not None)
     decays = [error for name, error in errors.items() if name.endswith(DECAYS)]
@@ -226,7 +226,7 @@ def logits_of(actor: Any, rows: PackedBatch) -> Any:
 
     from slime_like.train.megatron.model.forward import make_micro, run_schedule
 
-    policy = actor.trainer.model.last
+    policy = actor.model.last
 
     def after(micro: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
         if policy.config.sequence_parallel:
@@ -237,7 +237,7 @@ def logits_of(actor: Any, rows: PackedBatch) -> Any:
         return whole[:, :VOCAB].numpy()
 
     with torch.no_grad():
-        found = run_schedule(actor.trainer.wrapped, [make_micro(rows, actor.trainer.rank_info)], after, train=False)
+        found = run_schedule(actor.wrapped, [make_micro(rows, actor.rank_info)], after, train=False)
     return found[0] if found else None
 
 

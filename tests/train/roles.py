@@ -18,9 +18,8 @@ from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import F32
-from slime_like.util.ports import Meeting
 from tests.train.faults import replaced
-from tests.train.jobs import Shared, make_actor
+from tests.train.jobs import Shared, enter, make_actor
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens, make_spec
 from tests.train.ranks import World
@@ -52,21 +51,23 @@ def _named(rows: PackedBatch, first: int) -> PackedBatch:
 
 
 def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
-    from slime_like.train.megatron.rank.role import MegatronRole
+    rank_info = enter(world, spec.rank)
+    from slime_like.train.megatron.rank.critic import RankCritic
+    from slime_like.train.megatron.rank.teacher import RankTeacher
 
-    return MegatronRole(spec, rank=world.rank, world_size=world.size, master=Meeting(world.host, world.port))
+    return RankCritic(spec, rank_info) if isinstance(spec, CriticSpec) else RankTeacher(spec.rank, rank_info)
 
 
 def make_critic(world: World, folder: Path, layout: Layout, **changes: Any) -> Any:
     """A critic whose head is not zero, the same in every layout."""
     spec = make_spec(folder, layout, optim={"lr": 1e-3}, steps_per_rollout=STEPS)
     critic = make_role(world, replace(CriticSpec(spec, value_clip=0.2, load=None, warmup_rollouts=0), **changes))
-    head = getattr(critic.critic.model.last, "value_head", None)
+    head = getattr(critic.model.last, "value_head", None)
     if head is not None and changes.get("load") is None:
         with torch.no_grad():
             head.weight.copy_(head_weight())
             head.bias.fill_(0.3)
-    critic.critic.optimizer.reload_model_params()  # the optimizer has copies of its own
+    critic.optimizer.reload_model_params()  # the optimizer has copies of its own
     return critic
 
 
@@ -101,23 +102,23 @@ def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, faul
             values, report = ppo_rollout(actor, critic, layout)
             first = first or values
             metrics.append(report)
-        last, _ = critic.score(rollout(layout, critic.dp_rank)[0])
+        last, _ = critic.score(rollout(layout, critic.rank_info.dp_rank)[0])
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, actor.token_advantages([0, 12, 101, 110, 999]))
         advantages = {sample_id: column for each in told for sample_id, column in each.items()}
         assert sum(map(len, told)) == len(advantages), "one rank speaks for each shard"
-        return Trained(metrics, first, in_order(everyones(last, critic.dp_rank)), advantages)
+        return Trained(metrics, first, in_order(everyones(last, critic.rank_info.dp_rank)), advantages)
 
 
 def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False) -> tuple[list[list[F32]], Any]:
     """Values before the update, and what both report."""
-    steps, counts = rollout(layout, actor.dp_rank)
+    steps, counts = rollout(layout, actor.rank_info.dp_rank)
     values, none = critic.score(steps)
     assert none == ()
     actor.open_rollout(steps)
-    shards = everyones(values, critic.dp_rank)
-    returns = everyones(actor.estimate({"values": shards[actor.dp_rank]}), actor.dp_rank)
-    found = (*actor.update(counts, frozen=frozen), *critic.update(returns[critic.dp_rank], counts))
+    shards = everyones(values, critic.rank_info.dp_rank)
+    returns = everyones(actor.estimate({"values": shards[actor.rank_info.dp_rank]}), actor.rank_info.dp_rank)
+    found = (*actor.update(counts, frozen=frozen), *critic.update(returns[critic.rank_info.dp_rank], counts))
     return in_order(shards), reduce_metrics(found)
 
 
@@ -137,9 +138,9 @@ def warmup(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     """A rollout on which the critic alone trains."""
     actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
     critic = make_critic(world, shared.models["untied"], layout)
-    before = [p.detach().clone() for p in actor.trainer.model.parameters()]
+    before = [p.detach().clone() for p in actor.model.parameters()]
     _, metrics = ppo_rollout(actor, critic, layout, frozen=True)
-    same = all(torch.equal(a, b) for a, b in zip(before, actor.trainer.model.parameters(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, actor.model.parameters(), strict=True))
     return {"metrics": metrics, "actor unchanged": same, "version": actor.version}
 
 
@@ -149,7 +150,7 @@ def fresh(world: World, shared: Shared, layout: Layout) -> list[float]:
     for kind in ("tied", "untied"):
         spec = make_spec(shared.models[kind], layout)
         critic = make_role(world, CriticSpec(spec, value_clip=None, load=None, warmup_rollouts=0))
-        values, _ = critic.score(rollout(layout, critic.dp_rank)[0])
+        values, _ = critic.score(rollout(layout, critic.rank_info.dp_rank)[0])
         out += [float(np.abs(c).max()) for step in values or [] for c in step]
     return out
 
@@ -162,17 +163,17 @@ def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, An
     ppo_rollout(actor, critic, layout)
     critic.save(folder, 1)
     actor.save(shared.scratch / "actor", 1)
-    expected, _ = critic.score(rollout(layout, critic.dp_rank)[0])
+    expected, _ = critic.score(rollout(layout, critic.rank_info.dp_rank)[0])
     other = make_critic(world, shared.models["untied"], layout)
     other.load(folder, 1)
-    found, _ = other.score(rollout(layout, other.dp_rank)[0])
+    found, _ = other.score(rollout(layout, other.rank_info.dp_rank)[0])
     _, report = ppo_rollout(actor, other, layout)
     out = {"expected": expected, "found": found, "version": other.version, "report": report}
     load = str(folder / "iter_0000001")
     started = make_critic(world, shared.models["untied"], layout, load=load)
-    out["loaded"], _ = started.score(rollout(layout, started.dp_rank)[0])
+    out["loaded"], _ = started.score(rollout(layout, started.rank_info.dp_rank)[0])
     plain = make_critic(world, shared.models["untied"], replace(layout, distributed_optimizer=False), load=load)
-    out["loaded by a plain optimizer"], _ = plain.score(rollout(layout, plain.dp_rank)[0])
+    out["loaded by a plain optimizer"], _ = plain.score(rollout(layout, plain.rank_info.dp_rank)[0])
     for name, kind, action in (
         ("actor as critic.load", "tied", lambda c, f: c),
         ("actor resumed as critic", "tied", lambda c, f: c.load(f, 1)),
@@ -205,13 +206,13 @@ def distill(
     metrics: list[dict[str, float]] = []
     shards: list[Columns] = []
     for _ in range(rollouts):
-        steps, counts = rollout(layout, actor.dp_rank)
+        steps, counts = rollout(layout, actor.rank_info.dp_rank)
         actor.open_rollout(steps)
         columns: dict[str, Columns] = {}
         if teacher is not None:
             scored, _ = teacher.score(steps)
-            shards = everyones(scored, teacher.dp_rank)
-            columns = {"teacher_logprobs": shards[actor.dp_rank]}
+            shards = everyones(scored, teacher.rank_info.dp_rank)
+            columns = {"teacher_logprobs": shards[actor.rank_info.dp_rank]}
         assert actor.estimate(columns) is None
         metrics.append(reduce_metrics(actor.update(counts, frozen=False)))
     return Trained(metrics, in_order(shards) if shards else [], [])
@@ -230,6 +231,6 @@ def swapped_teacher(world: World, shared: Shared, layout: Layout) -> Trained:
 def teacher_of_another_shape(world: World, shared: Shared, layout: Layout) -> list[list[F32]]:
     """Log-probabilities of a teacher of another family."""
     teacher = make_role(world, TeacherSpec(make_spec(shared.models["llama"], layout)))
-    columns, metrics = teacher.score(rollout(layout, teacher.dp_rank)[0])
-    assert (len(metrics) == 1) == teacher.is_reporter
-    return in_order(everyones(columns, teacher.dp_rank))
+    columns, metrics = teacher.score(rollout(layout, teacher.rank_info.dp_rank)[0])
+    assert (len(metrics) == 1) == teacher.rank_info.is_reporter
+    return in_order(everyones(columns, teacher.rank_info.dp_rank))

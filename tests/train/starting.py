@@ -76,8 +76,8 @@ def _fused_attention(self: Any, query: torch.Tensor, key: torch.Tensor, value: t
 def _gpt_config(actor: Any) -> Any:
     import dataclasses
 
-    stock = actor.trainer.model.last.config
-    layers = actor.trainer.family.hf.num_hidden_layers
+    stock = actor.model.last.config
+    layers = actor.family.hf.num_hidden_layers
     return dataclasses.replace(stock, num_layers=layers, is_hybrid_model=False, normalization="RMSNorm")
 
 
@@ -119,7 +119,7 @@ def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
     actor.load(folder)
     model = {"megatron_checkpoint": str(folder)}
     fresh = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig(), model=model)
-    return {"same": digest(fresh) == digest(actor), "steps": fresh.trainer.schedule.num_steps, "version": fresh.version}
+    return {"same": digest(fresh) == digest(actor), "steps": fresh.schedule.num_steps, "version": fresh.version}
 
 
 def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:

@@ -12,9 +12,8 @@ from torch import Tensor
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.platform import host
-from slime_like.util.ports import Meeting
 from tests.train import parity
-from tests.train.jobs import Shared
+from tests.train.jobs import Shared, annotated, start_trainer
 from tests.train.models import count_tokens, make_rows, make_spec
 from tests.train.ranks import World
 
@@ -47,24 +46,15 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
 def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
     """Each provider in bfloat16 against HF in float32, and core attention of the two on the same random rows."""
     host.install("cuda")
-    from slime_like.train.megatron.model.forward import make_micro
-    from slime_like.train.megatron.rank.actor import MegatronActor
 
     ref, rows = parity.reference(folder), parity.batch()
     out: dict[str, Any] = {}
     attended: dict[str, list[Tensor]] = {}
     for name in ("torch", "te"):
-        actor = MegatronActor(
-            make_spec(folder, Layout(cp=cp), device="cuda", model={"attention": name}, **HALF),
-            rank=world.rank,
-            world_size=world.size,
-            master=Meeting(world.host, world.port),
-            local_rank=world.rank,
-        )
-        trainer = actor.trainer
-        scores = [actor.score(r) for r in rows]
-        micros = [make_micro(r, trainer.rank_info) for r in rows]
-        trainer.annotate(micros)
+        spec = make_spec(folder, Layout(cp=cp), device="cuda", model={"attention": name}, **HALF)
+        trainer = start_trainer(world, spec, local_rank=world.rank)
+        scores = [trainer.score(r) for r in rows]
+        micros = annotated(trainer, rows)
         trainer.optimizer_step.backward(micros, count_tokens(rows), None)
         grads = {key: grad.cuda() for key, grad in ref.grads.items()}
         core = next(m for m in trainer.model.modules() if type(m).__name__ in ("PackedAttention", "TEAttention"))
@@ -73,7 +63,7 @@ def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
             "core": type(core).__name__,
             "grad": max(parity.gradient_errors(trainer, grads).values()),
             "score": max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.logprobs, strict=True) if s is not None)
-            if actor.is_reporter
+            if trainer.rank_info.is_reporter
             else 0.0,
         }
     pairs = zip(("out", "query", "key", "value"), attended["te"], attended["torch"], strict=True)

@@ -47,11 +47,11 @@ def test_a_save_leaves_no_process_behind(results: Results) -> None:
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("nothing there", "latest_checkpointed_iteration.txt: missing; give a folder"),
+        ("nothing there", "latest_checkpointed_iteration.txt: missing; choose a folder"),
         ("latest lost", "latest_checkpointed_iteration.txt: missing, though"),
         ("latest is not a number", "'ten', which is not an iteration"),
         ("metadata lost", "metadata.json: missing"),
-        ("shard cut", "distcp: torn"),
+        ("shard cut", "distcp: has the wrong size"),
         ("shard flipped", "distcp: changed since it was written"),
         ("other model", "tie_word_embeddings is True there and False"),
         ("plain optimizer", "parallel.distributed_optimizer=True"),

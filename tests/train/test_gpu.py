@@ -19,8 +19,8 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.train.megatron.platform import host
-from slime_like.util.ports import Meeting
 from tests.train import parity
+from tests.train.jobs import annotated, start_trainer
 from tests.train.lifecycle import batch, train
 from tests.train.models import count_tokens, make_model, make_spec
 from tests.train.ranks import World, run_ranks
@@ -43,29 +43,19 @@ def actor_on_gpu(world: World, folder: Path, **spec: Any) -> Any:
 
 
 def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
-    from slime_like.train.megatron.rank.actor import MegatronActor
-
-    return MegatronActor(
-        make_spec(folder, Layout(), device=device, **spec),
-        rank=world.rank,
-        world_size=world.size,
-        master=Meeting(world.host, world.port),
-    )
+    return start_trainer(world, make_spec(folder, Layout(), device=device, **spec))
 
 
 def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     """float32 gradients against HF, bfloat16 scores, learning, a resumed run and an export."""
     host.install("cuda")
-    from slime_like.train.megatron.model.forward import make_micro
 
     ref = parity.reference(folder)
     rows = parity.batch()
     out: dict[str, Any] = {}
     actor = actor_on_gpu(world, folder, algo=parity.ALGO, temperature=parity.TEMPERATURE)
-    trainer = actor.trainer
-    micros = [make_micro(r, trainer.rank_info) for r in rows]
-    trainer.annotate(micros)
-    trainer.optimizer_step.backward(micros, count_tokens(rows), None)
+    trainer = actor
+    trainer.optimizer_step.backward(annotated(trainer, rows), count_tokens(rows), None)
     grads = {name: g.cuda() for name, g in ref.grads.items()}
     out["grad"] = max(parity.gradient_errors(trainer, grads).values())
     metrics = reduce_metrics(actor.step([rows], [count_tokens(rows)]))
@@ -84,7 +74,7 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     train(resumed, Layout(), 2)
     out["resumed"] = max(
         float((a.detach() - b.detach()).abs().max())
-        for a, b in zip(actor.trainer.model.parameters(), resumed.trainer.model.parameters(), strict=True)
+        for a, b in zip(actor.model.parameters(), resumed.model.parameters(), strict=True)
     )
     resumed.export_hf(scratch / "hf")
     from transformers import AutoModelForCausalLM
@@ -145,7 +135,6 @@ def hybrid_on_gpu(
     Keys say which kernels ran.
     """
     host.install(device)
-    from slime_like.train.megatron.model.forward import make_micro
 
     ref, rows = parity.reference(folder), parity.batch()
     grads = {name: grad.to(device) for name, grad in ref.grads.items()}
@@ -154,10 +143,8 @@ def hybrid_on_gpu(
         spec: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature": parity.TEMPERATURE}
         actor = actor_on(device, world, folder, model={"gdn": GDNConfig(backend=name)}, **spec)
         scores = [actor.score(r) for r in rows]
-        micros = [make_micro(r, actor.trainer.rank_info) for r in rows]
-        actor.trainer.annotate(micros)
-        actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
-        errors = parity.gradient_errors(actor.trainer, grads)
+        actor.optimizer_step.backward(annotated(actor, rows), count_tokens(rows), None)
+        errors = parity.gradient_errors(actor, grads)
         (kernels,) = actor.kernels()
         out[kernels] = {
             "score": max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.logprobs, strict=True)),
@@ -199,7 +186,7 @@ def same_bits(world: World, folder: Path) -> list[list[bytes]]:
         actor = actor_on_gpu(world, folder, dtype="bfloat16", algo=SftConfig(), deterministic=True)
         for seed in range(3):
             train(actor, Layout(), seed)
-        weights = [p.detach().cpu().view(torch.uint8).numpy().tobytes() for p in actor.trainer.model.parameters()]
+        weights = [p.detach().cpu().view(torch.uint8).numpy().tobytes() for p in actor.model.parameters()]
         found.append(weights)
     return found
 

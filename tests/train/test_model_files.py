@@ -45,7 +45,7 @@ def test_vocabulary_padding_does_not_depend_on_tp(models: dict[str, Path]) -> No
 def test_a_file_cut_short_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is cut off inside its header.*again"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated inside its header.*again"):
         HFFolder(folder).tensor("model.norm.weight", (64,))
 
 

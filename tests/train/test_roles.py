@@ -150,7 +150,7 @@ def test_a_critic_is_saved_resumed_and_started_from(results: Results) -> None:
 def test_an_actors_checkpoint_has_no_value_head(name: str, results: Results) -> None:
     (found,) = results["critic resumes"]
     assert found[name].startswith("CheckpointError: ")
-    assert "iter_0000001: holds no value head" in found[name]
+    assert "iter_0000001: has no value head" in found[name]
     assert "critic.load" in found[name]
 
 

@@ -64,8 +64,8 @@ def test_weights_of_another_run_without_its_optimizer(results: Results) -> None:
     ("name", "says"),
     [
         ("other family", "k_layernorm.weight', for which the model of model.hf_checkpoint has no place"),
-        ("cut", "is torn or no torch_dist checkpoint"),
-        ("garbled", "is torn or no torch_dist checkpoint"),
+        ("cut", "is torn, or not a torch_dist checkpoint"),
+        ("garbled", "is torn, or not a torch_dist checkpoint"),
     ],
 )
 def test_a_bad_start_names_key_and_folder(name: str, says: str, results: Results) -> None:

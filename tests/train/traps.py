@@ -140,11 +140,11 @@ def decay(world: World, shared: Shared) -> dict[str, tuple[float, float]]:
     from slime_like.train.megatron.model.model import named_weights
 
     actor = make_actor(world, shared.models["untied"], Layout(), optim={"lr": 0.01, "weight_decay": 0.5})
-    before = {key: p.detach().clone() for key, p in named_weights(actor.trainer.model)}
+    before = {key: p.detach().clone() for key, p in named_weights(actor.model)}
     rows = [dataclasses.replace(r, advantages=np.zeros(len(r.sample_ids), np.float32)) for r in batch(1)]
     actor.step([rows], [count_tokens(rows)])
     factors: dict[str, list[torch.Tensor]] = {"norm": [], "matrix": []}
-    for key, parameter in named_weights(actor.trainer.model):
+    for key, parameter in named_weights(actor.model):
         real = before[key] != 0  # the vocabulary's padding rows are 0
         factors["norm" if "norm" in key else "matrix"].append((parameter.detach()[real] / before[key][real]).flatten())
     return {kind: (float(torch.cat(f).min()), float(torch.cat(f).max())) for kind, f in factors.items()}
@@ -186,7 +186,7 @@ def pipeline_shapes(world: World, shared: Shared) -> dict[str, tuple[list[int], 
     """What each of two pipeline ranks hears when both send to the next and to the previous, which are one rank."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    trainer = make_actor(world, shared.models["tied"], Layout(pp=2)).trainer
+    trainer = make_actor(world, shared.models["tied"], Layout(pp=2))
     communicator: Any = P2PCommunicator(trainer.rank_info.pp_group, trainer.model.last.config)
     to_next, to_previous = torch.zeros(1 + world.rank, 1, 8), torch.zeros(11 + world.rank, 1, 8)
     ours = communicator._communicate_shapes(to_next, to_previous, True, True)

@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import ConfigError
-from slime_like.registry import resolve
-from slime_like.train.megatron.families.base import Family
+from slime_like.train.megatron.families.base import Family, family_class
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.lifecycle import Exported
 from tests.train.parity import TEMPERATURE, by_expert, without_fla
@@ -30,8 +28,7 @@ def family_of(folder: Path, name: str, tp: int = 1, **changes: Any) -> Family:
     hf = HFFolder(folder).config()
     for key, value in changes.items():
         setattr(hf, key, value)
-    kind: type[Family] = resolve("model.family", name, FAMILIES)
-    return kind(hf, tp)
+    return family_class(name)(hf, tp)
 
 
 def assert_refused(folder: Path, name: str, tp: int, changes: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Tensors through memory that two processes share: what is written is what is received, and what is not ours is refused."""
+"""Tensors through shared memory: received as written; memory that is not sealed and this user's is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), min_size=1, max_size=6))
-def test_what_is_written_is_received(specs: list[tuple[str, tuple[int, ...]]]) -> None:
+def test_tensors_are_received_as_written(specs: list[tuple[str, tuple[int, ...]]]) -> None:
     region = Region()
     sent = [(f"w{i}", (torch.rand(shape) * 100).to(DTYPES[dtype])) for i, (dtype, shape) in enumerate(specs)]
     with received(region.write(Bucket(tuple(sent)))) as tensors:
@@ -28,7 +28,7 @@ def test_what_is_written_is_received(specs: list[tuple[str, tuple[int, ...]]]) -
     region.close()
 
 
-def test_a_region_grows_and_is_used_again() -> None:
+def test_a_region_grows_and_is_reused() -> None:
     region = Region()
     for rows in (2, 3000, 5):
         sent = torch.rand(rows, 7).t()
@@ -38,12 +38,12 @@ def test_a_region_grows_and_is_used_again() -> None:
     region.close()
 
 
-def test_a_dtype_that_is_not_sent_is_named() -> None:
+def test_an_unsupported_dtype_is_named() -> None:
     with pytest.raises(WeightSyncError, match="w is complex64; weights are sent as one of float32, bfloat16"):
         Region().write(Bucket((("w", torch.zeros(2, dtype=torch.complex64)),)))
 
 
-def test_a_receiver_cannot_change_what_the_sender_has() -> None:
+def test_a_receiver_cannot_modify_the_senders_memory() -> None:
     region = Region()
     message = region.write(Bucket((("w", torch.zeros(4)),)))
     with received(message) as tensors:
@@ -54,13 +54,13 @@ def test_a_receiver_cannot_change_what_the_sender_has() -> None:
 
 
 def test_a_tensor_that_outlives_the_block_is_an_error() -> None:
-    region, kept = Region(), []
+    region, escaped = Region(), []
     with (
         pytest.raises(WeightSyncError, match="points into the sender's memory"),
         received(region.write(Bucket((("w", torch.zeros(4)),)))) as tensors,
     ):
-        kept += tensors
-    assert not kept[0][1].any()  # it is still readable: nothing was unmapped under it
+        escaped += tensors
+    assert not escaped[0][1].any()  # still readable: the memory was not unmapped
     region.close()
 
 
@@ -83,18 +83,18 @@ def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
 
 def test_a_garbled_message_is_refused() -> None:
     region = Region()
-    whole = region.write(Bucket((("w", torch.zeros(4)),)))
-    fd = json.loads(whole[len(MAGIC) :])["fd"]
+    complete = region.write(Bucket((("w", torch.zeros(4)),)))
+    fd = json.loads(complete[len(MAGIC) :])["fd"]
     for entry in (
         ["w", "float32", [5], 0],
         ["w", "float32", [4], 64],
         ["w", "float32", [-1], 0],
         ["w", "int3", [4], 0],
     ):
-        with pytest.raises(WeightSyncError, match="garbled"), received(message(fd, entry)):
+        with pytest.raises(WeightSyncError, match="malformed"), received(message(fd, entry)):
             pass
     for payload in (MAGIC, MAGIC + b"{}", MAGIC + b"[1]"):
-        with pytest.raises(WeightSyncError, match="garbled"), received(payload):
+        with pytest.raises(WeightSyncError, match="malformed"), received(payload):
             pass
     assert not is_message(b"\x80\x05")
     region.close()

@@ -8,20 +8,18 @@ from hypothesis import strategies as st
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.util.by_bytes import by_bytes
 from slime_like.weights import manifest
-from slime_like.weights.bucket import buckets
-from slime_like.weights.stream import meta_of
+from slime_like.weights.manifest import meta_of
 from slime_like.weights.tensor import serialize
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
 def test_buckets_keep_order_and_bound(sizes: list[int], max_bytes: int) -> None:
-    stream = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
-    made = list(buckets(stream, max_bytes))
-    assert [name for bucket in made for name, _ in bucket.tensors] == [name for name, _ in stream]
-    for bucket in made:
-        total = sum(tensor.numel() for _, tensor in bucket.tensors)
-        assert total <= max_bytes or len(bucket.tensors) == 1
+    groups = list(by_bytes(list(enumerate(sizes)), max_bytes))
+    assert [i for group in groups for i in group] == list(range(len(sizes)))
+    for group in groups:
+        assert sum(sizes[i] for i in group) <= max_bytes or len(group) == 1
 
 
 def metas(*names: str) -> list[TensorMeta]:
@@ -43,7 +41,7 @@ def test_a_tensor_with_two_owners_is_refused() -> None:
     "sent", [metas("a"), metas("a", "b", "c"), metas("a", "a", "b"), [*metas("a"), TensorMeta("b", (3, 2), "float32")]]
 )
 def test_a_push_that_is_not_the_manifest_is_refused(sent: list[TensorMeta]) -> None:
-    with pytest.raises(WeightSyncError, match="push of version 4 is not whole"):
+    with pytest.raises(WeightSyncError, match="push of version 4 is incomplete"):
         manifest.check(4, manifest.merge([metas("a", "b")]), sent)
 
 

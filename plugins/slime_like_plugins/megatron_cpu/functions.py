@@ -104,5 +104,5 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, cu_seqlens, log_sums = ctx.saved_tensors
         grad = grads[0].contiguous()
-        found = ctx.kernels.attention_back((query, key, value), cu_seqlens, log_sums, grad, ctx.scale)
-        return *found, None, None, None, None
+        input_grads = ctx.kernels.attention_back((query, key, value), cu_seqlens, log_sums, grad, ctx.scale)
+        return *input_grads, None, None, None, None

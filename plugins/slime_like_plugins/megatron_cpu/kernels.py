@@ -54,7 +54,7 @@ class TrainKernels:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}
+        self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}  # pyright: ignore[reportPrivateUsage]  ctypes has no public name for the type
         for dtype, suffix in SUFFIX.items():
             for name, arguments in _SIGNATURES.items():
                 function = library[f"{name}_{suffix}"]

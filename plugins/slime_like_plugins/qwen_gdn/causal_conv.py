@@ -72,8 +72,8 @@ class _CausalConv(torch.autograd.Function):
         ctx.dtypes = (rows.dtype, weight.dtype, None if halo is None else halo.dtype)
         ctx.halo_shape = None if halo is None else halo.shape
         out = torch.zeros_like(rows)
-        found = sums.index_select(0, grid.row - (width - 1))
-        out[: len(grid.row)] = F.silu(found) if silu else found
+        row_sums = sums.index_select(0, grid.row - (width - 1))
+        out[: len(grid.row)] = F.silu(row_sums) if silu else row_sums
         return out
 
     @staticmethod

@@ -1,12 +1,12 @@
 """Reproducible sampling for RL: a seed per sample, and log-probabilities of the sampling distribution.
 
-SGLang honours ``sampling_seed`` only in its deterministic mode, which changes attention and communication as well, and
-returns log-probabilities of *given* tokens always at temperature 1. With ``rollout_sampling`` in ``SLIME_LIKE_SGLANG``,
-seeds are honoured and given tokens are scored at the request's temperature, on CPU and GPU.
+SGLang honours ``sampling_seed`` only in its deterministic mode, which also changes attention and communication, and
+always scores *input* tokens at temperature 1. With ``rollout_sampling`` in ``SLIME_LIKE_SGLANG``,
+seeds are honoured and input tokens are scored at the request's temperature, on CPU and GPU.
 
 Seeds work with all sampling options: temperature, top-k, nucleus, min-p, penalties, biases, grammars, custom logit
-processors, sampling masks. They do not under speculative decoding, which verifies drafts in separate functions: the
-engine logs it, and ``run.deterministic`` refuses it.
+processors, sampling masks. They do not work with speculative decoding, which verifies drafts in separate functions:
+the engine logs a warning, and ``run.deterministic`` refuses it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def load() -> None:
 
 
 def use_kernel(kernel: Kernel | None) -> None:
-    """Draw plain batches with ``kernel(logits, temperatures, top_k, seeds, positions)``; ``None``: with torch.
+    """Sample plain batches with ``kernel(logits, temperatures, top_k, seeds, positions)``; ``None``: with torch.
 
-    It must draw the tokens that ``draw`` draws, or return ``None`` to leave the batch to torch.
+    The kernel must sample the same tokens as ``draw``, or return ``None`` to leave the batch to torch.
     """
     _kernel[:] = [] if kernel is None else [kernel]
 
 
 def kernel() -> Kernel | None:
-    """The kernel in use."""
+    """Return the current sampling kernel, or ``None``."""
     return _kernel[0] if _kernel else None

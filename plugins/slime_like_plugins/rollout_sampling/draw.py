@@ -1,4 +1,4 @@
-"""Drawing tokens from distributions with one seed per row: pure torch, no state, no SGLang.
+"""Sampling of tokens with one seed per row, in pure torch, without state.
 
 Axes: B requests, V vocabulary.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 256  # vocabulary is searched in two levels: which block, then which token of it
+BLOCK = 256  # the vocabulary is searched in two levels: blocks of this size, then tokens of a block
 
 # Constants of the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-# 2014), as signed 64-bit integers; torch's int64 arithmetic wraps as theirs does.
+# 2014), as signed 64-bit integers; torch's int64 arithmetic wraps in the same way.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 SECOND = 0x94D049BB133111EB - (1 << 64)
@@ -29,16 +29,16 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Float64 [B] in [0, 1): a function of seed and position alone, so of neither batch nor schedule."""
+    """Return float64 [B] in [0, 1), a function only of seed and position, independent of batch and schedule."""
     state = _mixed(seeds_B.long() + GAMMA)
     bits = _mixed(state ^ _mixed((positions_B.long() + 1) * GAMMA))
     return _shifted(bits, 11).double() * 2.0**-53
 
 
 def _search(weights_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
-    """First index whose running sum exceeds the target, and what is left of the target there.
+    """Return the first index whose running sum exceeds the target, and the target minus the sum before that index.
 
-    Never an index of weight 0: the target is kept below the total, and a weight of 0 does not move the sum.
+    An index of weight 0 is never returned: the target is clamped below the total, and weight 0 does not change the sum.
     """
     sums_BN = weights_BN.cumsum(-1, dtype=torch.float64)
     total_B = sums_BN[:, -1]
@@ -49,7 +49,7 @@ def _search(weights_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Int64 [B]: one index per row, with probability proportional to its weight, by inverting the distribution."""
+    """Return int64 [B], one index per row, with probability proportional to its weight (inverse transform sampling)."""
     rows, vocabulary = weights_BV.shape
     blocks = -(-vocabulary // BLOCK)
     if blocks == 1:
@@ -61,16 +61,16 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
         padded[:, :vocabulary] = weights_BV
     tiles = padded.view(rows, blocks, BLOCK)
     sums_BN = tiles.sum(-1, dtype=torch.float64)
-    block_B, rest_B = _search(sums_BN, uniform_B * sums_BN.sum(-1))
-    within_B, _ = _search(tiles[torch.arange(rows, device=tiles.device), block_B], rest_B)
+    block_B, residual_B = _search(sums_BN, uniform_B * sums_BN.sum(-1))
+    within_B, _ = _search(tiles[torch.arange(rows, device=tiles.device), block_B], residual_B)
     return block_B * BLOCK + within_B
 
 
 def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities in falling order, 0 where top-k, nucleus or min-p exclude them, and the tokens they belong to.
+    """Return probabilities in descending order, 0 if excluded by top-k, nucleus or min-p, and their token ids.
 
-    min-p is a share of the most probable token's probability. All as ``top_k_top_p_min_p_sampling_from_probs_torch`` of
-    ``sglang.srt.layers.sampler`` has it.
+    min-p is a share of the most probable token's probability. Same rules as
+    ``top_k_top_p_min_p_sampling_from_probs_torch`` in ``sglang.srt.layers.sampler``.
     """
     sorted_BV, tokens_BV = torch.sort(probs_BV, stable=True, dim=-1, descending=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV

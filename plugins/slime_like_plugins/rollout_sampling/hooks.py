@@ -1,4 +1,4 @@
-"""Where ``draw`` and temperature-scaled scores enter SGLang."""
+"""Hooks that add seeded sampling and temperature-scaled scores to SGLang."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slime_like_plugins.sglang_hooks import install as install_hooks
 
 logger = logging.getLogger(__name__)
 
-SCORE_ROWS = 2_048  # rows of logits held at once while scoring
+SCORE_ROWS = 2_048  # rows of logits per chunk while scoring
 
 
 def seed_of(request: Any) -> int:
-    """The request's seed; without one, a number all tensor-parallel ranks agree on: a hash of its id."""
+    """Return the request's seed, or a hash of its id, which is equal on all tensor-parallel ranks."""
     if request.sampling_params.sampling_seed is not None:
         return request.sampling_params.sampling_seed
     digest = hashlib.blake2b(request.rid.encode(), digest_size=8).digest()
@@ -30,37 +30,37 @@ def seed_of(request: Any) -> int:
 
 
 @functools.cache
-def warn_of_drafts() -> None:
-    """Say once what cannot be honoured."""
-    logger.warning("sampling_seed does not count under speculative decoding: SGLang verifies drafts without seeds")
+def warn_speculative() -> None:
+    """Log once that seeds have no effect with speculative decoding."""
+    logger.warning("sampling_seed has no effect with speculative decoding: SGLang verifies drafts without seeds")
 
 
 def attach_seeds(info: Any, cls: type, batch: Any, *_: Any, **__: Any) -> None:
-    """After ``SamplingBatchInfo.from_schedule_batch``, which drops seeds outside the deterministic mode."""
+    """Set seeds after ``SamplingBatchInfo.from_schedule_batch``, which drops them outside the deterministic mode."""
     speculation = getattr(batch, "spec_algorithm", None)
     if speculation is not None and not speculation.is_none():
-        warn_of_drafts()
+        warn_speculative()
     info.sampling_seed = torch.tensor([seed_of(request) for request in batch.reqs], dtype=torch.int64).to(info.device)
 
 
 def attach_temperature(metadata: Any, cls: type, forward_batch: Any) -> None:
-    """After ``LogitsMetadata.from_forward_batch``: its ``temperature`` field is never filled upstream."""
+    """Set ``temperature`` after ``LogitsMetadata.from_forward_batch``, which leaves it unset."""
     if forward_batch.sampling_info is not None:
         metadata.temperature = forward_batch.sampling_info.temperatures
 
 
 def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Around ``Sampler.forward``: seeded tokens and log-softmax(logits / temperature) of them.
+    """Around ``Sampler.forward``: sample seeded tokens and compute their log-softmax(logits / temperature).
 
-    A batch in which a request asks for its sampling mask, or is watermarked, takes SGLang's own way; its tokens are drawn
-    by ``sample_from_probs`` there, so that seeds count all the same.
+    Batches with sampling masks or watermarks take SGLang's own path, where ``sample_from_probs`` samples the tokens, so
+    seeds apply there too.
     """
     names = ("return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions")
     call = dict(zip(names, args, strict=False)) | kwargs
     foreign = info.sampling_mask_batch_indices is not None or call.get("logprob_logits") is not None
     if foreign or info.sampling_seed is None:
         return original(sampler, output, info, *args, **kwargs)
-    drawn = draw_plainly(output.next_token_logits, info, call)
+    drawn = draw_with_kernel(output.next_token_logits, info, call)
     if drawn is not None:
         tokens_B, output.next_token_logprobs = drawn
         sampler._sync_token_ids_across_tp(tokens_B, info)
@@ -71,8 +71,8 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
     if call["return_logprob"]:
         if any(call["top_logprobs_nums"]) or any(ids is not None for ids in call["token_ids_logprobs"]):
             processor = sampler.output_logprob_processor
-            asked = (logprobs_BV, call["top_logprobs_nums"], call["token_ids_logprobs"], tokens_B)
-            processor.compute_logprobs(*asked).write_output_to(output)
+            arguments = (logprobs_BV, call["top_logprobs_nums"], call["token_ids_logprobs"], tokens_B)
+            processor.compute_logprobs(*arguments).write_output_to(output)
         else:
             output.next_token_logprobs = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
     tokens_B = tokens_B.to(torch.int32)
@@ -83,29 +83,32 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
 def sample_from_probs(
     original: Callable[..., Any], sampler: Any, probs_BV: Tensor, info: Any, positions_B: Tensor, *args: Any
 ) -> Any:
-    """Around ``Sampler._sample_from_probs``: tokens, and for those who ask what they were drawn from.
+    """Around ``Sampler._sample_from_probs``: return tokens, and the distributions of requests with sampling masks.
 
-    SGLang's own refuses seeds beside min-p and with flashinfer, and draws seeded tokens by a Triton kernel, which a CPU
-    does not run.
+    SGLang's function refuses seeds with min-p and with flashinfer, and samples seeded tokens by a Triton kernel, which
+    does not run on a CPU.
     """
     if info.sampling_seed is None:
         return original(sampler, probs_BV, info, positions_B, *args)
-    from sglang.srt.layers.sampler import _SamplingMaskCapture as Capture
+    from sglang.srt.layers.sampler import _SamplingMaskCapture as Capture  # pyright: ignore[reportPrivateUsage]  what the sampler itself returns
 
     tokens_B = choose(probs_BV, lambda: probs_BV, info, positions_B).to(torch.int32)
-    asking = info.sampling_mask_batch_indices
-    if asking is None:
+    masked_rows = info.sampling_mask_batch_indices
+    if masked_rows is None:
         return tokens_B, None
-    kept, ids = filtered(probs_BV[asking], info.top_ps[asking], info.top_ks[asking], info.min_ps[asking])
-    return tokens_B, Capture(weights=kept, token_ids=ids.to(torch.int32), selected_weight=None, batch_rows=asking)
+    limits = info.top_ps[masked_rows], info.top_ks[masked_rows], info.min_ps[masked_rows]
+    weights, ids = filtered(probs_BV[masked_rows], *limits)
+    return tokens_B, Capture(
+        weights=weights, token_ids=ids.to(torch.int32), selected_weight=None, batch_rows=masked_rows
+    )
 
 
-def draw_plainly(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Tokens and their log-probabilities by the kernel in use; ``None``: none is, or the batch asks for more."""
+def draw_with_kernel(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return tokens and their log-probabilities from the kernel; ``None`` without one or if it does not support the batch."""
     draw_rows = kernel()
     if draw_rows is None or logits_BV.dtype is not torch.float32 or info.has_custom_logit_processor:
         return None
-    if info.need_top_p_sampling or info.need_min_p_sampling or top_k_counts(info):
+    if info.need_top_p_sampling or info.need_min_p_sampling or has_top_k(info):
         return None
     if call["return_logprob"] and (
         any(call["top_logprobs_nums"]) or any(ids is not None for ids in call["token_ids_logprobs"])
@@ -114,35 +117,35 @@ def draw_plainly(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Te
     return draw_rows(logits_BV, info.temperatures, info.top_ks, info.sampling_seed, call["positions"])
 
 
-def top_k_counts(info: Any) -> bool:
-    """Whether a request is limited to its k most probable tokens, 1 (greedy) excepted."""
+def has_top_k(info: Any) -> bool:
+    """Return True if a request uses top-k sampling with k > 1."""
     if not info.need_top_k_sampling or info.is_all_greedy:
         return False
     return bool(((info.top_ks > 1) & (info.top_ks < info.vocab_size)).any())
 
 
 def choose(scores_BV: Tensor, weigh: Callable[[], Tensor], info: Any, positions_B: Tensor) -> Tensor:
-    """Int64 [B]: the next token of each request, of the highest score where greedy, else by ``weigh()``: [B, V] weights.
+    """Return int64 [B], the next tokens: the highest score if greedy, otherwise sampled by the weights [B, V] of ``weigh()``.
 
-    A request draws the same token whatever the others of its batch ask for.
+    The token of a request does not depend on the sampling options of other requests in the batch.
     """
     if info.is_all_greedy:
         return scores_BV.argmax(-1)
     uniform_B = uniform(info.sampling_seed, positions_B)
     probs_BV = weigh()
     tokens_B = draw(probs_BV, uniform_B)
-    if info.need_top_p_sampling or info.need_min_p_sampling or top_k_counts(info):
-        kept_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks, info.min_ps)
+    if info.need_top_p_sampling or info.need_min_p_sampling or has_top_k(info):
+        filtered_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks, info.min_ps)
         limited_B = (info.top_ps < 1.0) | (info.min_ps > 0.0) | ((info.top_ks > 1) & (info.top_ks < info.vocab_size))
-        tokens_B = torch.where(limited_B, tokens_BV.gather(1, draw(kept_BV, uniform_B)[:, None])[:, 0], tokens_B)
+        tokens_B = torch.where(limited_B, tokens_BV.gather(1, draw(filtered_BV, uniform_B)[:, None])[:, 0], tokens_B)
     return torch.where(info.top_ks <= 1, scores_BV.argmax(-1), tokens_B) if info.is_any_greedy else tokens_B
 
 
 def score(original: Callable[..., tuple[Any, Tensor]], processor: Any, **call: Any) -> tuple[Any, Tensor]:
-    """Around ``InputLogprobProcessor.forward``: log-probabilities of given tokens at the request's temperature.
+    """Around ``InputLogprobProcessor.forward``: score input tokens at the request's temperature.
 
-    The rows are projected a second time where a temperature is not 1: scoring is rare, and the sampled rows that
-    travel with them must stay as they are.
+    Rows with a temperature other than 1 are projected a second time: scoring is rare, and the sampled rows of the same
+    batch must not change.
     """
     result, sampled = original(processor, **call)
     metadata, rows_R = call["logits_metadata"], call["input_logprob_indices"]

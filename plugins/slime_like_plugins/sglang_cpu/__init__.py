@@ -1,9 +1,9 @@
 """SGLang on a plain CPU: an out-of-tree platform with batched attention and a fused forward.
 
 SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform every op takes its
-torch-native forward instead; this package supplies the rest. Decoding, where a run spends its time, has leaf kernels of
-its own: plain C that is compiled where it runs (``csrc``, ``build``), and the same in torch (``kernels``). What they do
-not handle goes through SGLang's own forward. Inert unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
+torch-native forward instead; this package supplies the rest. Decoding, where a run spends its time, has its own leaf
+kernels: plain C that is compiled on the machine (``csrc``, ``build``), and the same in torch (``kernels``). Batches
+that they do not support go through SGLang's own forward. Inactive unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from slime_like_plugins.sglang_hooks import enabled
 
 NAME = "cpu"
 OPTION = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
-EXACT = "exact"  # beside "cpu": bits that do not depend on the batch
+EXACT = "exact"  # together with "cpu": bits that do not depend on the batch
 
 
 def activate() -> str | None:
-    """Entry point ``sglang.srt.platforms``: the platform class, or ``None`` when off."""
+    """Entry point ``sglang.srt.platforms``: return the platform class, or ``None`` when off."""
     return "slime_like_plugins.sglang_cpu.platform.PlainCpu" if enabled(NAME) else None
 
 

@@ -1,4 +1,4 @@
-"""Attention of a whole batch at once on a CPU, in torch.
+"""Batched attention on a CPU, in torch.
 
 SGLang's ``torch_native`` backend loops over the requests of a batch in Python. Here the requests are sorted into
 buckets of similar length once per forward; every layer then costs one gather and one fused attention per bucket. Query
@@ -25,23 +25,23 @@ from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 from slime_like_plugins.sglang_cpu.selection import selected
 
-MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts are taken fewer at a time
-MERGE_FACTOR = 1.5  # decode in one bucket while padding it costs less than this much more reading
+MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts form smaller buckets
+MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads by less than this
 MERGE_TOKENS = 2048
 
 
 @dataclass(slots=True)
 class LengthBucket:
-    """Requests attended together."""
+    """Requests of similar length that are attended together."""
 
     tokens_bQ: Tensor | None  # rows of the packed batch; None: all rows in order, one per request
     valid_bQ: Tensor | None  # False on padding; None: no padding
-    slots_bL: Tensor  # rows of the KV pool, padding repeats the first
+    slots_bL: Tensor  # rows of the KV pool; padding repeats the first
     visible_bQL: Tensor | None  # True: attend; None: everything
     masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict[tuple[torch.dtype, int], Tensor])
 
     def mask(self, dtype: torch.dtype, group: int) -> Tensor | None:
-        """Additive mask [b, 1, G * Q or 1, L] for query heads folded G to a row; kept, as every layer asks for it."""
+        """Return the additive mask [b, 1, G * Q or 1, L] for query heads folded G to a row; cached for all layers."""
         if self.visible_bQL is None:
             return None
         key = (dtype, group)
@@ -55,12 +55,12 @@ class LengthBucket:
 
 
 def power_of_two(n: int) -> int:
-    """Exponent of the smallest power of two >= n, at least 5: the bucket of a length."""
+    """Return the bucket of a length: the exponent of the smallest power of two >= n, at least 5."""
     return max(5, (n - 1).bit_length())
 
 
 def padded_slots(table: Tensor, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """KV-pool rows [b, L] of requests with the given page-table rows, and which of them exist."""
+    """Return the KV-pool rows [b, L] of requests with these page-table rows, and the mask of those that exist."""
     length = max(kv_lens)
     exists_bL = torch.arange(length)[None] < torch.tensor(kv_lens)[:, None]
     slots_bL = table[:, :length].long()
@@ -68,12 +68,12 @@ def padded_slots(table: Tensor, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]
 
 
 def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
-    """One query per request. ``table`` [B, max_len] are the page-table rows of the batch."""
+    """Return buckets for one query per request. ``table`` [B, max_len]: page-table rows of the batch."""
     groups: dict[int, list[int]] = {}
     for row, length in enumerate(kv_lens):
         groups.setdefault(power_of_two(length), []).append(row)
-    together = len(kv_lens) * max(kv_lens) <= MERGE_FACTOR * sum(kv_lens) + MERGE_TOKENS
-    if len(groups) == 1 or together:
+    merge = len(kv_lens) * max(kv_lens) <= MERGE_FACTOR * sum(kv_lens) + MERGE_TOKENS
+    if len(groups) == 1 or merge:
         slots_bL, exists_bL = padded_slots(table, kv_lens)
         ragged = min(kv_lens) < max(kv_lens)
         return [LengthBucket(None, None, slots_bL, exists_bL[:, None] if ragged else None)]
@@ -86,19 +86,19 @@ def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
 
 
 def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], prefix: Sequence[int]) -> LengthBucket:
-    """Requests whose ``new`` tokens, packed from row ``starts``, follow ``prefix`` cached ones."""
+    """Return a bucket of requests whose ``new`` tokens, packed from row ``starts``, follow ``prefix`` cached ones."""
     q = torch.arange(max(new))[None]
     new_b1, prefix_b1 = torch.tensor(new)[:, None], torch.tensor(prefix)[:, None]
     valid_bQ = q < new_b1
     tokens_bQ = torch.tensor(starts)[:, None] + torch.where(valid_bQ, q, 0)
     slots_bL, _ = padded_slots(table, [n + p for n, p in zip(new, prefix, strict=True)])
-    last_bQ = prefix_b1 + torch.minimum(q, new_b1 - 1)  # padded queries see what the last one sees, so stay finite
+    last_bQ = prefix_b1 + torch.minimum(q, new_b1 - 1)  # padded queries attend like the last one, so they stay finite
     visible_bQL = torch.arange(slots_bL.shape[1])[None, None] <= last_bQ[:, :, None]
     return LengthBucket(tokens_bQ, valid_bQ, slots_bL, visible_bQL)
 
 
 def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> list[LengthBucket]:
-    """Prefill: ``new[i]`` packed tokens of request i after ``prefix[i]`` cached ones."""
+    """Return buckets for a prefill of ``new[i]`` packed tokens of request i after ``prefix[i]`` cached ones."""
     starts = [0, *torch.tensor(new).cumsum(0).tolist()]
     groups: dict[tuple[int, int], list[int]] = {}
     for row, count in enumerate(new):
@@ -107,9 +107,9 @@ def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> 
     buckets: list[LengthBucket] = []
     for members in groups.values():
         area = max(new[row] for row in members) * max(new[row] + prefix[row] for row in members)
-        at_once = max(1, MASK_ELEMENTS // area)
-        for first in range(0, len(members), at_once):
-            part = members[first : first + at_once]
+        num_requests = max(1, MASK_ELEMENTS // area)
+        for first in range(0, len(members), num_requests):
+            part = members[first : first + num_requests]
             rows = torch.tensor(part)
             lens = [new[row] for row in part], [prefix[row] for row in part]
             buckets.append(extend_bucket(table[rows], [starts[row] for row in part], *lens))
@@ -117,10 +117,10 @@ def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> 
 
 
 class BatchedAttention(AttentionBackend):
-    """Causal self-attention with a paged KV pool; refuses layers it does not know."""
+    """Causal self-attention with a paged KV pool; refuses unsupported layers."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
-        """``kernels`` decode, where there are any; prefill is torch's."""
+        """Decode with ``kernels`` if given; prefill always uses torch."""
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -129,7 +129,7 @@ class BatchedAttention(AttentionBackend):
         self._c = kernels
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Sort the requests of this forward into buckets; C reads the page table as it is."""
+        """Sort the requests of this forward into buckets; not needed for C, which reads the page table."""
         self.buckets = []
         decode = forward_batch.forward_mode.is_decode()
         if forward_batch.forward_mode.is_idle() or (decode and self._c is not None):
@@ -167,14 +167,14 @@ class BatchedAttention(AttentionBackend):
         return self.attend(q_THD, (keys, values), layer.scaling, forward_batch).reshape(len(q_THD), -1)
 
     def attend(self, q_THD: Tensor, pools: tuple[Tensor, Tensor], scale: float, forward_batch: Any) -> Tensor:
-        """Each query over its request's tokens up to its own, which are in ``pools`` (keys, values): [T, H, D]."""
+        """Attend each query to its request's tokens up to its own, from ``pools`` (keys, values). Returns [T, H, D]."""
         if self._c is None or not forward_batch.forward_mode.is_decode():
             return self._attend_buckets(q_THD, *pools, scale)
         table, rows_B = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
         return self._c.attention(q_THD.contiguous(), pools, table, rows_B, forward_batch.seq_lens, scale)
 
     def _attend_buckets(self, q_THD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """[T, H, D] -> [T, H, D], bucket by bucket."""
+        """Attend bucket by bucket: [T, H, D] -> [T, H, D]."""
         if len(self.buckets) == 1 and self.buckets[0].tokens_bQ is None:
             return self._attend(self.buckets[0], q_THD[:, None], keys, values, scale).view_as(q_THD)
         out_THD = torch.zeros_like(q_THD)
@@ -200,7 +200,7 @@ class BatchedAttention(AttentionBackend):
         return out.view(b, kv_heads, group, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, heads, dim)
 
     def _gather(self, tag: str, pool: Tensor, slots_bL: Tensor) -> Tensor:
-        """Rows of the pool as [b, L, K, D], in memory that is used again: fresh pages cost more than the copy."""
+        """Return rows of the pool as [b, L, K, D], in reused memory: new pages cost more than the copy."""
         key, size = (tag, pool.dtype), slots_bL.numel() * pool[0].numel()
         workspace = self._workspace.get(key)
         if workspace is None or workspace.numel() < size:
@@ -211,5 +211,5 @@ class BatchedAttention(AttentionBackend):
 
 
 def register() -> None:
-    """Make the backend known to SGLang under ``slime_like_cpu``."""
+    """Register the backend with SGLang as ``slime_like_cpu``."""
     register_attention_backend(ATTENTION)(lambda runner: BatchedAttention(runner, selected().c))

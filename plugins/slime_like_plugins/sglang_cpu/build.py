@@ -1,6 +1,6 @@
-"""Compiles ``csrc`` of this plugin, or of another one, for this very CPU. Standard library only.
+"""Compile ``csrc`` of this plugin or another one for this CPU. Standard library only.
 
-python -m slime_like_plugins.sglang_cpu.build     # what the set-up runs; says what it made, exit code 1 if nothing
+python -m slime_like_plugins.sglang_cpu.build     # run by the set-up; prints the objects, exit code 1 on failure
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping
 
 
 def _recipe(source: Path | None) -> Recipe:
-    """``kernels.c`` of a folder, shared out by OpenMP where the compiler has it."""
+    """Return the recipe for ``kernels.c`` of a folder, with OpenMP if the compiler supports it."""
     return Recipe((source or SOURCE) / "kernels.c", FLAGS, extra=(("-fopenmp",), ()), what="kernels' source")
 
 
 def object_name(compiler: str, source: Path | None = None) -> str:
-    """File name of the object that source, flags, compiler and CPU give."""
+    """Return the object's file name, derived from source, flags, compiler and CPU."""
     return c_build.object_name(compiler, _recipe(source))
 
 
@@ -34,12 +34,12 @@ def run_compiler(compiler: str, target: Path, source: Path | None = None) -> Non
 
 
 def build(source: Path | None = None) -> Built:
-    """The object of the folder ``source`` (``SOURCE`` by default) for this machine. Raises ``BuildError``."""
+    """Return the object of the folder ``source`` (default ``SOURCE``) for this machine. Raises ``BuildError``."""
     return c_build.build(_recipe(source))
 
 
 def main() -> int:
-    """Build the kernels of every plugin that has some, and say so."""
+    """Build the kernels of every plugin that has them, and print the objects."""
     try:
         for source in sorted(SOURCE.parents[1].glob("*/csrc")):
             built = build(source)

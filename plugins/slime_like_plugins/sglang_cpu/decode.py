@@ -1,7 +1,7 @@
-"""A decode step of a dense model as one call into C: every thread takes its rows through all layers.
+"""A decode step of a dense model as one call into C: every thread computes all layers for its rows.
 
-A kernel or product by itself is a parallel region by itself; for a small model waiting for the other threads is then most of
-its time, and between the regions each thread falls asleep.
+With separate kernels, each is a parallel region: a small model then spends most of its time waiting for other threads,
+and threads fall asleep between regions.
 
 Axes: B requests, T hidden, V vocabulary.
 """
@@ -19,12 +19,12 @@ from slime_like_plugins.sglang_cpu.products import Products
 from slime_like_plugins.sglang_cpu.structure import DecoderBlock
 from slime_like_plugins.sglang_cpu.workspace import Workspace
 
-CACHED_BYTES = 1 << 21  # of weights, that a core reads from a cache of its own
-ROWS_EACH = 4  # that a thread must have where it reads more than that: each reads all weights
+CACHED_BYTES = 1 << 21  # of weights that fit a core's own cache
+ROWS_EACH = 4  # minimum rows per thread for larger weights, because each thread reads all of them
 
 
 class DecodeStep:
-    """The layers, the last norm and the head of one model, whose layers are of one shape."""
+    """Layers, last norm and head of one model, whose layers have equal shapes."""
 
     def __init__(self, model: Any, blocks: Sequence[DecoderBlock], product: Products, kernels: CKernels) -> None:
         self._model, self._blocks, self._product, self._c = model, blocks, product, kernels
@@ -37,17 +37,17 @@ class DecodeStep:
         self._workspace = Workspace(widths)
         self._eps: float = model.model.norm.variance_epsilon
         self._scale: float = blocks[0].attention.scaling
-        self._is_mine = product.packed_by == kernels.name and len({_shape(block) for block in blocks}) == 1
+        self._is_supported = product.packed_by == kernels.name and len({_shape(block) for block in blocks}) == 1
         self._rows_each = 1 if product.bytes <= CACHED_BYTES else ROWS_EACH
-        self._pointers: list[int] = []  # what the table was made of
+        self._pointers: list[int] = []  # addresses in the table
         self._layers = torch.empty(0, dtype=torch.int64)
 
     def serves(self, rows: int) -> bool:
-        """Whether so many rows are worth a step, and this model is one that it is written for."""
-        return self._is_mine and rows >= self._rows_each * self._c.threads
+        """Return True if the model is supported and the number of rows is large enough."""
+        return self._is_supported and rows >= self._rows_each * self._c.threads
 
     def __call__(self, x_BT: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
-        """Logits [B, V] of embedded tokens, which are overwritten; keys and values go to the pool."""
+        """Return logits [B, V] of embedded tokens, which are overwritten; store keys and values in the pool."""
         rows, dtype = len(x_BT), x_BT.dtype
         cos_sin, positions_B = angles
         table, slots_B = backend.req_to_token_pool.req_to_token, batch.out_cache_loc
@@ -55,28 +55,26 @@ class DecodeStep:
         assert table.dtype is torch.int32 and table.stride(1) == 1
         for column in (positions_B, slots_B, rows_B, lens_B):
             assert column.dtype is torch.int64 and column.is_contiguous() and len(column) == rows
-        scores, room = self._c.scores(table)
+        scores, scores_per_thread = self._c.scores(table)
         head, norm = self._model.lm_head, self._model.model.norm.weight
         assert norm.dtype is dtype and x_BT.is_contiguous()
         logits_BV = torch.empty(rows, len(head.weight), dtype=dtype)
         inputs = (norm, self._product.packed(head), cos_sin, positions_B, slots_B, rows_B, lens_B, table, x_BT)
         pointers = (*inputs, *self._workspace(rows, dtype), logits_BV, scores)
-        sizes = (table.stride(0), room, x_BT.shape[1], self._heads, self._kv_heads, self._dim, self._width)
+        sizes = (table.stride(0), scores_per_thread, x_BT.shape[1], self._heads, self._kv_heads, self._dim, self._width)
         step = (*(tensor.data_ptr() for tensor in pointers), *sizes, logits_BV.shape[1])
         self._c.decode(dtype, self._table(backend.token_to_kv_pool, dtype), step, rows, self._scale, self._eps)
         return logits_BV
 
     def _table(self, pool: Any, dtype: torch.dtype) -> Tensor:
-        """[L, 14] addresses, as ``csrc/step.h`` has a layer; made anew where one has changed."""
+        """Return [L, 14] addresses in the layout of ``csrc/step.h``, rebuilt if one has changed."""
         pointers: list[int] = []
         for block in self._blocks:
             layer = block.attention.layer_id
             keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
             assert keys.dtype is values.dtype is dtype, f"the model is {dtype}, the KV pool {keys.dtype}"
             assert keys.is_contiguous() and values.is_contiguous()
-            assert keys.shape[1:] == values.shape[1:] == (self._kv_heads, self._dim), (
-                "the KV pool is laid out in another way"
-            )
+            assert keys.shape[1:] == values.shape[1:] == (self._kv_heads, self._dim), "the KV pool has another layout"
             tensors = (
                 *(block.attention_norm.weight, *self._linear(block.qkv), _weight(block.q_norm), _weight(block.k_norm)),
                 *(*self._linear(block.out), block.mlp_norm.weight),
@@ -93,7 +91,7 @@ class DecodeStep:
 
 
 def _shape(block: DecoderBlock) -> tuple[object, ...]:
-    """What C takes to be the same in every layer."""
+    """Return the properties that C assumes to be equal in all layers."""
     linears = (block.qkv, block.out, block.gate_up, block.down)
     return (block.attention.scaling, *(tuple(linear.weight.shape) for linear in linears))
 

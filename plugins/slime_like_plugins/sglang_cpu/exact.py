@@ -1,7 +1,7 @@
 """An engine whose bits do not depend on the batch: prefill, decode and prefix-cache hits give a token the same logits.
 
-On with ``exact`` in ``SLIME_LIKE_SGLANG`` beside ``cpu`` (``run.deterministic=true``). The arithmetic is that of
-``slime_like.util.exact``, which the trainer uses as well. Shortcuts of this package must not replace a hooked function
+Enabled by ``exact`` together with ``cpu`` in ``SLIME_LIKE_SGLANG`` (``run.deterministic=true``). The arithmetic is that
+of ``slime_like.util.exact``, which the trainer also uses. Shortcuts of this package must not replace a hooked function
 while ``enabled("exact")``.
 """
 
@@ -21,14 +21,14 @@ EXACT_ATTENTION = "slime_like_exact"
 
 
 def apply_linear(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
-    """Around ``UnquantizedLinearMethod.apply``: never fewer rows than keep products apart."""
+    """Around ``UnquantizedLinearMethod.apply``: pad to the minimum rows for independent products."""
     return original(method, layer, exact.padded_rows(x), bias)[: x.shape[0]]
 
 
 def compute_lm_head(
     original: Callable[..., Tensor], processor: Any, hidden: Tensor, head: Any, bias: Any = None, *, out: Any = None
 ) -> Tensor:
-    """Around ``LogitsProcessor._compute_lm_head``: the same for the vocabulary."""
+    """Around ``LogitsProcessor._compute_lm_head``: pad in the same way."""
     if hidden.shape[0] >= exact.ROWS:
         return original(processor, hidden, head, bias, out=out)
     return original(processor, exact.padded_rows(hidden), head, bias)[: hidden.shape[0]]
@@ -41,7 +41,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Apply the hooks in this process; they are verified, or the engine stops."""
+    """Apply and verify the hooks in this process; stop the engine if one is not in place."""
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([EXACT_ATTENTION])
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def check(model: Any) -> None:
-    """Stop the engine on a machine whose matrix products do not have the property that all this rests on."""
+    """Stop the engine if rows of matrix products are not independent on this machine."""
     shapes = [tuple(w.shape) for name, w in model.named_parameters() if w.ndim == 2 and name.endswith("weight")]
     if problem := exact.check_machine(shapes):
         stop_on(EXACT, [f"{problem}; run.deterministic=true cannot hold here"])

@@ -1,8 +1,8 @@
 """Fused forward of a dense model, which replaces SGLang's modules.
 
-Everything between matrix products is a leaf kernel over memory that is used again. Where products are C as well, a decode
-step is one call (``decode.py``). Prefill attends by torch and leaves the logits to SGLang. Every batch with something this
-forward does not handle goes through SGLang's own.
+All operations between matrix products are leaf kernels over reused memory. If products are C too, a decode step is one
+call (``decode.py``). Prefill uses torch's attention and SGLang's logits. Unsupported batches go through SGLang's own
+forward.
 
 Axes: B rows (decode: one per request; prefill: the tokens of all requests, packed), T hidden, H query heads, D head
 dimension, V vocabulary.
@@ -33,7 +33,7 @@ class FusedForward:
         self._blocks = blocks(model)
         linears = [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)]
         c = kernels if isinstance(kernels, CKernels) and kernels.has_products else None
-        if c is not None and c.threads < torch.get_num_threads():  # its OpenMP is not torch's, or there was none
+        if c is not None and c.threads < torch.get_num_threads():  # OpenMP differs from torch's or is missing
             c = None
         self._product = Products(model, linears, model.lm_head, c)
         self._step = None if c is None else DecodeStep(model, self._blocks, self._product, c)
@@ -41,7 +41,7 @@ class FusedForward:
         self._rope = attention.rotary_emb
         self._heads, self._dim = attention.num_heads, attention.head_dim
         self._eps: float = model.model.norm.variance_epsilon
-        self._table: Tensor | None = None  # the rotary table the next is a copy of
+        self._table: Tensor | None = None  # SGLang's rotary table, copied in float32 to the next field
         self._cos_sin = torch.empty(0)
         first = self._blocks[0]
         (hidden, inner), (width, _) = first.out.weight.shape, first.gate_up.weight.shape
@@ -50,11 +50,11 @@ class FusedForward:
 
     @property
     def packed_by(self) -> str:
-        """See ``Products``."""
+        """Return the library that packs the weights; see ``Products``."""
         return self._product.packed_by
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
-        """Return True for a plain batch of decoding or prefill on our attention backend."""
+        """Return True for a plain decode or prefill batch on our attention backend."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         return (
@@ -66,7 +66,7 @@ class FusedForward:
         )
 
     def __call__(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Any:
-        """The logits of the next token of each request, and of a prompt's tokens where they are asked for."""
+        """Return the logits of the next token of each request, and of prompt tokens if requested."""
         model = self._model
         if not batch.forward_mode.is_decode() or batch.capture_hidden_mode.need_capture():
             hidden_BT = self._hidden(token_ids, positions, batch)
@@ -82,7 +82,7 @@ class FusedForward:
         return LogitsProcessorOutput(next_token_logits=logits_BV[:, : model.config.vocab_size].float())
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """[B, T] after the last norm."""
+        """Return hidden states [B, T] after the last norm."""
         kernels, eps, backend, product = self._kernels, self._eps, attention_backend(), self._product
         product.renew()
         pool, slots = backend.token_to_kv_pool, batch.out_cache_loc
@@ -110,7 +110,7 @@ class FusedForward:
         return out_BT
 
     def _angles(self, batch: Any) -> Tensor:
-        """The rotary table in float32; every position of the batch lies in it."""
+        """Return the rotary table in float32, which covers every position of the batch."""
         if self._table is not self._rope.cos_sin_cache:  # SGLang replaces it when it grows
             self._table = self._rope.cos_sin_cache
             self._cos_sin = self._rope.cos_sin_cache.float().contiguous()
@@ -121,7 +121,7 @@ class FusedForward:
 
 
 def head_norms(block: DecoderBlock) -> tuple[Tensor, Tensor] | None:
-    """Weights of the norms of queries and keys, where the family has them."""
+    """Return the weights of the norms of queries and keys, if the family has them."""
     return None if block.q_norm is None or block.k_norm is None else (block.q_norm.weight, block.k_norm.weight)
 
 
@@ -133,7 +133,7 @@ def attention_backend() -> Any:
 
 
 def bind(model: Any, kernels: Kernels | None) -> str:
-    """Put the fused forward in front of ``model``'s. Returns a description of the backend."""
+    """Replace ``model``'s forward by the fused one for supported batches. Returns a description of the backend."""
     if kernels is None:
         return f"module by module for {type(model).__name__}"
     reason = obstacle(model)
@@ -141,7 +141,7 @@ def bind(model: Any, kernels: Kernels | None) -> str:
         return f"module by module, as {reason}"
     fused, original = FusedForward(model, kernels), model.forward
 
-    @functools.wraps(original)  # SGLang looks at the signature
+    @functools.wraps(original)  # SGLang reads the signature
     def forward(input_ids: Tensor, positions: Tensor, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not fused.handles(forward_batch, (*args, *kwargs.values())):
             return original(input_ids, positions, forward_batch, *args, **kwargs)

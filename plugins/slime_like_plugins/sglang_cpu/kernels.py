@@ -1,9 +1,9 @@
-"""The leaf kernels of decoding: one interface, in C (``csrc``) and in torch.
+"""Leaf kernels of decoding, with one interface in C (``csrc``) and in torch.
 
-What only C makes fast stands beside it: attention over the page table, sampling, products, and a step of all of them.
+C also has attention over the page table, sampling, products, and a decode step that combines them.
 
-Both compute in float32 and round where they store. The caller guarantees shapes; what would make C read foreign memory
-is checked here.
+Both compute in float32 and round when storing. The caller guarantees shapes; arguments that could make C read outside
+its memory are checked here.
 
 Axes: B requests, T hidden, H query heads, K KV heads, D head dimension, S slots of the KV pool, V vocabulary.
 """
@@ -19,24 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LANES = 16  # widest vector the C side may have been compiled for
+LANES = 16  # widest vector of a C build
 BLOCK = 256  # of the vocabulary, in sampling
-GROUP = 4  # query heads the C side takes at a time
-COLUMNS = 2 * LANES  # of a panel of packed weights
-DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs that a product takes at once
-LAYER_FIELDS, STEP_FIELDS = 14, 26  # of the structures in csrc/step.h, 8 bytes each
+GROUP = 4  # query heads that C processes together
+COLUMNS = 2 * LANES  # per panel of packed weights
+DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs that a product processes together
+LAYER_FIELDS, STEP_FIELDS = 14, 26  # fields of the structures in csrc/step.h, 8 bytes each
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class Kernels(Protocol):
-    """What a forward is made of, besides matrix products and attention."""
+    """Kernels of a forward, except matrix products and attention."""
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
-        """``x += delta`` in place; ``out = rms_norm(x) * weight``, of the sum before it is rounded."""
+        """Compute ``x += delta`` in place and ``out = rms_norm(x) * weight`` of the unrounded sum."""
         ...
 
     def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
-        """``out = silu(gate) * up`` of a [B, 2 F] tensor that holds gate, then up."""
+        """Compute ``out = silu(gate) * up`` of a [B, 2 F] tensor with gate, then up."""
         ...
 
     def rope_and_store(
@@ -49,7 +49,7 @@ class Kernels(Protocol):
         out_BHD: Tensor,
         eps: float,
     ) -> None:
-        """Norm (if any) and rotate queries and keys of ``qkv`` [B, (H + 2 K) D]; keys and values go to ``slots_B``.
+        """Norm (optional) and rotate queries and keys of ``qkv`` [B, (H + 2 K) D]; store keys and values in ``slots_B``.
 
         ``norms``: weights [D] of queries and keys. ``angles``: cosines then sines [positions, D] in float32, and the
         position [B] of each request. ``pools``: keys and values [S, K, D].
@@ -58,7 +58,7 @@ class Kernels(Protocol):
 
 
 class TorchKernels:
-    """Always there."""
+    """Kernels in torch, which are always available."""
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
         row_BT = x_BT.float()
@@ -84,57 +84,57 @@ class TorchKernels:
         rows, heads, dim = out_BHD.shape
         keys, values = pools
         parts = qkv.view(rows, -1, dim)
-        turned = parts[:, : heads + keys.shape[1]].float()
+        rotated = parts[:, : heads + keys.shape[1]].float()
         if norms is not None:
             weights = torch.cat((norms[0].expand(heads, dim), norms[1].expand(keys.shape[1], dim)))
-            turned = F.rms_norm(turned, (dim,), None, eps).mul_(weights)
+            rotated = F.rms_norm(rotated, (dim,), None, eps).mul_(weights)
         cos_sin = angles[0].index_select(0, angles[1])[:, None]
         cos, sin = cos_sin.chunk(2, -1)
-        first, second = turned.chunk(2, -1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(qkv.dtype)
-        out_BHD.copy_(turned[:, :heads])
-        keys.index_copy_(0, slots_B, turned[:, heads:])
+        first, second = rotated.chunk(2, -1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(qkv.dtype)
+        out_BHD.copy_(rotated[:, :heads])
+        keys.index_copy_(0, slots_B, rotated[:, heads:])
         values.index_copy_(0, slots_B, parts[:, heads + keys.shape[1] :])
 
 
 class CKernels:
-    """The same through ctypes, and what only C makes fast."""
+    """Kernels in C, called through ctypes."""
 
     name = "C"
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         signatures = {
-            "add_rms_norm": [*[pointer] * 4, whole, whole, real],
-            "silu_mul": [pointer, pointer, whole, whole],
-            "rope_and_store": [*[pointer] * 9, *[whole] * 4, real],
-            "attention": [*[pointer] * 4, whole, *[pointer] * 4, *[whole] * 5, real],
+            "add_rms_norm": [*[pointer] * 4, integer, integer, real],
+            "silu_mul": [pointer, pointer, integer, integer],
+            "rope_and_store": [*[pointer] * 9, *[integer] * 4, real],
+            "attention": [*[pointer] * 4, integer, *[pointer] * 4, *[integer] * 5, real],
         }
         has_products = library["has_products"]
-        has_products.restype = whole
+        has_products.restype = integer
         self.has_products = bool(has_products())
         if self.has_products:
-            signatures["pack"] = [pointer, pointer, whole, whole]
-            signatures["product"] = [*[pointer] * 4, *[whole] * 3]
-            signatures["decode"] = [pointer, whole, pointer, whole, real, real]
-        self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}
+            signatures["pack"] = [pointer, pointer, integer, integer]
+            signatures["product"] = [*[pointer] * 4, *[integer] * 3]
+            signatures["decode"] = [pointer, integer, pointer, integer, real, real]
+        self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}  # pyright: ignore[reportPrivateUsage]  ctypes has no public name for the type
         for dtype, suffix in SUFFIX.items():
             for name, arguments in signatures.items():
                 function = library[f"{name}_{suffix}"]
                 function.argtypes, function.restype = arguments, None
                 self._functions[name, dtype] = function
         self._sample = library["sample_f32"]
-        self._sample.argtypes, self._sample.restype = [pointer, *[whole] * 3, *[pointer] * 8], whole
+        self._sample.argtypes, self._sample.restype = [pointer, *[integer] * 3, *[pointer] * 8], integer
         self._uniforms = library["uniforms"]
-        self._uniforms.argtypes, self._uniforms.restype = [pointer, pointer, pointer, whole], None
+        self._uniforms.argtypes, self._uniforms.restype = [pointer, pointer, pointer, integer], None
         self._threads = library["threads"]
-        self._threads.argtypes, self._threads.restype = [], whole
+        self._threads.argtypes, self._threads.restype = [], integer
         self._workspace = torch.empty(0)
 
     @property
     def threads(self) -> int:
-        """Most threads that share rows."""
+        """Return the maximum number of threads that share rows."""
         return int(self._threads())
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
@@ -176,35 +176,35 @@ class CKernels:
         lens_B: Tensor,
         scale: float,
     ) -> Tensor:
-        """[B, H, D]: each query over the first ``lens_B`` >= 1 slots of row ``rows_B`` of the page table (int32)."""
+        """Attend each query to the first ``lens_B`` >= 1 slots of row ``rows_B`` of the page table (int32). Returns [B, H, D]."""
         keys, values = pools
         size, heads, dim = queries_BHD.shape
         assert keys.dtype is values.dtype is queries_BHD.dtype, f"queries {queries_BHD.dtype}, KV pool {keys.dtype}"
         assert table.dtype is torch.int32 and table.stride(1) == 1
         assert rows_B.dtype is torch.int64 and lens_B.dtype is torch.int64
-        scores, room = self.scores(table)
+        scores, scores_per_thread = self.scores(table)
         out = torch.empty_like(queries_BHD)
         self._functions["attention", queries_BHD.dtype](
             *(queries_BHD.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
-            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), scores.data_ptr(), room),
+            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), scores.data_ptr(), scores_per_thread),
             *(size, heads, keys.shape[1], dim, scale),
         )
         return out
 
     def scores(self, table: Tensor) -> tuple[Tensor, int]:
-        """Room for the scores of attention over any row of a page table, and how much of it is a thread's."""
-        room = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
-        if self._workspace.numel() < room * self.threads:
-            self._workspace = torch.empty(room * self.threads)
-        return self._workspace, room
+        """Return a buffer for attention scores over any row of a page table, and its size per thread."""
+        per_thread = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
+        if self._workspace.numel() < per_thread * self.threads:
+            self._workspace = torch.empty(per_thread * self.threads)
+        return self._workspace, per_thread
 
     # ---- products ----------------------------------------------------------------------------------------------------
     def packs(self, weight: Tensor) -> bool:
-        """Whether a weight [M, K] can be packed."""
+        """Return True if a weight [M, K] can be packed."""
         return self.has_products and weight.dtype in SUFFIX and weight.shape[1] % DEPTH[weight.dtype] == 0
 
     def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:
-        """Panels of ``COLUMNS`` outputs; what ``product`` and ``decode`` take for a weight [M, K]. In ``old``, if given."""
+        """Return a weight [M, K] in panels of ``COLUMNS`` outputs, for ``product`` and ``decode``; written to ``old`` if given."""
         columns, depth = weight.shape
         assert self.packs(weight) and weight.is_contiguous(), f"{weight.dtype} {tuple(weight.shape)} cannot be packed"
         packed = torch.empty(packed_size(columns, depth), dtype=weight.dtype) if old is None else old
@@ -213,7 +213,7 @@ class CKernels:
         return packed
 
     def product(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """``out`` [N, M] of rows ``x`` [N, K] and a packed weight. A row's bits do not depend on the rows beside it."""
+        """Compute ``out`` [N, M] from rows ``x`` [N, K] and a packed weight. A row's bits do not depend on other rows."""
         rows, depth = x.shape
         columns = out.shape[1]
         x = x.contiguous()
@@ -226,7 +226,7 @@ class CKernels:
     def decode(
         self, dtype: torch.dtype, layers: Tensor, step: Sequence[int], rows: int, scale: float, eps: float
     ) -> None:
-        """All layers of a decode step. ``csrc/step.h`` says what ``layers`` [L, 14] and ``step`` hold; ``decode.py`` fills them."""
+        """Compute all layers of a decode step. ``csrc/step.h`` defines ``layers`` [L, 14] and ``step``; ``decode.py`` fills them."""
         assert layers.dtype is torch.int64 and layers.is_contiguous() and layers.shape[1:] == (LAYER_FIELDS,)
         assert len(step) == STEP_FIELDS
         fields = (ctypes.c_int64 * len(step))(*step)
@@ -236,7 +236,7 @@ class CKernels:
     def sample(
         self, logits_BV: Tensor, temperatures_B: Tensor, top_k_B: Tensor, seeds_B: Tensor, positions_B: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Int32 tokens [B] and their log-probabilities [B]; greedy where top-k is 1. ``None``: logits not finite."""
+        """Return int32 tokens [B] and their log-probabilities [B]; greedy if top-k is 1. ``None`` if logits are not finite."""
         size, vocabulary = logits_BV.shape
         assert logits_BV.dtype is torch.float32 and logits_BV.stride(1) == 1
         columns = (temperatures_B.reshape(-1).contiguous(), top_k_B.contiguous(), seeds_B.contiguous())
@@ -253,12 +253,12 @@ class CKernels:
         return None if bad else (tokens, logprobs)
 
     def uniform(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Float64 [B] in [0, 1): what sampling draws with."""
+        """Return the random numbers of sampling: float64 [B] in [0, 1)."""
         out = torch.empty(len(seeds_B), dtype=torch.float64)
         self._uniforms(seeds_B.data_ptr(), positions_B.data_ptr(), out.data_ptr(), len(seeds_B))
         return out
 
 
 def packed_size(columns: int, depth: int) -> int:
-    """Elements of a packed weight [columns, depth]."""
+    """Return the number of elements of a packed weight [columns, depth]."""
     return -(-columns // COLUMNS) * COLUMNS * depth

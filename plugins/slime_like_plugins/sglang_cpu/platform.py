@@ -1,4 +1,4 @@
-"""The platform SGLang sees: a CPU that is out of tree, so that ops dispatch to their torch-native forward."""
+"""The out-of-tree CPU platform, on which SGLang's ops dispatch to their torch-native forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime_like_plugins.sglang_cpu import EXACT
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 from slime_like_plugins.sglang_hooks import enabled
 
-KV_TOKENS = 65_536  # KV slots unless max_total_tokens says otherwise: SGLang would take a share of the machine's memory
+KV_TOKENS = 65_536  # KV slots unless max_total_tokens is set; SGLang would use a share of the machine's memory
 MEMORY_FRACTION = 0.3
 THREADS = "SLIME_LIKE_ENGINE_THREADS"
 DECODE_LINE = "slime_like decodes with "  # slime_like.rollout.engine.server looks for it in the log
@@ -32,37 +32,37 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         return ATTENTION
 
     def get_device(self, device_id: int = 0) -> Any:
-        return "cpu"  # SGLang splits it at ':', so a torch.device does not do
+        return "cpu"  # a string, because SGLang splits it at ':'
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
     def empty_cache(self) -> None:
-        """Nothing to give back; the base class runs a full garbage collection of half a second at every flush."""
+        """Do nothing: the base class would run a full garbage collection of half a second at every flush."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Defaults for what the caller left open; runs inside SGLang's resolution of its arguments."""
+        """Set defaults of unset arguments; called while SGLang resolves its arguments."""
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = KV_TOKENS
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEMORY_FRACTION
-        server_args.sleep_on_idle = True  # an idle scheduler otherwise spins on a whole core
+        server_args.sleep_on_idle = True  # otherwise an idle scheduler uses a full core
         server_args.disable_custom_all_reduce = True
-        # The other strategy wants the states between chunks, which are not kept.
+        # The other strategy needs the states between chunks, which are not kept.
         if server_args.mamba_radix_cache_strategy == "auto":
             server_args.mamba_radix_cache_strategy = "no_buffer"
         if server_args.max_mamba_cache_size is None:
             server_args.max_mamba_cache_size = state_slots(server_args)
         ranks = server_args.tp_size * server_args.pp_size
-        if ranks > 1:  # one entry per rank, or SGLang refuses more ranks than NUMA nodes
+        if ranks > 1:  # one entry per rank; otherwise SGLang refuses more ranks than NUMA nodes
             cpus = sorted(os.sched_getaffinity(0))
             binding = "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
 
     def init_backend(self) -> None:
-        """Once per worker, when the model runner is imported."""
+        """Register the attention backends; called once per worker, when the model runner is imported."""
         from slime_like_plugins.sglang_cpu import attention
 
         attention.register()
@@ -72,7 +72,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             exact_attention.register()
 
     def post_load_model(self, model: Any) -> None:
-        """In the worker, after the fork and after loading, which SGLang does on one thread."""
+        """Set threads and kernels; called in the worker after the fork and after loading, which uses one thread."""
         import torch
 
         from slime_like_plugins import rollout_sampling
@@ -88,17 +88,17 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             exact.check(model)
         linear_attention = hybrid.bind(model)
         selection = selected()
-        how = fused.bind(model, selection.leaf)
+        description = fused.bind(model, selection.leaf)
         if linear_attention is not None:
-            how = f"{how}; {linear_attention}"
+            description = f"{description}; {linear_attention}"
         if selection.leaf is not None:
-            os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # the copy is for captured graphs, which a CPU has none of
+            os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # the copy is only for captured graphs
         rollout_sampling.use_kernel(selection.c.sample if selection.c else None)
-        logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, how, threads)
+        logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, description, threads)
 
 
 def state_slots(server_args: Any) -> int | None:
-    """Linear attention states to allocate, of a model that has any."""
+    """Return the number of linear attention states to allocate, if the model has any."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from slime_like_plugins.sglang_cpu.hybrid.states import slots

@@ -1,4 +1,4 @@
-"""Hooks of the processes around the model: how workers start, and how an engine that does nothing waits."""
+"""Hooks of SGLang's processes: start of workers, and waiting of idle engines."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ ATTENTION = "slime_like_cpu"
 
 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:
-    """After ``_set_envs_and_config``, which sets spawn: fork, so that SGLang is imported once and not three times.
+    """After ``_set_envs_and_config``, which sets spawn: fork, so that SGLang is imported once instead of three times.
 
-    Safe here and only here: one OpenMP thread, no CUDA, and the forking process is ours alone. Goes when SGLang takes
-    a start method as an argument.
+    Safe only because there is one OpenMP thread, no CUDA, and no other code in the forking process. Remove when SGLang
+    accepts a start method as an argument.
     """
     if os.environ.get("OMP_NUM_THREADS") == "1":
         multiprocessing.set_start_method("fork", force=True)
 
 
 def sleep_while_paused(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """After each turn of a paused scheduler's loop, which spins: wait for the next message as an idle one does.
+    """After each turn of a paused scheduler's loop, which spins: wait for the next message like an idle one.
 
-    Goes when SGLang's ``sleep_on_idle`` covers the paused state.
+    Remove when SGLang's ``sleep_on_idle`` covers the paused state.
     """
     scheduler.maybe_sleep_on_idle()
 
 
 def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """In place of a function that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks.
+    """Replace a function that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks.
 
-    Goes when SGLang asks the platform whether it wants the padding.
+    Remove when padding is an option of SGLang's platforms.
     """
     return model_config
 
 
 def device_module(original: Callable[..., Any], device: Any = None) -> Any:
-    """Around ``torch.get_device_module``: without a device, this machine's.
+    """Around ``torch.get_device_module``: default to the CPU.
 
-    A torch built for CUDA answers ``torch.cuda`` on machines that have none, and SGLang's Qwen3-Next asks it for the
-    current device. Goes when SGLang asks its platform, or torch looks at what is there.
+    A torch built for CUDA returns ``torch.cuda`` on machines without CUDA, and SGLang's Qwen3-Next gets the current
+    device from it. Remove when SGLang uses its platform, or torch checks the available devices.
     """
     return original("cpu" if device is None else device)
 

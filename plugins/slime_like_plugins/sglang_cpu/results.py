@@ -1,8 +1,8 @@
-"""What happens to sampled tokens, shortened for requests that ask for tokens and log-probabilities alone.
+"""Short path for sampled tokens of requests that need only tokens and log-probabilities.
 
 SGLang passes every token of every request through a dozen functions, which for a small model cost half as much as its
-forward. Here a token that neither ends its request nor is due to be sent is appended, and that is all. Requests that
-end go through SGLang's own functions, and so does every batch with something this file does not know.
+forward. Here a token that neither ends its request nor is due to be sent is only appended. Requests that end, and all
+other batches, go through SGLang's own functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from slime_like_plugins.sglang_cpu import OPTION
 from slime_like_plugins.sglang_hooks import Hook
 
-PLAIN = "_slime_like_plain"  # attribute of a request: whether it is
+PLAIN = "_slime_like_plain"  # attribute of a request: its StopConditions, or None if it is not plain
 ABSENT = ("beam_group", "grammar", "multimodal_inputs", "customized_info", "tokenizer")  # None in a plain request
 OFF = (
     "return_sampling_mask",
@@ -29,22 +29,22 @@ OFF = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """What a token must be compared with to say that it does not end its request."""
+class StopConditions:
+    """Conditions under which a token ends its request."""
 
-    tokens: frozenset[int]
-    length: int
-    vocabulary: int
+    stop_tokens: frozenset[int]
+    max_tokens: int
+    vocab_size: int
 
 
-def plain_request(request: Any) -> Ends | None:
-    """When a request ends that asks for nothing but tokens and log-probabilities; ``None`` for any other.
+def plain_request(request: Any) -> StopConditions | None:
+    """Return the stop conditions of a request that needs only tokens and log-probabilities; ``None`` for any other.
 
-    Settled once: none of it changes.
+    Computed once per request.
     """
-    known: Ends | bool | None = getattr(request, PLAIN, False)
-    if not isinstance(known, bool):
-        return known
+    cached: StopConditions | bool | None = getattr(request, PLAIN, False)
+    if not isinstance(cached, bool):
+        return cached
     sampling = request.sampling_params
     plain = (
         all(getattr(request, name) is None for name in ABSENT)
@@ -54,14 +54,15 @@ def plain_request(request: Any) -> Ends | None:
         and request.logprob.token_ids_logprob is None
         and request.vocab_size is not None
     )
-    tokens = frozenset(sampling.stop_token_ids or ()) | frozenset(request.eos_token_ids or ())
-    found = Ends(tokens, sampling.max_new_tokens, int(request.vocab_size or 0)) if plain else None
-    setattr(request, PLAIN, found)
-    return found
+    stop_tokens = frozenset(sampling.stop_token_ids or ()) | frozenset(request.eos_token_ids or ())
+    vocab_size = int(request.vocab_size or 0)
+    conditions = StopConditions(stop_tokens, sampling.max_new_tokens, vocab_size) if plain else None
+    setattr(request, PLAIN, conditions)
+    return conditions
 
 
 def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
-    """Whether this engine and this step are of the simplest kind, and all requests plain."""
+    """Return True if all requests are plain and the step uses no feature with special handling of results."""
     output = result.logits_output
     return (
         os.environ.get(OPTION) != "off"
@@ -83,7 +84,7 @@ def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
 
 
 def process_decode(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-    """Around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Goes when SGLang has a short path itself."""
+    """Around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Remove when SGLang has a short path."""
     if not plain_batch(processor, batch, result):
         original(processor, batch, result)
         return
@@ -98,10 +99,11 @@ def process_decode(original: Callable[..., None], processor: Any, batch: Any, re
     for i, (request, token, logprob) in enumerate(zip(batch.reqs, tokens, logprobs, strict=True)):
         request.time_stats.set_last_decode_finish_time(now)
         request.output_ids.append(token)
-        limits: Ends = getattr(request, PLAIN)
+        conditions: StopConditions = getattr(request, PLAIN)
         length = len(request.output_ids)
-        inside = 0 <= token < limits.vocabulary and length < limits.length and token not in limits.tokens
-        if not inside or request.to_finish is not None:
+        in_vocab = 0 <= token < conditions.vocab_size
+        continues = in_vocab and length < conditions.max_tokens and token not in conditions.stop_tokens
+        if not continues or request.to_finish is not None:
             request.update_finish_state(1)
             processor._handle_finish_state_updated_req(request, batch, result, i, output)
             due = due or request.finished()

@@ -1,4 +1,4 @@
-"""Which leaf kernels this engine decodes with, and why. Settled once per process."""
+"""Selection of an engine's leaf kernels, once per process."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ CHOICES = ("auto", "c", "torch", "off")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """``leaf`` is ``None`` where SGLang's own forward decodes; ``c`` is set where the C kernels are in use."""
+    """Leaf kernels (``None``: SGLang's own forward) and their description."""
 
     leaf: CKernels | TorchKernels | None
     text: str
 
     @property
     def c(self) -> CKernels | None:
-        """The C kernels, if those were chosen."""
+        """Return the C kernels, if they were selected."""
         return self.leaf if isinstance(self.leaf, CKernels) else None
 
 
-def choose(wanted: str) -> Selection:
-    """The kernels for ``wanted``. Raises ``SystemExit`` where C is demanded and cannot be had."""
-    if wanted not in CHOICES:
-        raise SystemExit(f"slime_like plugin 'cpu': {OPTION}={wanted!r} is not one of {', '.join(CHOICES)}")
-    if wanted == "off":
+def choose(choice: str) -> Selection:
+    """Return the kernels for ``choice``. Raises ``SystemExit`` if it is ``c`` and C is unavailable, or unknown."""
+    if choice not in CHOICES:
+        raise SystemExit(f"slime_like plugin 'cpu': {OPTION}={choice!r} is not one of {', '.join(CHOICES)}")
+    if choice == "off":
         return Selection(None, "SGLang's own forward")
-    if wanted == "torch":
+    if choice == "torch":
         return Selection(TorchKernels(), "torch kernels")
     try:
         built = build()
         return Selection(CKernels(built.path), f"C kernels ({built.compiler})")
     except (BuildError, OSError) as error:
-        if wanted == "c":
+        if choice == "c":
             raise SystemExit(f"slime_like plugin 'cpu': rollout.cpu_kernels=c: {error}; or set it to auto") from error
         return Selection(TorchKernels(), f"torch kernels, no C kernels: {error}")
 
 
 @cache
 def selected() -> Selection:
-    """What this process uses."""
+    """Return the selection of this process."""
     from sglang.srt.runtime_context import get_exec
 
     deterministic = get_exec().deterministic

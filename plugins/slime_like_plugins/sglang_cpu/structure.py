@@ -1,4 +1,4 @@
-"""What the fused forward must find in a model to stand in for its own; anything else keeps SGLang's."""
+"""Requirements of the fused forward on a model; other models keep SGLang's forward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-MODELS = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+from slime_like.config.schema.names import FAMILIES
+
+MODELS = tuple(entry.fused_engine_model for entry in FAMILIES.values() if entry.fused_engine_model)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """The modules of one layer. Their weights are read anew at every forward: a push writes them in place."""
+    """Modules of one layer. Weights are read from them at every forward, because a push writes in place."""
 
     attention_norm: Any
     qkv: Any
@@ -28,8 +30,8 @@ class DecoderBlock:
 
 
 def blocks(model: Any) -> list[DecoderBlock]:
-    """The layers of a model whose class is one of ``MODELS``."""
-    found: list[DecoderBlock] = []
+    """Return the layers of a model whose class is one of ``MODELS``."""
+    layers: list[DecoderBlock] = []
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -43,12 +45,12 @@ def blocks(model: Any) -> list[DecoderBlock]:
             mlp.down_proj,
             attention.attn,
         )
-        found.append(block)
-    return found
+        layers.append(block)
+    return layers
 
 
 def obstacle(model: Any) -> str | None:
-    """The first thing about ``model`` that the fused forward does not handle; ``None`` when it handles all."""
+    """Return the first property of ``model`` that the fused forward does not support, or ``None``."""
     from sglang.srt.runtime_context import get_parallel
 
     name = type(model).__name__
@@ -75,7 +77,7 @@ def _differences(model: Any) -> Iterator[str]:
             if type(getattr(linear, "quant_method", None)).__name__ != "UnquantizedLinearMethod":
                 yield f"{type(linear).__name__} is not a plain linear layer"
             if not linear.weight.is_contiguous() or getattr(linear, "skip_bias_add", False):
-                yield f"{type(linear).__name__} is laid out in another way"
+                yield f"{type(linear).__name__} has another layout"
         if type(layer.mlp.act_fn).__name__ != "SiluAndMul":
             yield f"activation {type(layer.mlp.act_fn).__name__}"
         if (block.q_norm is None) != (block.k_norm is None):
@@ -106,9 +108,9 @@ def _rope_differences(attention: Any) -> Iterator[str]:
     if not inherited:
         yield f"rotary embedding {type(rope).__name__}"
     elif not rope.is_neox_style or not rope.rotary_dim == rope.head_size == attention.head_dim:
-        yield "rotary embedding of a part of the head, or of pairs"
+        yield "rotary embedding of part of the head, or of pairs"
     elif rope.cos_sin_cache.shape[1] != attention.head_dim or attention.head_dim % 2:
-        yield "rotary table of another width"
+        yield "rotary table with another width"
 
 
 def _attention_differences(radix: Any, attention: Any) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""A weight update that is proven complete, or refused.
+"""Weight updates that are verified to be complete, or refused.
 
-SGLang's loaders skip names they do not know and write parts of fused parameters one by one; a push that left out
-``v_proj`` of one layer reports success. With ``SLIME_LIKE_SGLANG`` naming ``weight_commit``, ``begin_weight_update``
-fills every floating parameter with NaN and ``end_weight_update`` fails while one NaN is left.
+SGLang's loaders skip unknown names and write parts of fused parameters one by one; a push without ``v_proj`` of one
+layer would report success. With ``SLIME_LIKE_SGLANG`` naming ``weight_commit``, ``begin_weight_update``
+fills every floating parameter with NaN and ``end_weight_update`` fails if one NaN remains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where poisoning and checking enter SGLang: the model side in the schedulers, the refusals in the HTTP process."""
+"""Hooks that poison and check parameters in SGLang's schedulers, and refuse requests in its HTTP process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten
 
-REFUSAL = "_slime_like_refusal"  # attribute of the tokenizer manager: why it must not decode; absent or "" if it may
+REFUSAL = (
+    "_slime_like_refusal"  # attribute of the tokenizer manager: reason to refuse decoding; absent or "" if allowed
+)
 OPEN = "a weight update is open"
 
 type Verdict = Callable[..., Awaitable[tuple[bool, str]]]
@@ -21,7 +23,7 @@ type Stream = Callable[..., AsyncIterator[Any]]
 
 
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the runners an update selects; tied ones once."""
+    """Yield each parameter of the runners that an update selects; tied ones once."""
     for role, runner in manager._select_runners(selector):
         for name, parameter in runner.model.named_parameters():
             yield (name if role == "target" else f"{role}.{name}"), parameter
@@ -29,7 +31,7 @@ def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
 
 # ---- scheduler processes ---------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.begin_weight_update``: poison; an update left open is given up."""
+    """Around ``SchedulerWeightUpdaterManager.begin_weight_update``: poison; an update that was left open is dropped."""
     manager._session = None
     output = original(manager, request)
     if output.success:
@@ -41,9 +43,9 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Around ``SchedulerWeightUpdaterManager.end_weight_update``: refuse while a parameter has unwritten elements."""
     if manager._session is None:
         return original(manager, request)
-    found = unwritten(parameters(manager, manager._session.selector))
+    incomplete = unwritten(parameters(manager, manager._session.selector))
     per_rank: list[Any] = [None] * torch.distributed.get_world_size(manager.tp_cpu_group)
-    torch.distributed.all_gather_object(per_rank, found, group=manager.tp_cpu_group)
+    torch.distributed.all_gather_object(per_rank, incomplete, group=manager.tp_cpu_group)
     message = complaint(per_rank)
     if message is None:
         return original(manager, request)
@@ -54,8 +56,8 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: one payload serves all ranks, it may describe
-    tensors in the sender's memory, and a bad one is reported instead of killing the engine."""
+    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: one payload is for all ranks, may describe
+    tensors in the sender's memory, and is reported if it is malformed, instead of killing the engine."""
     payloads = request.serialized_named_tensors
     ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
     if len(payloads) == 1:
@@ -66,22 +68,22 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
         with shared.received(payloads[0]) as tensors:
             request.serialized_named_tensors = [tensors] * ranks
             return original(manager, request)
-    except Exception as error:  # noqa: BLE001  fault boundary: what a sender got wrong must not take the engine down
+    except Exception as error:  # noqa: BLE001  fault boundary: a sender's mistake must not kill the engine
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
-        torch.distributed.barrier(group=manager.tp_cpu_group)  # the one the other ranks wait at
+        torch.distributed.barrier(group=manager.tp_cpu_group)  # the other ranks wait at it
         message = f"tensors could not be loaded: {type(error).__name__}: {error}"
         return UpdateWeightsFromTensorReqOutput(success=False, message=message)
 
 
 def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
-    """Around ``BaseTpWorker.deserialize_own_rank``: tensors that ``load_tensors`` found in shared memory are there already."""
+    """Around ``BaseTpWorker.deserialize_own_rank``: pass on tensors that ``load_tensors`` read from shared memory."""
     return payloads[0] if isinstance(payloads[0], list) else original(worker, payloads)
 
 
 # ---- HTTP process ----------------------------------------------------------------------------------------------------
 async def begin_request(original: Verdict, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Around ``TokenizerManager.begin_weight_update``: only a paused engine, or it would decode NaN."""
+    """Around ``TokenizerManager.begin_weight_update``: refuse unless the engine is paused; it would decode NaN."""
     if not manager.is_pause:
         return False, "pause generation before a weight update"
     success, message = await original(manager, *args)
@@ -91,17 +93,17 @@ async def begin_request(original: Verdict, manager: Any, *args: Any) -> tuple[bo
 
 
 async def end_request(original: Verdict, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Around ``TokenizerManager.end_weight_update``: a failed commit keeps the engine refusing."""
+    """Around ``TokenizerManager.end_weight_update``: after a failed commit the engine keeps refusing requests."""
     success, message = await original(manager, *args)
-    if success or getattr(manager, REFUSAL, ""):  # the end of an update that was never begun changes nothing
+    if success or getattr(manager, REFUSAL, ""):  # ending an update that was never begun changes nothing
         setattr(manager, REFUSAL, "" if success else message)
     return success, message
 
 
 async def generate(original: Stream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Around ``TokenizerManager.generate_request``: nothing is generated from weights that are not whole.
+    """Around ``TokenizerManager.generate_request``: refuse to generate from incomplete weights.
 
-    While an update is merely open the engine is paused, and requests wait as in any pause.
+    While an update is open the engine is paused, and requests wait as in any pause.
     """
     refusal = getattr(manager, REFUSAL, "")
     if refusal and refusal != OPEN:
@@ -111,7 +113,7 @@ async def generate(original: Stream, manager: Any, *args: Any, **kwargs: Any) ->
 
 
 async def resume(original: Callable[..., Awaitable[None]], manager: Any, *args: Any) -> None:
-    """Around ``TokenizerManager.continue_generation``: not before a commit."""
+    """Around ``TokenizerManager.continue_generation``: refuse before a commit."""
     refusal = getattr(manager, REFUSAL, "")
     if refusal:
         from fastapi import HTTPException

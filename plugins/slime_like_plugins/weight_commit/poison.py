@@ -1,4 +1,4 @@
-"""Marking parameters as unwritten, and finding those that still are. Torch only."""
+"""Mark parameters as unwritten, and find those that no update wrote. Torch only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SHOWN = 3  # parameters an error names
+SHOWN = 3  # parameters named in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +32,24 @@ def poison(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
-    """Parameters that hold NaN, in model order."""
-    found: list[Unwritten] = []
+    """Return the parameters that contain NaN, in model order."""
+    incomplete: list[Unwritten] = []
     for name, parameter in parameters:
-        # A sum is NaN where an element is, and reads the parameter once; counting them is slower.
+        # The sum is NaN if an element is, and reads the parameter once; counting NaNs is slower.
         suspect = parameter.is_floating_point() and bool(torch.isnan(parameter.sum()))
         if suspect and (count := int(torch.isnan(parameter).sum())):
-            found.append(Unwritten(name, count, parameter.numel()))
-    return found
+            incomplete.append(Unwritten(name, count, parameter.numel()))
+    return incomplete
 
 
 def complaint(per_rank: list[list[Unwritten]]) -> str | None:
-    """One message for all tensor-parallel ranks, or ``None`` when every element was written."""
+    """Return one message for all tensor-parallel ranks, or ``None`` if every element was written."""
     parts: list[str] = []
-    for rank, found in enumerate(per_rank):
-        if found:
-            names = ", ".join(str(item) for item in found[:SHOWN])
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            parts.append(f"rank {rank}: {len(found)} parameters: {names}{more}")
+    for rank, incomplete in enumerate(per_rank):
+        if incomplete:
+            names = ", ".join(str(item) for item in incomplete[:SHOWN])
+            further = f" and {len(incomplete) - SHOWN} more" if len(incomplete) > SHOWN else ""
+            parts.append(f"rank {rank}: {len(incomplete)} parameters: {names}{further}")
     if not parts:
         return None
-    return f"weight update is not complete; not (wholly) sent, or sent as NaN: {'; '.join(parts)}"
+    return f"weight update is not complete; not (completely) sent, or sent as NaN: {'; '.join(parts)}"

@@ -44,7 +44,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         ref_checkpoint=cfg.model.ref_checkpoint or cfg.model.megatron_checkpoint or cfg.model.hf_checkpoint,
     )
     if cfg.model.family == "auto":
-        reason = "made by run.prepare" if model is None else f"model_type of {model.folder}"
+        reason = "written by run.prepare" if model is None else f"model_type of {model.folder}"
         notes.add("model.family", settled.family, reason)
     for config in (settled, optim):
         config.seal()
@@ -71,7 +71,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     if cfg.run.deterministic and device == "cpu":
         check_bits(cfg, settled.family, dtype)
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
-        notes.add("model.ref_checkpoint", settled.ref_checkpoint, "the policy's own start")
+        notes.add("model.ref_checkpoint", settled.ref_checkpoint, "the policy's initial weights")
     return spec
 
 
@@ -98,11 +98,15 @@ def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> 
         notes.add("optim.cpu_offload", "no effect", "placement.device is cpu: optimizer state is in host memory anyway")
     if optim.cpu_offload and device == "cuda" and dtype == "float32":
         raise ConfigError(
-            "optim.cpu_offload=true with model.dtype=float32: megatron's offload keeps main weights beside 16-bit ones; "
+            "optim.cpu_offload=true with model.dtype=float32: megatron's offload keeps main weights in addition to 16-bit ones; "
             "set model.dtype=bfloat16, or optim.cpu_offload=false"
         )
     if parallel.overlap_grad_reduce and dp * parallel.cp == 1:
-        notes.add("parallel.overlap_grad_reduce", "no effect", "one data parallel rank: nothing is reduced")
+        notes.add(
+            "parallel.overlap_grad_reduce",
+            "no effect",
+            "there is only one data parallel rank, so no gradients are reduced",
+        )
     elif parallel.overlap_param_gather and cfg.loop.steps_per_rollout == 1:
         reason = "loop.steps_per_rollout is 1: the push reads all weights after every optimizer step"
         notes.add("parallel.overlap_param_gather", "no effect", reason)
@@ -110,7 +114,7 @@ def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> 
 
 
 def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, notes: Notes) -> Layout:
-    """Return the trainer's layout; pipeline segments are unknown until ``run.prepare`` has made the model."""
+    """Return the trainer's layout; pipeline segments are unknown until ``run.prepare`` has written the model."""
     split = segments(p, model.num_layers) if model is not None else ()
     if len(set(split)) > 1 or len(split) > p.pp:
         pipeline_keys = {

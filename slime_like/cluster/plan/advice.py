@@ -1,4 +1,4 @@
-"""Advice on valid but probably unintended settings: idle devices, evaluations without information."""
+"""Advice on valid but probably unintended settings, such as idle devices and uninformative evaluations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> I
     if colocated and engines < trainer:
         num_engines = len(trainer) // cfg.rollout.tp
         yield (
-            f"the engines serve on {len(engines)} of the trainer's {len(trainer)} GPUs, so that the others idle during "
+            f"the engines serve on {len(engines)} of the trainer's {len(trainer)} GPUs, so the other GPUs idle during "
             f"rollouts: set rollout.num_engines={num_engines}"
         )
 
@@ -55,11 +55,11 @@ def _evaluation(cfg: TrainConfig) -> Iterator[str]:
         if n > 1 and (heldout.temperature == 0 or heldout.top_k == 1):
             greedy = "temperature 0" if heldout.temperature == 0 else "top_k 1"
             yield (
-                f"evaluation of {heldout.name} draws {n} samples per prompt at {greedy}: they are equal, and pass@{n} is "
+                f"evaluation of {heldout.name} draws {n} samples per prompt at {greedy}: the samples are equal, so pass@{n} equals "
                 "pass@1; set evaluation.temperature (1.0 is usual) or evaluation.n_samples_per_prompt=1"
             )
     if cfg.evaluation.interval is not None and not cfg.evaluation.datasets:
         yield (
-            f"evaluation.interval={cfg.evaluation.interval} evaluates nothing, as evaluation.datasets is empty: name a "
-            "set, as evaluation.datasets.heldout=heldout.jsonl"
+            f"evaluation.interval={cfg.evaluation.interval} evaluates nothing, because evaluation.datasets is empty: add a "
+            "dataset, for example evaluation.datasets.heldout=heldout.jsonl"
         )

@@ -31,7 +31,7 @@ def rank_roles(
     if device == "cuda" and colocated and world and engines and served[-1][-1] >= world:
         raise ConfigError(
             f"rollout.num_engines {len(engines)} * rollout.tp {cfg.rollout.tp} = {len(engines) * cfg.rollout.tp} GPUs, "
-            f"but the trainer they share has {world}: set rollout.num_engines={max(1, world // cfg.rollout.tp)}, "
+            f"but the trainer that they share has {world}: set rollout.num_engines={max(1, world // cfg.rollout.tp)}, "
             f"placement.actor_num_gpus_per_node, or placement.mode=split"
         )
     if device == "cpu":
@@ -47,7 +47,7 @@ def add_roles(
     teacher: TeacherSpec | None,
     device: str,
 ) -> tuple[Role, ...]:
-    """Add a critic and a teacher to ``roles``, if there are any; with separate devices they follow the others."""
+    """Add a critic and a teacher to ``roles``, if there are any; on separate devices, their GPUs follow the others."""
     trainers = len(roles[0].devices)
     for name, spec, placement in (
         ("critic", critic, cfg.critic.placement),
@@ -71,14 +71,14 @@ def check_fits(
     num_gpus: int,
     role_bytes: int,
 ) -> None:
-    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is not checked before it answers."""
+    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is checked only once it responds."""
     if cfg.placement.ray_address is not None:
         return
     if device == "cuda":
         if num_gpus > machine.num_gpus:
             needs = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in roles)
             raise ConfigError(
-                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), {machine.num_gpus} are "
+                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but only {machine.num_gpus} are "
                 "visible: lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines, "
                 "or set placement.mode=colocated"
             )
@@ -87,7 +87,7 @@ def check_fits(
     if needed > machine.memory_bytes:
         raise ConfigError(
             f"the run needs about {needed / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
-            f"{sum(len(role.devices) for role in roles)} processes), this machine has "
+            f"{sum(len(role.devices) for role in roles)} processes), but this machine has only "
             f"{machine.memory_bytes / 2**30:.1f} GiB: choose a smaller model or layout, or fewer engines"
         )
 

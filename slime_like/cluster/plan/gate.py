@@ -1,4 +1,4 @@
-"""Tolerances of trainer against engine, by device and dtype."""
+"""Tolerances for differences between trainer and engine, by device and dtype."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from slime_like.cluster.plan.types import Notes
 from slime_like.config.schema.root import TrainConfig
 from slime_like.metrics.drift import ROUNDING
 
-# In float32, engine and trainer differ only by the order of sums: a few 1e-6 per layer. Bfloat16 has 8 bits of mantissa,
-# each layer rounds, and the largest difference of some hundred log-probabilities reaches 0.1; missing weights cause far
-# larger ones.
+# In float32, engine and trainer differ only in the order of summation: a few 1e-6 per layer. Bfloat16 has an 8-bit
+# mantissa and each layer rounds, so the largest difference among a few hundred log-probabilities reaches 0.1. Missing
+# weights cause far larger differences.
 FLOAT32 = {"cpu": 1e-4, "cuda": 1e-3}  # on a CPU more than ten times the measured value (docs/architecture.md)
 BFLOAT16_PROBE = 0.15
 ANY_NUMBER = float("inf")
@@ -20,8 +20,8 @@ ANY_NUMBER = float("inf")
 class Gates:
     """Maximum |trainer - engine| log-probability difference allowed in a run."""
 
-    probe: float  # of the probe's sequences after a push
-    samples: float | None  # of sampled tokens, before the optimizer step that trains on them; None: not checked
+    probe: float  # for the probe's sequences after a push
+    samples: float | None  # for sampled tokens, before the optimizer step that trains on them; None: not checked
     rounding: float  # mean over a rollout's samples below which there is no warning
 
 
@@ -34,15 +34,15 @@ def gates(cfg: TrainConfig, device: str, dtype: str, notes: Notes) -> Gates:
     else:
         probe, samples = BFLOAT16_PROBE, ANY_NUMBER
         samples_reason = (
-            f"single tokens of low probability differ much in {dtype}: weights.drift_warning watches the mean"
+            f"single tokens of low probability differ a lot in {dtype}; weights.drift_warning monitors the mean"
         )
     if cfg.run.deterministic and device == "cpu":
         probe = samples = 0.0
-        reason = samples_reason = "run.deterministic: engine and trainer agree in every bit"
+        reason = samples_reason = "run.deterministic: engine and trainer are bitwise identical"
     elif cfg.weights.probe_tolerance is not None:
         probe = cfg.weights.probe_tolerance
     if cfg.run.mode == "train_only":
-        samples, samples_reason = None, "run.mode=train_only: the rollouts may be of other weights"
+        samples, samples_reason = None, "run.mode=train_only: other weights may have generated the rollouts"
     elif cfg.weights.sample_tolerance is not None:
         samples = cfg.weights.sample_tolerance
     if cfg.weights.probe_tolerance is None:

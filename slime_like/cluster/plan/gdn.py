@@ -41,11 +41,14 @@ def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machi
 
 
 def _auto_cp(setting: bool | None, backend: str, actor: ActorSpec) -> tuple[bool, str]:
-    """Decide if FlashQLA may split sequences automatically, which makes a no-grad pass differ bitwise from the update."""
+    """Decide if FlashQLA may split sequences automatically; a no-grad pass then differs bitwise from the update."""
     if setting is not None or backend != "flashqla":
         return bool(setting), ""
     if actor.deterministic:
         return False, "run.deterministic: the split depends on what is packed together"
     if actor.needs_old_logprobs:
-        return False, "old log-probabilities come from a pass of their own and must agree with the update bit by bit"
+        return (
+            False,
+            "old log-probabilities come from a separate pass and must be bitwise identical to those of the update",
+        )
     return True, "the update's own forward gives the old log-probabilities"

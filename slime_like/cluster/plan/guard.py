@@ -48,18 +48,18 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
     """Decide if the trainer's communicators are destroyed during rollouts; ``note`` records the decision on an open key.
 
-    Off by default: gloo's buffers are too small, and releasing NCCL's, which are large, has not been tested.
+    Off by default: releasing gloo's small buffers gains nothing, and releasing NCCL's large ones has not been tested.
     """
     setting = cfg.guard.release
     if setting is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":
         return bool(setting)
     shared = cfg.placement.mode == "colocated" and cfg.run.mode == "full" and not isinstance(cfg.algo, SftConfig)
     reasons = {
-        "placement.device is cpu: gloo's buffers are small, and making them again takes longer": device == "cpu",
+        "placement.device is cpu: gloo's buffers are small, and creating them again takes longer": device == "cpu",
         "no engine runs on the trainer's GPUs": not shared,
         "one trainer rank": world_size == 1,
     }
-    untried = "not yet measured with NCCL; engines share the trainer's GPUs, so guard.release=true may leave them more"
+    untried = "not yet measured with NCCL; guard.release=true may leave more memory to the engines, which share the trainer's GPUs"
     note("guard.release", "false", next((reason for reason, holds in reasons.items() if holds), untried))
     return False
 
@@ -81,13 +81,13 @@ def profile_folder(run_dir: str) -> Path:
 def guard_lines(spec: GuardSpec) -> Iterator[str]:
     """Describe the policy of every op, then the overrides of groups."""
     if not spec.wrap:
-        yield "guard      none: collectives are torch's own"
+        yield "guard      none: torch's collectives are used directly"
         return
     yield f"guard      {spec.memory} memory, deadline {spec.deadline_s:g} s{', as a group decision' * spec.symmetric}"
     if spec.profile is not None:
-        yield f"  every op is measured, to {spec.profile}"
+        yield f"  every op is measured; the profile is written to {spec.profile}"
     if spec.release:
-        yield "  communicators are destroyed while rollouts run, and made again for the next step"
+        yield "  communicators are destroyed during rollouts and created again for the next step"
     ops: dict[str, list[str]] = {}
     for op, policy in table(spec):
         ops.setdefault(policy, []).append(op)

@@ -40,7 +40,7 @@ def described_machine(text: str) -> Machine:
     """
     match = re.fullmatch(r"([1-9]\d{0,4})(?:x(.+))?", text)
     if match is None:
-        raise ConfigError(f"--plan-for {text}: write the number of GPUs, and their name if you like: --plan-for 8xH200")
+        raise ConfigError(f"--plan-for {text}: write the number of GPUs, optionally with their name: --plan-for 8xH200")
     count = int(match[1])
     return Machine(count, CORES_PER_GPU * count, 2**62, (match[2] or "GPU",) * count, here=False)
 

@@ -34,7 +34,7 @@ class Plan:
     device: str  # cpu | cuda
     actor: ActorSpec
     critic: CriticSpec | None
-    teacher: TeacherSpec | None  # None also if it is scored on the actor's ranks
+    teacher: TeacherSpec | None  # None also if the actor's ranks score with it
     engines: tuple[EngineSpec, ...]  # empty if nothing is generated
     transport: TransportSpec
     needs_trainer: bool
@@ -67,7 +67,7 @@ class Plan:
 def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     """Resolve ``cfg`` for ``machine``. Raises ``ConfigError`` if the run does not fit.
 
-    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing if ``run.prepare`` makes them.
+    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing if ``run.prepare`` creates them.
     """
     notes = Notes([])
     model = _model(cfg)
@@ -141,7 +141,7 @@ def _context(cfg: TrainConfig, model: HfConfig | None, notes: Notes) -> int:
         return cfg.rollout.max_context_len
     if model is None:
         raise ConfigError(
-            f"rollout.max_context_len is open and model.hf_checkpoint={cfg.model.hf_checkpoint!r} does not exist yet: "
+            f"rollout.max_context_len is null and model.hf_checkpoint={cfg.model.hf_checkpoint!r} does not exist yet: "
             "set rollout.max_context_len"
         )
     notes.add("rollout.max_context_len", model.max_positions, f"max_position_embeddings of {model.folder}")
@@ -183,14 +183,14 @@ def _transport(cfg: TrainConfig, device: str, notes: Notes) -> TransportSpec:
 def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, notes: Notes) -> tuple[int, int]:
     """Return the number of threads per training rank and per engine rank."""
     if cfg.run.deterministic and device == "cpu":
-        notes.add("threads per process", 1, "run.deterministic: threads share sums out by shape")
+        notes.add("threads per process", 1, "run.deterministic: the way threads split sums depends on the shape")
         return 1, 1
     engines = sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine")
     ranks = sum(len(role.devices) for role in roles if role.name != "engine")
     if cfg.loop.max_staleness == 0:
-        schedule, busy = "engines and ranks take turns", (ranks, engines)
+        schedule, busy = "engines and ranks run in turns", (ranks, engines)
     else:
-        schedule, busy = "all of them at once", (ranks + engines, ranks + engines)
+        schedule, busy = "all run at the same time", (ranks + engines, ranks + engines)
     threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in busy)
     reason = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks: {schedule}"
     notes.add("threads per training rank", threads[0], reason)

@@ -60,13 +60,13 @@ def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
     if teacher.placement in ("swap", "colocated", "split"):
         return teacher.hf_checkpoint if teacher.placement == "swap" else None
     if not Path(cfg.model.hf_checkpoint).exists():
-        note("teacher.placement", "colocated", "model.hf_checkpoint does not exist yet to be compared with")
+        note("teacher.placement", "colocated", "model.hf_checkpoint does not exist yet, so shapes cannot be compared")
         return None
     difference = shape_difference(cfg.model.hf_checkpoint, teacher.hf_checkpoint)
     if difference is None and all(getattr(teacher, name) is None for name in ("tp", "pp", "cp", "dp")):
         note("teacher.placement", "swap", "the teacher has the policy's shape")
         return teacher.hf_checkpoint
-    note("teacher.placement", "colocated", f"another {difference}" if difference else "it has a layout of its own")
+    note("teacher.placement", "colocated", f"another {difference}" if difference else "it has its own layout")
     return None
 
 
@@ -93,8 +93,8 @@ def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> Ac
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, key: str, folder: str) -> Layout:
     """Return the actor's layout with the role's sizes, and an even pipeline without virtual stages.
 
-    Experts of the role's model in ``folder``, the value of ``key``, are distributed as the actor's if their number and
-    the ranks allow it.
+    ``folder`` is the value of ``key``. The experts of the role's model are distributed like the actor's if their number
+    and the ranks allow it.
     """
     tp, pp = role.tp or actor.tp, role.pp or actor.pp
     cp, dp = role.cp or actor.cp, role.dp or actor.dp
@@ -107,7 +107,7 @@ def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Lay
 def role_devices(
     name: str, placement: str, layout: Layout, *, device: str, trainers: int, first_free: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each rank of a role: the trainer's, or from ``first_free`` on; none on CPU."""
+    """Return the GPUs of each rank of a role: the trainer's, or those from index ``first_free`` on; none on CPU."""
     world = layout.world_size
     if device == "cpu":
         return tuple(() for _ in range(world))
@@ -116,13 +116,13 @@ def role_devices(
     if world > trainers:
         raise ConfigError(
             f"{name}.tp {layout.tp} * {name}.pp {layout.pp} * {name}.cp {layout.cp} * {name}.dp {layout.dp} = {world} "
-            f"ranks do not fit the trainer's {trainers} GPUs: lower them, or set {name}.placement=split"
+            f"ranks do not fit the trainer's {trainers} GPUs: lower {name}.dp or the other sizes, or set {name}.placement=split"
         )
     return tuple((rank,) for rank in range(world))
 
 
 def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
-    """Return a lower bound of the roles' memory on a CPU, counted as the actor's."""
+    """Return a lower bound of the roles' memory on a CPU, computed like the actor's."""
     total = 0
     for spec, per_parameter in ((critic, 16), (teacher, 4)):
         if spec is not None:

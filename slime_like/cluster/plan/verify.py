@@ -1,4 +1,4 @@
-"""Verifies checkpoints before a run reads them, against the hashes recorded at writing (``run.verify_checkpoint``)."""
+"""Verifies checkpoints before a run reads them, against the hashes recorded by the save (``run.verify_checkpoint``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL_BYTES = 1 << 26
 def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
     """Compare the files of a checkpoint with their hashes; warn if it has none.
 
-    With several trainer nodes, the ranks read the large files in parallel, each file once, and this process the others.
+    With several trainer nodes, the ranks hash the large files in parallel, each file once; this process hashes the rest.
     Raises ``CheckpointError`` naming each changed file.
     """
     if cfg.run.verify_checkpoint != "full":

@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+
+from ray.actor import ActorHandle
 
 from slime_like.cluster.supervise import process_tree
 from slime_like.cluster.supervise.stacks import living
+from slime_like.cluster.workers.calls import call
+from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.config.schema.faults import FATAL, RECOVERED, REWARDS, WORKERS, ChaosConfig, Fault, parse_fault
 from slime_like.data import faults
 from slime_like.data.faults import REWARD_SERVER, InjectedFault, Recovery
@@ -62,11 +66,11 @@ class Chaos:
 
     config: ChaosConfig
     run_dir: Path
-    engines: Mapping[str, Any]  # name -> Ray handle of EngineActor
-    manager: Any = None  # Ray handle of RolloutActor
+    engines: Mapping[str, ActorHandle[EngineActor]]
+    manager: ActorHandle[RolloutActor] | None = None
     pending: list[Fault] = field(default_factory=list[Fault])
     strikes: list[InjectedFault] = field(default_factory=list[InjectedFault])
-    recoveries: list[Recovery] = field(default_factory=list[Recovery])  # from injected and real faults
+    recoveries: list[Recovery] = field(default_factory=list[Recovery])  # after injected and real faults
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def plan(self, num_rollout: int) -> None:
@@ -100,7 +104,7 @@ class Chaos:
             sys.stderr.write(visible(f"warning: {error}\n"))
 
     def _strike(self, fault: Fault) -> None:
-        """Inject a fault once; a second caller waits for the first, so that the phase does not end before the fault."""
+        """Inject a fault once. A second caller waits for the first, so that the phase cannot end before the fault."""
         with self._lock:
             if fault not in self.pending:
                 return
@@ -119,18 +123,19 @@ class Chaos:
             return
         name = rng.choice(sorted(self.engines))
         self._note(fault, name)
-        self.engines[name].hurt.remote(_signal_of(fault), ENGINE_PARTS.get(fault.kind, ""))
+        engine = self.engines[name]
+        call(engine, EngineActor.hurt, _signal_of(fault), ENGINE_PARTS.get(fault.kind, ""))
         if fault.kind == "slow_engine":
-            resume = threading.Timer(self.config.slow_s, self.engines[name].hurt.remote, ("SIGCONT",))
+            resume = threading.Timer(self.config.slow_s, call, (engine, EngineActor.hurt, "SIGCONT"))
             resume.daemon = True
             resume.start()
 
     def _lose_reward_server(self, fault: Fault) -> None:
         if self.manager is None:
-            self._note(fault, "", "the run asks no reward server")
+            self._note(fault, "", "the run has no reward server")
             return
         self._note(fault, REWARD_SERVER)
-        self.manager.lose_reward_server.remote(self.config.slow_s)
+        call(self.manager, RolloutActor.lose_reward_server, self.config.slow_s)
 
     def _signal(self, fault: Fault, rng: Random) -> None:
         assert fault.kind in FATAL | WORKERS
@@ -167,13 +172,13 @@ def report_lines(
 ) -> list[str]:
     """Return the recovery report: a summary and one line per fault; empty if there were none.
 
-    ``pending``: faults that were not injected.
+    ``pending`` are the faults that were not injected.
     """
     outcomes = faults.outcomes(strikes, recoveries)
     if not (outcomes or pending):
         return []
     engines = [recovery for recovery in recoveries if recovery.engine != REWARD_SERVER]
     back = sum(bool(recovery.joined) for recovery in engines)
-    head = f"faults: {len(strikes)} planted, {len(engines)} engines lost, {back} of them serving again"
+    head = f"faults: {len(strikes)} injected, {len(engines)} engines lost, {back} of them serving again"
     struck = [f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in outcomes]
-    return [head, *struck, *(f"  {fault} has not struck: this part of the run did not reach it" for fault in pending)]
+    return [head, *struck, *(f"  {fault} was not injected: this part of the run did not reach it" for fault in pending)]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: consistent snapshots, written during training, named the latest once complete."""
+"""Checkpoints of a run: consistent snapshots, written during training and named the latest once complete."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Checkpoints:
         """Save a checkpoint after ``num_trained`` rollouts: rollout files first, the latest file last.
 
         Waits for completion if ``wait`` or ``final``. Returns True if the checkpoint is complete. Raises
-        ``CheckpointError`` if this or the previous save failed, unless ``run.on_failed_save=continue`` and this is
-        not the ``final`` save.
+        ``CheckpointError`` if this or the previous save failed, unless ``run.on_failed_save=continue`` is set and this
+        is not the ``final`` save.
         """
         if not self.enabled:
             return False
@@ -50,7 +50,7 @@ class Checkpoints:
         try:
             if num_trained != self.last:
                 self.last = num_trained
-                with _named_disk_errors("no checkpoint was begun"):
+                with _named_disk_errors("no checkpoint was started"):
                     begin_first(self.folder)
                 self.rollout.save(self.folder, num_trained)
                 self.trainer.begin_save(self.folder, num_trained)
@@ -90,12 +90,12 @@ class Checkpoints:
         self.last = NONE  # so that the next save is not skipped
         if final or self.config.on_failed_save == "stop":
             raise error
-        sys.stderr.write(visible(f"warning: {error}; training goes on (run.on_failed_save=continue)\n"))
+        sys.stderr.write(visible(f"warning: {error}; training continues (run.on_failed_save=continue)\n"))
 
 
 def name_latest_checked(folder: Path, iteration: int, run: Mapping[str, Any]) -> None:
-    """Record the ``run`` that wrote it, then ``name_latest``. Raises ``CheckpointError`` if the disk is full."""
-    with _named_disk_errors(f"the checkpoint of iteration {iteration} is whole but not named the latest"):
+    """Record the ``run`` that wrote the checkpoint, then call ``name_latest``. Raises ``CheckpointError`` on a full disk."""
+    with _named_disk_errors(f"the checkpoint of iteration {iteration} is complete but not marked as the latest"):
         if run:
             add_run(iteration_folder(folder, iteration), run)
         name_latest(folder, iteration)

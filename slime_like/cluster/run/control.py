@@ -51,7 +51,7 @@ class _File:
 
 @dataclass(slots=True)
 class Control:
-    """The run's side of control. Problems with requests are reported once and never end a run."""
+    """The run's side of control. A problem with a request is reported once and never ends the run."""
 
     run_dir: Path
     say: Callable[[str], None]  # prints a line
@@ -70,7 +70,7 @@ class Control:
     def open(self, step: int, num_steps: int) -> None:
         """Drop requests from before the run started and install the SIGUSR2 handler."""
         self._status = RunStatus(step, num_steps)
-        self._drop("it was asked for before this run began")
+        self._drop("it was requested before this run started")
         self._previous_handler = signal.signal(signal.SIGUSR2, self._on_signal)
         self._write()
 
@@ -85,7 +85,7 @@ class Control:
         return tuple(request for request in Request if request in self._open)
 
     def answer(self, request: Request, detail: str, *, failed: bool = False) -> None:
-        """Report the result of a request returned by ``read``."""
+        """Report the result of a request that ``read`` returned."""
         self._settle(replace(self._open.pop(request), state=FAILED if failed else DONE, detail=detail))
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Control:
 
     def _settle(self, answer: ControlReply) -> None:
         self._status = self._status.with_answer(answer)
-        by = f" (asked for by {answer.by})" if answer.by else ""
+        by = f" (requested by {answer.by})" if answer.by else ""
         self.say(f"control: {answer.request}{by}: {answer.state}{f': {answer.detail}' if answer.detail else ''}")
         self._write()
 
@@ -133,7 +133,7 @@ class Control:
         """Report all unknown requests in one message."""
         names = ", ".join(ascii(file.name)[:MAX_NAME_LEN] for file in files[:MAX_NAMES])
         further = f" and {len(files) - MAX_NAMES} more" if len(files) > MAX_NAMES else ""
-        detail = f"no request: ask for {', '.join(sorted(Request))} by an empty file of that name"
+        detail = f"unknown request: create an empty file named one of {', '.join(sorted(Request))}"
         self._settle(ControlReply(f"{names}{further}", files[0].written, UNKNOWN, self._status.step, detail))
 
     def _files(self) -> list[_File]:
@@ -141,7 +141,7 @@ class Control:
             self.folder.mkdir(exist_ok=True)
             return [file for entry in sorted(self.folder.iterdir()) for file in _look_at(entry)]
         except OSError as error:
-            self._trouble(f"{self.folder} cannot be read ({error.strerror}): requests are not seen until it can")
+            self._trouble(f"{self.folder} cannot be read ({error.strerror}): requests wait until it can be read")
             return []
 
     def _removed(self, file: _File) -> bool:
@@ -153,7 +153,7 @@ class Control:
             return False
         except OSError as error:
             self._stuck.add((file.name, file.identity))
-            self._trouble(f"{str(path)!a} cannot be removed ({error.strerror}): it is taken once")
+            self._trouble(f"{str(path)!a} cannot be removed ({error.strerror}): the request is handled only once")
         return True
 
     def _write(self) -> None:
@@ -169,7 +169,7 @@ class Control:
 
 
 def _look_at(path: Path) -> Iterator[_File]:
-    """Yield the lstat of the entry; nothing for hidden files (editors, NFS) and files removed in the meantime."""
+    """Yield the entry with its lstat, but nothing for hidden files (editors, NFS) and files removed in the meantime."""
     if path.name.startswith("."):
         return
     try:

@@ -20,12 +20,12 @@ def living(run_dir: Path) -> RunStatus:
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
     if not status.alive:
-        raise DataError(f"{run_dir}: no run is going on here; the last one ended after {status.step} rollouts")
+        raise DataError(f"{run_dir}: no run is active here; the last one ended after {status.step} rollouts")
     return status
 
 
 def ask(run_dir: Path, request: Request) -> float:
-    """Send ``request``; return its time in seconds since the epoch, which the reply repeats.
+    """Send ``request``; return its time in seconds since the epoch, by which the reply identifies it.
 
     An identical unread request is reused, with its time. Raises ``DataError`` naming the file that cannot be written.
     """
@@ -34,7 +34,7 @@ def ask(run_dir: Path, request: Request) -> float:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written ({error.strerror}): ask as the user of the run, or make the folder again"
+            f"{path} cannot be written ({error.strerror}): send requests as the user of the run, or create the folder again"
         ) from error
     try:
         return os.fstat(file).st_mtime  # of this file, even if the run has already removed it

@@ -29,5 +29,5 @@ def write_answers(path: Path, step: int, answers: Sequence[EvalAnswer]) -> None:
 
 
 def _readable(value: Any) -> Any:
-    """Replace lone surrogates, which a data file may hold and no JSON reader accepts."""
+    """Replace lone surrogates, which data files may contain but no JSON reader accepts."""
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

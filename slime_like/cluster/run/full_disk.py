@@ -19,10 +19,10 @@ def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
         yield
     except (OSError, CheckpointError) as error:
         with suppress(OSError):
-            path.unlink()  # a torn file would be read as a damaged one
+            path.unlink()  # a truncated file would be reported as damaged
         text = str(error)
         if isinstance(error, OSError):
             text = f"{path}: {error.strerror or error}; is the disk full?"
         if config.on_failed_save == "stop":
-            raise SlimeLikeError(f"{text} (run.on_failed_save=continue trains on without it)") from error
+            raise SlimeLikeError(f"{text} (run.on_failed_save=continue continues training without it)") from error
         sys.stderr.write(visible(f"warning: training continues without a file (run.on_failed_save=continue): {text}\n"))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, Protocol
+
+from ray import ObjectRef
+from ray.actor import ActorHandle
 
 from slime_like.checkpoint.files import write_text
-from slime_like.cluster.workers.wait import is_answered, wait_first
+from slime_like.cluster.workers.calls import call, is_answered, wait_first
+from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.errors import CheckpointError, DataError
-from slime_like.rollout.collect.producer import now
 from slime_like.rollout.collect.state import in_flight_path, made_path
 from slime_like.rollout.generate.evaluate import Evaluated
 from slime_like.rollout.manager import Collected
@@ -21,7 +25,7 @@ from slime_like.types import SampleGroup
 from slime_like.util.deadline import Deadline
 from slime_like.util.reading import Count, InputFile
 
-FIX = "resume from another checkpoint, or start anew with another run.dir"
+FIX = "resume from another checkpoint, or start over with another run.dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class _Saved:
 
 
 class Rollout(Protocol):
-    """The first verb of the loop, with state that survives a restart."""
+    """Source of a run's rollouts, with state that survives a restart."""
 
     def collect(self, rollout_id: int) -> Collected: ...
     def evaluate(self) -> Evaluated: ...
@@ -62,37 +66,40 @@ class EngineRollout:
     If no engine is serving while a rollout is awaited, ``feed`` pushes weights to restarted engines.
     """
 
-    manager: Any  # Ray handle of RolloutActor
+    manager: ActorHandle[RolloutActor]
     deadline_s: float
     feed: Callable[[], object] = lambda: None
-    _starved: Any = None  # pending call of the manager: resolves if an engine needs weights
+    _starved: ObjectRef[None] | None = None  # pending call to the manager that returns when an engine needs weights
 
     def collect(self, rollout_id: int) -> Collected:
         """Return the groups of one rollout."""
-        return self._call("collect", rollout_id)
+        return self._call(RolloutActor.collect, rollout_id)
 
     def evaluate(self) -> Evaluated:
         """Return metrics ``eval/<dataset>`` and answers under the engines' weights."""
-        return self._call("evaluate")
+        return self._call(RolloutActor.evaluate)
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """Save cursor and leftover groups."""
-        state = self._call("save_state", next_rollout, str(_leftover(folder, next_rollout)))
+        state = self._call(RolloutActor.save_state, next_rollout, _leftover(folder, next_rollout))
         _write_state(folder, next_rollout, state)
 
     def load(self, folder: Path, next_rollout: int) -> None:
         """Restore the state written by ``save``."""
-        self._call("load_state", read_state(folder, next_rollout), str(_leftover(folder, next_rollout)))
+        self._call(RolloutActor.load_state, read_state(folder, next_rollout), _leftover(folder, next_rollout))
 
-    def _call(self, verb: str, *args: Any) -> Any:
-        deadline = Deadline("driver", verb, self.deadline_s)
+    def _call[**P, R](
+        self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        deadline = Deadline("driver", method.__name__, self.deadline_s)
         if self._starved is not None and is_answered(self._starved):
             self._starved = None  # stale: the loop may have pushed since
-        ref = getattr(self.manager, verb).remote(*args)
+        ref = call(self.manager, method, *args, **kwargs)
         while True:
             if self._starved is None:
-                self._starved = self.manager.starved.remote()
-            name, result = wait_first({"rollout manager": ref, "its engines": self._starved}, deadline)
+                self._starved = call(self.manager, RolloutActor.starved)
+            pending: dict[str, ObjectRef[Any]] = {"rollout manager": ref, "its engines": self._starved}
+            name, result = wait_first(pending, deadline)
             if name == "rollout manager":
                 return result
             self._starved = None
@@ -101,14 +108,14 @@ class EngineRollout:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRollout:
-    """Rollouts that an earlier run dumped."""
+    """Rollouts read from the dumps of an earlier run."""
 
     dumps: Path
 
     def collect(self, rollout_id: int) -> Collected:
         """Return the dumped rollout of this id."""
-        started = now()
-        return Collected(load_groups(rollout_path(self.dumps, rollout_id)), started, now(), ())
+        started = time.time()
+        return Collected(load_groups(rollout_path(self.dumps, rollout_id)), started, time.time(), ())
 
     def evaluate(self) -> Evaluated:
         """Return no metrics: there is no engine."""
@@ -130,9 +137,9 @@ class DemonstrationRollout:
 
     def collect(self, rollout_id: int) -> Collected:
         """Return the next rows as groups of one sample."""
-        started = now()
+        started = time.time()
         groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
-        return Collected(tuple(groups), started, now(), ())
+        return Collected(tuple(groups), started, time.time(), ())
 
     def evaluate(self) -> Evaluated:
         """Return no metrics: there is no engine."""
@@ -172,7 +179,9 @@ def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
     saved = file.typed(state, _Saved)
     ahead = [rollout.rollout_id for rollout in saved.made]
     if saved.next_rollout != next_rollout or ahead != [next_rollout + k for k in range(len(ahead))]:
-        raise file.refused(f"is of rollout {saved.next_rollout}, with {ahead} made ahead, and not of {next_rollout}")
+        raise file.refused(
+            f"is for rollout {saved.next_rollout}, with {ahead} generated ahead, not for rollout {next_rollout}"
+        )
     leftover = _leftover(folder, next_rollout)
     for path in (leftover, *(made_path(leftover, rollout.rollout_id) for rollout in saved.made)):
         _saved_groups(path)

@@ -45,7 +45,7 @@ class StopRequest:
         elif self.requested:
             # The exception propagates to the teardown; Ray's waits drop its message.
             self._closing = True
-            _say(f"\nsecond {signal.Signals(number).name}: stopping at once, without a checkpoint\n".encode())
+            _say(f"\nsecond {signal.Signals(number).name}: stopping immediately, without a checkpoint\n".encode())
             raise KeyboardInterrupt("stopped")
         else:
             self.requested = True

@@ -1,4 +1,4 @@
-"""A launched run: the three verbs of the loop, and logging, evaluation, checkpoints and control around them."""
+"""A launched run: rollout, trainer and sync of the loop, with logging, evaluation, checkpoints and control."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
     num_empty: int = 0  # empty rollouts since the start or resume
 
     def start(self) -> None:
-        """Make the first push, and evaluate a fresh run."""
+        """Push the initial weights, and evaluate if the run is new."""
         with self.timer("update_weights"):
             metrics = self.sync.push(self.trainer.version)
         if self.cfg.evaluation.before_train and self.first_rollout == 0:
@@ -69,7 +69,7 @@ class Run:
             self.spans.drain()
 
     def rollout_ids(self) -> Iterator[int]:
-        """Yield the remaining rollout ids; save a checkpoint after the last one, also on a stop request."""
+        """Yield the remaining rollout ids; save a checkpoint after the last one, even if a stop request ends the loop."""
         num_trained = self.first_rollout
         for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
             if self.stop.requested:
@@ -83,9 +83,7 @@ class Run:
         if self.num_empty:
             num_collected = num_trained - self.first_rollout
             sys.stderr.write(
-                visible(
-                    f"warning: {self.num_empty} of {num_collected} rollouts were empty: nothing was trained on in them\n"
-                )
+                visible(f"warning: {self.num_empty} of {num_collected} rollouts were empty and trained nothing\n")
             )
         if num_trained < self.cfg.loop.num_rollout:
             raise KeyboardInterrupt(
@@ -115,7 +113,7 @@ class Run:
     def finish_rollout(
         self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]
     ) -> None:
-        """Dump, evaluate, log and save, each if due or requested."""
+        """Dump, evaluate, log and save, where each is due or requested."""
         if rollout_id == self.first_rollout:
             self._name_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
@@ -194,7 +192,7 @@ class Run:
         )
 
     def _save_due(self, num_trained: int) -> None:
-        """Save and export, each if due; a pending checkpoint is named once complete."""
+        """Save and export if due; name a pending checkpoint the latest once it is complete."""
         run = self.cfg.run
         with self.timer("save"):
             if run.save_interval is not None and num_trained % run.save_interval == 0:

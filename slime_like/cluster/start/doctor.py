@@ -63,7 +63,7 @@ def doctor(out: TextIO) -> int:
             fix = f"\n{'':<24}fix: {finding.fix}" if finding.fix else ""
             out.write(visible(f"{finding.level:<8} {finding.subject:<14} {finding.text}{fix}\n"))
             out.flush()
-    out.write(visible("everything required is here\n" if not missing else f"{missing} required things are missing\n"))
+    out.write(visible("all requirements are met\n" if not missing else f"{missing} requirements are not met\n"))
     return int(missing > 0)
 
 
@@ -127,7 +127,7 @@ def check_versions() -> Iterator[DoctorFinding]:
     for name, have in wrong.items():
         level = Level.MISSING if _canonical(name) in required else Level.WARNING
         yield DoctorFinding(level, "versions", f"{name} {have or 'is not installed'}, the lock has {pins[name]}", fix)
-    yield DoctorFinding(Level.OK, "versions", f"{len(pins) - len(wrong)} of {len(pins)} packages as in {lock.name}")
+    yield DoctorFinding(Level.OK, "versions", f"{len(pins) - len(wrong)} of {len(pins)} packages match {lock.name}")
     for name in ("torch", "sglang", "megatron-core", "transformers", "ray", "hydra-core"):
         yield DoctorFinding(Level.OK, "", f"{name} {_installed(name)}")
 
@@ -156,7 +156,7 @@ def check_devices() -> Iterator[DoctorFinding]:
         Level.OK if good else Level.WARNING,
         "cpu",
         f"{cpu_count()} cores, {', '.join(vector) or 'no AVX2'}",
-        "" if good else "expect a slow run: torch's CPU kernels want AVX2",
+        "" if good else "expect a slow run: torch's CPU kernels need AVX2 to be fast",
     )
     memory = memory_bytes()
     enough = memory >= 6 * GIB
@@ -164,7 +164,7 @@ def check_devices() -> Iterator[DoctorFinding]:
         Level.OK if enough else Level.WARNING,
         "memory",
         f"{memory / GIB:.1f} GiB (cgroup limits included)",
-        "" if enough else "the quickstart wants 6 GiB: raise the container's or WSL2's limit",
+        "" if enough else "the quickstart needs 6 GiB: raise the memory limit of the container or of WSL2",
     )
     names = probe_machine().gpu_names
     hidden = len(installed_gpus()) - len(names)
@@ -189,7 +189,7 @@ def check_storage() -> Iterator[DoctorFinding]:
             "tmp",
             tempfile.gettempdir(),
             2.0,
-            "free some space, or point TMPDIR elsewhere (a short path): Ray's files of a run lie there",
+            "free some space, or set TMPDIR to another folder with a short path: Ray writes its files there",
         ),
     ):
         if not Path(folder).is_dir():
@@ -218,7 +218,7 @@ def check_network() -> Iterator[DoctorFinding]:
             socket.create_server(("127.0.0.1", 0)) as server,
             socket.create_connection(server.getsockname(), timeout=5),
         ):
-            yield DoctorFinding(Level.OK, "loopback", f"port {server.getsockname()[1]} of 127.0.0.1 answers")
+            yield DoctorFinding(Level.OK, "loopback", f"port {server.getsockname()[1]} of 127.0.0.1 responds")
     except OSError as error:
         yield DoctorFinding(
             Level.MISSING,

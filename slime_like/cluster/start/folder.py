@@ -23,7 +23,8 @@ def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
     named = Path(cfg.run.dir).absolute()  # a link in the path may belong to another user
     if part := planted_by_another(named) or planted_by_another(run_dir):
         raise ConfigError(
-            f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder where others may write: choose another run.dir"
+            f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder that others can write to: choose another "
+            f"run.dir"
         )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,7 @@ def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"run.dir={cfg.run.dir!r} is held by a run that is still going on: wait for its end, or choose another run.dir"
+                f"run.dir={cfg.run.dir!r} is in use by an active run: wait until that run ends, or choose another run.dir"
             ) from error
         partial = run_dir / "config.yaml.partial"
         try:

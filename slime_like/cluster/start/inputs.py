@@ -27,7 +27,7 @@ from slime_like.util.reading import Count
 TRAIN = "data.train"
 _NO_END = (
     "no token ends a response: the tokenizer, generation_config.json and config.json of model.hf_checkpoint={folder!r} name "
-    "no eos_token_id, so that every response has rollout.max_response_len tokens; set rollout.stop_token_ids"
+    "no eos_token_id, so every response would have rollout.max_response_len tokens; set rollout.stop_token_ids"
 )
 
 
@@ -102,14 +102,14 @@ def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
     if missing:
         raise DataError(
             f"run.replay_from={str(folder)!r} lacks {rollout_path(folder, missing[0]).name}: loop.num_rollout is "
-            f"{cfg.loop.num_rollout}, the folder holds {cfg.loop.num_rollout - len(missing)} of them; lower loop.num_rollout"
+            f"{cfg.loop.num_rollout}, but the folder has only {cfg.loop.num_rollout - len(missing)} of these rollouts; lower loop.num_rollout"
         )
     for k in range(cfg.loop.num_rollout):
         load_groups(rollout_path(folder, k))
 
 
 def _always(rm_type: str | None) -> bool:
-    """Return True: supervised fine-tuning trains on the label."""
+    """A ``needs_label`` that is always true, since supervised fine-tuning trains on the label."""
     del rm_type
     return True
 
@@ -117,7 +117,7 @@ def _always(rm_type: str | None) -> bool:
 def stop_tokens(cfg: TrainConfig, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that end a response: EOS of the tokenizer, of the checkpoint, and ``rollout.stop_token_ids``.
 
-    Raises ``DataError`` if an EOS of the checkpoint is outside the vocabulary, as no response could end with it.
+    Raises ``DataError`` if an EOS token of the checkpoint is outside the vocabulary, so that no response could end with it.
     """
     folder = Path(cfg.model.hf_checkpoint)
     ends: dict[str, list[int]] = {}

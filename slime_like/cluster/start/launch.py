@@ -40,11 +40,11 @@ from slime_like.printable import visible
 from slime_like.util.deadline import Deadline
 
 STOPPED = 130  # exit code
-SINK_S = 180.0  # for wandb to answer, and to accept remaining data
+SINK_S = 180.0  # for wandb to respond and to accept the remaining data
 
 
 def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
-    """Load inputs, and check files of an earlier part of the run that are otherwise read only after the start.
+    """Load inputs, and check files of an earlier part of the run that would otherwise only be read after the start.
 
     Raises ``CheckpointError`` or ``DataError`` naming the file.
     """
@@ -93,7 +93,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             supervised.ending(code)
             stop.hold()
             with ExitStack() as teardown:  # each runs even if another fails; processes are stopped first
-                teardown.callback(stop.restore)  # last: another signal must not interrupt the other callbacks
+                teardown.callback(stop.restore)  # runs last: another signal must not interrupt the other callbacks
                 teardown.callback(_report, cfg, run_dir)
                 teardown.callback(_close, sink)
                 teardown.callback(control.close)
@@ -153,7 +153,7 @@ def _say(cfg: TrainConfig, text: str) -> None:
 
 
 def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path | None) -> str:
-    """Write the crash bundle; return its path or the failure to write it, which must not hide the cause."""
+    """Write the crash bundle; return its path, or the error that prevented writing it, which must not hide the cause."""
     try:
         return str(write_bundle(run_dir, error, deaths, ray_logs))
     except Exception as failure:  # noqa: BLE001  the fault boundary of the evidence

@@ -32,22 +32,23 @@ def too_low(device: str) -> Iterator[str]:
     """Yield one line per limit that is too low, with its value, the requirement and the fix."""
     files = _limit(resource.RLIMIT_NOFILE)
     if files < MIN_FILES:
-        yield f"ulimit -n is {files:g}: a process of a run opens up to {MIN_FILES} files: `ulimit -n {WANTED_FILES}` first"
+        yield f"ulimit -n is {files:g}: a process of a run opens up to {MIN_FILES} files: run `ulimit -n {WANTED_FILES}` first"
     addresses = _limit(resource.RLIMIT_AS)
     if addresses < MIN_ADDRESSES or (device == "cuda" and addresses != float("inf")):
         needed = (
             "CUDA reserves terabytes of addresses" if device == "cuda" else f"Ray maps {MIN_ADDRESSES / 2**30:g} GiB"
         )
-        yield f"ulimit -v is {addresses / 1024:.0f} kB: {needed}, whatever is used of it: `ulimit -v unlimited` first"
+        yield f"ulimit -v is {addresses / 1024:.0f} kB: {needed}, even if it uses little of them: run `ulimit -v unlimited` first"
     size, memory = _limit(resource.RLIMIT_FSIZE), memory_bytes()
     if size < memory:
         yield (
             f"ulimit -f is {size / 1024:.0f} kB: a file of checkpoints, or of Ray's object store in {SHARED}, may be larger, "
-            f"up to the memory ({memory / 2**30:.0f} GiB): `ulimit -f unlimited` first"
+            f"up to the size of the memory ({memory / 2**30:.0f} GiB): run `ulimit -f unlimited` first"
         )
     if SHARED.is_dir() and (free := shutil.disk_usage(SHARED).free) < MIN_SHARED:
         yield (
-            f"{SHARED} has {free / 2**20:.1f} MiB free, a run needs {MIN_SHARED // 2**20}: remove what lies there, or start the "
+            f"{SHARED} has {free / 2**20:.1f} MiB free, a run needs {MIN_SHARED // 2**20}: remove files from it, or start the"
+            f" "
             "container with --shm-size=4g"
         )
 

@@ -29,7 +29,7 @@ from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
 
 SECONDS = 90
-TRY_S = 60  # per try; the last one may begin just before SECONDS have passed
+TRY_S = 60  # per try; the last try may begin just before SECONDS have passed
 CONNECT_S = 10.0
 JOIN_S = 60.0
 ESSENTIAL = ("raylet", "gcs_server")  # Ray ends without these, or without the agents of the raylet
@@ -46,7 +46,7 @@ _folders: list[Path] = []  # private folders of the Ray that this process has st
 def start(namespace: str) -> None:
     """Start Ray's processes, with files and sockets in a private folder.
 
-    Raises ``DeadlineExceeded`` if Ray's node did not start in any try within the deadline.
+    Raises ``DeadlineExceeded`` if every try to start Ray's node within the deadline failed.
     """
     _stay_on_loopback()
     folder = _private_folder()
@@ -73,7 +73,7 @@ def start(namespace: str) -> None:
                 _temp_dir=str(folder),
             )
     except Exception as error:
-        with supervised.limit(Deadline("driver", "placement", TRY_S), "what has started of Ray to end", at_once=True):
+        with supervised.limit(Deadline("driver", "placement", TRY_S), "the processes of Ray to end", at_once=True):
             _end()
         if _is_late(error):
             raise deadline.exceeded("the node of Ray that it started") from error
@@ -89,7 +89,7 @@ def start(namespace: str) -> None:
 def join(address: str, namespace: str) -> None:
     """Join the cluster that ``placement.ray_address`` names. Raises ``ConfigError`` if none answers."""
     key = f"placement.ray_address={address!r}"
-    fix = "start it with `ray start --head`, correct the address, or leave the key out for a Ray of this run's own"
+    fix = "start it with `ray start --head`, correct the address, or omit the key to start a Ray for this run"
     at = address
     try:
         at = services.canonicalize_bootstrap_address(address.removeprefix("ray://")) or address
@@ -165,8 +165,8 @@ def _private_folder() -> Path:
 def _end() -> None:
     """Call ``ray.shutdown`` and preserve the SIGTERM handler.
 
-    Ray 2.60 restores the default action when its core stops, and only then ends its processes, for a second or more:
-    another SIGTERM would kill the driver before that. The gap until the handler is restored is about a millisecond.
+    When its core stops, Ray 2.60 restores the default action, and only then ends its processes, which takes a second or
+    more. Another SIGTERM would kill the driver before that. The gap until the handler is restored is about a millisecond.
     Remove when ``ray.shutdown`` leaves signals alone.
     """
     assert hasattr(ray_worker, "_global_node"), "ray moved _global_node: find what it calls once its core is gone"

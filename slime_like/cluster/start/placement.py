@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import supervised
+from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES, EngineActor
 from slime_like.cluster.workers.role_group import RoleWorker
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_worker import TrainerWorker
-from slime_like.cluster.workers.wait import wait_all, wait_one
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
@@ -49,7 +50,9 @@ class Placement:
         self._plan = plan
         self._stacks_dir = stacks_dir
         self._logs = Path(cfg.run.dir).resolve() / "logs"
-        self._actors: list[Any] = []
+        self._ranks: list[ActorHandle[TrainerWorker] | ActorHandle[RoleWorker]] = []
+        self._engines: list[ActorHandle[EngineActor]] = []
+        self._manager: ActorHandle[RolloutActor] | None = None
         self._bundles: Any = None
         self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
         self._cfg = cfg
@@ -87,67 +90,62 @@ class Placement:
                 f"the plan needs {needed} GPUs, the Ray cluster has {have:g} (some may be taken): {error}"
             ) from error
 
-        probe: Any = ray.remote(_GpuProbe)
         probes = [
-            probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i)).remote()
+            start_actor(_GpuProbe, num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i))()
             for i in range(needed)
         ]
         gpus = wait_all(
-            {f"GPU probe {i}": actor.where.remote() for i, actor in enumerate(probes)},
+            {f"GPU probe {i}": call(probe, _GpuProbe.where) for i, probe in enumerate(probes)},
             Deadline("driver", "placement", 120),
         )
         self._gpus = list(gpus.values())
-        for actor in probes:
-            ray.kill(actor)
+        for probe in probes:
+            ray.kill(probe)
 
-    def trainers(self) -> tuple[list[Any], list[int]]:
-        """Start one worker per rank; return them with each rank's device index in its process."""
+    def trainers(self) -> list[ActorHandle[TrainerWorker]]:
+        """Start one worker per rank, which sees one GPU at most."""
         world = self._plan.actor.layout.world_size
-        remote: Any = ray.remote(TrainerWorker)
         env = self._env(self._plan.trainer_threads)
         workers = [
-            remote.options(**self._trainer_options(rank)).remote(rank, world, self._stacks_dir, env)
+            start_actor(TrainerWorker, **self._trainer_options(rank))(rank, world, self._stacks_dir, env)
             for rank in range(world)
         ]
-        self._actors += workers
-        return workers, [0] * world
+        self._ranks += workers
+        return workers
 
-    def role(self, name: str) -> list[Any]:
+    def role(self, name: str) -> list[ActorHandle[RoleWorker]]:
         """Start one worker per rank of a critic or teacher; its GPUs may be shared with the actor."""
         devices = next(role.devices for role in self._plan.roles if role.name == name)
-        remote: Any = ray.remote(RoleWorker)
-        workers: list[Any] = []
+        workers: list[ActorHandle[RoleWorker]] = []
         for rank, bundles in enumerate(devices):
             options, visible = self._shared_options(bundles, name)
             env = self._env(self._plan.trainer_threads) | visible
-            workers.append(remote.options(**options).remote(name, rank, len(devices), self._stacks_dir, env))
-        self._actors += workers
+            workers.append(start_actor(RoleWorker, **options)(name, rank, len(devices), self._stacks_dir, env))
+        self._ranks += workers
         return workers
 
-    def engines(self, admin_key: str) -> list[Any]:
+    def engines(self, admin_key: str) -> list[ActorHandle[EngineActor]]:
         """Start one actor per engine; its child, the SGLang server, sees the engine's GPUs."""
-        remote: Any = ray.remote(EngineActor)
         first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
-        actors: list[Any] = []
+        actors: list[ActorHandle[EngineActor]] = []
         for index, spec in enumerate(self._plan.engines):
             bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
             options, visible = self._shared_options(tuple(bundles), "rollout")
             options |= {"max_concurrency": ENGINE_CALLS}
-            if self._cfg.health.on_dead_engine == "restart":  # of the actor, not only its server
+            if self._cfg.health.on_dead_engine == "restart":  # restarts the actor, not only its server
                 options |= {"max_restarts": -1, "max_task_retries": -1}
             env = self._env(self._plan.engine_threads) | visible
-            actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir, env))
-        self._actors += actors
+            actors.append(
+                start_actor(EngineActor, **options)(f"engine {index}", spec, admin_key, self._stacks_dir, env)
+            )
+        self._engines += actors
         return actors
 
-    def manager(self) -> Any:
+    def manager(self) -> ActorHandle[RolloutActor]:
         """Start the rollout manager."""
-        remote: Any = ray.remote(RolloutActor)
-        actor = remote.options(num_cpus=0, max_concurrency=1000).remote(
-            self._stacks_dir, CPU_ENV, str(self._logs / "rollout_manager.log")
-        )
-        self._actors.append(actor)
-        return actor
+        log = self._logs / "rollout_manager.log"
+        self._manager = start_actor(RolloutActor, num_cpus=0, max_concurrency=1000)(self._stacks_dir, CPU_ENV, str(log))
+        return self._manager
 
     def _trainer_options(self, rank: int) -> dict[str, Any]:
         options: dict[str, Any] = {"num_cpus": 0}
@@ -163,7 +161,7 @@ class Placement:
             nodes = {self._gpus[i][0] for i in bundles}
             if len(nodes) > 1:
                 raise ConfigError(
-                    f"{group}.tp={len(bundles)} would spread one engine over {len(nodes)} nodes: lower it to the GPUs of one node"
+                    f"{group}.tp={len(bundles)} would spread one engine over {len(nodes)} nodes: lower {group}.tp to at most the GPUs of one node"
                 )
             env = {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)
@@ -176,13 +174,15 @@ class Placement:
     def _in_bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
 
-    def close(self, stop_first: Sequence[tuple[Any, str]]) -> None:
-        """Call ``stop_first`` (``(actor, verb)``), then kill every started actor, then shut Ray down."""
+    def close(self) -> None:
+        """Stop rollout manager and engines, then kill every started actor, then shut Ray down."""
+        managers = [] if self._manager is None else [self._manager]
         with supervised.limit(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
-            refs = [getattr(actor, verb).remote() for actor, verb in stop_first]
+            refs: list[ObjectRef[None]] = [call(manager, RolloutActor.stop) for manager in managers]
+            refs += [call(engine, EngineActor.stop) for engine in self._engines]
             if refs:
                 ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
-            for actor in self._actors:
+            for actor in (*self._engines, *managers, *self._ranks):
                 ray.kill(actor)
             if self._bundles is not None:
                 remove_placement_group(self._bundles)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray.actor import ActorHandle
+
 from slime_like.algo.bind import bind_group_advantage
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.run.chaos import Chaos, report_lines
@@ -22,13 +24,13 @@ from slime_like.cluster.start.placement import Placement
 from slime_like.cluster.start.progress import Progress
 from slime_like.cluster.start.resume import checkpoint_folder
 from slime_like.cluster.supervise.crash import one_line
+from slime_like.cluster.workers.calls import call, wait_all, wait_one
+from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.ensemble import RoleTrainers
 from slime_like.cluster.workers.no_trainer import FrozenTrainer
-from slime_like.cluster.workers.rank_group import connect
 from slime_like.cluster.workers.role_group import RoleGroup
-from slime_like.cluster.workers.trainer_group import TrainerGroup
-from slime_like.cluster.workers.trainer_worker import EngineAddress
-from slime_like.cluster.workers.wait import wait_all, wait_one
+from slime_like.cluster.workers.rollout_actor import RolloutActor
+from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
@@ -36,7 +38,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.errors import DeadlineExceeded, SlimeLikeError
-from slime_like.interfaces import MetricSink, Trainer
+from slime_like.interfaces import EngineAddress, MetricSink, Trainer
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.spans import Spans
 from slime_like.registry import is_path
@@ -59,8 +61,8 @@ class Cluster:
     say: Callable[[str], None]  # prints a line
     placement: Placement | None = None
     actor: TrainerGroup | None = None
-    manager: Any = None
-    engines: tuple[Any, ...] = ()
+    manager: ActorHandle[RolloutActor] | None = None
+    engines: tuple[ActorHandle[EngineActor], ...] = ()
     chaos: Chaos | None = None
 
     def start(
@@ -72,7 +74,7 @@ class Cluster:
         control: Control,
         record: Mapping[str, Any],
     ) -> Run:
-        """Start everything the mode needs; trainer and engines start concurrently. ``record`` is stored in each checkpoint."""
+        """Start every process that the mode needs; trainer and engines start concurrently. ``record`` is stored in each checkpoint."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
         self.placement.open()
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
@@ -124,11 +126,9 @@ class Cluster:
         assert self.placement is not None, "start comes first"
         if not self.plan.needs_trainer:
             return FrozenTrainer(first)
-        workers, local_ranks = self.placement.trainers()
-        actor = TrainerGroup(workers, self.plan.actor, local_ranks)
+        actor = TrainerGroup(self.placement.trainers(), self.plan.actor)
         critic, teacher = self._role("critic", self.plan.critic), self._role("teacher", self.plan.teacher)
-        groups = [(actor, self.plan.actor), (critic, self.plan.critic), (teacher, self.plan.teacher)]
-        started = [(group, spec) for group, spec in groups if group is not None]
+        started = [group for group in (actor, critic, teacher) if group is not None]
         seconds = max(self.cfg.rollout.start_deadline_s, self.cfg.loop.step_deadline_s)
         connect(started, actor.deadline("connect", seconds), self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
@@ -149,7 +149,7 @@ class Cluster:
         return None if spec is None else RoleGroup(name, self.placement.role(name), spec)
 
     def _wait_for_engines(self) -> tuple[EngineAddress, ...]:
-        refs = {f"engine {i}": actor.ready.remote() for i, actor in enumerate(self.engines)}
+        refs = {f"engine {i}": call(actor, EngineActor.ready) for i, actor in enumerate(self.engines)}
         deadline = Deadline("driver", "engine start", self.cfg.rollout.start_deadline_s + 30)
         return tuple(wait_all(refs, deadline, self.progress.waiting).values())
 
@@ -157,7 +157,7 @@ class Cluster:
         cfg = self.cfg
         if cfg.run.replay_from is not None:
             return ReplayRollout(Path(cfg.run.replay_from))
-        if not self.plan.needs_engines:
+        if self.manager is None:
             assert inputs.source is not None, "a run without engines or dumps trains on demonstrations"
             return DemonstrationRollout(inputs.source, cfg.rollout.batch_size)
         spec = ManagerSpec(
@@ -182,11 +182,12 @@ class Cluster:
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
         engines = list(zip(self.engines, addresses, strict=True))
-        wait_one("rollout manager", self.manager.connect.remote(spec, inputs.source, inputs.heldout, engines), deadline)
+        connected = call(self.manager, RolloutActor.connect, spec, inputs.source, inputs.heldout, engines)
+        wait_one("rollout manager", connected, deadline)
         return EngineRollout(self.manager, cfg.loop.step_deadline_s)
 
     def _make_sync(self) -> Sync:
-        if not self.engines or self.actor is None:
+        if self.manager is None or self.actor is None:
             return NoSync()
         return EngineSync(
             trainer=self.actor,
@@ -223,8 +224,10 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return the last words of dead engines that are available within ``POST_MORTEM_S``."""
-        refs = {f"engine {i}": actor.cause_of_death.remote(suspected) for i, actor in enumerate(self.engines)}
+        """Return the causes of death of the engines that report one within ``POST_MORTEM_S``."""
+        refs = {
+            f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(self.engines)
+        }
         deadline = Deadline("driver", "post mortem", POST_MORTEM_S)
         causes: list[str] = []
         for name, ref in refs.items():
@@ -243,11 +246,11 @@ class Cluster:
         if self.chaos is None:
             return
         if self.manager is not None:
-            ref, deadline = self.manager.last_recoveries.remote(), Deadline("driver", "report", REPORT_S)
+            ref, deadline = call(self.manager, RolloutActor.last_recoveries), Deadline("driver", "report", REPORT_S)
             try:
                 self.chaos.recovered(wait_one("rollout manager", ref, deadline))
             except SlimeLikeError as error:
-                self.say(f"faults: the rollout manager cannot say what else was lost ({one_line(error)})")
+                self.say(f"faults: the rollout manager did not report other losses ({one_line(error)})")
         for line in report_lines(self.chaos.strikes, self.chaos.recoveries, self.chaos.pending):
             self.say(line)
 
@@ -258,10 +261,8 @@ class Cluster:
 
     def close(self) -> None:
         """Stop all started processes."""
-        if self.placement is None:
-            return
-        managers = [] if self.manager is None else [self.manager]
-        self.placement.close([(actor, "stop") for actor in (*managers, *self.engines)])
+        if self.placement is not None:
+            self.placement.close()
 
 
 def _baseline(cfg: TrainConfig) -> str:

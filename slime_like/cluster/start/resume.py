@@ -58,20 +58,20 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
     folder, run_checkpoints = checkpoint_folder(cfg, run_dir), run_dir / "checkpoints"
     if cfg.run.resume == "never" and (iterations(run_checkpoints) or resumable_iteration(run_checkpoints) is not None):
         raise CheckpointError(
-            f"run.resume=never, but run.dir={cfg.run.dir!r} holds checkpoints: choose another run.dir, or run.resume=auto"
+            f"run.resume=never, but run.dir={cfg.run.dir!r} has checkpoints: choose another run.dir, or set run.resume=auto"
         )
     num_trained = resumable_iteration(folder)
     if num_trained is None:
         if cfg.run.resume not in ("auto", "never"):
             raise CheckpointError(
-                f"run.resume={cfg.run.resume!r}: no {LATEST} in {folder} that names an iteration; give the folder that holds "
+                f"run.resume={cfg.run.resume!r}: {folder} has no {LATEST} that names an iteration; set run.resume to the folder that contains "
                 "the iter_* folders"
             )
         return 0
     if folder.resolve() != run_checkpoints and (latest := resumable_iteration(run_checkpoints)) is not None:
         raise ConfigError(
             f"run.resume={cfg.run.resume!r}, but run.dir={cfg.run.dir!r} has checkpoints of its own (iteration "
-            f"{latest}): run.resume=auto goes on with those; to start from the others choose another run.dir"
+            f"{latest}): run.resume=auto continues with those; to start from the other checkpoints, choose another run.dir"
         )
     source = iteration_folder(folder, num_trained)
     records = {source: check_saved(cfg, source)}
@@ -82,8 +82,9 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
     exported = not cfg.run.save_hf or (run_dir / "hf").exists()
     if num_trained >= cfg.loop.num_rollout and exported:
         raise RunComplete(
-            f"run.dir={cfg.run.dir!r} is complete: {num_trained} rollouts were trained, loop.num_rollout is {cfg.loop.num_rollout}; "
-            "raise loop.num_rollout to train on, or choose another run.dir for a new run"
+            f"run.dir={cfg.run.dir!r} is complete: {num_trained} rollouts were trained, loop.num_rollout is "
+            f"{cfg.loop.num_rollout}; "
+            "raise loop.num_rollout to continue training, or choose another run.dir for a new run"
         )
     for path, record in records.items():
         verify(cfg, path, record)
@@ -104,7 +105,7 @@ def check_saved(cfg: TrainConfig, source: Path) -> CheckpointRecord:
 def _check_critic(cfg: TrainConfig, source: Path) -> CheckpointRecord:
     if not source.is_dir():
         raise CheckpointError(
-            f"{source}: missing, as of a run without a critic; resume a run with algo=ppo, or choose another run.dir"
+            f"{source}: missing, because the run had no critic; resume a run with algo=ppo, or choose another run.dir"
         )
     record = read_record(source)
     check_critic(cfg, source, record.manifest)
@@ -117,7 +118,7 @@ def _check_optimizer(cfg: TrainConfig, manifest: Manifest, source: Path) -> None
     if manifest.distributed_optimizer != distributed:
         raise CheckpointError(
             f"{source}: saved with parallel.distributed_optimizer={manifest.distributed_optimizer}, "
-            f"which cannot be loaded with {distributed}: set it as it was"
+            f"which cannot be loaded with {distributed}: restore the saved value"
         )
 
 
@@ -136,8 +137,8 @@ def _check_same_run(
     changed = changed_inputs(record.run, run) if record.run is not None else []
     if auto and changed:
         raise ConfigError(
-            f"run.dir={cfg.run.dir!r}: {_listed(changed)} changed since {source.name} was written: restore it, "
-            f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to go on with what is there now"
+            f"run.dir={cfg.run.dir!r}: {_listed(changed)} changed since {source.name} was written: restore the old version, "
+            f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to continue with the current files"
         )
     if unexpected := [name for name in changed if name != DATA]:
         sys.stderr.write(
@@ -154,7 +155,7 @@ def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, An
         raise ConfigError(
             f"run.dir={cfg.run.dir!r} holds a run with other settings "
             f"({_listed([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed])}): choose another run.dir for a "
-            f"new run, or run.resume={run_dir / 'checkpoints'} to go on with the new settings"
+            f"new run, or run.resume={run_dir / 'checkpoints'} to continue with the new settings"
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from slime_like.rollout.engine import segments
+from slime_like.rollout.engine.processes import remove_segments, scratch_folders_of, segments_of
 
 MARK = "SLIME_LIKE_RUN"  # inherited environment variable: also finds processes that left the tree
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
@@ -70,11 +70,11 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     """Send SIGKILL to each, and remove shared memory and scratch folders of killed engines."""
     targets = list(processes)
     pids = [process.pid for process in targets]
-    names, folders = segments.mapped_by(pids), segments.scratch_of(pids)
+    names, folders = segments_of(pids), scratch_folders_of(pids)
     for process in targets:
         with suppress(psutil.Error):  # psutil compares start times: never kills a later process with the same id
             process.kill()
-    segments.remove(names)
+    remove_segments(names)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

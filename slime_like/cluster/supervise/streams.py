@@ -52,4 +52,4 @@ class _Lasting(io.FileIO):
             return
         self._warned = True
         with suppress(OSError):
-            os.write(2, f"warning: standard output: {error.strerror}; the run goes on, see its run.dir\n".encode())
+            os.write(2, f"warning: standard output: {error.strerror}; the run continues, see its run.dir\n".encode())

@@ -1,8 +1,8 @@
 """The process started by the user: supervises its only child, the driver, and outlives it.
 
 Ray kills its driver when a Ray process dies, and ``ray.init`` and ``ray.shutdown`` never return while one is stopped; the
-kernel may kill a driver that uses too much memory. Error message, crash bundle and cleanup must not depend on such a
-process. The supervisor imports neither Ray nor torch.
+kernel may kill a driver that uses too much memory. Error message, crash bundle and cleanup must not depend on the
+driver. The supervisor imports neither Ray nor torch.
 
 It adopts orphaned descendants (``PR_SET_CHILD_SUBREAPER``), so that processes started by a reward function end with the run
 too. It forwards signals. The driver has a separate process group, so that Ctrl-C on a terminal reaches it once.
@@ -32,11 +32,11 @@ from slime_like.cluster.supervise.ray_watch import RayWatch
 from slime_like.cluster.supervise.reporting import try_report
 from slime_like.errors import ProcessLost, SlimeLikeError
 from slime_like.printable import visible
-from slime_like.rollout.engine.last_words import describe_exit
+from slime_like.rollout.engine.processes import describe_exit
 from slime_like.util.deadline import Deadline
 
 TICK_S = 0.25
-TOGETHER_S = 0.5  # maximum time between the deaths of a process and of others caused by it
+TOGETHER_S = 0.5  # maximum time between the death of a process and the deaths that it causes
 TAKEDOWN_S = 300.0  # in total: single processes have shorter limits
 UNWIND_S = 15.0  # from a second signal until the driver begins its teardown
 ALONE_S = 15.0  # for the driver, once all processes it may wait for are killed
@@ -140,7 +140,7 @@ class Supervisor:
         if self._takedown.elapsed() > self._takedown.limit:
             timeout_text = timeout_text or str(self._takedown.exceeded("the end of the run"))
         if self._alone is None and timeout_text is not None:
-            _say(f"{timeout_text}; everything that this run has started is killed")
+            _say(f"{timeout_text}; all processes of this run are killed")
             process_tree.kill(
                 process for process in process_tree.descendants(self._spared) if process.pid != self._driver
             )
@@ -155,15 +155,17 @@ class Supervisor:
             _say(f"stopped while it waited for {next(iter(self._state.limits.values())).waits_for}")
             return self._close(STOPPED_CODE)
         if self._unwind is not None and self._unwind.elapsed() > self._unwind.limit:
-            _say("stopped: the driver did not react, everything that this run has started is killed")
+            _say("stopped: the driver did not react; all processes of this run are killed")
             return self._close(STOPPED_CODE)
         if (ray_problems := self._ray.lost()) and self._state.run_dir is not None:
-            self._to_driver(signal.SIGSTOP)  # otherwise it would blame the next dying process in a bundle of its own
+            self._to_driver(
+                signal.SIGSTOP
+            )  # otherwise it would write its own crash bundle that blames the next dying process
             if self._driver_dies():
                 return self._driver_ended(self._status or 0)
             self._end_driver()
             return self._fail(
-                ProcessLost(f"{', '.join(ray_problems)}: Ray cannot go on; the same command continues the run")
+                ProcessLost(f"{', '.join(ray_problems)}: Ray cannot continue; the same command resumes the run")
             )
         if (timeout_text := next(self._expired(), None)) is not None:
             return self._fail(SlimeLikeError(timeout_text))
@@ -183,7 +185,7 @@ class Supervisor:
         if self._state.done:
             return self._close(status)
         if self._state.ending is not None:
-            _say(f"the driver {describe_exit(status)} while it took the run down")
+            _say(f"the driver {describe_exit(status)} during shutdown")
             return self._close(self._state.ending)
         if -status in STOP_SIGNALS:
             _say("stopped")
@@ -200,7 +202,7 @@ class Supervisor:
         cause = f"{', '.join(self._ray.dead)}: " if self._ray.dead and status != -signal.SIGKILL else ""
         return self._fail(
             ProcessLost(
-                f"{cause}the driver (process {self._driver}) {describe_exit(status)}{hint}; the same command continues the run"
+                f"{cause}the driver (process {self._driver}) {describe_exit(status)}{hint}; the same command resumes the run"
             )
         )
 
@@ -231,7 +233,7 @@ class Supervisor:
         while remaining := process_tree.descendants(self._spared):
             if deadline.elapsed() > deadline.limit:
                 _say(
-                    "killed, and not gone: "
+                    "killed but still present: "
                     + ", ".join(f"process {p.pid} ({process_tree.command(p)})" for p in remaining)
                 )
                 break
@@ -309,7 +311,7 @@ class Supervisor:
             case "done":
                 state.done = True
             case kind:
-                raise AssertionError(f"a note of kind {kind!r}")
+                raise AssertionError(f"unknown note {kind!r}")
 
     def _expired(self) -> Iterator[str]:
         """Yield a message for each wait of the driver that exceeds its limit."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from ray.util import get_node_ip_address
 
 from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
-from slime_like.cluster.workers.trainer_worker import EngineAddress
 from slime_like.config.rules.trained_sampling import changing_variables
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
+from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.server import EngineServer
 from slime_like.util.caches import keep_caches_private
@@ -38,7 +38,7 @@ class EngineActor:
         self._name = name
         self._spec = spec
         self._admin_key = admin_key
-        if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that asks for none
+        if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that requests none
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]
         self._closing = False
         self._server_lock = threading.Lock()  # guards _server: a stop may arrive during a restart
@@ -46,18 +46,18 @@ class EngineActor:
 
     def _start(self) -> EngineServer:
         if self._closing:
-            raise EngineError(f"{self._name} is not started again: the run is being taken down")
+            raise EngineError(f"{self._name} is not restarted: the run is shutting down")
         server = EngineServer(self._spec, admin_key=self._admin_key, host=str(get_node_ip_address()))
         server.start()
         return server
 
     def ready(self) -> EngineAddress:
-        """Wait until the engine answers and return its address."""
+        """Wait until the engine responds and return its address."""
         self._server.wait_ready()
         return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp)
 
     def restart(self) -> tuple[EngineAddress, str]:
-        """Replace the server, whatever its state; return the new address and the last words of the old server."""
+        """Replace the server, whatever its state; return the new address and how the old server ended."""
         last_words = self._server.last_words()
         with self._server_lock:
             self._server.stop()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
 
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from slime_like.cluster.supervise.crash import one_line
-from slime_like.cluster.workers.trainer_worker import EngineAddress
+from slime_like.cluster.workers.calls import call
+from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import EngineError, SlimeLikeError
+from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.deadline import Deadline
 
@@ -21,33 +24,33 @@ STOP_S = 30.0  # to stop the old server
 class RayEngineSupervisor:
     """One engine across restarts."""
 
-    def __init__(self, actor: Any, address: EngineAddress, config: RolloutConfig) -> None:
+    def __init__(self, actor: ActorHandle[EngineActor], address: EngineAddress, config: RolloutConfig) -> None:
         self._actor = actor
         self._config = config
         self.address = address
         self.client = self._connect()
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Restart the server within ``rollout.start_deadline_s``; return the new client and the old server's last words."""
+        """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended."""
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
-        self.address, last_words = await self._ask("restart", deadline)
+        self.address, last_words = await self._ask(EngineActor.restart, deadline)
         self.client = self._connect()
         return self.client, last_words
 
     async def stopped(self) -> tuple[int, ...]:
         """Return the stopped processes of the server."""
-        return await self._ask("stopped", Deadline("rollout manager", "health", ANSWER_S))
+        return await self._ask(EngineActor.stopped, Deadline("rollout manager", "health", ANSWER_S))
 
     def _connect(self) -> EngineClient:
         e = self.address
         deadline_s = self._config.request_deadline_s
         return EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=deadline_s)
 
-    async def _ask(self, verb: str, deadline: Deadline) -> Any:
+    async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:
         name = f"the actor of {self.address.name}"
         try:
             async with asyncio.timeout(deadline.remaining(name)):
-                return await getattr(self._actor, verb).remote()
+                return await call(self._actor, method)
         except RayTaskError as error:  # first: if the actor exceeded its own deadline, this is also a TimeoutError
             cause = error.cause
             raise (

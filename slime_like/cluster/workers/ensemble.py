@@ -9,10 +9,9 @@ from typing import Any
 
 from slime_like.batch import Columns, PackedBatch, TrainBatch
 from slime_like.checkpoint.files import CRITIC
-from slime_like.cluster.workers.rank_group import Refs
+from slime_like.cluster.workers.calls import wait_all
 from slime_like.cluster.workers.role_group import RoleGroup
-from slime_like.cluster.workers.trainer_group import TrainerGroup
-from slime_like.cluster.workers.wait import wait_all
+from slime_like.cluster.workers.trainer_group import Refs, TrainerGroup
 from slime_like.config.schema.roles import CriticConfig
 from slime_like.errors import CheckpointError
 from slime_like.metrics.types import Metric
@@ -45,23 +44,23 @@ class RoleTrainers:
 
     def step(self, batch: TrainBatch) -> StepStats:
         """Train on one rollout."""
-        if not batch.steps:  # filters left nothing to train on
+        if not batch.steps:  # the filters dropped every group
             return self.actor.step(batch)
         columns, metrics = self._score(batch)
-        answers = self._wait(self.actor.start_estimate(columns), "estimate")
+        answers = wait_all(self.actor.start_estimate(columns), self.actor.deadline("estimate"))
         refs = self.actor.start_update(batch, frozen=self.version < self.config.warmup_rollouts)
         if self.critic is not None:
             refs |= self.critic.start_update(self.actor.by_shard(answers), batch)
-        reports = self._wait(refs, "update")
+        reports = wait_all(refs, self.actor.deadline("update"))
         self.actor.version += 1
         return StepStats(self.version, (*metrics, *(metric for report in reports.values() for metric in report)))
 
     def _score(self, batch: TrainBatch) -> tuple[list[dict[str, Columns]], list[Metric]]:
         """Return the columns of other roles for each data-parallel rank of the actor, and metrics."""
-        refs = self.actor.start_open(batch)
+        refs: Refs[Any] = {**self.actor.start_open(batch)}
         for _, group in self._scorers:
             refs |= group.start_score(batch)
-        answers = self._wait(refs, "score")
+        answers = wait_all(refs, self.actor.deadline("score"))
         ranks = len(batch.steps[0].rows)
         columns: list[dict[str, Columns]] = [{} for _ in range(ranks)]
         metrics: list[Metric] = []
@@ -71,9 +70,6 @@ class RoleTrainers:
             for rank, column in enumerate(dealt):
                 columns[rank][name] = column
         return columns, metrics
-
-    def _wait(self, refs: Refs, phase: str) -> dict[str, Any]:
-        return wait_all(refs, self.actor.deadline(phase))
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
         """Return [T] log-probabilities of the actor."""
@@ -101,7 +97,7 @@ class RoleTrainers:
             self.actor.begin_save(folder, iteration)
         except CheckpointError:
             if self.critic is not None:
-                self.critic.finish_save(wait=True)  # no save may stay open: the next one starts from scratch
+                self.critic.finish_save(wait=True)  # no save may stay open, since the next save starts from scratch
             raise
 
     def finish_save(self, *, wait: bool) -> bool:

@@ -1,102 +1,187 @@
-"""All trainer ranks as one Trainer."""
+"""All trainer ranks as one ``Trainer``, and the base class of rank groups, whose ranks are called concurrently."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import numpy as np
-import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 
-from slime_like.batch import Columns, PackedBatch, TrainBatch
-from slime_like.cluster.workers.rank_group import RankGroup, Refs
-from slime_like.cluster.workers.trainer_worker import EngineAddress
-from slime_like.cluster.workers.wait import wait_all
+from slime_like.batch import Columns, PackedBatch, Shard, TrainBatch, shards
+from slime_like.cluster.workers.calls import call, put, wait_all
+from slime_like.cluster.workers.trainer_worker import RankWorker, TrainerWorker
 from slime_like.config.schema.resolved import ActorSpec, TransportSpec
-from slime_like.data.shards import shards
 from slime_like.errors import WorkerError
-from slime_like.interfaces import TensorMeta
+from slime_like.interfaces import EngineAddress, TensorMeta
+from slime_like.metrics.types import Metric
 from slime_like.types import F32, StepStats
+from slime_like.util.deadline import Deadline
+
+REST_DEADLINES = (
+    2  # collective deadlines allowed for releasing communicators, which is one collective without computation
+)
+type Refs[R] = dict[str, ObjectRef[R]]  # rank name -> pending result
 
 
-class TrainerGroup(RankGroup):
+class RankGroup[W: RankWorker](ABC):
+    """The workers of one role. ``start`` calls them; ``wait_all`` collects the results, also of several roles together."""
+
+    def __init__(self, role: str, workers: Sequence[ActorHandle[W]], rank: ActorSpec) -> None:
+        self.role = role
+        self._workers = {f"{role} rank {rank}": worker for rank, worker in enumerate(workers)}
+        self._deadline_s = rank.deadline_s
+        self._releases = rank.guard.release
+        # Only the driver notices a rank that stops outside a collective; inside one, its peers should report first.
+        self._rest_s = min(rank.deadline_s, REST_DEADLINES * rank.guard.deadline_s)
+        self._dp_ranks: dict[str, int] = {}
+
+    def rendezvous(self) -> Refs[tuple[str, int]]:
+        """Request the rendezvous address from the first rank."""
+        name, first = next(iter(self._workers.items()))
+        return {name: call(first, RankWorker.rendezvous)}
+
+    @abstractmethod
+    def start_connect(self, master: tuple[str, int]) -> Refs[int]:
+        """Join the ranks and build the model on each; pass the results to ``connected``."""
+
+    def connected(self, dp_ranks: Mapping[str, int]) -> None:
+        """Store the data-parallel rank of each worker."""
+        self._dp_ranks = {name: dp_ranks[name] for name in self._workers}
+
+    def start[**P, R](self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Refs[R]:
+        """Start the same call on every rank."""
+        return {name: call(worker, method, *args, **kwargs) for name, worker in self._workers.items()}
+
+    def start_sharded[S, **P, R](
+        self, method: Callable[Concatenate[W, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
+    ) -> Refs[R]:
+        """Start a call on every rank with the shard of its data-parallel rank."""
+        return {
+            name: call(worker, method, shards[self._dp_ranks[name]], *args, **kwargs)
+            for name, worker in self._workers.items()
+        }
+
+    def on_all[**P, R](self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> dict[str, R]:
+        """Make the same call on every rank and wait for the results."""
+        return wait_all(self.start(method, *args, **kwargs), self.deadline(method.__name__))
+
+    def rest(self) -> None:
+        """Release communicators until the next call, under ``guard.release``. Idempotent."""
+        if self._releases:
+            wait_all(self.start(RankWorker.rest), self.deadline("rest", self._rest_s))
+
+    def by_shard[R](self, answers: Mapping[str, R | None]) -> list[R]:
+        """Return one result per data-parallel shard, from the rank that reports it; other ranks return None."""
+        results = {self._dp_ranks[name]: x for name in self._workers if (x := answers[name]) is not None}
+        assert len(results) == len(set(self._dp_ranks.values())), f"{self.role}: shards {sorted(results)} answered"
+        return [results[rank] for rank in sorted(results)]
+
+    def deadline(self, phase: str, seconds: float | None = None) -> Deadline:
+        """Return the deadline of the driver for this role."""
+        return Deadline("driver", phase, seconds or self._deadline_s)
+
+
+def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None) -> None:
+    """Join the ranks of every group concurrently, one world per group; ``waiting`` as in ``wait_all``."""
+    meeting: Refs[tuple[str, int]] = {}
+    for group in groups:
+        meeting |= group.rendezvous()
+    masters = list(wait_all(meeting, deadline, waiting).values())
+    refs: Refs[int] = {}
+    for group, master in zip(groups, masters, strict=True):
+        refs |= group.start_connect(master)
+    dp_ranks = wait_all(refs, deadline, waiting)
+    for group in groups:
+        group.connected(dp_ranks)
+
+
+class TrainerGroup(RankGroup[TrainerWorker]):
     """Calls all actor ranks concurrently and returns the result of the reporter."""
 
-    def __init__(self, workers: Sequence[Any], spec: ActorSpec, local_ranks: Sequence[int]) -> None:
-        super().__init__("trainer", workers, local_ranks, spec)
+    def __init__(self, workers: Sequence[ActorHandle[TrainerWorker]], spec: ActorSpec) -> None:
+        super().__init__("trainer", workers, spec)
         self._spec = spec
         self.version = 0
+
+    def start_connect(self, master: tuple[str, int]) -> Refs[int]:
+        """Join the ranks and build the model on each."""
+        return self.start(TrainerWorker.connect, self._spec, master)
 
     def step(self, batch: TrainBatch) -> StepStats:
         """Ship each dp shard once, take every optimizer step, return the reporter's metrics."""
         tokens = [step.num_tokens for step in batch.steps]
-        results = wait_all(self.start_sharded("step", self._ship(batch), tokens), self.deadline("step"))
+        results = wait_all(self.start_sharded(TrainerWorker.step, self._ship(batch), tokens), self.deadline("step"))
         self.version += 1
         return StepStats(self.version, tuple(metric for metrics in results.values() for metric in metrics))
 
-    def _ship(self, batch: TrainBatch) -> list[Any]:
-        return [ray.put(shard) for shard in shards(batch, self._spec.layout.dp)]
+    def _ship(self, batch: TrainBatch) -> list[Shard]:
+        return [put(shard) for shard in shards(batch, self._spec.layout.dp)]
 
-    def start_open(self, batch: TrainBatch) -> Refs:
+    def start_open(self, batch: TrainBatch) -> Refs[None]:
         """Start the first part of ``step`` with other roles: ship each shard once and score it."""
-        return self.start_sharded("open_rollout", self._ship(batch))
+        return self.start_sharded(TrainerWorker.open_rollout, self._ship(batch))
 
-    def start_estimate(self, columns: Sequence[Mapping[str, Columns]]) -> Refs:
+    def start_estimate(self, columns: Sequence[Mapping[str, Columns]]) -> Refs[Columns | None]:
         """Start the second part: ``columns`` of other roles per data-parallel rank; the results are a critic's returns."""
-        return self.start_sharded("estimate", [ray.put(column) for column in columns])
+        return self.start_sharded(TrainerWorker.estimate, [put(column) for column in columns])
 
-    def start_update(self, batch: TrainBatch, *, frozen: bool) -> Refs:
+    def start_update(self, batch: TrainBatch, *, frozen: bool) -> Refs[tuple[Metric, ...]]:
         """Start the last part: the optimizer steps, none if ``frozen``."""
-        return self.start("update", [step.num_tokens for step in batch.steps], frozen)
+        return self.start(TrainerWorker.update, [step.num_tokens for step in batch.steps], frozen)
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
         """Return [T] log-probabilities at the sampling temperature; layers of kind ``exact`` are computed in float64."""
-        shared = ray.put(rows)
-        scored = [x for x in self.on_all("score", shared, exact).values() if x is not None]
+        scored = [x for x in self.on_all(TrainerWorker.score, put(rows), exact).values() if x is not None]
         if len(scored) != 1:
-            raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities, one should")
+            raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities instead of one")
         return np.asarray(scored[0], dtype=np.float32)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
         """Return sample id -> advantages [L] that the ranks computed in the last trained rollout."""
-        answers = self.on_all("token_advantages", list(sample_ids)).values()
+        answers = self.on_all(TrainerWorker.token_advantages, list(sample_ids)).values()
         return {sample_id: column for columns in answers for sample_id, column in columns.items()}
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Return the kinds of layers of the model that ``score`` can compute in float64."""
-        return tuple(sorted({kind for kinds in self.on_all("layer_kinds").values() for kind in kinds}))
+        return tuple(sorted({kind for kinds in self.on_all(TrainerWorker.layer_kinds).values() for kind in kinds}))
 
     def kernels(self) -> tuple[str, ...]:
         """Return the kernel descriptions of the layers of all ranks."""
-        return tuple(sorted({description for rank in self.on_all("kernels").values() for description in rank}))
+        return tuple(
+            sorted({description for rank in self.on_all(TrainerWorker.kernels).values() for description in rank})
+        )
 
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Snapshot the state of all ranks and begin to write it to ``folder/iter_<iteration>``."""
-        self.on_all("begin_save", str(folder), iteration)
+        self.on_all(TrainerWorker.begin_save, str(folder), iteration)
 
     def finish_save(self, *, wait: bool) -> bool:
         """Return True if the save is complete; with ``wait``, block until it is."""
-        return all(self.on_all("finish_save", wait).values())
+        return all(self.on_all(TrainerWorker.finish_save, wait).values())
 
     def load(self, folder: Path, iteration: int) -> None:
         """Load ``folder/iter_<iteration>``."""
-        versions = set(self.on_all("load", str(folder), iteration).values())
+        versions = set(self.on_all(TrainerWorker.load, str(folder), iteration).values())
         if len(versions) != 1:
             raise WorkerError(
                 f"trainer ranks read different versions from {folder}: {sorted(versions)}; is the folder shared by all nodes?"
             )
-        self.version = int(versions.pop())
+        self.version = versions.pop()
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights in HF format."""
-        self.on_all("export_hf", str(folder))
+        self.on_all(TrainerWorker.export_hf, str(folder))
 
     def manifests(self) -> list[tuple[TensorMeta, ...]]:
         """Return the tensors that each sender will send in a push."""
-        return [manifest for manifest in self.on_all("manifest").values() if manifest]
+        return [manifest for manifest in self.on_all(TrainerWorker.manifest).values() if manifest]
 
     def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send all weights and return the metadata of the sent tensors."""
-        sent = self.on_all("push", list(engines), transport, seconds=transport.deadline_s)
+        refs = self.start(TrainerWorker.push, list(engines), transport)
+        sent = wait_all(refs, self.deadline("push", transport.deadline_s))
         return [meta for metas in sent.values() for meta in metas]

@@ -1,11 +1,10 @@
-"""One trainer rank as a Ray actor, with the Megatron actor and the weight sender. torch is first imported here."""
+"""One trainer rank as a Ray actor, with the weight sender. torch is first imported in ``connect``."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from slime_like.cluster.workers.peaks import MemoryPeaks
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.resolved import ActorSpec, TransportSpec
 from slime_like.errors import SlimeLikeError
-from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender, WeightSource
+from slime_like.interfaces import EngineAddress, TensorMeta, WeightReceiver, WeightSender, WeightSource
 from slime_like.metrics.types import Metric
 from slime_like.registry import resolve
 from slime_like.types import F32
@@ -26,17 +25,7 @@ from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import Meeting, meeting_at
 
 if TYPE_CHECKING:
-    from slime_like.train.megatron.rank.actor import MegatronActor
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAddress:
-    """Address and key by which a trainer rank reaches an engine."""
-
-    name: str
-    url: str
-    admin_key: str
-    tp: int
+    from slime_like.train.megatron.rank.trainer import RankTrainer
 
 
 class RankWorker:
@@ -75,104 +64,101 @@ class TrainerWorker(RankWorker):
 
     def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__("trainer", rank, world_size, stacks_dir, env)
-        self._actor: MegatronActor | None = None
+        self._trainer: RankTrainer | None = None
         self._sender = PushSender(rank)
         self._peaks = MemoryPeaks(cuda=False)
         self._events = asyncio.new_event_loop()
 
-    def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
+    def connect(self, spec: ActorSpec, master: tuple[str, int]) -> int:
         """Join the other ranks and build the model; return the data-parallel rank."""
         self._peaks = MemoryPeaks(cuda=spec.device == "cuda")
         with heavy_imports():
-            from slime_like.train.megatron.rank.actor import MegatronActor
+            from slime_like.train.megatron.platform import groups
 
-            self._actor = MegatronActor(
-                spec,
-                rank=self._rank,
-                world_size=self._world_size,
-                master=self.meeting(master),
-                local_rank=local_rank,
-            )
-        return self._actor.dp_rank
+            rank_info = groups.enter(spec, rank=self._rank, world_size=self._world_size, master=self.meeting(master))
+            from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which ``enter`` has prepared
+
+            self._trainer = RankTrainer(spec, rank_info)
+        return rank_info.dp_rank
 
     @property
-    def actor(self) -> MegatronActor:
+    def trainer(self) -> RankTrainer:
         """Return the connected rank."""
-        assert self._actor is not None, "connect comes first"
-        return self._actor
+        assert self._trainer is not None, "connect comes first"
+        return self._trainer
 
     def step(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Train on this rank's rows of every optimizer step."""
         with self._peaks("step"):
-            metrics = self.actor.step(steps, num_tokens)
+            metrics = self.trainer.step(steps, num_tokens)
         return self._with_peaks(metrics)
 
     def _with_peaks(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
         """Add the memory peaks since the previous step, on the reporter."""
-        return (*metrics, *self._peaks.drain()) if self.actor.is_reporter else metrics
+        return (*metrics, *self._peaks.drain()) if self.trainer.rank_info.is_reporter else metrics
 
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
         """Run the first part of ``step`` with other roles: score with this rank's own policies."""
         with self._peaks("score"):
-            self.actor.open_rollout(steps)
+            self.trainer.open_rollout(steps)
 
     def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Run the second part: compute advantages and return the targets of a critic."""
-        return self.actor.estimate(columns)
+        return self.trainer.estimate(columns)
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
         """Run the last part: the optimizer steps."""
         with self._peaks("step"):
-            metrics = self.actor.update(num_tokens, frozen=frozen)
+            metrics = self.trainer.update(num_tokens, frozen=frozen)
         return self._with_peaks(metrics)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
         """Return per-token advantages of the previous rollout, for samples that this rank reports."""
-        return self.actor.token_advantages(sample_ids)
+        return self.trainer.token_advantages(sample_ids)
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32 | None:
         """Return [T] log-probabilities, on the reporter."""
         with self._peaks("score"):
-            return self.actor.score(rows, exact)
+            return self.trainer.score(rows, exact)
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Return the kinds of layers on this rank that ``score`` can compute in float64."""
-        return self.actor.layer_kinds()
+        return self.trainer.layer_kinds()
 
     def kernels(self) -> tuple[str, ...]:
         """Describe the kernels that this rank's layers used."""
-        return self.actor.kernels()
+        return self.trainer.kernels()
 
     def begin_save(self, folder: str, iteration: int) -> None:
         """Begin to write this rank's part of a checkpoint."""
         with self._peaks("save"):
-            self.actor.begin_save(Path(folder), iteration)
+            self.trainer.begin_save(Path(folder), iteration)
 
     def finish_save(self, wait: bool) -> bool:
         """Return True if the pending checkpoint is complete."""
-        return self.actor.finish_save(wait=wait)
+        return self.trainer.finish_save(wait=wait)
 
     def load(self, folder: str, iteration: int) -> int:
         """Load this rank's part of a checkpoint; return its version."""
-        self.actor.load(Path(folder), iteration)
-        return self.actor.version
+        self.trainer.load(Path(folder), iteration)
+        return self.trainer.version
 
     def export_hf(self, folder: str) -> None:
         """Write the weights in HF format."""
-        self.actor.export_hf(Path(folder))
+        self.trainer.export_hf(Path(folder))
 
     def manifest(self) -> tuple[TensorMeta, ...]:
         """Return the tensors that this rank sends in a push: those of its pipeline stage on a sender, else none."""
-        source = self.actor.weights()
-        return source.manifest() if source.is_sender else ()
+        weights = self.trainer.weights
+        return weights.manifest() if weights.is_sender else ()
 
     def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send this rank's weights to every engine; return the metadata of the sent tensors."""
         from slime_like.distributed.wrapper import install
 
         with install.phase("push"), self._peaks("push"):
-            source = self.actor.weights()
-            return self._events.run_until_complete(self._sender.send(source, tuple(engines), transport))
+            sent = self._sender.send(self.trainer.weights, tuple(engines), transport)
+            return self._events.run_until_complete(sent)
 
 
 class PushSender:
@@ -181,7 +167,7 @@ class PushSender:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._sender: WeightSender | None = None
-        self._engines: tuple[EngineAddress, ...] = ()  # of _sender
+        self._engines: tuple[EngineAddress, ...] = ()  # engines that _sender is connected to
         self._num_groups = 0
 
     async def send(

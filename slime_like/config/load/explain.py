@@ -10,10 +10,11 @@ from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 
 
-def explain(error: Exception, values: Mapping[str, str], algo: str | None) -> ConfigError:
+def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: str = "") -> ConfigError:
     """Return ``error`` as a ``ConfigError``.
 
-    ``values`` maps keys of the command line to their text; ``algo`` is the chosen algorithm, if known.
+    ``values`` maps each key on the command line to its text. ``algo`` is the chosen algorithm, and ``key`` is the key
+    that was set, if it is known.
     """
     chain = list(_chain(error))
     text = "\n".join(str(e) for e in chain)
@@ -24,10 +25,10 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None) -> Co
         problem = getattr(error, "problem", "")
         return ConfigError(f"{mark.name}:{mark.line + 1}: not valid YAML: {problem}; check indentation and brackets")
     cause = next((e for e in chain if getattr(e, "full_key", None)), None)
-    overridden = re.search(r"Could not override '([^']+)'", text)
-    key = overridden[1] if overridden else str(getattr(cause, "full_key", "") or "")
+    at_fault = str(getattr(cause, "full_key", "") or "")
+    key = at_fault if not key or at_fault.startswith(f"{key}.") else key
     if not key:
-        return ConfigError(f"the configuration cannot be read{location}: {str(error).splitlines()[0]}")
+        return ConfigError(f"cannot read the configuration{location}: {str(error).splitlines()[0]}")
     override = f"{key}={values[key]}" if key in values else key
     kind, message = type(cause).__name__, str(getattr(cause, "msg", "")).splitlines()[0:1]
     if kind in ("ConfigAttributeError", "ConfigKeyError"):
@@ -35,7 +36,7 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None) -> Co
     root = key if key in known_keys() else free_root(key)
     if root is not None:
         reason = f": {message[0]}" if kind.startswith("Interpolation") and message else ""
-        return ConfigError(f"{override}{location} is not a value of this key{reason}; give {describe(root)}")
+        return ConfigError(f"{override}{location} is not a valid value for this key{reason}; expected {describe(root)}")
     return ConfigError(f"{override}{location} cannot be used: {unknown(key, algo)}")
 
 
@@ -46,7 +47,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _where(text: str) -> str:
-    """Return the file of configs/ that an error text names; empty for the command line."""
+    """Return a note naming the configs/ file in an error text; empty if the value came from the command line."""
     match = re.search(r"In '([^']+)':", text)
     return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""
 

@@ -66,7 +66,7 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _owners(key: str, shown: str) -> str:
-    """Return the algorithms that have ``key``, if not all do, and those whose default differs from ``shown``."""
+    """Return a note listing the algorithms that have ``key`` (if not all do) and any default other than ``shown``."""
     owners = [name for name in ALGORITHMS if key in known_keys(name)]
     others = [name for name in ALGORITHMS if name not in owners]
     short = ", ".join(owners) if len(owners) <= len(others) else f"all but {', '.join(others)}"

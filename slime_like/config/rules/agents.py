@@ -1,4 +1,4 @@
-"""Rules of rollout.agent: a coroutine function with the right signature, set only if rollout.generate runs it."""
+"""Rules of rollout.agent, a coroutine function that may be set only if rollout.generate runs an agent."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ def check_agent(config: RolloutConfig) -> None:
 
 
 def agent_function(path: str) -> Any:
-    """Return the function at a dotted path. Raises ``ConfigError`` if it is missing or cannot be called as an agent."""
+    """Return the function at a dotted path.
+
+    Raises ``ConfigError`` if the function is missing or cannot be called as an agent.
+    """
     if ":" not in path:
         raise ConfigError(f"rollout.agent={path!r} is not a dotted path such as my_package.my_module:function")
     function = resolve("rollout.agent", path, {})
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
-            f"rollout.agent={path!r} is no coroutine function: it must be {CALLED}; blocking calls belong into "
+            f"rollout.agent={path!r} is not a coroutine function: it must be {CALLED}; wrap blocking calls in "
             "asyncio.to_thread"
         )
     check_signature("rollout.agent", path, function, CALLED, 4)

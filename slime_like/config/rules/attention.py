@@ -19,7 +19,7 @@ def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
     """Raise ``ConfigError`` if TransformerEngine's attention cannot run. ``device`` and ``dtype`` may be auto."""
     if cfg.model.attention != "te":
         return
-    fix = "set model.attention=auto, which is our own torch attention"
+    fix = "set model.attention=auto, which uses slime_like's torch attention"
     if device == "cpu":
         raise ConfigError(f"model.attention=te on a CPU: TransformerEngine has kernels for NVIDIA GPUs only; {fix}")
     if cfg.run.deterministic:
@@ -29,14 +29,14 @@ def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
         )
     if dtype == "float32":
         raise ConfigError(
-            "model.attention=te with model.dtype=float32: TransformerEngine's flash and fused kernels take 16 bits only; "
+            "model.attention=te with model.dtype=float32: TransformerEngine's flash and fused kernels support 16-bit dtypes only; "
             f"set model.dtype=bfloat16, or {fix.removeprefix('set ')}"
         )
     exchange = cfg.model.megatron.get("cp_comm_type")
     if exchange not in (None, "p2p"):
         raise ConfigError(
-            f"model.megatron.cp_comm_type={exchange!r} with model.attention=te: packed sequences go around the context "
-            "parallel ranks by p2p; remove it"
+            f"model.megatron.cp_comm_type={exchange!r} with model.attention=te: packed sequences are exchanged between "
+            "context parallel ranks by p2p; remove cp_comm_type"
         )
     if not installed():
         raise ConfigError(

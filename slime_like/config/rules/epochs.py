@@ -1,4 +1,4 @@
-"""loop.num_epoch: number of rollouts from the rows of data.train, as in slime (--num-epoch) and verl.
+"""Number of rollouts for loop.num_epoch passes over data.train, as in slime (--num-epoch) and verl.
 
 Both count the complete rollouts of one epoch (``get_num_rollout_per_epoch`` of ``slime/ray/rollout.py``; verl's data loader with
 ``drop_last``) and multiply by the epochs. slime counts rows after removing overlong ones.
@@ -29,7 +29,8 @@ def settle_epochs(cfg: TrainConfig) -> None:
     if not (rollouts := rows // prompts * epochs):
         raise ConfigError(
             f"loop.num_epoch={epochs}: the {rows} rows of data.train={cfg.data.train!r} are fewer than "
-            f"rollout.batch_size={prompts}: an epoch has no whole rollout; lower rollout.batch_size, or set loop.num_rollout "
+            f"rollout.batch_size={prompts}: an epoch has no complete rollout; lower rollout.batch_size, or set loop.num_rollout"
+            f" "
             "and loop.num_epoch=null"
         )
     cfg.loop.num_rollout = rollouts

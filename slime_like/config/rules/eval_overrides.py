@@ -1,4 +1,4 @@
-"""Rules of ``evaluation.overrides``: settings of single held-out sets, which override those of ``evaluation``."""
+"""Rules of ``evaluation.overrides``, which overrides settings of ``evaluation`` for single datasets."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ RANGES = {
 
 
 def check_overrides(config: EvalConfig, reward: RewardConfig) -> None:
-    """Raise ``ConfigError`` on an override with an unknown set, an unknown setting or an invalid value."""
+    """Raise ``ConfigError`` on an override with an unknown dataset, an unknown setting or an invalid value."""
     for name, settings in config.overrides.items():
         key = f"evaluation.overrides.{name}"
         if name not in config.datasets:
             hint = nearest(name, config.datasets) if config.datasets else "evaluation.datasets names none"
-            raise ConfigError(f"{key}: there is no such set: {hint}")
+            raise ConfigError(f"{key}: there is no such dataset: {hint}")
         if not isinstance(settings, Mapping):
             raise ConfigError(f"{key}={settings!r} must be a mapping such as {{n_samples_per_prompt: 16}}")
         for setting in settings:  # pyright: ignore[reportUnknownVariableType]
@@ -49,7 +49,7 @@ def check_overrides(config: EvalConfig, reward: RewardConfig) -> None:
 
 
 def override_lengths(config: EvalConfig) -> list[tuple[str, int | None]]:
-    """Return key and value of every override of ``max_response_len``."""
+    """Return the key and value of every override of ``max_response_len``."""
     name = "max_response_len"
     return [
         (f"evaluation.overrides.{s}.{name}", overrides[name])
@@ -75,6 +75,6 @@ def _check_reward(key: str, name: str, reward: RewardConfig) -> None:
     if ":" in reward.name or (reward.weights and ROW not in reward.weights):
         by = f"reward.name={reward.name!r}" if ":" in reward.name else f"reward.weights without {ROW}"
         raise ConfigError(
-            f"{key}={name!r} has no effect with {by}, which scores every row: name a reward of the table there, or remove "
-            "the override"
+            f"{key}={name!r} has no effect with {by}, which scores every row: set a reward name from table REWARDS there, or "
+            "remove the override"
         )

@@ -20,14 +20,14 @@ def stage_ranks(cfg: TrainConfig, world: int) -> int:
         ranks = math.lcm(p.tp * p.cp, p.ep) * p.pp
         raise ConfigError(
             f"parallel.ep={p.ep} does not divide the {stage} ranks of a pipeline stage (parallel.tp {p.tp} * parallel.cp "
-            f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set one of {fits}, or have a "
-            f"multiple of {ranks} trainer ranks by placement.actor_num_gpus_per_node"
+            f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set parallel.ep to one of {fits}, or "
+            f"set placement.actor_num_gpus_per_node so that the trainer has a multiple of {ranks} ranks"
         )
     return stage
 
 
 def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if the layout does not fit the model's experts, or needs experts that it lacks."""
+    """Raise ``ConfigError`` if the layout does not fit the model's experts, or the model has no experts to lay out."""
     p, experts = cfg.parallel, model.num_experts
     if not experts:
         if p.ep > 1:
@@ -43,7 +43,7 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
     if experts % p.ep:
         fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ConfigError(
-            f"parallel.ep={p.ep} does not divide the {experts} experts of the model in {model.folder}: set one of {fits}"
+            f"parallel.ep={p.ep} does not divide the {experts} experts of the model in {model.folder}: set parallel.ep to one of {fits}"
         )
     check_sequence_parallel("parallel.tp", p.tp, cfg, model)
 

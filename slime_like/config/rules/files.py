@@ -64,7 +64,7 @@ def family_of(cfg: TrainConfig, model: HfConfig) -> str:
     if model.model_type not in names.FAMILIES:
         raise ConfigError(
             f"model.hf_checkpoint={model.folder!r} has model_type {model.model_type!r}, which is not supported: "
-            f"{nearest(model.model_type, names.FAMILIES)}; model.family=<name> reads it by the weight names of another"
+            f"{nearest(model.model_type, names.FAMILIES)}; model.family=<name> reads it with the weight names of another family"
         )
     return model.model_type
 
@@ -91,11 +91,12 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
 def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``CheckpointError`` on a tied output layer that SGLang 0.5.23 would leave uninitialised."""
     generates = cfg.run.mode != "train_only" and not isinstance(cfg.algo, SftConfig)
-    if generates and model.tied and model.model_type in ("qwen3_moe", "qwen3_next"):
+    family = names.FAMILIES.get(model.model_type)
+    if generates and model.tied and family is not None and not family.engine_ties:
         raise CheckpointError(
             f"model.hf_checkpoint={model.folder!r}: config.json has tie_word_embeddings=true, which SGLang's "
-            f"{model.model_type} does not read: its output layer would stay uninitialised; save the model with an output "
-            "layer of its own (tie_word_embeddings=false)"
+            f"{model.model_type} does not read: its output layer would stay uninitialised; save the model with a separate "
+            f"output layer (tie_word_embeddings=false)"
         )
 
 
@@ -112,8 +113,8 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
     limit, max_positions = cfg.rollout.max_context_len, model.max_positions
     if limit is not None and limit > max_positions:
         raise ConfigError(
-            f"rollout.max_context_len={limit} is beyond the model's {max_positions} positions (max_position_embeddings of "
-            f"{model.folder}): lower it"
+            f"rollout.max_context_len={limit} is above the model's {max_positions} positions (max_position_embeddings of "
+            f"{model.folder}): lower rollout.max_context_len"
         )
     for key, value in (
         ("rollout.max_response_len", cfg.rollout.max_response_len),
@@ -122,16 +123,16 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
     ):
         if value is not None and value > (limit or max_positions):
             raise ConfigError(
-                f"{key}={value} is longer than the model's {max_positions} positions ({model.folder}), in which the prompt lies as "
-                "well: lower it"
+                f"{key}={value} is longer than the model's {max_positions} positions ({model.folder}), which include the "
+                f"prompt: lower {key}"
             )
 
 
 def _stop_tokens(cfg: TrainConfig, model: HfConfig) -> None:
     if strange := [token for token in cfg.rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
         raise ConfigError(
-            f"rollout.stop_token_ids has {strange[0]}, and the vocabulary of {model.folder} ends at "
-            f"{model.vocab_size - 1}: no response could end with it; correct it"
+            f"rollout.stop_token_ids has {strange[0]}, but the last token id of {model.folder} is "
+            f"{model.vocab_size - 1}: no response could end with that token; correct the token id"
         )
 
 
@@ -139,13 +140,13 @@ def _megatron(cfg: TrainConfig) -> None:
     path = cfg.model.megatron_checkpoint
     if path is not None and megatron_folder(Path(path)) is None:
         raise CheckpointError(
-            f"model.megatron_checkpoint={path!r} is no torch_dist checkpoint (no metadata.json there, nor in the folder "
+            f"model.megatron_checkpoint={path!r} is not a torch_dist checkpoint (no metadata.json there, nor in the folder "
             f"that {LATEST} names): give an iter_* folder, or the one above it"
         )
 
 
 def _reference(cfg: TrainConfig, model: HfConfig) -> None:
-    """Check the reference: it runs by swapping weights on the actor's ranks, so it needs the actor's shape."""
+    """Check that the reference has the actor's shape, because it runs by swapping weights on the actor's ranks."""
     folder = cfg.model.ref_checkpoint
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
         return
@@ -164,7 +165,7 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
         if expected != actual:
             raise CheckpointError(
                 f"model.ref_checkpoint={folder!r} has {field} {actual}, model.hf_checkpoint has {expected}: "
-                "the reference takes the actor's place on the same ranks, so their shapes must be equal"
+                "the reference runs on the actor's ranks by swapping weights, so both models must have the same shape"
             )
     check_shapes("model.ref_checkpoint", reference)
 
@@ -174,7 +175,7 @@ def check_data_file(key: str, text: str) -> None:
     match = _SLICE.fullmatch(text)
     path = Path(match["path"] if match else text)
     if "@[" in path.name:
-        raise DataError(f"{key}={text!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
+        raise DataError(f"{key}={text!r}: write a slice as path@[a:b]; omit a or b to start or end with the file")
     if path.is_dir():
         inside = ", ".join(sorted(p.name for p in path.glob("*") if p.suffix in DATA_SUFFIXES)[:5])
         raise DataError(f"{key}={text!r} is a folder: name one file ({inside or 'it has no .jsonl or .parquet'})")

@@ -31,7 +31,7 @@ OWNED: dict[str, dict[str, str]] = {
         "dtype": "model.dtype",
         "device": "placement.device",
         "tp_size": "rollout.tp",
-        "dp_size": "rollout.num_engines (attention of an engine in parts is rollout.sglang.attn_dp_size)",
+        "dp_size": "rollout.num_engines (rollout.sglang.attn_dp_size splits the attention within one engine)",
         "context_length": "rollout.max_context_len",
         "max_running_requests": "rollout.max_running_requests",
         "random_seed": "run.seed",
@@ -44,7 +44,7 @@ OWNED: dict[str, dict[str, str]] = {
         "node_rank": "the placement",
         "dist_init_addr": "the placement",
         "weight_version": "the weight sync",
-        "trust_remote_code": "the run itself (False: code of a model folder is never run)",
+        "trust_remote_code": "the run itself (False: code in a model folder is never run)",
         "skip_tokenizer_init": "the rollout (token ids in, token ids out)",
     },
     MEGATRON: {
@@ -103,14 +103,14 @@ OWNED: dict[str, dict[str, str]] = {
         "moe_grouped_gemm": TE_EXPERTS,
         "moe_permute_fusion": TE_EXPERTS,
         "moe_router_fusion": TE_EXPERTS,
-        "expert_tensor_parallel_size": "the trainer (an expert is whole on its rank)",
+        "expert_tensor_parallel_size": "the trainer (an expert is never split across ranks)",
     },
 }
 """Fields that this project sets: field -> the key or component that sets it."""
 
 
 class UpstreamKey(TypedDict):
-    """Field of another project: annotation, default as source text, and flags other than its name."""
+    """Field of another project, with its annotation and default as source text and any flags besides its name."""
 
     type: str
     default: str | None
@@ -125,7 +125,7 @@ def table(name: str) -> Mapping[str, UpstreamKey]:
 
 @functools.cache
 def source(name: str) -> str:
-    """Return distribution and version of a table's source, such as ``sglang 0.5.23``."""
+    """Return the distribution and version that a table was generated from, such as ``sglang 0.5.23``."""
     return str(json.loads((FOLDER / f"{name}.json").read_text())["source"])
 
 
@@ -144,7 +144,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
         annotation = fields[key]["type"]
         if not settable(annotation):
             raise ConfigError(
-                f"{dotted}: {source(name)} expects a Python object ({annotation}), which no config can hold: remove it"
+                f"{dotted}: {source(name)} expects a Python object ({annotation}), which a config cannot contain: remove {dotted}"
             )
         if not accepts(annotation, value):
             raise ConfigError(

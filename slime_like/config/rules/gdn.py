@@ -25,13 +25,13 @@ ANYWHERE = "set model.gdn.backend=torch (--qwen-gdn-backend torch), which runs a
 
 
 def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
-    """Raise ``ConfigError`` on ``model.gdn``, as far as it can be checked before the model is read.
+    """Raise ``ConfigError`` on settings of ``model.gdn`` that can be rejected before the model is read.
 
-    With ``machine=False`` this machine is not checked: the run is for another one.
+    With ``machine=False``, this machine is not checked, because the run is for another machine.
     """
     config = cfg.model.gdn
     check_options(config, deterministic=cfg.run.deterministic)
-    # Nodes of a cluster may differ from this machine: each rank checks its own.
+    # Cluster nodes may differ from this machine, so each rank checks its own node.
     elsewhere = not machine or cfg.placement.ray_address is not None
     if config.backend == "auto" or cfg.run.mode == "rollout_only" or elsewhere:
         return
@@ -50,11 +50,11 @@ def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
 
 
 def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
-    """Raise ``ConfigError`` if Megatron could not save the optimizer: float32 decays among 16-bit weights."""
+    """Raise ``ConfigError`` if Megatron could not save the optimizer because float32 decays mix with 16-bit weights."""
     if model.gdn is not None and dtype == "bfloat16" and not cfg.parallel.distributed_optimizer:
         raise ConfigError(
-            "parallel.distributed_optimizer=false with Gated DeltaNet layers in bfloat16, whose decays stay float32: "
-            "megatron-core's plain optimizer mixes the two up in checkpoints; set parallel.distributed_optimizer=true"
+            "parallel.distributed_optimizer=false with Gated DeltaNet layers in bfloat16, whose decays stay in float32: "
+            "megatron-core's plain optimizer confuses the two dtypes in checkpoints; set parallel.distributed_optimizer=true"
         )
 
 
@@ -63,22 +63,22 @@ def check_options(config: GDNConfig, *, deterministic: bool) -> None:
     for name, set_ in (("auto_cp", config.auto_cp), ("allow_unvalidated", config.allow_unvalidated)):
         if set_ and config.backend != "flashqla":
             raise ConfigError(
-                f"model.gdn.{name}=true with model.gdn.backend={config.backend}: only flashqla reads it; remove it"
+                f"model.gdn.{name}=true with model.gdn.backend={config.backend}: only flashqla reads it; remove model.gdn.{name}"
             )
     if config.auto_cp and deterministic:
         raise ConfigError(
-            "model.gdn.auto_cp=true with run.deterministic=true: where FlashQLA splits a sequence depends on what is packed "
-            "with it; remove it"
+            "model.gdn.auto_cp=true with run.deterministic=true: FlashQLA's split of a sequence depends on the sequences "
+            "packed with it; remove model.gdn.auto_cp"
         )
 
 
 def check_runtime(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape | None) -> None:
     """Raise ``ConfigError``, with reason and fix, if the chosen kernels cannot run.
 
-    ``config.backend`` and ``dtype`` may be auto (bfloat16 on a GPU); ``shape=None``: not known yet.
+    ``config.backend`` and ``dtype`` may be auto (bfloat16 on a GPU). ``shape`` is None while it is unknown.
     """
     name = gdn_backend(config.backend, machine.device)
-    if name not in NEEDS:  # runs anywhere, or checks what it needs when it is constructed
+    if name not in NEEDS:  # the backend runs anywhere, or checks its requirements when it is constructed
         return
     setting = f"model.gdn.backend={name}"
     if machine.device != "cuda":
@@ -103,7 +103,7 @@ def _fla(machine: Runtime, shape: GDNShape | None) -> None:
         )
     if shape is not None and shape.key_dim > FLA_MAX_DIM:
         raise ConfigError(
-            f"model.gdn.backend=fla with linear_key_head_dim={shape.key_dim}: fla's kernels hold at most {FLA_MAX_DIM} per "
+            f"model.gdn.backend=fla with linear_key_head_dim={shape.key_dim}: fla's kernels support at most {FLA_MAX_DIM} per "
             f"head; {ANYWHERE}"
         )
 
@@ -118,7 +118,7 @@ def _flashqla(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape |
         if not config.allow_unvalidated:
             raise ConfigError(
                 f"{on}: FlashQLA has kernels for it that have not been validated here; {fix}, or "
-                "model.gdn.allow_unvalidated=true after `python scripts/bench_gdn.py` has shown parity"
+                "model.gdn.allow_unvalidated=true after `python benchmarks/gdn.py` has shown parity"
             )
     if machine.cuda is None or machine.cuda < FLASHQLA_CUDA:
         built = "without CUDA" if machine.cuda is None else f"for CUDA {_dots(machine.cuda)}"
@@ -127,12 +127,12 @@ def _flashqla(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape |
         )
     if dtype not in ("auto", "bfloat16"):
         raise ConfigError(
-            f"{setting} with model.dtype={dtype}: FlashQLA takes 16 bits only; set model.dtype=bfloat16, or {fix}"
+            f"{setting} with model.dtype={dtype}: FlashQLA supports 16-bit dtypes only; set model.dtype=bfloat16, or {fix}"
         )
     for part, size in (("key", shape.key_dim), ("value", shape.value_dim)) if shape is not None else ():
         if size != FLASHQLA_DIM:
             raise ConfigError(
-                f"{setting} with linear_{part}_head_dim={size}: FlashQLA takes {FLASHQLA_DIM} only; {fix}"
+                f"{setting} with linear_{part}_head_dim={size}: FlashQLA supports {FLASHQLA_DIM} only; {fix}"
             )
     if not machine.nvcc:
         raise ConfigError(

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang")
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Kernel runtime of a machine. None: unknown (capability, cuda) or not installed (versions)."""
+    """Kernel runtime of a machine. ``capability`` and ``cuda`` are None if unknown, a version if not installed."""
 
     device: str  # cpu | cuda
     capability: tuple[int, int] | None
@@ -27,7 +27,7 @@ class Runtime:
 
 
 def runtime(device: str, capability: tuple[int, int] | None) -> Runtime:
-    """Return the runtime of this machine; the caller gives the compute capability of its GPU."""
+    """Return this machine's runtime. ``capability`` is the compute capability of its GPU."""
     return Runtime(device, capability, torch_cuda(), {name: installed(name) for name in PACKAGES}, has_nvcc())
 
 

@@ -18,20 +18,20 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""Supported kinds of rotary embedding -> required numbers in config.json."""
+"""Supported rope_type -> numbers that config.json must contain for it."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # each family uses at most one of these keys
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 REQUIRED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Few = Annotated[int, Meta(ge=1, le=2**16)]  # of heads, layers, experts
+Few = Annotated[int, Meta(ge=1, le=2**16)]  # number of heads, layers or experts
 Amount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 
 
 class Sizes(TypedDict, total=False):
-    """Keys of the text part of a config.json that a run reads, with their types; other keys are allowed."""
+    """Types of the keys that a run reads in the text part of a config.json; other keys are allowed."""
 
     num_attention_heads: Few
     num_hidden_layers: Few
@@ -67,7 +67,7 @@ class Sizes(TypedDict, total=False):
 
 
 class ModelFields(TypedDict, total=False):
-    """Keys at the top of a config.json that a run reads, with their types."""
+    """Types of the top-level keys that a run reads in a config.json."""
 
     model_type: str | None
     architectures: list[str] | None
@@ -91,7 +91,7 @@ class GDNShape:
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """Parts of a model's config.json that rules and plan read."""
+    """Values in a model's config.json that the rules and the plan read."""
 
     folder: str
     model_type: str
@@ -109,7 +109,10 @@ class HfConfig:
 
 
 def read_hf_config(key: str, folder: str) -> HfConfig:
-    """Read ``config.json`` of ``folder``. Raises ``CheckpointError`` naming ``key`` if it is missing or not a model's."""
+    """Read ``config.json`` in ``folder``, which is set by ``key``.
+
+    Raises ``CheckpointError`` naming ``key`` if the file is missing or does not describe a model.
+    """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise CheckpointError(f"{key}={folder!r} is not a folder: give the path of a downloaded Hugging Face model")
@@ -146,9 +149,9 @@ def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` if the JSON ``values`` of ``path`` name code in the folder, which is never run."""
     if code := values.get("auto_map"):
         raise CheckpointError(
-            f"{key}: {path} has auto_map {code!r}: the model comes with code of its own, which is never run here "
-            "(trust_remote_code=False); use a folder in the format of transformers' own classes, or remove auto_map where "
-            "the model is one of these"
+            f"{key}: {path} has auto_map {code!r}: the model ships its own code, which is never run "
+            "(trust_remote_code=False); use a folder in the format of a class in transformers, or remove auto_map if "
+            "transformers has the model's class"
         )
 
 
@@ -174,7 +177,10 @@ def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
 
 
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """Return the rows of embedding and output layer: a multiple of 128 if tp divides 128, for resharding."""
+    """Return the number of rows of the embedding and the output layer.
+
+    If tp divides 128, it is a multiple of 128, so that checkpoints can be resharded.
+    """
     multiple = 128 if 128 % tp == 0 else 128 * tp
     return -(-vocab_size // multiple) * multiple
 
@@ -185,13 +191,11 @@ def check_rope(key: str, model: HfConfig) -> None:
     setting = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
     if kind not in ROPE_TYPES:
         raise CheckpointError(
-            f"{setting}, which is not supported: only {', '.join(ROPE_TYPES)}; "
+            f"{setting}, which is not supported (supported: {', '.join(ROPE_TYPES)}); "
             "remove the scaling to train within the model's original positions"
         )
     if missing := [name for name in ROPE_TYPES[kind] if not isinstance(model.rope.get(name), (int, float))]:
-        raise CheckpointError(
-            f"{setting} without a number for {', '.join(missing)}: add it, as the model's page has it"
-        )
+        raise CheckpointError(f"{setting} without a number for {', '.join(missing)}: copy it from the model's page")
 
 
 def read_json(key: str, path: Path) -> dict[str, Any]:
@@ -204,12 +208,15 @@ def read_json(key: str, path: Path) -> dict[str, Any]:
 
 
 def downloaded(key: str, path: Path) -> InputFile:
-    """Return ``path``, in the Hugging Face folder set by ``key``, as an input file."""
+    """Return the input file ``path`` in the Hugging Face folder set by ``key``."""
     return InputFile(path, CheckpointError, "download it again", key)
 
 
 def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
-    """Raise ``CheckpointError`` if the tokenizer is missing, or the chat template that ``needs_template`` requires."""
+    """Raise ``CheckpointError`` if the tokenizer is missing.
+
+    ``needs_template`` names the setting that requires a chat template, and is empty if none does.
+    """
     root = Path(folder)
     if not any((root / name).exists() for name in TOKENIZER_FILES):
         raise CheckpointError(
@@ -221,7 +228,7 @@ def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
     if needs_template and not has_chat_template(key, folder):
         raise CheckpointError(
             f"{needs_template}, but the tokenizer of {key}={folder!r} has no chat template: "
-            "use an instruct model's tokenizer, add chat_template.jinja, or do without"
+            "use an instruct model's tokenizer, add chat_template.jinja, or remove that setting"
         )
 
 

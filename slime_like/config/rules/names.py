@@ -1,8 +1,8 @@
-"""Names in the config: of a table of ``schema.names``, or the path of a user's own function where a key allows one."""
+"""Rules of names in the config: an entry of a table in ``schema.names`` or, if the key allows it, a function's path."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from slime_like.config.rules.user_functions import check_bound, check_function
 from slime_like.config.schema import names
@@ -16,7 +16,7 @@ type Named = tuple[str, str, dict[str, str]]  # key, name, table
 
 
 def check_names(cfg: TrainConfig, *, code: bool) -> None:
-    """Raise ``ConfigError`` on a name that its table lacks; with ``code``, also on a path that cannot be called."""
+    """Raise ``ConfigError`` on a name that is not in its table and, with ``code``, on a path that cannot be called."""
     for key, name, table in _closed_names(cfg):
         check(key, name, table)
     check_reward_name("reward.name", cfg.reward.name, dotted=True)
@@ -28,13 +28,13 @@ def check_names(cfg: TrainConfig, *, code: bool) -> None:
         check(key, name, table, dotted=True)
         if code and is_path(name):
             check_bound(key, name, cfg.algo)
-    # Imported when it is called: what it imports may be heavy.
+    # run.prepare is imported only when it is called, because its imports may be slow.
     if cfg.run.prepare is not None and not is_path(cfg.run.prepare):
         raise ConfigError(f"run.prepare={cfg.run.prepare!r} is not a dotted path such as my_package.my_module:function")
 
 
-def _closed_names(cfg: TrainConfig) -> Iterator[Named]:
-    """Names of the model's parts: each is of its table."""
+def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, Mapping[str, object]]]:
+    """Yield key, name and table of the model's components, which must be table entries."""
     for key, name, table in (
         ("model.family", cfg.model.family, names.FAMILIES),
         ("model.attention", cfg.model.attention, names.ATTENTIONS),
@@ -45,7 +45,7 @@ def _closed_names(cfg: TrainConfig) -> Iterator[Named]:
 
 
 def _open_names(cfg: TrainConfig) -> Iterator[Named]:
-    """Names that may also be a path, of functions that are called as they are."""
+    """Yield the names that may also be the path of a function that is called directly."""
     yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
     for name in (name for name in cfg.reward.weights if name != ROW):
         check_reward_name("reward.weights", name, dotted=True)
@@ -54,10 +54,12 @@ def _open_names(cfg: TrainConfig) -> Iterator[Named]:
     yield "data.source", cfg.data.source, names.DATA_SOURCES
     for name in cfg.rollout.filters:
         yield "rollout.filters", name, names.FILTERS
+    for name in cfg.metrics.sinks:
+        yield "metrics.sinks", name, names.SINKS
 
 
 def _algorithm_names(cfg: TrainConfig) -> Iterator[Named]:
-    """Names that may also be a path, of parts of the algorithm."""
+    """Yield the names of algorithm components that may also be a path."""
     yield "algo.loss", cfg.algo.loss, names.LOSSES
     if cfg.algo.group_advantage is not None:
         yield "algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES

@@ -1,4 +1,4 @@
-"""Rules of over-sampling and partial rollouts across config groups; ``RolloutConfig.check`` has the others."""
+"""Rules of over-sampling and partial rollouts across config groups. ``RolloutConfig.check`` has the rules within one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ def check_over_sampling(cfg: TrainConfig) -> None:
     begun, bound = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
     if begun is not None and cfg.run.deterministic:
         raise ConfigError(
-            f"rollout.over_sampling_batch_size={begun} with run.deterministic=true: the groups that end first are trained "
-            "on, and which those are is a matter of time; set rollout.over_sampling_batch_size=null (and "
+            f"rollout.over_sampling_batch_size={begun} with run.deterministic=true: the groups that finish first are trained "
+            f"on, which depends on timing; set rollout.over_sampling_batch_size=null (and "
             "rollout.partial_rollout=false), or run.deterministic=false"
         )
     masks = isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_offpolicy
     if masks and not cfg.rollout.partial_rollout and not cfg.loop.max_staleness and cfg.run.replay_from is None:
         raise ConfigError(
-            "algo.mask_offpolicy=true has no effect without rollout.partial_rollout=true or loop.max_staleness, as no sample "
-            "is sampled under several weights: set one of them, or remove it"
+            "algo.mask_offpolicy=true has no effect without rollout.partial_rollout=true or loop.max_staleness, because each "
+            "sample then comes from a single weight version: set one of them, or remove algo.mask_offpolicy"
         )
     if bound is not None and bound <= cfg.loop.max_staleness:
         raise ConfigError(
-            f"rollout.max_partial_staleness={bound} must be above loop.max_staleness={cfg.loop.max_staleness}, by which "
-            f"groups lag that nothing stopped: set at least {cfg.loop.max_staleness + 1}"
+            f"rollout.max_partial_staleness={bound} must be above loop.max_staleness={cfg.loop.max_staleness}, because "
+            f"groups that are never aborted may already lag that far: set at least {cfg.loop.max_staleness + 1}"
         )

@@ -1,4 +1,4 @@
-"""Paths of a config: ``~`` is expanded, empty paths are refused."""
+"""Resolution of paths in a config: expand ``~``, refuse empty paths and make paths of user code absolute."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.util.user_module import absolute
 
 PATHS = (
     "critic.hf_checkpoint",
@@ -19,18 +20,38 @@ PATHS = (
     "run.resume",
     "teacher.hf_checkpoint",
 )
+USER_CODE = (
+    "algo.group_advantage",
+    "algo.loss",
+    "algo.off_policy",
+    "algo.token_advantage",
+    "data.source",
+    "reward.name",
+    "rollout.agent",
+    "rollout.generate",
+    "run.prepare",
+)
 
 
 def settle_paths(cfg: TrainConfig) -> None:
-    """Replace ``~`` by the home folder in every path of an unsealed config.
+    """Replace ``~`` in every path of an unsealed config, and make the path in ``file.py:name`` absolute.
 
-    Raises ``ConfigError`` naming the key if a path is empty or names an unknown user.
+    Paths are absolute because a run's processes may have different working directories. Raises ``ConfigError`` naming
+    the key if a path is empty or names an unknown user.
     """
     for key in PATHS:
         group, _, name = key.partition(".")
         value: str | None = getattr(getattr(cfg, group), name)
         if value is not None:
             setattr(getattr(cfg, group), name, _settled(key, value))
+    for key in USER_CODE:
+        group, _, name = key.partition(".")
+        value = getattr(getattr(cfg, group), name, None)  # an algorithm has some of the keys
+        if value is not None:
+            setattr(getattr(cfg, group), name, absolute(value))
+    cfg.rollout.filters = [absolute(name) for name in cfg.rollout.filters]
+    cfg.metrics.sinks = [absolute(name) for name in cfg.metrics.sinks]
+    cfg.reward.weights = {absolute(name): weight for name, weight in cfg.reward.weights.items()}
     datasets = cfg.evaluation.datasets
     cfg.evaluation.datasets = {name: _settled(f"evaluation.datasets.{name}", path) for name, path in datasets.items()}
 

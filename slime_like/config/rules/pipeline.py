@@ -1,4 +1,4 @@
-"""Assignment of decoder layers to pipeline segments. Torch-free; the ranks split the model by it.
+"""Assignment of decoder layers to pipeline segments, by which the ranks split the model. Torch-free.
 
 Segment ``v * pp + r`` is virtual stage v of pipeline rank r: with two ranks and two virtual stages, rank 0 holds the
 first and the third segment, rank 1 the second and the fourth.
@@ -63,26 +63,24 @@ def check_pipeline(parallel: ParallelConfig) -> None:
         settings.append(f"parallel.vpp={vpp}")
     if settings and pp == 1:
         raise ConfigError(
-            f"{settings[0]} with parallel.pp=1: there is no pipeline to split; raise parallel.pp or remove it"
+            f"{settings[0]} with parallel.pp=1: there is no pipeline to split; raise parallel.pp, or remove that setting"
         )
     if parallel.pipeline_layout is not None and len(settings) > 1:
         conflicts = [key for key in settings if not key.startswith(("parallel.pipeline_layout", "parallel.vpp"))]
         if conflicts:
             raise ConfigError(
-                f"{conflicts[0]} beside parallel.pipeline_layout, which says everything: remove one of them"
+                f"{conflicts[0]} with parallel.pipeline_layout, which sets the whole layout: remove one of them"
             )
     if parallel.layers_per_virtual_stage is not None and len(settings) > 1:
         conflict = next(key for key in settings if not key.startswith("parallel.layers_per_virtual_stage"))
-        raise ConfigError(
-            f"{conflict} beside parallel.layers_per_virtual_stage: each says how layers are split; keep one"
-        )
+        raise ConfigError(f"{conflict} with parallel.layers_per_virtual_stage: both split the layers; keep one")
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
     """Return the decoder layers per segment of a Megatron pipeline layout such as ``Et*3|(tt|)*2tL``.
 
-    ``t`` is a decoder layer, ``E`` the embedding, ``L`` the output layer, ``x*n`` and ``(...)*n`` repeat. Raises
-    ``ConfigError`` on other text. Notation: megatron-core, transformer/pipeline_parallel_layer_layout.py.
+    ``t`` is a decoder layer, ``E`` the embedding and ``L`` the output layer; ``x*n`` and ``(...)*n`` repeat. Raises
+    ``ConfigError`` on any other text. Notation: megatron-core, transformer/pipeline_parallel_layer_layout.py.
     """
     flat = re.sub(r"[,\s]", "", text)
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
@@ -94,10 +92,12 @@ def parse_layout(text: str) -> tuple[int, ...]:
         )
     parts = flat.split("|")
     if flat.count("E") != 1 or flat.count("L") != 1 or not (flat.startswith("E") and flat.endswith("L")):
-        raise ConfigError(f"{wrong}: the embedding E comes once, first, and the output layer L once, last")
+        raise ConfigError(f"{wrong}: write the embedding E once, at the start, and the output layer L once, at the end")
     sizes = tuple(part.count("t") for part in parts)
     if 0 in sizes:
-        raise ConfigError(f"{wrong}: segment {sizes.index(0) + 1} of {len(sizes)} has no layer t; every one needs some")
+        raise ConfigError(
+            f"{wrong}: segment {sizes.index(0) + 1} of {len(sizes)} has no layer t; every segment needs at least one"
+        )
     return sizes
 
 
@@ -112,7 +112,9 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
             f"but parallel.vpp={parallel.vpp}: remove parallel.vpp"
         )
     if sum(sizes) != num_layers:
-        raise ConfigError(f"{what} has {' + '.join(map(str, sizes))} = {sum(sizes)} layers, the model has {num_layers}")
+        raise ConfigError(
+            f"{what} has {' + '.join(map(str, sizes))} = {sum(sizes)} layers, but the model has {num_layers}"
+        )
     return sizes
 
 
@@ -128,11 +130,11 @@ def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
         f"{settings} leave {middle} of the model's {num_layers} layers for the other {ranks} of parallel.pp={pp} ranks"
     )
     if middle < ranks or (ranks == 0) != (middle == 0) or (ranks and middle % ranks):
-        raise ConfigError(f"{summary}: every rank needs some, and those between as many each")
+        raise ConfigError(f"{summary}: every rank needs layers, and the middle ranks an equal number each")
     per_rank = [middle // ranks] * ranks if ranks else []
     per_rank = [*([first] if first is not None else []), *per_rank, *([last] if last is not None else [])]
     if bad := [n for n in per_rank if n % vpp]:
-        raise ConfigError(f"{settings}: ranks hold {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}")
+        raise ConfigError(f"{settings}: ranks have {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}")
     return tuple(n // vpp for n in per_rank) * vpp
 
 

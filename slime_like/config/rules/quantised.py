@@ -1,4 +1,4 @@
-"""Detection of quantised Hugging Face checkpoints, which are refused: cast without scales, they load as garbage."""
+"""Detection of quantised Hugging Face checkpoints, which are refused because casting without scales yields garbage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIX = "give the model's bfloat16, float16 or float32 checkpoint, or a dequantise
 
 
 def check_config(key: str, folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if config.json or ModelOpt's file says that ``folder``, set by ``key``, is quantised."""
+    """Raise ``CheckpointError`` if config.json or ModelOpt's file marks ``folder``, set by ``key``, as quantised."""
     for part, prefix in ((values, ""), (values.get("text_config"), "text_config.")):
         if not isinstance(part, Mapping):
             continue

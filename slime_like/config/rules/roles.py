@@ -18,8 +18,8 @@ from slime_like.config.schema.roles import CriticConfig, TeacherConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError
 
-# Keys of config.json that must be equal for two checkpoints to swap weights on the same ranks: every shape, and
-# the meaning of equal weights.
+# Keys of config.json that must be equal for two checkpoints to swap weights on the same ranks. They determine every
+# tensor shape and how the model uses the weights.
 SHAPE = (
     "model_type",
     "num_hidden_layers",
@@ -53,18 +53,18 @@ SHAPE = (
 
 
 def check_roles(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` on a role's key that is unused, missing or contradicts another key."""
+    """Raise ``ConfigError`` if a role's key is unused or missing, or contradicts another key."""
     _unread("critic", cfg.critic, "ppo", used=isinstance(cfg.algo, PpoConfig))
     _unread("teacher", cfg.teacher, "distill", used=isinstance(cfg.algo, DistillConfig))
     warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
     if warmup >= total:
         raise ConfigError(
-            f"critic.warmup_rollouts={warmup} leaves none of loop.num_rollout={total} to train the actor on: lower it"
+            f"critic.warmup_rollouts={warmup} must be below loop.num_rollout={total}; otherwise the actor is never trained"
         )
     steps = total * cfg.loop.steps_per_rollout
     if cfg.critic.lr_warmup_steps >= steps:
         raise ConfigError(
-            f"critic.lr_warmup_steps={cfg.critic.lr_warmup_steps} leaves none of the critic's {steps} optimizer steps: lower it"
+            f"critic.lr_warmup_steps={cfg.critic.lr_warmup_steps} must be below the critic's {steps} optimizer steps"
         )
     if isinstance(cfg.algo, DistillConfig) and cfg.teacher.hf_checkpoint is None:
         raise ConfigError("algo=distill learns from a teacher: set teacher.hf_checkpoint=<HF folder>")
@@ -100,14 +100,16 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
     if folder is not None:
         if critic.vocab_size != model.vocab_size:
             raise CheckpointError(
-                f"{key}={folder!r} has a vocabulary of {critic.vocab_size} tokens, model.hf_checkpoint one of "
-                f"{model.vocab_size}: the critic reads the policy's tokens; give a model with the same tokenizer"
+                f"{key}={folder!r} has a vocabulary of {critic.vocab_size} tokens, but model.hf_checkpoint "
+                f"has {model.vocab_size}: the critic reads the policy's tokens; use a model with the same tokenizer"
             )
         check_shapes(key, critic)
     _layout("critic", cfg.critic, critic, cfg)
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
-            raise CheckpointError(f"critic.load={cfg.critic.load!r} is not a folder: give the critic folder of a run")
+            raise CheckpointError(
+                f"critic.load={cfg.critic.load!r} is not a folder: set it to the critic folder of a run"
+            )
         source = critic_source(Path(cfg.critic.load))
         check_critic(cfg, source, read_manifest(source))
 
@@ -131,19 +133,22 @@ def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
     difference = shape_difference(cfg.model.hf_checkpoint, folder)
     if cfg.teacher.placement == "swap" and difference is not None:
         raise CheckpointError(
-            f"{key}={folder!r} differs from model.hf_checkpoint in {difference}: it cannot take the actor's place on the "
-            "same ranks; set teacher.placement=colocated for ranks of its own"
+            f"{key}={folder!r} differs from model.hf_checkpoint in {difference}: it cannot swap weights with the actor "
+            "on the same ranks; set teacher.placement=colocated for separate ranks"
         )
 
 
 def _same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
-    """Check that both share the tokenizer. If tokenizers can be compared, the number of padding rows may differ."""
+    """Check that student and teacher share the tokenizer.
+
+    If the tokenizers can be compared, the vocabulary sizes may differ by padding rows.
+    """
     key = f"teacher.hf_checkpoint={folder!r}"
     student_ids, teacher_ids = _tokens(student_folder), _tokens(folder)
     if student_ids is None or teacher_ids is None:
         if student.vocab_size != teacher.vocab_size:
             raise CheckpointError(
-                f"{key} has a vocabulary of {teacher.vocab_size} tokens, the student's is of {student.vocab_size} "
+                f"{key} has a vocabulary of {teacher.vocab_size} tokens, but the student's has {student.vocab_size} "
                 f"(model.hf_checkpoint={student_folder!r}): a teacher must have the student's tokenizer"
             )
         return
@@ -151,18 +156,19 @@ def _same_vocabulary(student_folder: str, student: HfConfig, folder: str, teache
     if mismatch is not None or len(student_ids) != len(teacher_ids):
         token = mismatch if mismatch is not None else next(token for token in teacher_ids if token not in student_ids)
         raise CheckpointError(
-            f"{key} has a vocabulary of {len(teacher_ids)} tokens, the student's is of {len(student_ids)} "
-            f"(model.hf_checkpoint={student_folder!r}); {token!r} is token {teacher_ids.get(token)} there and {student_ids.get(token)} "
+            f"{key} has a vocabulary of {len(teacher_ids)} tokens, the student's has {len(student_ids)} "
+            f"(model.hf_checkpoint={student_folder!r}); {token!r} is token {teacher_ids.get(token)} there and "
+            f"{student_ids.get(token)} "
             "here: a teacher must have the student's tokenizer"
         )
     top = max(student_ids.values(), default=0)
     for name, config in ((key, teacher), (f"model.hf_checkpoint={student_folder!r}", student)):
         if top >= config.vocab_size:
-            raise CheckpointError(f"{name} has {config.vocab_size} embeddings, its tokenizer knows token {top}")
+            raise CheckpointError(f"{name} has {config.vocab_size} embeddings, but its tokenizer has token id {top}")
 
 
 def _tokens(folder: str) -> dict[str, int] | None:
-    """Return token -> id of a tokenizer.json; None if it is missing or in another format."""
+    """Return the mapping from token to id in tokenizer.json; None if it is missing or has another format."""
     path = Path(folder) / "tokenizer.json"
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -177,7 +183,7 @@ def _tokens(folder: str) -> dict[str, int] | None:
 
 
 def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
-    """Check the role's layout; sizes that it does not set are the actor's."""
+    """Check the role's layout. Sizes that the role does not set are the actor's."""
     if role.tp is not None:
         for num_heads, kind in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
             if num_heads % role.tp:
@@ -191,12 +197,12 @@ def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg
             if num_heads % tp:
                 raise ConfigError(
                     f"{group}.tp={tp} does not divide the {num_heads} linear attention {kind} heads of the model in "
-                    f"{model.folder}: lower it"
+                    f"{model.folder}: lower {group}.tp"
                 )
         gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=tp, cp=cp)
     if role.pp is not None and role.pp > model.num_layers:
         raise ConfigError(
-            f"{group}.pp={role.pp} is more than the {model.num_layers} layers of {model.folder}: lower it"
+            f"{group}.pp={role.pp} is more than the {model.num_layers} layers of {model.folder}: lower {group}.pp"
         )
 
 

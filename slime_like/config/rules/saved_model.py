@@ -11,9 +11,9 @@ from slime_like.errors import CheckpointError
 
 
 def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, tp: int) -> None:
-    """Raise ``CheckpointError`` if ``manifest``, of ``source``, describes another model than ``folder``, set by ``key``.
+    """Raise ``CheckpointError`` if the ``manifest`` of ``source`` does not describe the model in ``folder``.
 
-    Values that config.json leaves to the model class are compared on the ranks.
+    ``key`` is the config key that sets ``folder``. The ranks compare values that config.json leaves to the model class.
     """
     top = read_json(key, Path(folder) / "config.json")
     text = top.get("text_config")  # of a multimodal model, whose model_type is not the text's
@@ -23,17 +23,17 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
             continue  # a critic has no output layer to tie
         if config.get(name) is not None and config[name] != saved:
             raise CheckpointError(
-                f"{source}: of another model: {name} is {saved} there and {config[name]} in "
-                f"{key}={folder!r}; give the checkpoint the model it was trained from"
+                f"{source} was saved from another model: its {name} is {saved}, but {config[name]} in "
+                f"{key}={folder!r}; use the model that the checkpoint was trained from"
             )
     check_padding(manifest, source, padded_vocabulary(int(config["vocab_size"]), tp), tp)
 
 
 def check_padding(manifest: Manifest, source: Path, rows: int, tp: int) -> None:
-    """Raise ``CheckpointError`` unless the vocabulary was padded to ``rows``, the padding at ``tp``."""
+    """Raise ``CheckpointError`` unless the vocabulary was padded to ``rows``, as ``tp`` would pad it."""
     saved_rows = manifest.model.get("padded_vocabulary", rows)
     if saved_rows != rows:
         raise CheckpointError(
-            f"{source}: its vocabulary is padded to {saved_rows} rows, tp={tp} pads it to {rows}: "
-            "resume with the tp it was saved with; those that divide 128 can take each other's checkpoints"
+            f"{source}: its vocabulary is padded to {saved_rows} rows, but tp={tp} pads it to {rows}: "
+            "resume with the same tp (checkpoints are interchangeable between values of tp that divide 128)"
         )

@@ -1,4 +1,4 @@
-"""Length of the learning-rate schedule: fill unset keys, refuse values that do not fit the run."""
+"""Rules of the learning-rate schedule's length, which fill unset keys and refuse values that do not fit the run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def settle_schedule(
 ) -> OptimConfig:
     """Return ``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in optimizer steps.
 
-    ``num_steps`` is the run's, computed by ``formula``; ``warmup_key`` is the key that sets the warm-up. Raises
-    ``ConfigError`` on a schedule that is longer than the run, leaves no steps to decay over, or has steps that its
-    shape does not read.
+    ``num_steps`` is the number of optimizer steps in the run, computed by ``formula``. ``warmup_key`` is the key that
+    sets the warm-up. Raises ``ConfigError`` if the schedule is longer than the run or leaves no steps for the decay,
+    or if a key is set that this schedule does not read.
     """
     if optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower it")
+        raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower optim.min_lr")
     decays, is_wsd = optim.schedule != "constant", optim.schedule == "wsd"
     for name, value, read_by in (
         ("decay_steps", optim.decay_steps, "linear, cosine and wsd" if not decays else None),
@@ -35,26 +35,26 @@ def settle_schedule(
     ):
         if value is not None and read_by and value != num_steps:
             raise ConfigError(
-                f"optim.{name}={value} is read by optim.schedule {read_by} only, not by {optim.schedule}: "
-                "remove it, or choose such a schedule"
+                f"optim.{name}={value} is read only by optim.schedule {read_by}, not by {optim.schedule}: "
+                f"remove optim.{name}, or choose a schedule that reads it"
             )
     decay = (optim.decay_steps if decays else None) or num_steps
     run = f"{num_steps} optimizer steps" + (f" ({formula})" if formula else "")
-    _fits("optim.decay_steps", decay, num_steps, run, "the rate would stop short of optim.min_lr")
+    _fits("optim.decay_steps", decay, num_steps, run, "the learning rate would not decay to optim.min_lr")
     warmup = optim.warmup_steps
     if optim.warmup_fraction is not None:
         if warmup:
             raise ConfigError(
-                f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: give one of them"
+                f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: set only one of them"
             )
         warmup = round(optim.warmup_fraction * decay)
-    _fits(warmup_key, warmup, num_steps, run, "the rate would never reach optim.lr")
+    _fits(warmup_key, warmup, num_steps, run, "the learning rate would never reach optim.lr")
     tail = (optim.wsd_decay_steps or max(1, decay // 10)) if is_wsd else 0
     if decays and warmup + tail >= decay + is_wsd:
         tail_text = f" and optim.wsd_decay_steps={tail} leave" if is_wsd else " leaves"
         raise ConfigError(
             f"{warmup_key}={warmup}{tail_text} none of {decay} optimizer steps for "
-            f"optim.schedule={optim.schedule}: lower it, or raise optim.decay_steps"
+            f"optim.schedule={optim.schedule}: lower {warmup_key}, or raise optim.decay_steps"
         )
     return replace(
         optim,

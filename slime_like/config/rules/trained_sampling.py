@@ -1,7 +1,7 @@
-"""Rules of trained samples: drawn from the model's distribution at ``rollout.temperature``, without changes.
+"""Rules that keep trained samples drawn from the model's unmodified distribution at ``rollout.temperature``.
 
-The trainer computes log-probabilities of that distribution only. A key or an environment variable that makes an
-engine sample differently is refused at load, except with ``run.mode=rollout_only``, which trains on nothing.
+The trainer computes log-probabilities only of that distribution. A key or an environment variable that makes an
+engine sample differently is refused at load, except with ``run.mode=rollout_only``, which does not train.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile, shown
 
 _FIELDS = {
-    "SGLang merges it into every request, so that min_p or a penalty cuts and bends the distribution": (
+    "SGLang merges it into every request, and min_p or a penalty would change the distribution": (
         "preferred_sampling_params",
     ),
     "a watermark biases every token": (
@@ -33,20 +33,20 @@ _FIELDS = {
     ),
     "a logit processor changes logits before a token is drawn": ("enable_custom_logit_processor",),
     "tokens are blocked while the model thinks": ("enable_strict_thinking",),
-    "this backend puts tokens of its own in place of sampled ones": ("sampling_backend",),
-    "a diffusion decoder fills in tokens in another order than the trainer scores them": ("dllm_algorithm",),
-    "a prompt that is cut is not the prompt that the trainer sees": ("allow_auto_truncate",),
-    "the engine would run another model than the trainer; change config.json of model.hf_checkpoint, which both read": (
+    "this backend replaces sampled tokens": ("sampling_backend",),
+    "a diffusion decoder fills in tokens in a different order than the trainer scores them": ("dllm_algorithm",),
+    "the trainer would score the full prompt, but the engine a truncated one": ("allow_auto_truncate",),
+    "engine and trainer would run different models; change config.json in model.hf_checkpoint, which both read": (
         "json_model_override_args",
     ),
-    "a hook changes the forward pass: the engine would run another model than the trainer": ("forward_hooks",),
-    "tokens would go to random experts: the engine would run another model than the trainer": (
+    "a hook changes the forward pass: engine and trainer would run different models": ("forward_hooks",),
+    "tokens would be routed to random experts: engine and trainer would run different models": (
         "ep_dispatch_algorithm",
     ),
-    "experts would be added a layer late: the engine would run another model than the trainer": (
+    "expert outputs would be added one layer late: engine and trainer would run different models": (
         "kt_max_deferred_experts_per_token",
     ),
-    "it keeps KV beyond the flush after a push, so that prefixes of earlier weights are read": (
+    "its KV cache survives the flush after a push, so prefixes computed with earlier weights would be reused": (
         "hicache_storage_backend",
         "enable_unified_cache_external_linker",
         "enable_lmcache",
@@ -56,23 +56,23 @@ _FIELDS = {
 CHANGES_SAMPLES: Mapping[str, str] = {field: reason for reason, fields in _FIELDS.items() for field in fields}
 """Field of SGLang's ``ServerArgs`` -> reason why samples of an engine with it cannot be trained on.
 
-All other fields are listed in ``tests/config/sglang_fields.txt``; a test names fields of a new SGLang in neither.
+All other fields are listed in ``tests/config/sglang_fields.txt``. A test fails if a new SGLang has fields in neither.
 """
 HARMLESS: Mapping[str, tuple[object, ...]] = {
     "sampling_backend": ("flashinfer", "pytorch", "ascend", "intel_xpu"),
     "ep_dispatch_algorithm": ("static", "dynamic", "lp"),
 }
-"""Harmless values of such a field, in addition to its default."""
+"""Field of ``CHANGES_SAMPLES`` -> values that do not change samples, in addition to its default."""
 _PERTURBED = "it overwrites keys, values or drawn tokens at random, to test SGLang's checks"
-_EXPERTS = "tokens would go to made-up experts: the engine would run another model than the trainer"
+_EXPERTS = "tokens would be routed to fake experts: engine and trainer would run different models"
 CHANGES_SAMPLES_BY_VARIABLE: Mapping[str, str] = {
-    "SGLANG_SIMULATE_ACC_LEN": "so many drafted tokens are accepted whatever the model says of them",
-    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "drafts are accepted where they are the most probable token",
+    "SGLANG_SIMULATE_ACC_LEN": "it accepts a fixed number of drafted tokens regardless of the model",
+    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "drafts are accepted if they are the most probable token",
     "SGLANG_SIMULATE_UNIFORM_EXPERTS": _EXPERTS,
     "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": _EXPERTS,
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities are reported at temperature 1 whatever tokens are sampled at",
-    "SGLANG_DEBUG_HISPARSE_SKIP_IO": "keys and values are left out, to measure how long their copies take",
-    "SGLANG_DEBUG_REVERT_PR": "it brings a mended bug of SGLang back",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities are reported at temperature 1 regardless of the sampling temperature",
+    "SGLANG_DEBUG_HISPARSE_SKIP_IO": "copies of keys and values are skipped, to measure how long they take",
+    "SGLANG_DEBUG_REVERT_PR": "it restores a bug that SGLang has fixed",
     "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB": _PERTURBED,
     "SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB": _PERTURBED,
     "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB": _PERTURBED,
@@ -81,45 +81,46 @@ CHANGES_SAMPLES_BY_VARIABLE: Mapping[str, str] = {
 }
 """Environment variable of SGLang -> reason why samples of an engine with it cannot be trained on.
 
-Others with a name about sampling are listed in ``tests/config/sglang_environment.txt``; a test names those of a new
-SGLang that are in neither.
+Other variables whose names suggest sampling are listed in ``tests/config/sglang_environment.txt``. A test fails if a
+new SGLang has such variables in neither.
 """
 
 
 def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` on a key or variable that makes an engine sample from a distribution other than the trainer's."""
+    """Raise ``ConfigError`` on a key or variable that makes an engine sample from another distribution."""
     if cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
         return
     for key, value, off in (("rollout.top_p", cfg.rollout.top_p, 1.0), ("rollout.top_k", cfg.rollout.top_k, -1)):
         if value != off:
             raise ConfigError(
-                f"{key}={value} cannot be trained on: tokens would be sampled from a cut distribution while the "
-                f"trainer computes log-probabilities of the whole one; set {key}={off:g} (evaluation.top_p is free)"
+                f"{key}={value} cannot be trained on: tokens would be sampled from a truncated distribution while the trainer "
+                f"computes log-probabilities of the full one; set {key}={off:g} (evaluation.top_p is free)"
             )
     for field, value in cfg.rollout.sglang.items():
         if field in CHANGES_SAMPLES and not _is_harmless(field, value):
             raise ConfigError(
                 f"rollout.sglang.{field}={value!r} cannot be trained on: {CHANGES_SAMPLES[field]}; remove it "
-                "(run.mode=rollout_only may have it)"
+                "(run.mode=rollout_only allows it)"
             )
     for name in sorted(changing_variables(environment)):
         raise ConfigError(
-            f"{name}={environment[name]} in the environment, which engines inherit: what they sample cannot be trained on: "
-            f"{CHANGES_SAMPLES_BY_VARIABLE[name]}; unset it (run.mode=rollout_only may have it)"
+            f"{name}={environment[name]} in the environment, which engines inherit, so their samples cannot be trained on: "
+            f"{CHANGES_SAMPLES_BY_VARIABLE[name]}; unset it (run.mode=rollout_only allows it)"
         )
 
 
 def check_drafts(cfg: TrainConfig, device: str) -> None:
     """Raise ``ConfigError`` if engines on ``device`` accept drafts without regard to the temperature.
 
-    On a CPU, SGLang verifies drafts greedily for every request (``speculative/eagle_utils.py``): samples would be argmaxes.
+    On a CPU, SGLang verifies drafts greedily for every request (``speculative/eagle_utils.py``), so samples would be
+    greedy.
     """
     method = cfg.rollout.sglang.get("speculative_algorithm")
     if device != "cpu" or not method or cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
         return
     raise ConfigError(
         f"rollout.sglang.speculative_algorithm={method} cannot be trained on with placement.device=cpu: there SGLang accepts "
-        "the most probable tokens of a draft whatever the temperature; remove it (run.mode=rollout_only may have it)"
+        f"the most probable tokens of a draft at any temperature; remove it (run.mode=rollout_only allows it)"
     )
 
 
@@ -131,8 +132,8 @@ def changing_variables(environment: Mapping[str, str]) -> set[str]:
 def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
     """Raise ``ConfigError`` if the rollouts in ``folder`` were sampled from a distribution other than that of ``cfg``.
 
-    The settings of the dumping run are in ``config.yaml`` of its folder; a folder copied without that
-    file is not checked.
+    The settings are read from ``config.yaml`` in the folder of the run that dumped them. A rollouts folder that was
+    copied without this file is not checked.
     """
     path = folder.parent / "config.yaml"
     if isinstance(cfg.algo, SftConfig) or not path.is_file():

@@ -1,4 +1,4 @@
-"""Rules across keys that need no file: checked at load, before any process starts, with key, value and fix."""
+"""Rules across keys that need no file. They are checked at load, before any process starts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import check, is_path
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers in any family
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # for any model family
 BIG = 1e12
 
 
 def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, counted: bool = True) -> None:
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
 
-    With ``machine=False``, only rules that hold on every machine are checked; with ``code=False``, no dotted path is
-    imported; with ``counted=False``, loop.num_rollout is not known yet.
+    With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no dotted path is
+    imported. With ``counted=False``, loop.num_rollout is not known yet, so rules that read it are skipped.
     """
     _ranges(cfg)
     check_names(cfg, code=code)
@@ -69,8 +69,8 @@ def _dp_attention(cfg: TrainConfig) -> None:
     size = cfg.rollout.sglang.get("attn_dp_size", 1)
     if size < 1 or cfg.rollout.tp % size:
         raise ConfigError(
-            f"rollout.sglang.attn_dp_size={size} does not divide the rollout.tp={cfg.rollout.tp} GPUs of an engine, whose "
-            "attention it splits: set a divisor; further engines are rollout.num_engines"
+            f"rollout.sglang.attn_dp_size={size} does not divide the rollout.tp={cfg.rollout.tp} GPUs of an engine, over "
+            "which it splits the attention: set a divisor of rollout.tp; to add engines, set rollout.num_engines"
         )
 
 
@@ -160,20 +160,21 @@ def _algorithm(cfg: TrainConfig) -> None:
         if n != 1:
             raise ConfigError(f"rollout.n_samples_per_prompt={n} with algo=sft: a row has one label; set it to 1")
         if cfg.evaluation.datasets:
-            raise ConfigError(
-                "evaluation.datasets with algo=sft: no engine runs that could answer; set evaluation.datasets={}"
-            )
+            raise ConfigError("evaluation.datasets with algo=sft: no engine runs; set evaluation.datasets={}")
         return
     own = is_path(algo.group_advantage)
     if algo.group_advantage is not None and not own and n < 2 and cfg.run.mode != "rollout_only":
         raise ConfigError(
             f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
-            "would be 0, as a group is its own baseline; set at least 2, or algo=reinforce_pp"
+            "would be 0, because a sample would be its own baseline; set n_samples_per_prompt to at least 2, or algo=reinforce_pp"
         )
 
 
 def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
-    """Refuse a loss or advantage of another algorithm, which reads other keys than those of ``algo``; dotted paths are accepted."""
+    """Refuse the loss or advantage of another algorithm, because it reads keys that ``algo`` lacks.
+
+    Dotted paths are accepted.
+    """
     default = ALGORITHMS[chosen]()
     if algo.loss != default.loss and not is_path(algo.loss):
         algorithms = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
@@ -189,7 +190,7 @@ def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
             f"algo={chosen}; choose the algorithm with algo={' or '.join(algorithms)}"
         )
     if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
-        source = default.token_advantage or "none, as labels say what is right"
+        source = default.token_advantage or "none, because it learns from labels"
         fix = f"set algo.group_advantage={default.group_advantage}" if default.group_advantage else "set it to null"
         raise ConfigError(
             f"algo.group_advantage={algo.group_advantage!r} under algo={chosen}, whose advantages are "
@@ -201,12 +202,10 @@ def _mode(cfg: TrainConfig) -> None:
     run = cfg.run
     if run.mode == "train_only" and run.replay_from is None and not isinstance(cfg.algo, SftConfig):
         raise ConfigError(
-            "run.mode=train_only needs dumped rollouts: set run.replay_from=<folder> (run.dump_rollouts=true makes one)"
+            "run.mode=train_only needs dumped rollouts: set run.replay_from=<folder> (run.dump_rollouts=true writes one)"
         )
     if run.mode == "train_only" and cfg.evaluation.datasets:
-        raise ConfigError(
-            "evaluation.datasets with run.mode=train_only: no engine runs that could answer; set evaluation.datasets={}"
-        )
+        raise ConfigError("evaluation.datasets with run.mode=train_only: no engine runs; set evaluation.datasets={}")
     if run.replay_from is not None and run.mode != "train_only":
         raise ConfigError(
             f"run.replay_from={run.replay_from!r} with run.mode={run.mode}: a replay generates nothing; "
@@ -225,7 +224,7 @@ def _lengths(cfg: TrainConfig) -> None:
     if buffer is not None and buffer > cfg.rollout.max_response_len:
         raise ConfigError(
             f"reward.overlong_buffer_len={buffer} is above rollout.max_response_len={cfg.rollout.max_response_len}, "
-            "so that no length would be free of a penalty: lower it"
+            "so responses of every length would be penalised: lower reward.overlong_buffer_len"
         )
     longest = cfg.rollout.max_context_len
     for key, value in (
@@ -235,8 +234,8 @@ def _lengths(cfg: TrainConfig) -> None:
     ):
         if longest is not None and value is not None and value > longest:
             raise ConfigError(
-                f"{key}={value} is longer than rollout.max_context_len={longest}, in which the prompt lies as well: "
-                "lower it, or raise the context"
+                f"{key}={value} is longer than rollout.max_context_len={longest}, which includes the prompt: lower {key}, or "
+                f"raise rollout.max_context_len"
             )
 
 
@@ -251,7 +250,8 @@ def _placement(cfg: TrainConfig) -> None:
     if transport != "auto" and transport not in tables[mode]:
         check("weights.transport", transport, tables["colocated"] | tables["split"] | {"auto": ""})
         raise ConfigError(
-            f"weights.transport={transport} with placement.mode={mode}: set weights.transport={' or '.join(tables[mode])} or auto"
+            f"weights.transport={transport} with placement.mode={mode}: set weights.transport={' or '.join(tables[mode])} or "
+            f"auto"
         )
     if cfg.placement.actor_num_nodes > 1 and cfg.placement.ray_address is None:
         raise ConfigError(
@@ -266,12 +266,12 @@ def _schedule(cfg: TrainConfig) -> None:
 
 
 def _memory_and_overlap(cfg: TrainConfig) -> None:
-    """Check keys of recompute, overlap and offload that require other keys."""
+    """Check that keys of recompute, overlap and offload are set together with the keys they require."""
     model, p, optim = cfg.model, cfg.parallel, cfg.optim
     if model.recompute_num_layers is not None and model.recompute != "full":
         raise ConfigError(
             f"model.recompute_num_layers={model.recompute_num_layers} with model.recompute={model.recompute}: "
-            "only model.recompute=full counts layers; set that, or remove it"
+            "only model.recompute=full reads it; set model.recompute=full, or remove it"
         )
     if p.overlap_param_gather and not (p.overlap_grad_reduce and p.distributed_optimizer):
         raise ConfigError(
@@ -281,7 +281,7 @@ def _memory_and_overlap(cfg: TrainConfig) -> None:
     if p.bucket_size is not None and not p.overlap_grad_reduce:
         raise ConfigError(
             f"parallel.bucket_size={p.bucket_size} without parallel.overlap_grad_reduce=true: gradients are then "
-            "reduced in one piece; set that, or remove it"
+            "reduced in one piece; set parallel.overlap_grad_reduce=true, or remove parallel.bucket_size"
         )
     if optim.cpu_offload and not p.distributed_optimizer:
         raise ConfigError("optim.cpu_offload=true needs parallel.distributed_optimizer=true: set it")

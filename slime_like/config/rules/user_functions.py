@@ -16,9 +16,9 @@ from slime_like.util.user_code import check_signature, describe, location
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Call that a key's function must accept."""
+    """Signature that a key's function must have."""
 
-    call: str  # as a user writes it
+    call: str  # signature as a user writes it
     num_args: int
     is_async: bool = False
 
@@ -27,24 +27,37 @@ FORMS = {
     "rollout.generate": Form("async def generate(prompt, engine, seeds, context)", 4, is_async=True),
     "rollout.filters": Form("filter(group) -> None or a reason", 1),
     "data.source": Form("source(config, context)", 2),
+    "metrics.sinks": Form("sink(config, context)", 2),
     "run.prepare": Form("prepare(config)", 1),
     "algo.loss": Form("loss(config)", 1),
     "algo.token_advantage": Form("advantage(config)", 1),
     "algo.group_advantage": Form("advantage(rewards_G) -> advantages_G", 1),
     "algo.off_policy": Form("correction(config, old_logprobs, rollout_logprobs, sequences) -> Correction", 4),
 }
+METHODS = {
+    "data.source": (
+        Form("__len__()", 0),
+        Form("next(n)", 1),
+        Form("metrics()", 0),
+        Form("state()", 0),
+        Form("load_state(state)", 1),
+    ),
+    "metrics.sinks": (Form("log(step, values, spans)", 3), Form("close()", 0)),
+}
+"""Methods of the object that a key's function returns."""
 BOUND = {
     "algo.loss": Form("loss(config)(view) -> LossOutput", 1),
     "algo.token_advantage": Form("advantage(config)(views, reduce) -> [advantages_T of each view]", 2),
 }
-"""The call of the object that a key's function returns for the algorithm's config."""
-"""Rewards and agents are checked where they are loaded (``reward.check``, ``config.agent_rules``)."""
+"""Signature of the object that a key's function returns for the algorithm's config."""
+# Rewards and agents are checked when they are loaded, in reward.check and config.rules.agents.
 
 
 def check_function(key: str, name: str, table: dict[str, str]) -> None:
     """Raise ``ConfigError`` unless ``name`` is in ``table``, or a dotted path to a function with the signature of ``key``.
 
-    If a coroutine is expected, a class is also accepted: it is constructed with the config group and its instance called.
+    If a coroutine function is expected, a class is also accepted. It is constructed with the config group, and the
+    instance is then called.
     """
     if name in table:
         return
@@ -56,15 +69,26 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
         return
     if inspect.isclass(function) and form.is_async:
         check_signature(key, name, function, f"{function.__name__}(config)", 1)
-        function = getattr(function, "__call__", None)  # noqa: B004  the instances' method, not whether it can be called
+        function = getattr(function, "__call__", None)  # noqa: B004  get the method of instances
         form = Form(f"{form.call} of its instances", form.num_args + 1, is_async=True)
+    if inspect.isclass(function):
+        check_methods(key, name, function)
     _check(key, name, function, form)
 
 
-def check_bound(key: str, name: str, config: AlgoConfig) -> None:
-    """Raise ``ConfigError`` unless the function at path ``name`` can be called as a part of the algorithm.
+def check_methods(key: str, name: str, target: object) -> None:
+    """Raise ``ConfigError`` unless ``target``, an object or its class, has the methods that ``key`` requires."""
+    for form in METHODS.get(key, ()):
+        method = getattr(target, form.call.partition("(")[0], None)
+        if not callable(method):
+            raise ConfigError(f"{key}={name!r} has no method {form.call}: add it{location(target)}")
+        check_signature(key, name, method, form.call, form.num_args + inspect.isclass(target))
 
-    A loss or a token advantage is constructed from ``config``, as each rank will do.
+
+def check_bound(key: str, name: str, config: AlgoConfig) -> None:
+    """Raise ``ConfigError`` unless the function at path ``name`` can be called as a component of the algorithm.
+
+    A loss or a token advantage is constructed from ``config``, as on each rank.
     """
     check_function(key, name, {})
     if (form := BOUND.get(key)) is None:
@@ -72,18 +96,18 @@ def check_bound(key: str, name: str, config: AlgoConfig) -> None:
     function = resolve(key, name, {})
     try:
         bound = function(config)
-    except Exception as error:  # code of a user's may raise anything
+    except Exception as error:  # user code may raise anything
         raise ConfigError(f"{key}={name!r}: {FORMS[key].call} raised {describe(error)}: correct that line") from error
     if not callable(bound):
         raise ConfigError(
-            f"{key}={name!r} returned a {type(bound).__name__} for {FORMS[key].call}: it must return what can be called as "
+            f"{key}={name!r} returned a {type(bound).__name__} for {FORMS[key].call}: it must return a callable "
             f"{form.call}{location(function)}"
         )
     _check(key, name, bound, form)
     if key == "algo.loss" and not isinstance(getattr(bound, "needs_entropy", None), bool):
         raise ConfigError(
-            f"{key}={name!r} has no needs_entropy: give the object that {FORMS[key].call} returns a bool of this name, True "
-            f"if it reads view.entropy{location(function)}"
+            f"{key}={name!r} has no needs_entropy: add a bool of this name to the object that {FORMS[key].call} returns, "
+            f"True if the loss reads view.entropy{location(function)}"
         )
     if key == "algo.token_advantage" and isinstance(config, PpoConfig) and not hasattr(bound, "returns"):
         raise ConfigError(
@@ -98,6 +122,6 @@ def _check(key: str, name: str, function: Callable[..., Any] | None, form: Form)
     own_call = getattr(function, "__call__", None)  # noqa: B004  of an instance with an async __call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(own_call)
     if is_async != form.is_async:
-        wrong = "is no coroutine function" if form.is_async else "is a coroutine function, which nobody awaits"
+        wrong = "is not a coroutine function" if form.is_async else "is a coroutine function, but is not awaited"
         raise ConfigError(f"{key}={name!r} {wrong}: it must be {form.call}{location(function)}")
     check_signature(key, name, function, form.call, form.num_args)

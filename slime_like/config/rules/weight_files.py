@@ -1,4 +1,4 @@
-"""Checks of the safetensors files of a Hugging Face folder by their headers."""
+"""Checks of the safetensors headers in a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Stored:
 
 
 def check_weights(key: str, folder: str) -> int:
-    """Return the number of parameters in the safetensors of ``folder``, after checking that every file is complete.
+    """Return the number of parameters in the safetensors files of ``folder``, after checking that each is complete.
 
-    Complete: the tensors of the header fill the file. Raises ``CheckpointError`` naming ``key`` and the file if
-    one is incomplete, or the model is quantised.
+    A file is complete if the tensors in its header fill it. Raises ``CheckpointError`` naming ``key`` and the file if
+    a file is incomplete or the model is quantised.
     """
     return sum(map(_parameters, _headers(key, folder).values()))
 
@@ -57,19 +57,19 @@ def check_shapes(key: str, model: HfConfig) -> None:
         expected = (model.vocab_size, model.hidden_size)
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) and tensor.shape != expected:
             raise CheckpointError(
-                f"{key}={model.folder!r}: {name} is {list(tensor.shape)}, and config.json says vocab_size {expected[0]} and "
-                f"hidden_size {expected[1]}: are config.json and the weights of one model?"
+                f"{key}={model.folder!r}: {name} is {list(tensor.shape)}, but config.json has vocab_size {expected[0]} and "
+                f"hidden_size {expected[1]}: are config.json and the weights from the same model?"
             )
     layers = {int(match[1]) for name in tensors if (match := _LAYER.search(name))}
     if layers and (missing := set(range(model.num_layers)) - layers):
         raise CheckpointError(
-            f"{key}={model.folder!r}: config.json says num_hidden_layers {model.num_layers}, and the weights have no layer "
-            f"{min(missing)}: are config.json and the weights of one model?"
+            f"{key}={model.folder!r}: config.json has num_hidden_layers {model.num_layers}, but the weights have no layer "
+            f"{min(missing)}: are config.json and the weights from the same model?"
         )
     if layers and max(layers) >= model.num_layers:
         raise CheckpointError(
-            f"{key}={model.folder!r}: the weights have a layer {max(layers)}, and config.json says num_hidden_layers "
-            f"{model.num_layers}, so that it would be left out: are config.json and the weights of one model?"
+            f"{key}={model.folder!r}: the weights have a layer {max(layers)}, but config.json has num_hidden_layers "
+            f"{model.num_layers}, so it would be ignored: are config.json and the weights from the same model?"
         )
 
 
@@ -88,7 +88,7 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, Stored]]:
     headers = {name: read_header(key, root / name) for name in sorted(set(placed.values()))}
     if misplaced := sorted(name for name, file in placed.items() if name not in headers[file]):
         raise CheckpointError(
-            f"{key}: {index} places {shown(misplaced[0])} in {placed[misplaced[0]]}, which does not hold it "
+            f"{key}: {index} places {shown(misplaced[0])} in {placed[misplaced[0]]}, which does not contain it "
             f"({len(misplaced)} such tensors); download the model again"
         )
     return headers
@@ -102,14 +102,15 @@ def read_index(key: str, path: Path) -> dict[str, str]:
         raise file.refused("has no weight_map")
     files = file.typed(placed, dict[str, str])
     if strange := next((name for name in files.values() if Path(name).name != name or len(name) > LONGEST_NAME), None):
-        raise file.refused(f"names the file {shown(strange)}, which is not beside it")
+        raise file.refused(f"names the file {shown(strange)}, which is not in the same folder")
     return files
 
 
 def read_header(key: str, path: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file by name.
 
-    Raises ``CheckpointError`` naming ``key`` and the file unless they fill it, each as large as its dtype and shape say.
+    Raises ``CheckpointError`` naming ``key`` and the file unless every tensor has the size of its dtype and shape, and
+    the tensors fill the file.
     """
     file = downloaded(key, path)
     file.check_regular()
@@ -120,28 +121,28 @@ def read_header(key: str, path: Path) -> dict[str, Stored]:
         begin, stop = tensor.data_offsets
         if tensor.dtype not in BITS:
             raise file.refused(
-                f"has tensor {shown(name)} of dtype {shown(tensor.dtype)}, which safetensors does not know"
+                f"has tensor {shown(name)} of dtype {shown(tensor.dtype)}, which is not a safetensors dtype"
             )
         needed = math.prod(tensor.shape) * BITS[tensor.dtype]
         if begin != end or (stop - begin) * 8 != needed:
             raise file.refused(
-                f"has tensor {shown(name)} at data_offsets {[begin, stop]} where {end} and {needed // 8} bytes "
-                f"of {tensor.dtype}{list(tensor.shape)} are due"
+                f"has tensor {shown(name)} at data_offsets {[begin, stop]} where {needed // 8} bytes of "
+                f"{tensor.dtype}{list(tensor.shape)} should start at {end}"
             )
         end = stop
     if (size := path.stat().st_size) != start + end:
-        raise file.refused(f"has {size} bytes where its header needs {start + end}")
+        raise file.refused(f"has {size} bytes, but its header describes {start + end}")
     return tensors
 
 
 def _parsed(file: InputFile) -> tuple[dict[str, Stored], int]:
-    """Return the header's entries and the offset of the tensors."""
+    """Return the header's entries and the offset at which tensor data begins."""
     size = file.path.stat().st_size
     try:
         with file.path.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             if size < 8 or length > size - 8:
-                raise file.refused(f"is cut off inside its header ({size} bytes)")
+                raise file.refused(f"is truncated inside its header ({size} bytes)")
             values = parse_json(content.read(length))
         if isinstance(values, Mapping):
             values = {name: entry for name, entry in values.items() if name != "__metadata__"}

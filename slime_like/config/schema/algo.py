@@ -43,7 +43,7 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: GRPO with a wider upper clip range and a token-level loss; its other parts are keys of every algorithm."""
+    """DAPO: GRPO with a wider upper clip range and a token-level loss. Other algorithms have the rest of its keys too."""
 
     name: str = key("dapo", "Algorithm.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
@@ -66,7 +66,7 @@ class GspoConfig(PolicyGradientConfig):
         if self.aggregation != "sequence_mean":
             raise ConfigError(
                 f"{prefix}aggregation={self.aggregation!r} with algo=gspo: ratio and loss are per sequence, "
-                f"and each sequence counts once; set {prefix}aggregation=sequence_mean"
+                f"so each sequence counts once; set {prefix}aggregation=sequence_mean"
             )
 
 
@@ -78,7 +78,7 @@ class CispoConfig(PolicyConfig):
     loss: str = key("cispo", "Token loss.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
     eps_clip: float = key(1.0, "Lower clip range of the weight; at 1 or more there is no lower bound.")
-    eps_clip_high: float | None = key(4.0, "Upper clip range: weights are at most 1 + eps_clip_high; null: eps_clip.")
+    eps_clip_high: float | None = key(4.0, "Upper clip range: a weight is at most 1 + eps_clip_high; null: eps_clip.")
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Base class of config groups: help per key, choices checked at load, read-only afterwards."""
+"""Base class of config groups, whose keys have a help text and are checked at load and read-only afterwards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Config:
 
 
 def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Yield every dotted key below a group with its dataclass field."""
+    """Yield every dotted key in a group and its dataclass field."""
     for item in fields(group):
         factory = item.default_factory
         if isinstance(factory, type) and is_dataclass(factory) and issubclass(factory, Config):

@@ -1,6 +1,6 @@
-"""Collectives known to the wrapper of ``slime_like.distributed``: canonical name, methods and aliases.
+"""Collectives that ``slime_like.distributed`` wraps, with their canonical names, methods and aliases.
 
-Torch-free, so that ``guard.ops.<op>`` is checked when a config is loaded. Names follow ``torch.distributed`` 2.14.
+Torch-free, so that ``guard.ops.<op>`` can be checked when a config is loaded. Names follow ``torch.distributed`` 2.14.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slime_like.registry import nearest
 
 
 class Kind(StrEnum):
-    """Participation of ranks in an op."""
+    """Kind of op, by the ranks that take part in it."""
 
     COLLECTIVE = "collective"  # every rank of the group calls it, in the same order
     POINT = "point"  # two ranks call it
@@ -22,16 +22,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Collective op. ``methods`` are the methods of ``ProcessGroup`` that issue it; wrapping them sees every caller.
+    """Collective op. ``methods`` are the ``ProcessGroup`` methods that issue it; wrapping them covers every caller.
 
-    A composite has no methods: its ``functions`` of torch.distributed are wrapped, and its policy covers the ops inside.
+    A composite has no methods. Its ``functions`` in torch.distributed are wrapped, and its policy covers the ops inside.
     """
 
     name: str
     methods: tuple[str, ...] = ()
     functions: tuple[
         str, ...
-    ] = ()  # of torch.distributed, in addition to ``name``; for a composite the wrapped functions
+    ] = ()  # functions of torch.distributed besides ``name``; for a composite, the wrapped functions
     kind: Kind = Kind.COLLECTIVE
     payload: int | None = 0  # index of the argument whose bytes count; None: no payload
     alike: bool = True  # all ranks pass the same number of bytes
@@ -124,7 +124,7 @@ GROUP_LABELS = {
 
 
 def aliases() -> dict[str, Op]:
-    """Return alias (function or method) -> op. ``send`` and ``recv`` are the functions, not the methods."""
+    """Map each alias (a function or method) to its op. ``send`` and ``recv`` are the functions, not the methods."""
     ops_by_name = {op.name: op for op in OPS}
     for op in OPS:
         for name in (*op.functions, *op.methods):
@@ -133,7 +133,7 @@ def aliases() -> dict[str, Op]:
 
 
 def canonical(key: str, name: str) -> Op:
-    """Return the op called ``name``. Raises ``ConfigError`` naming ``key`` and every op."""
+    """Return the op called ``name``. Raises ``ConfigError`` naming ``key`` and all ops if there is none."""
     ops_by_name = aliases()
     if name not in ops_by_name:
         hint = nearest(name, ops_by_name)

@@ -21,7 +21,7 @@ RECOVERED = {
 REWARDS = {"reward_down": "the reward server cannot be reached for chaos.slow_s seconds"}
 """Faults that a run survives (reward.remote_retries, reward.fallback)."""
 WORKERS = {"kill_reward_worker": "a reward worker is killed"}
-"""Faults that a run survives: the pool replaces the process; its sample gets reward.fallback at worst."""
+"""Faults that a run survives. The pool replaces the process; at worst its sample gets reward.fallback."""
 FATAL = {
     "kill_rank": "a trainer rank is killed",
     "stop_rank": "a trainer rank is stopped permanently",
@@ -43,10 +43,10 @@ FAULTS = RECOVERED | REWARDS | WORKERS | FATAL
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault ``kind``, injected ``seconds`` into a phase of a rollout, or at the phase's end if that is earlier."""
+    """Fault injected ``seconds`` into a phase of a rollout, or at the end of the phase if that comes first."""
 
-    kind: str  # of FAULTS
-    phase: str  # of PHASES
+    kind: str  # one of FAULTS
+    phase: str  # one of PHASES
     rollout_id: int
     seconds: float
 
@@ -91,7 +91,7 @@ class HealthConfig(Config):
     timeout_s: float = key(30.0, "Time limit of a health check (slime: --rollout-health-check-timeout).")
     first_wait_s: float = key(
         300.0,
-        "Grace period after an engine's start without checks, ended by its first response: kernels may be compiling (slime: "
+        "Time after an engine's start without health checks, ended by its first response: kernels may be compiling (slime: "
         "--rollout-health-check-first-wait).",
     )
 
@@ -114,7 +114,7 @@ class ChaosConfig(Config):
     random: int = key(0, "Number of additional faults at random rollouts, phases and times.")
     kinds: list[str] = key(["kill_engine", "stop_engine"], "Faults that chaos.random draws from.")
     seed: int = key(0, "Seed of chaos.random and of the choice of engine or rank.")
-    within_s: float = key(2.0, "Maximum seconds into a phase of a fault drawn by chaos.random.")
+    within_s: float = key(2.0, "Maximum seconds into a phase at which chaos.random injects a fault.")
     slow_s: float = key(
         5.0, "Seconds for which slow_engine stops an engine and reward_down makes the reward server unreachable."
     )
@@ -132,7 +132,7 @@ class ChaosConfig(Config):
             raise ConfigError(f"{prefix}random={self.random} with {prefix}kinds=[]: name the faults to draw from")
 
     def check_asked(self, remote_url: str | None) -> None:
-        """Raise ``ConfigError`` on a fault of the reward server in a run without one."""
+        """Raise ``ConfigError`` on a fault of the reward server in a run that has no reward server."""
         drawn = [f"chaos.kinds: {kind!r}" for kind in self.kinds if self.random and kind in REWARDS]
         named = [f"chaos.faults: {text!r}" for text in self.faults if parse_fault(text).kind in REWARDS]
         if remote_url is None and (faults := [*named, *drawn]):

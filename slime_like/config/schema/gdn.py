@@ -19,14 +19,14 @@ class GDNConfig(Config):
     )
     cp_mode: str = key(
         "auto",
-        "Context parallelism of Gated DeltaNet layers. head: every rank has all tokens of its heads; state: all "
-        "heads of a range of the packed tokens, passing states to the next rank; auto: head if tp * cp divides the heads.",
+        "Context parallelism of Gated DeltaNet layers. head: a rank has all tokens for some heads; state: a rank has all "
+        "heads for some of the packed tokens and passes states to the next rank; auto: head if tp * cp divides the heads.",
         choices=("auto", "head", "state"),
     )
     auto_cp: bool | None = key(
         None,
-        "FlashQLA's splitting of long sequences within a GPU, which drops terms that have decayed below e^-10 and depends on "
-        "the packing; null: on, unless a pass for old log-probabilities must agree with the update bit by bit.",
+        "Let FlashQLA split long sequences within a GPU, which drops terms that have decayed below e^-10 and depends on "
+        "the packing; null: true, unless a pass for old log-probabilities must agree bitwise with the update.",
     )
     allow_unvalidated: bool = key(
         False,
@@ -50,11 +50,11 @@ def gdn_cp_mode(mode: str, key_heads: int, value_heads: int, *, tp: int, cp: int
         f"{heads} {kind} heads" for heads, kind in ((key_heads, "key"), (value_heads, "value")) if heads % (tp * cp)
     ]
     if not undivided:
-        reason = (
-            f"tp {tp} * cp {cp} divides {key_heads} key and {value_heads} value heads: one pass of the rule is enough"
-        )
+        reason = f"tp {tp} * cp {cp} divides {key_heads} key and {value_heads} value heads, so states need not pass between ranks"
         return ("head", reason) if mode == "auto" else (mode, "")
     reason = f"tp {tp} * cp {cp} does not divide the {' and the '.join(undivided)} of linear attention"
     if mode == "head":
-        raise ConfigError(f"model.gdn.cp_mode=head: {reason}; set model.gdn.cp_mode=auto, which passes states on there")
+        raise ConfigError(
+            f"model.gdn.cp_mode=head: {reason}; set model.gdn.cp_mode=auto, which then passes states between ranks"
+        )
     return "state", reason

@@ -1,4 +1,4 @@
-"""guard.*: wrapper of the trainer's collectives: memory guard per op, deadline and record of ops."""
+"""guard.*: wrapper of the trainer's collectives with a memory guard, deadlines and a record of ops."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class GuardConfig(Config):
 
     wrap: bool = key(
         True,
-        "Wrap collectives: counts, memory guard, errors that name ranks; false: leave torch's functions unchanged.",
+        "Wrap collectives, which adds counts, the memory guard and errors that name ranks; false: do not wrap them.",
     )
     checks: str = key(
         "auto",
-        "When to query free memory before an op: always, never, every_n calls, below (always, but acts once per "
-        "shortage), auto (like below, as often as guard.budget allows, more often when memory runs out).",
+        "When to query free memory before an op: always, never, every_n calls, below (always, but act once per "
+        "shortage) or auto (like below, but only as often as guard.budget allows, more often as memory runs low).",
         choices=CHECKS,
     )
-    every: int = key(100, "Under checks=every_n, calls of an op in a group between two queries.")
+    every: int = key(100, "Under checks=every_n, number of calls of an op in a group per query.")
     threshold: str = key("3GiB", "Free memory below which guard.action runs: bytes (3GiB) or a fraction (0.05).")
     hysteresis: float = key(
         0.25, "Under checks=below or auto, no further action until free memory exceeds threshold * (1 + hysteresis)."
@@ -57,7 +57,9 @@ class GuardConfig(Config):
         False,
         "Measure memory use per op without guarding and write it to run.dir/collectives; see scripts/profile_comm.py.",
     )
-    ring: int = key(1024, "Number of last ops that each rank records, readable by other processes after a hang.")
+    ring: int = key(
+        1024, "Number of most recent ops that each rank records; other processes can read the record after a hang."
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)

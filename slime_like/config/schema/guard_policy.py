@@ -1,4 +1,4 @@
-"""Policies of the memory guard: when to query free memory before a collective and what to do, per op and group."""
+"""Policies of the memory guard, which set per op and group when free memory is queried and what happens when it is low."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Threshold:
             if not unit and 0 <= number < 1:
                 return cls(None, number)
         raise ConfigError(
-            f"{key}={text!r} is no amount of memory: give bytes such as 3GiB or 500MB, or a fraction such as 0.05"
+            f"{key}={text!r} is not an amount of memory: give bytes such as 3GiB or 500MB, or a fraction such as 0.05"
         )
 
     def of(self, total: int) -> int:
-        """Return the threshold in bytes, given ``total`` bytes of memory."""
+        """Return the threshold in bytes for ``total`` bytes of memory."""
         return self.num_bytes if self.num_bytes is not None else int((self.fraction or 0.0) * total)
 
     def __str__(self) -> str:
@@ -74,14 +74,14 @@ class MemoryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GuardSpec:
-    """Settings of a trainer rank's wrapper. ``wrap=False``: no wrapper."""
+    """Settings of a trainer rank's wrapper. With ``wrap=False``, there is no wrapper."""
 
     wrap: bool = False
     default: MemoryPolicy = MemoryPolicy()
     overrides: tuple[tuple[str, str, MemoryPolicy], ...] = ()  # (group or *, op or *, policy), most general first
     memory: str = "auto"
     symmetric: bool = False
-    nodes: int = 1  # nodes of the role's ranks
+    nodes: int = 1  # number of nodes that the role's ranks run on
     deadline_s: float = 3600.0
     ring: int = 1024
     release: bool = False
@@ -90,7 +90,10 @@ class GuardSpec:
     name: str = "rank"  # role name, prefix of rank numbers
 
     def policy(self, op: str, group: str) -> MemoryPolicy:
-        """Return the policy of ``op`` in ``group``: of the op in that group, else of the op, else of the group."""
+        """Return the policy of ``op`` in ``group``.
+
+        A policy of the op in that group comes first, then one of the op, then one of the group.
+        """
         match = self.default
         for on_group, on_op, candidate in self.overrides:
             if on_group in (ANY, group) and on_op in (ANY, op):
@@ -131,7 +134,7 @@ def _of_ops(prefix: str, default: MemoryPolicy, ops: Mapping[str, Any]) -> Itera
 
 
 def _policy(location: str, default: MemoryPolicy, value: object) -> MemoryPolicy:
-    """Return ``default`` with changes: a string sets ``checks``, a mapping sets the fields it names."""
+    """Return ``default`` with the changes in ``value``: a string sets ``checks``, a mapping the fields it names."""
     fields = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"checks": value}
     changes: dict[str, Any] = {}
     for name, item in fields.items():
@@ -159,7 +162,7 @@ def _field(location: str, name: str, value: object) -> object:
 
 
 def table(spec: GuardSpec) -> Iterator[tuple[str, str]]:
-    """Yield (op, policy) of every op, and (group: op, policy) for policies of a group."""
+    """Yield (op, policy) for every op, and ("group: op", policy) for every policy of a group."""
     for op in OPS:
         yield op.name, str(spec.policy(op.name, ""))
     for group, op_name, policy in spec.overrides:

@@ -32,9 +32,9 @@ TYPE_WORDS = {
 
 @functools.cache
 def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
-    """Return dotted key -> dataclass field, with the algo.* keys of one algorithm, or of all if ``algo`` is None.
+    """Map dotted keys to dataclass fields, with the algo.* keys of ``algo``, or of all algorithms if it is None.
 
-    In the latter case, a key of several algorithms is the default algorithm's, or that of the first that has it.
+    If several algorithms have a key, the default algorithm's field is used, or else the first algorithm's that has it.
     """
     fields_by_key = {name: item for name, item in keys(TrainConfig) if name != "algo"}
     for name in ALGORITHMS if algo is None else [algo]:
@@ -50,12 +50,12 @@ def type_of(item: Field[Any]) -> str:
 
 @functools.cache
 def free_keys() -> frozenset[str]:
-    """Return the keys that hold a free mapping, such as rollout.sglang: keys below them belong to another project."""
+    """Return the keys whose value is a free mapping, such as rollout.sglang, with keys defined by another project."""
     return frozenset(name for name, item in known_keys().items() if type_of(item).startswith("dict["))
 
 
 def free_root(key: str) -> str | None:
-    """Return the free mapping that ``key`` is, or is inside of; None without one."""
+    """Return the free mapping that ``key`` names or lies in, or None."""
     return next((root for root in free_keys() if key == root or key.startswith(f"{root}.")), None)
 
 
@@ -76,7 +76,7 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def describe(key: str) -> str:
-    """Return type, default and help of a known key, for error messages."""
+    """Return the type, default and help of a known key, for error messages."""
     item = known_keys()[key]
     name = type_of(item)
     optional = " or null" if name.endswith(" | None") else ""
@@ -87,7 +87,7 @@ def describe(key: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as written on the command line."""
+    """Format a value as on the command line."""
     match value:
         case None:
             return "null"
@@ -100,7 +100,7 @@ def format_value(value: Any) -> str:
 
 
 def unknown(key: str, algo: str | None) -> str:
-    """Return an explanation of an unknown ``key``: the algorithm that has it, or the nearest known key."""
+    """Explain an unknown ``key`` by the algorithm that has it or the nearest known key."""
     name = key.removeprefix("algo.")
     if algo in ALGORITHMS and key.startswith("algo."):
         algo_keys = known_keys(algo)
@@ -116,7 +116,7 @@ def unknown(key: str, algo: str | None) -> str:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """Return a hint: the nearest known key by last word in its group or in any group, or else the group's keys."""
+    """Return a hint that names the nearest known key, by last word, in its group or in any; else the group's keys."""
     group, _, last = key.rpartition(".")
     options = list(known)
     last_words = {k.rpartition(".")[2]: k for k in options if group and k.startswith(f"{group}.")}

@@ -21,7 +21,7 @@ class ModelConfig(Config):
     ref_checkpoint: str | None = key(
         None, "HF or Megatron torch_dist folder of the reference policy; null: the initial policy."
     )
-    family: str = key("auto", "Model family, which maps weight names; auto: by the HF config's model_type.")
+    family: str = key("auto", "Model family, which maps weight names; auto: chosen by model_type in the HF config.")
     dtype: str = key(
         "auto", "Compute dtype; auto: bfloat16 on GPU, float32 on CPU.", choices=("auto", "float32", "bfloat16")
     )
@@ -32,8 +32,8 @@ class ModelConfig(Config):
     gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers of hybrid models.")
     cpu_kernels: str = key(
         "auto",
-        "Attention, norms, rotary embedding, SwiGLU and log-probabilities of a CPU trainer: c (compiled on the machine that runs), torch, or auto: c if "
-        "there is a C compiler and run.deterministic is off.",
+        "Kernels of a CPU trainer for attention, norms, rotary embedding, SwiGLU and log-probabilities: c (compiled when "
+        "the run starts) or torch; auto: c if there is a C compiler and run.deterministic is false.",
         choices=("auto", "c", "torch"),
     )
     recompute: str = key(
@@ -43,8 +43,8 @@ class ModelConfig(Config):
     )
     recompute_method: str = key(
         "uniform",
-        "For recompute=full. uniform: checkpoint the input of every group of recompute_num_layers layers; "
-        "block: recompute the first recompute_num_layers layers of each pipeline stage, keep all activations of the others.",
+        "With recompute=full, uniform: save the input of every recompute_num_layers layers and recompute the rest; "
+        "block: recompute the first recompute_num_layers layers of each pipeline stage, and no others.",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = key(None, "Number of decoder layers for recompute_method; null: 1.")
@@ -54,7 +54,7 @@ class ModelConfig(Config):
     )
     logits_chunk: int = key(
         4096,
-        "Tokens per chunk when log-probabilities are computed from logits: bounds peak memory of the vocabulary projection.",
+        "Tokens per chunk when log-probabilities are computed, which bounds the peak memory of the logits.",
     )
     megatron: dict[str, Any] = key({}, "Extra fields of megatron-core's TransformerConfig; unknown fields are refused.")
 
@@ -80,7 +80,9 @@ class ParallelConfig(Config):
         None, "All pipeline segments in Megatron's notation: Ett|ttt|ttL (t layer, E embedding, L output layer)."
     )
     cp: int = key(1, "Context parallel size: ranks that share each sequence.")
-    ep: int = key(1, "Expert parallel size: ranks out of tp * cp * dp that share the experts of each layer.")
+    ep: int = key(
+        1, "Expert parallel size: number of ranks (out of tp * cp * dp) over which each layer's experts are split."
+    )
     sequence_parallel: bool = key(True, "Also shard norms and residuals over tp (no effect with tp=1).")
     distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
     overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket during backward.")
@@ -92,7 +94,7 @@ class ParallelConfig(Config):
     )
     max_tokens_per_rank: int = key(
         8192,
-        "Maximum tokens per rank in a packed micro-batch; cp ranks together hold cp times as many (slime: --max-tokens-per-gpu).",
+        "Maximum tokens per rank in a packed micro-batch; over cp ranks, cp times as many (slime: --max-tokens-per-gpu).",
     )
 
     def check(self, prefix: str) -> None:
@@ -124,8 +126,8 @@ class OptimConfig(Config):
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     weight_decay: float = key(0.0, "Decoupled weight decay; norms and biases are exempt.")
-    beta1: float = key(0.9, "Decay rate of Adam's first moment.")
-    beta2: float = key(0.98, "Decay rate of Adam's second moment.")
+    beta1: float = key(0.9, "Decay rate of Adam's first-moment estimate.")
+    beta2: float = key(0.98, "Decay rate of Adam's second-moment estimate.")
     eps: float = key(1e-8, "Adam's epsilon.")
     clip_grad: float = key(1.0, "Maximum global gradient norm; 0: no clipping.")
     cpu_offload: bool = key(

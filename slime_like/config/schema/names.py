@@ -1,4 +1,9 @@
-"""Tables of config names: name -> "module:attribute". Torch-free; a new entry is one file and one line."""
+"""Tables that map config names to "module:attribute" (FAMILIES: to a ``FamilyEntry``).
+
+Torch-free. To add a component, write one file and one line here.
+"""
+
+from slime_like.config.schema.family_entry import FamilyEntry
 
 ALGORITHMS = {
     "grpo": "slime_like.config.schema.algo:GrpoConfig",
@@ -55,7 +60,7 @@ REWARDS = {
     "math": "slime_like.reward.math:math",
     "remote_rm": "slime_like.reward.remote:RemoteReward",
 }
-"""Each also exists with the prefix ``boxed_``: it then scores the content of the response's last box."""
+"""Reward name -> function. With the prefix ``boxed_``, a reward scores the content of the response's last box."""
 GENERATE = {
     "openai_agent": "slime_like.rollout.agent.generate:OpenAIAgent",
     "single_turn": "slime_like.rollout.generate.single_turn:single_turn",
@@ -63,17 +68,26 @@ GENERATE = {
 DATA_SOURCES = {
     "file": "slime_like.data.prompts:FileSource",
 }
-FAMILIES = {
-    "llama": "slime_like.train.megatron.families.llama:Llama",
-    "qwen2": "slime_like.train.megatron.families.qwen2:Qwen2",
-    "qwen3": "slime_like.train.megatron.families.qwen3:Qwen3",
-    "qwen3_5": "slime_like.train.megatron.families.qwen3_5:Qwen35",
-    "qwen3_5_moe": "slime_like.train.megatron.families.qwen3_5:Qwen35Moe",
-    "qwen3_5_moe_text": "slime_like.train.megatron.families.qwen3_5:Qwen35Moe",
-    "qwen3_5_text": "slime_like.train.megatron.families.qwen3_5:Qwen35",
-    "qwen3_moe": "slime_like.train.megatron.families.qwen3_moe:Qwen3Moe",
-    "qwen3_next": "slime_like.train.megatron.families.qwen3_next:Qwen3Next",
+SINKS = {
+    "tensorboard": "slime_like.metrics.tensorboard_sink:TensorboardSink",
+    "wandb": "slime_like.metrics.wandb_sink:WandbSink",
 }
+FAMILIES = {
+    "llama": FamilyEntry("slime_like.train.megatron.families.llama:Llama", fused_engine_model="LlamaForCausalLM"),
+    "qwen2": FamilyEntry("slime_like.train.megatron.families.qwen2:Qwen2", fused_engine_model="Qwen2ForCausalLM"),
+    "qwen3": FamilyEntry(
+        "slime_like.train.megatron.families.qwen3:Qwen3", fused_engine_model="Qwen3ForCausalLM", bitwise=True
+    ),
+    "qwen3_5": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35", output_gate=True),
+    "qwen3_5_moe": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35Moe", output_gate=True),
+    "qwen3_5_moe_text": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35Moe", output_gate=True),
+    "qwen3_5_text": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35", output_gate=True),
+    "qwen3_moe": FamilyEntry("slime_like.train.megatron.families.qwen3_moe:Qwen3Moe", engine_ties=False),
+    "qwen3_next": FamilyEntry(
+        "slime_like.train.megatron.families.qwen3_next:Qwen3Next", output_gate=True, engine_ties=False
+    ),
+}
+"""``model_type`` of config.json -> family."""
 MIXERS = {
     "G": "slime_like_plugins.qwen_gdn.spec:layer_spec",
 }
@@ -87,7 +101,7 @@ EXACT_LAYERS = {
     "gdn": "slime_like_plugins.qwen_gdn.exact:delta_net",
     "mlp": "slime_like.train.megatron.model.exact_layers:mlp",
 }
-"""Kind of layer -> context that runs these layers in float64, for weights.probe_layers."""
+"""Kind of layer -> context manager that runs these layers in float64, for weights.probe_layers."""
 GDN_BACKENDS = {
     "fla": "slime_like_plugins.qwen_gdn.fla:FlaGDN",
     "flashqla": "slime_like_plugins.qwen_gdn.flashqla:FlashQLAGDN",

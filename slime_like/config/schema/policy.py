@@ -1,4 +1,4 @@
-"""Keys that algorithms share: table names and the keys of policy losses. The schemas are in ``schema.algo``."""
+"""Keys shared by several algorithms. The schema of each algorithm is in ``schema.algo`` or ``schema.role_algo``."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class PolicyConfig(AlgoConfig):
     eps_clip: float = key(0.2, "Lower clip range: the ratio to the old policy is clipped at 1 - eps_clip.")
     eps_clip_high: float | None = key(None, "Upper clip range; null: eps_clip.")
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
-    kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: it needs no reference model.")
+    kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: no reference model is needed.")
     kl_loss_type: str = key("low_var_kl", "KL estimator in the loss (low_var_kl: k3 clamped to 10).", choices=KL_TYPES)
     mask_truncated: bool = key(
-        False, "Give samples truncated at the length limit no weight (DAPO's overlong filtering)."
+        False, "Exclude samples truncated at the length limit from the loss (DAPO's overlong filtering)."
     )
     mask_offpolicy: bool = key(
-        False, "For samples continued under new weights, train only on tokens sampled by the newest weights."
+        False, "For samples continued under new weights, train only on tokens sampled with the newest weights."
     )
     use_rollout_logprobs: bool = key(False, "Use the engine's log-probabilities as those of the old policy.")
     off_policy: str = key(
         "importance",
-        "Correction of tokens that another policy sampled: importance reads use_tis, use_mis and rejection (table "
-        "OFF_POLICY, or a path).",
+        "Correction for tokens sampled by another policy (table OFF_POLICY, or a path); importance reads use_tis, use_mis "
+        "and rejection.",
     )
     use_tis: bool = key(False, "Truncated importance sampling between rollout policy and old policy.")
     tis_clip: float = key(2.0, "Maximum importance weight under use_tis.")
@@ -109,7 +109,7 @@ class PolicyConfig(AlgoConfig):
         ]
         if self.use_rollout_logprobs and corrections:
             raise ConfigError(
-                f"{prefix}use_rollout_logprobs=true with {corrections[0]}: the old policy already is the rollout policy, so "
+                f"{prefix}use_rollout_logprobs=true with {corrections[0]}: the old policy is then the rollout policy, so "
                 "there is nothing to correct; set one of them to its default"
             )
 

@@ -1,4 +1,4 @@
-"""Specs that the plan resolves from the config, one per component; no ``auto`` remains. Torch-free."""
+"""Specs that the plan resolves from the config, one per component, without ``auto`` values. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Layout:
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    bucket_size: int | None = None  # parameters, of overlap_grad_reduce
+    bucket_size: int | None = None  # parameters per bucket of overlap_grad_reduce
     vpp: int = 1  # virtual pipeline stages per pipeline rank
-    segments: tuple[int, ...] = ()  # decoder blocks per pipeline segment, pp * vpp of them; (): an even split
+    segments: tuple[int, ...] = ()  # decoder layers of each of the pp * vpp pipeline segments; (): an even split
 
     @property
     def world_size(self) -> int:
@@ -56,9 +56,9 @@ class ActorSpec:
     sample_tolerance: float | None = (
         None  # maximum |trainer - engine| log-probability difference of a trained token; None: no limit
     )
-    drift_by_layer: bool = False  # also report that difference with each kind of layer in float64
+    drift_by_layer: bool = False  # also report that difference with each kind of layer run in float64
     verify: bool = True  # check hashes of checkpoints before loading
-    tells_advantages: bool = False  # of each token, when an update is over: copies of them are kept on the host
+    tells_advantages: bool = False  # return each token's advantage after an update; copies stay on the host
 
     @property
     def swaps_teacher(self) -> bool:
@@ -72,7 +72,10 @@ class ActorSpec:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Return whether old log-probabilities need their own forward pass; with one step per rollout, the update's suffices."""
+        """Return whether old log-probabilities need their own forward pass.
+
+        With one step per rollout, the update's forward pass suffices.
+        """
         if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward
             return True
         return self.steps_per_rollout > 1 and not getattr(self.algo, "use_rollout_logprobs", False)
@@ -82,9 +85,9 @@ class ActorSpec:
 class CriticSpec:
     """Settings of a critic rank."""
 
-    rank: ActorSpec  # its checkpoint, optimizer and layout in the actor's terms
+    rank: ActorSpec  # the critic's checkpoint, optimizer and layout, as for an actor
     value_clip: float | None
-    load: str | None  # folder of an iteration of an earlier critic; None: a new value head
+    load: str | None  # folder of an earlier critic's iteration; None: a new value head
     warmup_rollouts: int
 
 
@@ -92,7 +95,7 @@ class CriticSpec:
 class TeacherSpec:
     """Settings of a teacher rank."""
 
-    rank: ActorSpec  # its checkpoint and layout in the actor's terms
+    rank: ActorSpec  # the teacher's checkpoint and layout, as for an actor
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,9 @@ class EngineSpec:
     start_deadline_s: float
     request_deadline_s: float
     max_running_requests: int | None = None
-    deterministic: bool = False  # batch-invariant bits
+    deterministic: bool = False  # outputs are bitwise independent of the batch
     cpu_kernels: str = "auto"  # auto | c | torch | off
-    trained_on: bool = False  # its samples are trained on: no environment variable may change SGLang's sampling
+    trained_on: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -120,6 +123,6 @@ class TransportSpec:
     """Settings of the weight transport from trainer ranks to engines."""
 
     kind: str  # a name of table COLOCATED_TRANSPORTS or SPLIT_TRANSPORTS
-    backend: str  # gloo | nccl, of a broadcast group
+    backend: str  # backend of a broadcast group: gloo | nccl
     max_bytes: int  # maximum bucket size
     deadline_s: float

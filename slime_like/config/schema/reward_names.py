@@ -1,4 +1,4 @@
-"""Names of rewards: of table REWARDS, optionally with the prefix ``boxed_``, or a dotted path."""
+"""Reward names, which are entries of table REWARDS (optionally with the prefix ``boxed_``) or dotted paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slime_like.registry import check
 
 PREFIX = "boxed_"  # the reward reads only the response's last box
 REMOTE = "remote_rm"  # posts to reward.remote_url
-ROW = "rm_type"  # in reward.weights: the row's reward, or else reward.name
+ROW = "rm_type"  # in reward.weights, stands for the row's reward, or else reward.name
 
 
 def split_prefix(name: str) -> tuple[bool, str]:

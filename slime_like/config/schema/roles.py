@@ -21,11 +21,11 @@ class CriticConfig(Config):
     lr_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.")
     warmup_rollouts: int = key(0, "Number of initial rollouts that train only the critic.")
     value_clip: float | None = key(
-        0.2, "Maximum change of a value from its old estimate within a rollout; null: no limit."
+        0.2, "Maximum difference of a value from its estimate before the rollout's updates; null: no limit."
     )
     placement: str = key(
         "colocated",
-        "colocated: on the actor's devices; split: on separate devices. On CPU always in separate processes.",
+        "colocated: on the actor's devices; split: on separate devices. On a CPU, always in separate processes.",
         choices=("colocated", "split"),
     )
     tp: int | None = key(None, "Tensor parallel size.")

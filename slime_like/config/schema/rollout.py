@@ -42,26 +42,27 @@ class RolloutConfig(Config):
     )
     over_sampling_batch_size: int | None = key(
         None,
-        "Groups started per rollout: the first batch_size to finish are used, the others are stopped. Also the prompts "
-        "per refill. null: batch_size, without stopping any.",
+        "Groups started per rollout: the first batch_size to finish are used, and the others are aborted. Also the number "
+        "of prompts per refill. null: batch_size, and no group is aborted.",
     )
     partial_rollout: bool = key(
         False,
-        "Continue groups stopped by over-sampling in the next rollout; false: sample their prompts from the start.",
+        "Continue groups aborted by over-sampling in the next rollout; false: sample their prompts again.",
     )
     max_partial_staleness: int | None = key(
         None,
-        "Maximum weight versions that the oldest token of a continued group may lag behind the trainer: a rollout waits for "
-        "groups that would exceed it. null: loop.max_staleness + 4.",
+        "Maximum number of weight versions that a continued group's oldest token may lag behind the trainer; a rollout waits "
+        "for groups that would exceed it. null: loop.max_staleness + 4.",
     )
     max_running_requests: int | None = key(None, "Maximum concurrent requests per engine; null: SGLang chooses.")
     start_deadline_s: float = key(
-        600.0, "Time limit of an engine's start; trainer ranks have the longer of this and loop.step_deadline_s."
+        600.0,
+        "Time limit of an engine's start; for trainer ranks, the longer of this and loop.step_deadline_s applies.",
     )
     request_deadline_s: float = key(1800.0, "Time limit for the responses of one group.")
     cpu_kernels: str = key(
         "auto",
-        "Decode kernels of a CPU engine: c (compiled on the machine that runs), torch, off (SGLang's forward); auto: c, "
+        "Decode kernels of a CPU engine: c (compiled when the run starts), torch, or off (SGLang's forward); auto: c, "
         "or torch without a C compiler.",
         choices=("auto", "c", "torch", "off"),
     )
@@ -86,7 +87,7 @@ class RolloutConfig(Config):
         within(prefix, self, 0, 1e6, "max_refills")
         if self.max_refills and not self.filters:
             raise ConfigError(
-                f"{prefix}max_refills={self.max_refills} has no effect without {prefix}filters, as nothing is dropped: "
+                f"{prefix}max_refills={self.max_refills} has no effect without {prefix}filters, because no group is dropped: "
                 f"set {prefix}filters=[nonzero_std], or remove it"
             )
         self._check_over_sampling(prefix)
@@ -95,18 +96,18 @@ class RolloutConfig(Config):
         begun, needed = self.over_sampling_batch_size, self.batch_size
         if begun is not None and begun < needed:
             raise ConfigError(
-                f"{prefix}over_sampling_batch_size={begun} is below {prefix}batch_size={needed}: a first round could never "
-                "fill a rollout; raise it"
+                f"{prefix}over_sampling_batch_size={begun} is below {prefix}batch_size={needed}: the first round could never "
+                f"fill a rollout; raise {prefix}over_sampling_batch_size"
             )
         if self.partial_rollout and begun is None:
             raise ConfigError(
-                f"{prefix}partial_rollout=true has no effect without {prefix}over_sampling_batch_size, as every group is "
-                f"waited for: set {prefix}over_sampling_batch_size={needed * 3 // 2 + 1}, or remove it"
+                f"{prefix}partial_rollout=true has no effect without {prefix}over_sampling_batch_size, because a "
+                f"rollout then waits for every group: set {prefix}over_sampling_batch_size={needed * 3 // 2 + 1}, or remove it"
             )
         if self.max_partial_staleness is not None and not self.partial_rollout:
             raise ConfigError(
                 f"{prefix}max_partial_staleness={self.max_partial_staleness} has no effect without "
-                f"{prefix}partial_rollout=true: set that, or remove it"
+                f"{prefix}partial_rollout=true: set that, or remove {prefix}max_partial_staleness"
             )
 
 
@@ -132,8 +133,8 @@ class RewardConfig(Config):
     )
     fallback: float | None = key(
         0.0,
-        "Score of a sample when its reward call timed out, the process was killed or the reward server did not "
-        "answer; null: exclude the sample from training.",
+        "Score of a sample if its reward call timed out, its process was killed or the reward server did not "
+        "respond; null: exclude the sample from training.",
     )
     remote_url: str | None = key(None, "URL that reward remote_rm posts to (slime: --rm-url).")
     remote_retries: int = key(4, "Retries when a request to the reward server fails, with exponential backoff.")
@@ -174,13 +175,11 @@ class RewardConfig(Config):
         if self.remote_url is not None:
             parts = urlsplit(self.remote_url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(
-                    f"{prefix}remote_url={self.remote_url!r} is no address: write it as http://host:port/path"
-                )
+                raise ConfigError(f"{prefix}remote_url={self.remote_url!r} is not a URL: write http://host:port/path")
             return
         asks = [name for name in (self.name, *self.weights) if split_prefix(name)[1] == REMOTE]
         if asks:
-            raise ConfigError(f"reward {asks[0]!r} asks a reward server: set {prefix}remote_url=http://host:port/path")
+            raise ConfigError(f"reward {asks[0]!r} calls a reward server: set {prefix}remote_url=http://host:port/path")
 
 
 @dataclass(kw_only=True)
@@ -189,7 +188,7 @@ class DataConfig(Config):
 
     train: str = key(MISSING, "jsonl or parquet file of prompts, with an optional slice: path@[a:b].")
     source: str = key("file", "Data source: a name of table DATA_SOURCES or a dotted path.")
-    input_key: str = key("prompt", "Column of the prompt, a string or chat messages; a.b is field b of column a.")
+    input_key: str = key("prompt", "Column of the prompt (a string or chat messages); a.b is field b of column a.")
     label_key: str = key("label", "Column of the label, such as label or reward_model.ground_truth.")
     metadata_key: str = key("metadata", "Column of the metadata.")
     apply_chat_template: bool = key(
@@ -225,7 +224,7 @@ class EvalConfig(Config):
     interval: int | None = key(
         None, "Evaluate every N rollouts; null: only before the first and after the last rollout."
     )
-    before_train: bool = key(True, "Evaluate before the first rollout (slime: --skip-eval-before-train turns it off).")
+    before_train: bool = key(True, "Evaluate before the first rollout (slime: --skip-eval-before-train sets false).")
     n_samples_per_prompt: int = key(1, "Samples per held-out prompt.")
     temperature: float = key(0.0, "Sampling temperature; 0: greedy.")
     top_p: float = key(1.0, "Nucleus sampling; 1: off.")

@@ -22,7 +22,7 @@ class LoopConfig(Config):
     max_staleness: int = key(0, "Maximum weight versions that a rollout may lag behind the trainer; 0: synchronous.")
     leftover: str = key(
         "drop",
-        "Samples left over when filters leave an incomplete step: carry them to the next rollout, or drop them.",
+        "If filters leave an incomplete step, carry its samples over to the next rollout, or drop them.",
         choices=("carry", "drop"),
     )
     step_deadline_s: float = key(3600.0, "Time limit of one phase of the loop.")
@@ -38,7 +38,7 @@ class WeightsConfig(Config):
 
     transport: str = key(
         "auto",
-        "tensor (table COLOCATED_TRANSPORTS), broadcast (table SPLIT_TRANSPORTS) or auto, the first that fits placement.mode.",
+        "tensor (table COLOCATED_TRANSPORTS) or broadcast (table SPLIT_TRANSPORTS); auto: the first for placement.mode.",
     )
     bucket_mb: float = key(512.0, "Maximum bucket size in MB (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(
@@ -59,10 +59,12 @@ class WeightsConfig(Config):
     )
     probe_layers: bool = key(
         False,
-        "Report the difference of probe and samples per kind of layer: one more scoring pass per kind, with it in float64.",
+        "Report the log-probability differences per kind of layer, with one more scoring pass per kind, run in float64.",
     )
     push_deadline_s: float = key(1800.0, "Time limit of a weight push.")
-    debug_skip_push_at: int | None = key(None, "Fault for tests: skip the push of this version but report it as done.")
+    debug_skip_push_at: int | None = key(
+        None, "Fault for tests: skip the push of this weight version but report it as done."
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -98,6 +100,7 @@ class MetricsConfig(Config):
         "live: a terminal view; plain: one line per step; auto: live on a terminal, else plain.",
         choices=("auto", "live", "plain", "off"),
     )
+    sinks: list[str] = key([], "Further metric sinks: names of table SINKS or paths.")
     tensorboard: bool = key(False, "Write tensorboard events to the run's folder.")
     wandb: bool = key(False, "Log to wandb; offline when no key is set.")
     wandb_project: str = key("slime_like", "wandb project.")
@@ -118,7 +121,7 @@ class RunConfig(Config):
     seed: int = key(0, "Seed of data order, sampling and weight initialisation.")
     deterministic: bool = key(
         False,
-        "Bitwise reproducible runs, also after a resume; on a CPU, engine and trainer agree in every bit (Megatron: --deterministic-mode).",
+        "Make runs bitwise reproducible, also after a resume; on a CPU, engine and trainer agree bitwise (Megatron: --deterministic-mode).",
     )
     resume: str = key(
         "auto",
@@ -126,7 +129,7 @@ class RunConfig(Config):
     )
     verify_checkpoint: str = key(
         "full",
-        "Check of a checkpoint's files before loading. full: compare the SHA-256 of each with the recorded one; size: compare sizes only.",
+        "Check of a checkpoint's files before loading. full: compare their SHA-256 with the recorded values; size: compare sizes only.",
         choices=("full", "size"),
     )
     save_interval: int | None = key(None, "Save a checkpoint every N rollouts; null: only at the end and on Ctrl-C.")
@@ -134,7 +137,7 @@ class RunConfig(Config):
     keep_checkpoints: int | None = key(None, "Number of newest checkpoints to keep; null: all.")
     on_failed_save: str = key(
         "stop",
-        "When a checkpoint cannot be written (such as on a full disk): stop the run, or continue with a warning. A failed last checkpoint always stops it.",
+        "If a checkpoint cannot be written (for example, on a full disk), stop the run or continue with a warning. A failure of the last checkpoint always stops the run.",
         choices=("stop", "continue"),
     )
     save_hf: bool = key(False, "Export the final weights in HF format to run.dir/hf.")
@@ -144,7 +147,8 @@ class RunConfig(Config):
     )
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
     prepare: str | None = key(
-        None, "Dotted path of a function called with the config before files are checked: it may create data or models."
+        None,
+        "Dotted path of a function that is called with the config before files are checked and may create data or models.",
     )
 
     def check(self, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Reject keys that were set but are not read under the current settings."""
+"""Rejection of keys that were set but are not read under the current settings."""
 
 from __future__ import annotations
 

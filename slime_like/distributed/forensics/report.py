@@ -177,7 +177,7 @@ def missing(readings: Mapping[str, Reading], ranks: Iterable[int], me: str, rebu
         if reading is not None and (reading.state != "running" or reading.rebuilds < rebuild)
     ]
     unseen = ", ".join(str(rank) for rank, reading in by_rank.items() if reading is None)
-    text = f"did not come: {', '.join(absent)}" if absent else "every rank whose record is on this node came"
+    text = f"did not arrive: {', '.join(absent)}" if absent else "every rank whose record is on this node arrived"
     return f"{text}; no record on this node: ranks {unseen}" if unseen else text
 
 
@@ -201,7 +201,7 @@ def dump(folder: Path) -> str:
         "every rank issued the same collectives, and none waits in one"
     ]
     for reading in readings.values():
-        memory = "free memory never asked for" if reading.memory is None else reading.memory.describe(now)
+        memory = "free memory never queried" if reading.memory is None else reading.memory.describe(now)
         lines += ["", f"{reading.name}: process {reading.pid} {reading.state}, {memory}; oldest first"]
         lines += _tail(reading.records[-TAIL:], now)
     return "\n".join(lines) + "\n"

@@ -64,7 +64,7 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     """Yield a table row per op and kind of group: the maximum over all ranks; sizes in MiB."""
     columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
-    yield f"| op | group | ranks | calls | bytes per call | {columns} | question us |"
+    yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for (op, group), rows in sorted(_by(ranks, lambda row: (row.op, row.group)).items()):
         worst = _worst(rows)
@@ -90,12 +90,10 @@ def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
                 f"the first use of a size takes {_mib(first)}, no later one of {calls} calls more than {_mib(later)}",
             )
         elif share <= CHEAP:
-            reason = f"a later call took {_mib(later)}; a question before each is {share:.2%} of the op's own time"
+            reason = f"a later call took {_mib(later)}; a query before each is {share:.2%} of the op's own time"
             checks = "below"
         else:
-            reason = (
-                f"a later call took {_mib(later)}; a question before each would be {share:.1%} of the op's own time"
-            )
+            reason = f"a later call took {_mib(later)}; a query before each would be {share:.1%} of the op's own time"
             checks = "auto"
         advices.append(Advice(op, checks, reason))
     return advices

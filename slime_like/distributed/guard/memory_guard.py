@@ -50,7 +50,7 @@ class Guard:
     def check(self, counter: Counter, now: int) -> None:
         """Query memory if it is time to, and act by the op's policy. Raises ``MemoryShortage`` under ``action=raise``."""
         if self.requests is not None and (request := self.requests.news()):
-            self._act(counter, request, f"another rank asked for it ({self.source.name} memory)")
+            self._act(counter, request, f"requested by another rank ({self.source.name} memory)")
         policy = counter.policy
         match policy.checks:
             case "never":

@@ -3,6 +3,8 @@
 Each function here returns a wrapper with the signature of the original.
 """
 
+# torch has no public registry of process groups and backends.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools

@@ -4,6 +4,8 @@ Each object handles plain calls and passes all others to the equivalent Python f
 torch offers hooks that are as cheap.
 """
 
+# torch has no public registry of process groups and backends.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools

@@ -7,6 +7,8 @@ wrapper, executes their ops. An op that bypasses the wrapper reaches the slot, w
 Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``: in 2.14 not gloo's).
 """
 
+# torch has no public registry of process groups and backends.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import itertools
@@ -63,7 +65,7 @@ class Slot(c10d_core.Backend):
     # Methods of a backend other than ops.
     def getBackendName(self) -> str:
         """Return a name for torch's error when an op bypasses the wrapper."""
-        return "of a group whose communicators come and go (guard.release=true), called past slime_like's wrapper,"
+        return "of a group with releasable communicators (guard.release=true), called without slime_like's wrapper,"
 
     @property
     def options(self) -> Any:
@@ -172,8 +174,8 @@ def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
         else ("destroy them first (torch.distributed.destroy_process_group)")
     )
     raise CollectiveError(
-        f"the wrapper cannot go while {len(_behind)} groups have communicators that come and go (guard.release=true), "
-        f"which would refuse every op: {fix}"
+        f"the wrapper cannot be removed while {len(_behind)} groups have releasable communicators (guard.release=true), which "
+        f"would refuse every op: {fix}"
     )
 
 
@@ -224,7 +226,7 @@ def rebuild(w: Wrapper) -> None:
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 readings = {} if w.ring.folder is None else read_rings(w.ring.folder)
                 raise CollectiveError(
-                    f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be made again "
+                    f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be created again "
                     f"for phase {w.phase_name} on rank {dist.get_rank()} (rebuild #{number}, no payload): "
                     f"{missing(readings, info.ranks, w.name, number)}; {first}\n{memory(w)}"
                 ) from error

@@ -8,6 +8,8 @@ wrapper torch's own methods are in place, with no pass-through layer.
 Remove when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_hook``) report every op and its failure.
 """
 
+# torch has no public registry of process groups and backends.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import contextlib

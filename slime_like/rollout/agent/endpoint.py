@@ -1,4 +1,4 @@
-"""HTTP endpoint for agents: one server per run, on loopback; the API key identifies the session of a call."""
+"""HTTP endpoint for agents: one server per run, on loopback; the API key of a call identifies its session."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Endpoint:
             app = web.Application(middlewares=[_in_openai_format], client_max_size=MAX_BODY_BYTES)
             app.router.add_post("/v1/chat/completions", self._chat)
             app.router.add_get("/v1/models", self._models)
-            # A disconnect cancels the call: an answer that the client never read is not recorded.
+            # A disconnect cancels the call: an answer that the client has not read is not recorded.
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             await web.TCPSite(runner, HOST, 0).start()
@@ -130,14 +130,14 @@ async def _answered(connection: AgentConnection, chat_request: ChatRequest) -> A
         if being_cancelled():
             raise
         raise _no_key() from error
-    except Exception as error:  # fault boundary: raised by the agent's runner, not to the agent
+    except Exception as error:  # fault boundary: the agent's runner raises the error; the agent only gets a status 500
         connection.session.failure = error
         raise ApiError(f"the engine failed: {error}", status=500) from error
 
 
 def _no_key() -> ApiError:
     return ApiError(
-        "this key belongs to no running agent: use the api_key that the agent was called with, while it runs",
+        "this key belongs to no running agent: use the api_key passed to the agent, while it runs",
         status=401,
         code="invalid_api_key",
     )
@@ -150,7 +150,8 @@ async def _in_openai_format(request: web.Request, handler: Any) -> web.StreamRes
         return await handler(request)
     except web.HTTPNotFound:
         error = ApiError(
-            f"there is no {request.method} {request.path} here: /v1/chat/completions and /v1/models are", status=404
+            f"there is no {request.method} {request.path} here; this server has /v1/chat/completions and /v1/models",
+            status=404,
         )
     except web.HTTPException as refusal:
         error = ApiError(refusal.text or refusal.reason, status=refusal.status)

@@ -1,7 +1,7 @@
-"""``rollout.generate=openai_agent``: a prompt is answered by a user-supplied agent whose model is the policy.
+"""``rollout.generate=openai_agent``: a user-supplied agent, with the policy as its model, answers each prompt.
 
 The agent is a coroutine function ``(base_url, api_key, prompt, metadata) -> reward | None`` that calls its model with any
-client of OpenAI's chat completions. All of its calls are recorded with token ids and log-probabilities, and trained on.
+client of OpenAI's chat completions. All its calls are recorded with token ids and log-probabilities, and are trained on.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MAX_FIRST_FAILURES, MAX_FAILURES = 8, 32  # consecutive failures that end the ru
 class OpenAIAgent:
     """Runs agents, each with its own key, and converts their calls into samples.
 
-    An agent that raises, never calls its model, or exceeds ``rollout.agent_deadline_s`` fails its sample, which is then
-    neither trained on nor part of any baseline: ``agent/failures`` and ``agent/timeouts`` count them, and one warning per
-    rollout gives the cause. Raises ``AgentError`` if all first runs fail or many fail in a row, which indicates a bug.
+    An agent that raises, never calls its model, or exceeds ``rollout.agent_deadline_s`` fails its sample. Failed samples
+    are not trained on and count in no baseline; ``agent/failures`` and ``agent/timeouts`` count them, and one warning per
+    rollout names the cause. Raises ``AgentError`` if the first runs all fail or many fail in a row, which indicates a bug.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -100,7 +100,7 @@ class OpenAIAgent:
     async def _run(
         self, prompt: Prompt, session: Session, key: str, engine: Engine
     ) -> tuple[Reward | None, Status | None]:
-        """Return the agent's reward, and a status that overrides those of its samples; each may be None."""
+        """Return the agent's reward and a status that overrides its samples' statuses. Either may be None."""
         prompt_input: Any = [deepcopy(dict(message)) for message in prompt.messages] or prompt.text
         metadata = {**deepcopy(dict(prompt.metadata)), "label": prompt.label}
         limit = Deadline("rollout", f"agent, prompt {prompt.prompt_id}", self._seconds).limit
@@ -137,7 +137,7 @@ class OpenAIAgent:
         return Status.FAILED
 
     def _failed(self, session: Session, error: BaseException) -> Status:
-        if session.ended is not None:  # consequence of a refused call, not a bug of the agent
+        if session.ended is not None:  # caused by a refused call, not by a bug in the agent
             return session.ended
         self._counts["failures"] += 1
         self._last_failure = self._warnings["failure"] = f"rollout.agent={self._path} failed: {_error_line(error)}"
@@ -146,8 +146,8 @@ class OpenAIAgent:
     def _no_calls(self) -> Status:
         self._counts["failures"] += 1
         self._last_failure = self._warnings["failure"] = (
-            f"rollout.agent={self._path} ended without a call that was answered: give its client the base_url and api_key "
-            "it is called with"
+            f"rollout.agent={self._path} ended without a successful call: pass base_url and api_key, which it receives as "
+            "arguments, to its client"
         )
         return Status.FAILED
 
@@ -158,11 +158,11 @@ class OpenAIAgent:
             self._warned.add(name)
             override = session.overrides[name]
             self._warnings[name] = (
-                f"rollout.agent={self._path} asked for {override}: the trainer learns from what rollout.temperature samples"
+                f"rollout.agent={self._path} requested {override}: training needs samples at rollout.temperature"
             )
         self._succeeded |= not failed
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
-        # Failures tend to end first: runs that started at the same time must have had time to end.
+        # Failed runs tend to end first: give the runs that started with them time to succeed.
         if self._failed_in_a_row >= max(MAX_FAILURES if self._succeeded else MAX_FIRST_FAILURES, self._running):
             raise AgentError(
                 f"{self._failed_in_a_row} runs of an agent failed one after another; the last: {self._last_failure}"

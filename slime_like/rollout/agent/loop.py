@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 JOIN_S = 5.0
-MIN_WAIT_S = 0.1  # between two checks of a limit that moves
+MIN_WAIT_S = 0.1  # shortest wait before the limit, which pauses extend, is checked again
 
 
 class AgentTimeout(Exception):

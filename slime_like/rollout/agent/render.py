@@ -1,18 +1,18 @@
 """Conversations as token ids, and the tokens between two answers of one conversation.
 
-A later call of a conversation must not render earlier answers again: tokenising their text may give other ids than the
-model sampled, and templates drop or rewrite parts of old answers. Only the text *after* an answer is rendered: the
-template renders the conversation with a mark in place of the answer, and the text after the mark is used.
+A later call of a conversation must not render earlier answers again: tokenising their text may give ids other than the
+sampled ones, and templates drop or rewrite parts of old answers. Only the text *after* an answer is rendered. The
+template renders the conversation with a marker in place of the answer, and only the text after the marker is used.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from slime_like.data.chat import Tokenizer, render, tokenize
+from slime_like.data.chat import render, tokenize
 from slime_like.errors import ConfigError
+from slime_like.interfaces import Tokenizer
 from slime_like.rollout.agent.requests import ApiError, ChatRequest, Message
 from slime_like.types import I32
 
@@ -20,9 +20,9 @@ MARK = "Xqz7answerStandsHereXqz7"
 
 
 class Renderer:
-    """Chat template of a tokenizer. ``data.chat_template_kwargs`` are defaults for those of a request."""
+    """Chat template of a tokenizer. A request's ``chat_template_kwargs`` override ``data.chat_template_kwargs``."""
 
-    def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
 
@@ -35,40 +35,40 @@ class Renderer:
 
         They start with the template's end-of-answer token, if it has one.
         """
-        marked = {"role": "assistant", "content": MARK}
+        marked = Message(role="assistant", content=MARK)
         text = self._text(request, [*request.messages[:answer], marked, *request.messages[answer + 1 :]])
         _, mark, following = text.rpartition(MARK)
         if not mark:
             raise ConfigError(
-                "model.hf_checkpoint: its chat template does not write the content of an assistant message as it is, so "
-                "that calls of one conversation cannot be joined; use another chat_template.jinja"
+                "model.hf_checkpoint: its chat template changes the content of an assistant message, so "
+                "calls of one conversation cannot be joined; use another chat_template.jinja"
             )
         return self._ids(following)
 
     def stop_token(self, text: str) -> int:
-        """Return the single token of ``text``. Raises ``ApiError`` if it is several: an engine stops at tokens."""
+        """Return the single token of ``text``. Raises ``ApiError`` if there are several, as engines stop at single tokens."""
         ids = self._ids(text)
         if len(ids) != 1:
             raise ApiError(
-                f"stop={text!r} is {len(ids)} tokens to this model, and only single tokens can be stopped at",
+                f"stop={text!r} is {len(ids)} tokens in this model's vocabulary; a stop text must be a single token",
                 param="stop",
             )
         return int(ids[0])
 
     def _text(self, request: ChatRequest, messages: Sequence[Message]) -> str:
         reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
-        for name in sorted(reserved & request.template_kwargs.keys()):
+        for name in sorted(reserved & request.chat_template_kwargs.keys()):
             raise ApiError(
-                f"chat_template_kwargs.{name} is no variable of a chat template but an argument of its rendering, which is "
-                "not for a call to choose; leave it out",
+                f"chat_template_kwargs.{name} is an argument of the template renderer, not a template variable; "
+                f"requests cannot set it; leave it out",
                 param="chat_template_kwargs",
             )
-        kwargs = {**self._kwargs, **request.template_kwargs}
+        kwargs = {**self._kwargs, **request.chat_template_kwargs}
         if request.tools:
-            kwargs["tools"] = [dict(tool) for tool in request.tools]
-        # Fault boundary: a chat template is code of the tokenizer's author.
+            kwargs["tools"] = [tool.model_dump(exclude_unset=True) for tool in request.tools]
+        # Fault boundary: a chat template is third-party code.
         try:
-            return render(self._tokenizer, messages, kwargs)
+            return render(self._tokenizer, [message.for_template() for message in messages], kwargs)
         except Exception as error:
             raise ApiError(f"the chat template refused the messages: {error}", param="messages") from error
 

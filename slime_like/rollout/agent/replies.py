@@ -72,7 +72,7 @@ class AgentReply:
             call["index"] = i
         yield self._event(delta, None)
         yield self._event({}, self.finish_reason)
-        if self.request.include_usage:
+        if self.request.stream_options.include_usage:
             yield _line({**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage})
         yield b"data: [DONE]\n\n"
 

@@ -1,19 +1,19 @@
 """Parsing of chat completion requests; refusals use OpenAI's error format.
 
-Settings that would sample from another distribution than the trainer computes (penalties, several choices, grammars) are
-refused; settings unrelated to sampling are ignored; an unknown field is refused, as OpenAI does.
-Source of names and error codes: OpenAI's API reference, chat completions.
+Settings that change the sampling distribution (penalties, several choices, grammars) are refused, because the trainer
+computes log-probabilities of the unchanged one. Settings unrelated to sampling are ignored. Unknown fields are refused,
+as by OpenAI. Source of names and error codes: OpenAI's API reference, chat completions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-Message = Mapping[str, Any]
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PositiveInt, ValidationError
+from pydantic_core import from_json
+
 IGNORED = frozenset(
     [
         "metadata",
@@ -32,31 +32,6 @@ IGNORED = frozenset(
         "web_search_options",
     ]
 )
-READ = frozenset(
-    [
-        "chat_template_kwargs",
-        "frequency_penalty",
-        "function_call",
-        "functions",
-        "logit_bias",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "model",
-        "n",
-        "presence_penalty",
-        "response_format",
-        "stop",
-        "stream",
-        "stream_options",
-        "temperature",
-        "tool_choice",
-        "tools",
-        "top_logprobs",
-        "top_p",
-    ]
-)
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -68,7 +43,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
-"""Field -> values without effect; others are refused."""
+"""Field -> values that have no effect; any other value is refused."""
 
 
 class ApiError(Exception):
@@ -79,165 +54,157 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, dict[str, str | None]]:
         """Return the JSON body of the reply."""
         kind = {401: "authentication_error", 500: "server_error"}.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """One call. ``messages`` are ready for a chat template: contents as text, arguments of tool calls as objects."""
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    messages: tuple[Message, ...]
+
+Ignored = Annotated[JsonValue, Field(exclude=True)]
+"""Field of an answer that clients send back and chat templates do not read."""
+
+
+def _join(content: JsonValue) -> JsonValue:
+    """Join the text parts of a message content given as a list."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    texts: list[str] = []
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ValueError("a part is not text; this server supports only text")
+    return "".join(texts)
+
+
+def _parse(arguments: JsonValue) -> JsonValue:
+    """Return JSON arguments as an object if they parse, since templates serialize objects themselves."""
+    try:
+        value: JsonValue = from_json(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return {} if value is None else value
+
+
+class FunctionCall(_Model):
+    """Name and arguments of a tool call."""
+
+    name: str
+    arguments: Annotated[JsonValue, BeforeValidator(_parse)] = Field(default_factory=dict[str, JsonValue])
+
+
+class ToolCall(_Model):
+    """A tool call of an assistant message."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Ignored = None
+
+
+class Message(_Model):
+    """A message, with its content as text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_join)] = ""
+    tool_calls: list[ToolCall] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    annotations: Ignored = None
+    audio: Ignored = None
+    reasoning: Ignored = None
+    reasoning_content: Ignored = None
+    refusal: Ignored = None
+
+    def for_template(self) -> dict[str, JsonValue]:
+        """Return the fields that a chat template reads."""
+        fields = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
+        return {**fields, "role": "system" if self.role == "developer" else self.role}
+
+    def identity(self) -> str:
+        """Return a key that is equal for equal messages; clients strip outer whitespace, so it is ignored."""
+        return json.dumps({**self.for_template(), "content": self.content.strip()}, sort_keys=True)
+
+
+class FunctionSchema(_Model):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Model):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class StreamOptions(_Model):
+    """Options of a streamed reply."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatRequest(_Model):
+    """Fields of a call that this server reads."""
+
+    messages: list[Message] = Field(min_length=1)
     model: str = "policy"
-    tools: tuple[Mapping[str, Any], ...] = ()
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    max_completion_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+    stop: Annotated[list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     stream: bool = False
-    include_usage: bool = False
+    stream_options: StreamOptions = StreamOptions()
     logprobs: bool = False
     temperature: float | None = None
     top_p: float | None = None
+
+    @property
+    def max_sampled_tokens(self) -> int | None:
+        """Token limit of the answer; None if the request sets none."""
+        return self.max_completion_tokens or self.max_tokens
 
 
 def parse_request(body: bytes) -> ChatRequest:
     """Parse a request. Raises ``ApiError`` naming the unsupported parameter and the cause."""
     try:
-        parsed = json.loads(body)
-        json.dumps(parsed, ensure_ascii=False).encode()  # JSON accepts a lone surrogate, tokenizers do not
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is no JSON text: {error}") from error
+        parsed: JsonValue = from_json(body)
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ApiError("the body is not a JSON object")
-    fields = {name: value for name, value in cast("dict[str, Any]", parsed).items() if value is not None}
-    for name in sorted(fields.keys() - IGNORED - READ):
-        raise ApiError(f"Unrecognized request argument supplied: {name}", param=name)
+    fields = {name: value for name, value in parsed.items() if value is not None and name not in IGNORED}
+    if fields.get("tool_choice") == "none":
+        fields.pop("tools", None)
     for name, allowed in NEUTRAL.items():
-        if name in fields and fields[name] not in allowed:
+        if name in fields and (value := fields.pop(name)) not in allowed:
             raise ApiError(
-                f"{name}={json.dumps(fields[name])[:80]} is not served here: what is trained on is sampled from the "
-                f"model's own distribution, one choice per call; leave it out",
+                f"{name}={json.dumps(value)[:80]} is not supported: training needs one choice per call, "
+                f"sampled from the model's own distribution; leave it out",
                 param=name,
             )
-    options = _typed(fields, "stream_options", dict, {})
-    stop = _typed(fields, "stop", (str, list), [])
-    return ChatRequest(
-        messages=read_messages(fields.get("messages")),
-        model=_typed(fields, "model", str, "policy"),
-        tools=_tools(fields),
-        template_kwargs=_typed(fields, "chat_template_kwargs", dict, {}),
-        max_tokens=_limit(fields),
-        stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
-        stream=_typed(fields, "stream", bool, False),
-        include_usage=options.get("include_usage") is True,
-        logprobs=_typed(fields, "logprobs", bool, False),
-        temperature=_number(fields, "temperature"),
-        top_p=_number(fields, "top_p"),
-    )
-
-
-def read_messages(value: object) -> tuple[Message, ...]:
-    """Return the conversation, each message reduced to the fields that a chat template reads. Raises ``ApiError``."""
-    if not isinstance(value, list) or not value:
-        raise ApiError("messages must be a list of at least one message", param="messages")
-    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(cast("list[object]", value)))
-
-
-def identity(message: Message) -> str:
-    """Return a key that is equal for equal messages; clients strip outer whitespace, so it is ignored."""
-    return json.dumps({**message, "content": str(message["content"]).strip()}, sort_keys=True)
-
-
-def _message(item: object, path: str) -> Message:
-    if not isinstance(item, dict):
-        raise ApiError(f"{path} is not an object", param=path)
-    fields = cast("dict[str, Any]", item)
-    role = fields.get("role")
-    if role not in ROLES:
-        raise ApiError(f"{path}.role={role!r} is not one of {', '.join(ROLES)}", param=f"{path}.role")
-    message: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": _text(fields.get("content"), f"{path}.content"),
-    }
-    calls = fields.get("tool_calls") if role == "assistant" else None
-    if calls:
-        listed = cast("list[object]", calls if isinstance(calls, list) else [calls])
-        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls") for call in listed]
-    for name in ("name", "tool_call_id"):
-        if fields.get(name) is not None:
-            message[name] = str(fields[name])
-    return message
-
-
-def _text(content: object, path: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in cast("list[Any]", content if isinstance(content, list) else [content]):
-        text = (
-            cast("dict[str, Any]", part).get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        )
-        if not isinstance(text, str):
-            raise ApiError(f"{path} holds a part that is not text; only text is served here", param=path)
-        texts.append(text)
-    return "".join(texts)
-
-
-def _tool_call(call: object, path: str) -> dict[str, Any]:
     try:
-        fields = cast("dict[str, Any]", call)
-        name, arguments = fields["function"]["name"], fields["function"].get("arguments", "{}")
-        return {
-            "id": str(fields.get("id", "")),
-            "type": "function",
-            "function": {"name": str(name), "arguments": _object(arguments)},
-        }
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ApiError(f"{path} holds a call without function and name", param=path) from error
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error) from error
 
 
-def _object(arguments: object) -> object:
-    """Return JSON arguments as an object if they parse: templates serialize them themselves."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    tools = cast("list[object]", _typed(fields, "tools", list, []))
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise ApiError("tools must be a list of objects", param="tools")
-    return () if fields.get("tool_choice") == "none" else tuple(cast("list[dict[str, Any]]", tools))
-
-
-def _limit(fields: Mapping[str, Any]) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = _typed(fields, name, int, None)
-        if value is not None and value < 1:
-            raise ApiError(f"{name}={value} must be at least 1", param=name)
-        if value is not None:
-            return value
-    return None
-
-
-def _number(fields: Mapping[str, Any], name: str) -> float | None:
-    value = _typed(fields, name, (int, float), None)
-    try:
-        return None if value is None else float(value)
-    except OverflowError as error:
-        raise ApiError(f"{name} is too large a number", param=name) from error
-
-
-def _typed(fields: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], default: Any) -> Any:
-    value = fields.get(name, default)
-    allowed: Sequence[type] = kinds if isinstance(kinds, tuple) else (kinds,)
-    if name in fields and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in allowed)):
-        raise ApiError(f"{name}={json.dumps(value)[:80]} is of the wrong type", param=name)
-    return value
+def _refusal(error: ValidationError) -> ApiError:
+    """Return the refusal of the first invalid field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    if first["type"] == "extra_forbidden":
+        return ApiError(f"Unrecognized request argument supplied: {param}; leave it out", param=param)
+    value = "" if first["type"] == "missing" else f"={json.dumps(first['input'])[:80]}"
+    return ApiError(f"{param}{value}: {first['msg'].removeprefix('Value error, ')}", param=param)

@@ -1,9 +1,8 @@
 """One run of an agent: its calls, joined into conversations, each of which is a sample of the tokens as sampled.
 
-A call whose messages begin with those of an earlier call and its answer continues from the tokens of that call. A call
-with another beginning (another conversation, a history that the agent rewrote) starts a new sample. If an answer was
-already continued by one call, a second continuation starts a new sample too, with the shared tokens as its prompt, so
-that no token is trained on twice.
+A call whose messages begin with the messages and the answer of an earlier call continues from that call's tokens. Any
+other call (a new conversation, or a history that the agent rewrote) starts a new sample. So does a second continuation
+of the same answer: the shared tokens become its prompt, so that no token is trained on twice.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import numpy as np
 from slime_like.interfaces import Completion, Engine, GenerateContext, Sampling
 from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.replies import AgentReply
-from slime_like.rollout.agent.requests import ApiError, ChatRequest, identity, read_messages
+from slime_like.rollout.agent.requests import ApiError, ChatRequest, Message
 from slime_like.rollout.agent.tool_calls import find_calls
-from slime_like.rollout.collect.seeds import turn_seed
 from slime_like.rollout.generate.episode import Episode
-from slime_like.rollout.generate.trained_sampling import deviations
+from slime_like.rollout.generate.sampling import deviations, turn_seed
 from slime_like.types import I32, Prompt, Reward, Sample, Status
 
 MAX_SAMPLES = 1024  # per run of an agent
@@ -53,7 +51,7 @@ class Session:
         self._episodes: list[Episode] = []
         self._num_requests = 0
         self._text = ""  # of the newest answer
-        self.ended: Status | None = None  # cause of refused calls: context is full, or the engine aborted
+        self.ended: Status | None = None  # why calls are refused: the context is full, or the engine aborted
         self.failure: Exception | None = None  # error of an engine or of this program, not of the agent
         self.overrides: dict[str, str] = {}  # requested sampling settings that were ignored, by name
 
@@ -83,7 +81,7 @@ class Session:
         (completion,) = await self._engine.generate(np.concatenate([prompt_ids, between]), [seed], sampling)
         episode = self._record(turn, prompt_ids, between, completion)
         if completion.finish == "length" and sampling.max_new_tokens < max_tokens:
-            episode.status = Status.COMPLETED  # the limit was the agent's, not the run's
+            episode.status = Status.COMPLETED  # the agent set this limit, not the run
         self._text = self._context.decode(completion.token_ids.tolist())
         if episode.status is Status.ABORTED:
             self.ended = Status.ABORTED
@@ -91,9 +89,9 @@ class Session:
         return self._answered(request, completion, episode, number)
 
     def samples(self, prompt: Prompt, reward: Reward | None, status: Status | None) -> list[Sample]:
-        """Return the recorded samples, one per conversation, all of one episode. A given ``status`` overrides theirs.
+        """Return the recorded samples, one per conversation, all in one episode. ``status``, if not None, overrides theirs.
 
-        A run without calls returns one failed sample: groups keep their size.
+        A run without calls returns one failed sample, so that groups keep their size.
         """
         text = self._text
         if not self._episodes:
@@ -110,7 +108,7 @@ class Session:
 
     def _extended(self, request: ChatRequest) -> Turn | None:
         """Return the longest answered conversation that the request continues, preferring one not yet continued."""
-        messages, tools = tuple(map(identity, request.messages)), _tools(request)
+        messages, tools = tuple(message.identity() for message in request.messages), _tools(request)
 
         def begins(turn: Turn) -> bool:
             return turn.tools == tools and turn.messages == messages[: len(turn.messages)]
@@ -137,8 +135,8 @@ class Session:
             turn.episode.status = Status.TRUNCATED
         raise ApiError(
             f"the conversation has {num_tokens} tokens, and nothing can be sampled after them: "
-            f"rollout.max_context_len={self._context.max_context_len} tokens in all, of which "
-            f"rollout.max_response_len={self._context.sampling.max_new_tokens} sampled",
+            f"the limits are rollout.max_context_len={self._context.max_context_len} tokens in total and "
+            f"rollout.max_response_len={self._context.sampling.max_new_tokens} sampled tokens",
             param="messages",
             code="context_length_exceeded",
         )
@@ -150,7 +148,9 @@ class Session:
     def _sampling(self, request: ChatRequest, max_tokens: int) -> Sampling:
         sampling = self._context.sampling
         stops = (*sampling.stop_token_ids, *map(self._renderer.stop_token, request.stop))
-        return replace(sampling, max_new_tokens=min(max_tokens, request.max_tokens or max_tokens), stop_token_ids=stops)
+        return replace(
+            sampling, max_new_tokens=min(max_tokens, request.max_sampled_tokens or max_tokens), stop_token_ids=stops
+        )
 
     def _record(self, turn: Turn | None, prompt_ids: I32, between: I32, completion: Completion) -> Episode:
         """Append to the sample that ``turn`` ends, unless a concurrent call has continued it in the meantime."""
@@ -178,16 +178,18 @@ class Session:
             calls=tuple((f"call_{number}_{i}", *call) for i, call in enumerate(called.calls)),
             num_prompt_tokens=len(episode) - len(token_ids),
         )
-        messages = (*request.messages, *read_messages([answer.message]))  # in the form in which a client sends it back
-        self._turns.append(Turn(tuple(map(identity, messages)), _tools(request), episode, len(episode)))
+        messages = (*request.messages, Message.model_validate(answer.message))  # as a client sends it back
+        self._turns.append(
+            Turn(tuple(message.identity() for message in messages), _tools(request), episode, len(episode))
+        )
         return answer
 
     def _note_overrides(self, request: ChatRequest) -> None:
         requested = {"temperature": request.temperature, "top_p": request.top_p}
         for name, (value, run_value) in deviations(self._context.sampling, requested).items():
-            self.overrides.setdefault(name, f"{name}={value:g}, and was answered at {name}={run_value:g}")
+            self.overrides.setdefault(name, f"{name}={value:g} but got {name}={run_value:g}")
 
 
 def _tools(request: ChatRequest) -> str:
-    """Return a key of template inputs other than messages, which a chat template puts at the start of a conversation."""
-    return repr((request.tools, sorted(request.template_kwargs.items())))
+    """Return a key of the template inputs other than messages; templates put them at the start of a conversation."""
+    return repr((request.tools, sorted(request.chat_template_kwargs.items())))

@@ -1,100 +1,121 @@
-"""Collection of a rollout's groups: in rounds that run to their end, or by over-sampling.
+"""Collection of a rollout's groups: prompts in their order, sampled in rounds until enough groups pass the filters.
 
-Without over-sampling, the prompts of a rollout depend only on their order, never on which answer came first, so a
-resumed run takes the same prompts.
+Because prompts are taken in rounds, the choice depends only on their order and not on which answers finish first: a
+resumed run takes the same prompts. Dropped groups are replaced by groups of further prompts (dynamic sampling).
+Source: DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable
-from functools import partial
+import time
+from collections.abc import Sequence
 
 from slime_like.config.schema.rollout import RolloutConfig
-from slime_like.interfaces import Sampling
+from slime_like.errors import DataError
+from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Metric
 from slime_like.rollout.collect.group_filters import GroupFilters
-from slime_like.rollout.collect.over_sampling import GroupTask, OverSampling, OverSamplingCallbacks, Partial
-from slime_like.rollout.collect.prompt_queue import PromptQueue, QueuedPrompt
-from slime_like.rollout.collect.refill import CollectedGroups, RefillPolicy, fill
-from slime_like.rollout.collect.resumable import PauseGate
 from slime_like.rollout.collect.sampler import GroupRequest, GroupSampler
-from slime_like.rollout.collect.state import RolloutState
-from slime_like.types import SampleGroup
-from slime_like.util.deadline import Deadline
+from slime_like.rollout.collect.state import Produced, QueuedPrompt, RolloutState, Unfinished
+from slime_like.types import Prompt, SampleGroup
+
+
+class PromptQueue:
+    """Prompts in the order of their use: first prompts given back unanswered, then new ones of the data source."""
+
+    def __init__(self, source: DataSource) -> None:
+        self.source = source
+        self.returned: tuple[QueuedPrompt, ...] = ()
+
+    def take(self, n: int) -> list[QueuedPrompt]:
+        """Return the next ``n`` prompts."""
+        first, self.returned = self.returned[:n], self.returned[n:]
+        fresh = self.source.next(n - len(first)) if len(first) < n else []
+        return [*first, *map(QueuedPrompt, fresh)]
+
+    def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
+        """Put back prompts that were taken and not answered; they come before all others."""
+        self.returned = (*prompts, *self.returned)
 
 
 class GroupCollector:
-    """Takes prompts, produces rollouts, and owns the groups in flight."""
+    """Collects rollouts in rounds and waits for every group to finish.
 
-    def __init__(
-        self,
-        cfg: RolloutConfig,
-        sampling: Sampling,
-        bound: int | None,
-        prompts: PromptQueue,
-        answers: GroupSampler,
-        abort_all: Callable[[], Awaitable[None]],
-    ) -> None:
-        """``bound``: maximum staleness of continued groups; None if no weights are pushed, so nothing becomes stale.
-        ``abort_all``: ends the requests of every engine with the tokens sampled so far.
-        """
-        self._cfg, self._sampling, self._prompts, self._answers = cfg, sampling, prompts, answers
-        self._policy = RefillPolicy(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
+    The subclass ``OverSampling`` starts more groups than needed and aborts the rest.
+    """
+
+    def __init__(self, cfg: RolloutConfig, sampling: Sampling, source: DataSource, sampler: GroupSampler) -> None:
+        self._cfg, self._sampling, self._sampler = cfg, sampling, sampler
+        self._prompts = PromptQueue(source)
         self._filters = GroupFilters(cfg)
-        self._abort_all = abort_all
-        self._gate = PauseGate()
-        callbacks = OverSamplingCallbacks(self._answer, self._filters.keep, self._gate.open, self._stop)
-        self._over_sampling: OverSampling | None = None
-        if cfg.over_sampling_batch_size is not None:
-            partial_rollout = Partial(cfg.partial_rollout, math.inf if bound is None else bound)
-            self._over_sampling = OverSampling(self._policy, partial_rollout, prompts, callbacks)
+        self._starts: dict[int, RolloutState] = {}  # state before each rollout that is not consumed
 
-    async def make(self, rollout_id: int) -> CollectedGroups:
-        """Return the groups of one rollout, scored and filtered, ordered by id."""
-        if self._over_sampling is not None:
-            return await self._over_sampling.make(rollout_id)
-        return await fill(partial(self._ask, rollout_id), self._filters.keep, self._policy, rollout_id)
+    async def make(self, rollout_id: int) -> Produced:
+        """Return the groups of one rollout, scored and filtered, ordered by id.
 
-    @property
-    def filters(self) -> GroupFilters:
-        """Return the run's filters, with the groups they saw since their last report."""
-        return self._filters
+        Raises ``DataError`` if too few passed after ``max_refills`` rounds, for example with a filter that hardly any prompt passes.
+        """
+        self._starts[rollout_id] = self.state()
+        started = time.time()
+        groups, num_generated, num_refills = await self._collect(rollout_id)
+        report = self._filters.report()
+        return Produced(rollout_id, tuple(groups), started, time.time(), num_generated, num_refills, report)
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics of over-sampling since the last call."""
-        return self._over_sampling.metrics() if self._over_sampling is not None else []
+        """Return metrics of groups in flight since the last call."""
+        return []
+
+    def unfinished(self) -> tuple[Unfinished, ...]:
+        """Return a snapshot of the groups in flight that outlive their rollout."""
+        return ()
 
     def state(self) -> RolloutState:
         """Return the data cursor and every prompt that no rollout contains."""
-        unfinished = self._over_sampling.unfinished() if self._over_sampling is not None else ()
-        return RolloutState(self._prompts.source.state(), self._prompts.returned, unfinished)
+        return RolloutState(self._prompts.source.state(), self._prompts.returned, self.unfinished())
+
+    def state_before(self, rollout_id: int) -> RolloutState:
+        """Return the state before a rollout took its prompts; the current state if the rollout has not begun."""
+        return self._starts.get(rollout_id) or self.state()
+
+    def forget(self, rollout_id: int) -> None:
+        """Release the states kept for a consumed rollout and all earlier ones."""
+        self._starts = {key: value for key, value in self._starts.items() if key > rollout_id}
 
     def restore(self, state: RolloutState) -> None:
         """Continue from ``state``. The data source must already be at its cursor."""
         self._prompts.give_back(state.returned)
-        if self._over_sampling is not None:
-            self._over_sampling.restore(state.unfinished)
-        else:  # over-sampling was on when the checkpoint was written
-            self._prompts.give_back([QueuedPrompt(unfinished.prompt) for unfinished in state.unfinished])
+        # The checkpoint may contain groups that over-sampling had in flight: they start again.
+        self._prompts.give_back([QueuedPrompt(unfinished.prompt) for unfinished in state.unfinished])
 
     async def close(self) -> None:
-        """Cancel what is in flight."""
-        if self._over_sampling is not None:
-            await self._over_sampling.close()
+        """Cancel the groups in flight."""
 
-    async def _ask(self, rollout_id: int, num_requested: int, count: int) -> list[SampleGroup]:
-        """Return groups of ``count`` further prompts, after ``num_requested`` of this rollout."""
-        first, n = rollout_id * self._policy.max_groups + num_requested, self._cfg.n_samples_per_prompt
-        queued = enumerate(self._prompts.take(count), first)
-        return await self._answers.groups(
-            [GroupRequest(item.prompt, group_id, n, self._sampling) for group_id, item in queued]
+    async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
+        """Return the groups, the number of groups requested, and the number of rounds after the first."""
+        passed: list[SampleGroup] = []
+        num_requested, size = 0, self._cfg.batch_size
+        for num_refills in range(self._cfg.max_refills + 1):
+            taken = self._take(rollout_id, num_requested, size)
+            groups = await self._sampler.groups([self._request(group_id, item.prompt) for group_id, item in taken])
+            passed += [group for group in groups if self._filters.keep(group)]
+            num_requested += size
+            size = self._cfg.batch_size - len(passed)
+            if size <= 0 or self._cfg.max_refills == 0:
+                return passed, num_requested, num_refills
+        raise self._too_few(rollout_id, f"{len(passed)} of {num_requested} groups passed rollout.filters")
+
+    def _take(self, rollout_id: int, num_requested: int, count: int) -> list[tuple[int, QueuedPrompt]]:
+        """Take ``count`` further prompts, each with its group id, after the ``num_requested`` already taken for this rollout."""
+        round_size = self._cfg.over_sampling_batch_size or self._cfg.batch_size
+        first = rollout_id * round_size * (1 + self._cfg.max_refills) + num_requested
+        return list(enumerate(self._prompts.take(count), first))
+
+    def _request(self, group_id: int, prompt: Prompt) -> GroupRequest:
+        return GroupRequest(prompt, group_id, self._cfg.n_samples_per_prompt, self._sampling)
+
+    def _too_few(self, rollout_id: int, passed: str) -> DataError:
+        return DataError(
+            f"rollout {rollout_id}: after rollout.max_refills={self._cfg.max_refills} rounds of further prompts {passed}, but "
+            f"rollout.batch_size={self._cfg.batch_size} groups are needed: raise rollout.max_refills, train on prompts that are "
+            "neither too easy nor too hard, or set rollout.max_refills=0 to train on the groups that pass"
         )
-
-    async def _answer(self, work: GroupTask) -> SampleGroup:
-        request = GroupRequest(work.prompt, work.group_id, self._cfg.n_samples_per_prompt, self._sampling)
-        return await self._answers.group(request, work.journal, self._gate, work.on_generated)
-
-    async def _stop(self) -> None:
-        deadline = Deadline("rollout", "stop of a rollout", self._cfg.request_deadline_s)
-        await self._gate.shut(self._abort_all, deadline)

@@ -13,7 +13,7 @@ from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import UserCodeError
 from slime_like.interfaces import GroupFilter
 from slime_like.metrics.types import Mean, Metric, Sum
-from slime_like.registry import resolve
+from slime_like.registry import metric_part, resolve
 from slime_like.types import SampleGroup
 from slime_like.util.user_code import errors_named
 
@@ -41,7 +41,7 @@ class _GroupStats:
             self.spreads.append(len({reward.score for reward in rewards}) > 1)
 
     def metrics(self) -> list[Metric]:
-        """Return ``rollout/generated/*``, without means over no values."""
+        """Return ``rollout/generated/*``, leaving out means without values."""
         columns = {
             "raw_reward": self.scores,
             "accuracy": self.accuracies,
@@ -84,22 +84,23 @@ class GroupFilters:
             if not isinstance(reason, str) or not reason:
                 raise UserCodeError(
                     f"{KEY}={name} returned {reason!r:.80} ({type(reason).__name__}) for {subject}: a filter returns None to "
-                    "keep a group, or a word that says why it is dropped"
+                    "keep a group, or a word that names the reason for dropping it"
                 )
             self._count(name, reason)
             return False
         return True
 
     def report(self) -> FilterReport:
-        """Return metrics since the last call: groups dropped per filter and reason, means over all generated groups.
+        """Return metrics since the last call: dropped groups per filter and reason, and means over all generated groups.
 
-        A reason that was reported once is later reported as 0, so its curve has no gaps.
+        A reason that has been reported once is reported as 0 from then on, so that its curve has no gaps.
         """
         summary, metrics = self._summary(), list[Metric]()
         for name, _ in self._rules:
             reasons = self._dropped[name]
-            metrics.append(Sum(f"rollout/dropped_groups/{name}", sum(reasons.values())))
-            metrics += [Sum(f"rollout/dropped_groups/{name}/{reason}", count) for reason, count in reasons.items()]
+            prefix = f"rollout/dropped_groups/{metric_part(name)}"
+            metrics.append(Sum(prefix, sum(reasons.values())))
+            metrics += [Sum(f"{prefix}/{reason}", count) for reason, count in reasons.items()]
             self._dropped[name] = Counter(dict.fromkeys(reasons, 0))
         stats, self._stats = self._stats, _GroupStats()
         return FilterReport((*metrics, *stats.metrics()), summary, stats.first)

@@ -16,10 +16,10 @@ MAX_TEXT = 400  # characters of a quoted sample
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counts consecutive rollouts without groups and consecutive rollouts without differing rewards, and warns of both.
+    """Counts consecutive rollouts without groups, and consecutive rollouts without differing rewards; warns about both.
 
-    ``baseline``: equal rewards make every advantage 0 within a prompt's samples ("group"), over all samples ("batch"), or
-    never ("none"). ``overlong``: the penalty subtracted from rewards before advantages are computed.
+    ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
+    samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.
     """
 
     baseline: str
@@ -37,8 +37,8 @@ class LearningSignal:
     ) -> list[RunWarning]:
         """Count one rollout and return the warnings for the user.
 
-        ``groups`` go to the trainer, ``num_waiting`` more groups than before wait for a later rollout, ``dropped`` summarizes
-        the filters, and ``example`` is a group to quote if none passed them.
+        ``groups`` go to the trainer. ``num_waiting`` is the increase in groups that wait for a later rollout. ``dropped``
+        summarizes the filters, and ``example`` is a group to quote if none passed them.
         """
         shaped = groups if self.overlong is None else self.overlong.shaped(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1
@@ -48,7 +48,11 @@ class LearningSignal:
             streak = f" ({self.num_empty} in a row)" if self.num_empty > 1 else ""
             return [RunWarning(f"rollout {rollout_id} is empty{streak}: nothing is trained on; {dropped}", quoted)]
         if groups and _is_due(self.num_flat, FIRST_FLAT):
-            return [RunWarning(f"{self.num_flat} rollouts in a row teach nothing: {self._flatness(shaped)}", quoted)]
+            return [
+                RunWarning(
+                    f"{self.num_flat} rollouts in a row have no learning signal: {self._flatness(shaped)}", quoted
+                )
+            ]
         return []
 
     def metrics(self) -> list[Metric]:
@@ -74,10 +78,10 @@ class LearningSignal:
                 if scores == {0.0}
                 else "does the reward differ?"
             )
-            return f"every sample has reward {scores.pop():g}, so that every advantage is 0; {fix}"
+            return f"every sample has reward {scores.pop():g}, so every advantage is 0; {fix}"
         return (
-            "in every group all samples have the same reward, so that every advantage is 0; choose prompts that are "
-            "neither too easy nor too hard, raise rollout.n_samples_per_prompt or rollout.temperature"
+            "in every group all samples have the same reward, so every advantage is 0; choose prompts that are "
+            "neither too easy nor too hard, or raise rollout.n_samples_per_prompt or rollout.temperature"
         )
 
 

@@ -8,31 +8,17 @@ waits for the trainer's requests: rollout j starts once rollout ``j - max_stalen
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from slime_like.errors import SlimeLikeError
-from slime_like.types import SampleGroup
+from slime_like.rollout.collect.state import Produced
 from slime_like.util.together import being_cancelled
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """Scored groups of one rollout, and the time span of their generation."""
-
-    rollout_id: int
-    groups: tuple[SampleGroup, ...]
-    started: float  # unix seconds
-    stopped: float
-    num_generated: int = 0  # groups requested, including those dropped by filters
-    num_refills: int = 0  # rounds of further prompts
 
 
 class Producer:
     """One task that runs ``make(rollout_id)`` for each admitted rollout.
 
-    Example: ``max_staleness=1``: requesting rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
+    Example: with ``max_staleness=1``, requesting rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
     """
 
     def __init__(
@@ -112,13 +98,8 @@ class Producer:
 
 def _own_cancel(rollout_id: int, error: asyncio.CancelledError) -> SlimeLikeError:
     failure = SlimeLikeError(
-        f"rollout {rollout_id}: rollout.generate raised CancelledError, though nothing cancelled it: a task or future that "
-        "it waits for was cancelled; catch that in it"
+        f"rollout {rollout_id}: rollout.generate raised CancelledError, though nothing cancelled it: it awaited a task or "
+        "future that was cancelled; catch the CancelledError in rollout.generate"
     )
     failure.__cause__ = error
     return failure
-
-
-def now() -> float:
-    """Return Unix seconds, comparable between the processes of a run."""
-    return time.time()

@@ -4,27 +4,117 @@ consumes  a lease of one engine, so that a continuation finds its group's prefix
           lease moves to another, which continues from the tokens already returned
 produces  complete answers, in which each token has the version and log-probability of its own sampling
 waits for an engine that serves; for the gate, which is shut between rollouts while unfinished answers are retained
+
+A generate function does not notice an interruption: its calls just wait. If the process has ended, the function runs
+again, and calls that it repeats are answered from a record (``PartialCompletions``). A call that differs from the recorded
+one (for example because a tool returned another result) is sent to an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
 from slime_like.interfaces import Completion, Sampling
-from slime_like.rollout.collect.partial import ABORT, EngineCall, PartialCompletions, continuable, joined
-from slime_like.rollout.collect.usage import Usage
 from slime_like.rollout.engine.client import EngineClient
-from slime_like.rollout.generate.trained_sampling import check_generate
-from slime_like.rollout.pool.router import Lease
+from slime_like.rollout.generate.sampling import check_generate
+from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.router import Lease, Usage
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
 
-ABORT_AGAIN_S = 0.2  # a request on its way to the scheduler is missed by an abort
+ABORT = "abort"  # finish reason of a completion that may be continued
+ABORT_AGAIN_S = 0.2  # an abort misses a request that has not reached the scheduler
+NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), ABORT)
+
+
+@dataclass(slots=True, eq=False)
+class EngineCall:
+    """One ``Engine.generate`` call: its prompt and one (possibly partial) completion per seed."""
+
+    token_ids: I32  # [P]
+    seeds: tuple[int, ...]
+    completions: list[Completion]
+
+    def unfinished(self) -> list[int]:
+        """Return the indices of completions that may be continued."""
+        return [i for i, completion in enumerate(self.completions) if completion.finish == ABORT]
+
+
+class PartialCompletions:
+    """Recorded calls of one group."""
+
+    def __init__(self, calls: Iterable[EngineCall] = ()) -> None:
+        self._calls = list(calls)
+        self._unclaimed = list(self._calls)
+
+    def call(self, token_ids: I32, seeds: Sequence[int]) -> EngineCall:
+        """Return the record of this call, from an earlier run of the function if there is one."""
+        for call in self._unclaimed:
+            if call.seeds == tuple(seeds) and np.array_equal(call.token_ids, token_ids):
+                self._unclaimed.remove(call)
+                return call
+        call = EngineCall(token_ids, tuple(seeds), [NOTHING] * len(seeds))
+        self._calls.append(call)
+        return call
+
+    def close(self) -> None:
+        """Drop the calls that this run of the function did not repeat, as no sample contains them. Called when it ends."""
+        self._calls = [call for call in self._calls if call not in self._unclaimed]
+        self._unclaimed = []
+
+    def copy(self) -> tuple[EngineCall, ...]:
+        """Return a snapshot of the calls."""
+        return tuple(replace(call, completions=list(call.completions)) for call in self._calls)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Weight version of the oldest token; None if none was sampled."""
+        versions = (version for c in self._completions() for _, _, version in c.versions)
+        return min(versions, default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        return sum(len(completion.token_ids) for completion in self._completions())
+
+    def _completions(self) -> Iterable[Completion]:
+        return (completion for call in self._calls for completion in call.completions)
+
+
+def continuable(part: Completion) -> Completion:
+    """Return an interrupted completion without its last token, which is sampled again.
+
+    SGLang reports a request as aborted even if the abort comes in the step of its end-of-sequence token (or its last allowed
+    token). Continued after that token, it would never end. The same seed at the same position draws the same token under the same
+    weights.
+    """
+    if part.finish != ABORT or not len(part.token_ids):
+        return part
+    n = len(part.token_ids) - 1
+    versions = tuple((start, min(stop, n), version) for start, stop, version in part.versions if start < n)
+    return replace(part, token_ids=part.token_ids[:n], logprobs=part.logprobs[:n], versions=versions)
+
+
+def joined(first: Completion, second: Completion) -> Completion:
+    """Concatenate a completion and its continuation; each token keeps the log-probability and version it was sampled with."""
+    n = len(first.token_ids)
+    shifted = [*first.versions, *((start + n, stop + n, version) for start, stop, version in second.versions)]
+    runs = [list(run) for _, run in groupby(shifted, key=lambda span: span[2])]
+    return Completion(
+        token_ids=np.concatenate([first.token_ids, second.token_ids]).astype(np.int32),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]).astype(np.float32),
+        versions=tuple((run[0][0], run[-1][1], run[0][2]) for run in runs),
+        finish=second.finish,
+        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
+        cached_tokens=first.cached_tokens + second.cached_tokens,
+    )
 
 
 class PauseGate:
@@ -81,28 +171,35 @@ class ResumableEngine:
     """Implements ``interfaces.Engine`` for one group."""
 
     def __init__(
-        self, lease: Lease, journal: PartialCompletions, gate: PauseGate, usage: Usage, trained: Sampling | None = None
+        self,
+        pool: EnginePool,
+        lease: Lease,
+        journal: PartialCompletions,
+        gate: PauseGate,
+        usage: Usage,
+        trained: Sampling | None = None,
     ) -> None:
-        """``trained``: the sampling distribution that answers must have because they are trained on; None if they are not."""
-        self._lease, self._journal, self._gate, self._usage = lease, journal, gate, usage
+        """``trained`` is the sampling distribution required of answers that are trained on; None if they are not."""
+        self._pool, self._lease = pool, lease
+        self._journal, self._gate, self._usage = journal, gate, usage
         self._trained = trained
 
     @property
     def paused_s(self) -> float:
         """Total seconds for which requests were held back by the gate or no engine was available."""
-        return self._gate.shut_s + self._lease.starved_s
+        return self._gate.shut_s + self._pool.router.starved_s
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
         """Return ``len(seeds)`` completions of one prompt, over as many requests as needed.
 
         ``finish`` is ``abort`` only if the engine ended a request that this run did not abort.
-        Raises ``ConfigError`` if ``sampling`` is not the distribution that is trained on.
+        Raises ``ConfigError`` if ``sampling`` differs from the distribution that is trained on.
         """
         if self._trained is not None:
             check_generate(self._trained, sampling)
         call = self._journal.call(token_ids, seeds)
         while call.unfinished():
-            await self._lease.settle()
+            await self._pool.router.settle(self._lease)
             async with self._gate.passage():
                 if not await self._continue(call, sampling):
                     break
@@ -112,31 +209,38 @@ class ResumableEngine:
         """See ``interfaces.Engine``."""
         scores = None
         while scores is None:
-            await self._lease.settle()
-            scores = await self._lease.ask(lambda engine: engine.score(token_ids, temperature))
+            engine = await self._pool.router.settle(self._lease)
+            scores = await self._pool.ask(self._lease, engine.score(token_ids, temperature))
         return scores
 
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
         """Send one request for all unfinished completions; return whether those still unfinished may be requested again."""
+        engine = self._pool.router.serving(self._lease)
+        if engine is None:  # withdrawn while the gate was shut
+            return True
         indices = call.unfinished()
         partials = [call.completions[i] for i in indices]
-
-        async def extend(engine: EngineClient) -> tuple[str, list[Completion], bool]:
-            aborts = engine.num_ended_aborts
-            parts = await engine.extend(
-                [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in partials],
-                [call.seeds[i] for i in indices],
-                [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in partials],
-                sampling,
-            )
-            return engine.name, parts, engine.num_aborts > aborts
-
-        answered = await self._lease.ask(extend)
-        if answered is None:  # the engine is lost, with the tokens of this request
+        answered = await self._pool.ask(self._lease, self._extend(engine, call, indices, sampling))
+        if answered is None:  # the engine was lost together with the tokens of this request
             return True
-        name, parts, aborted_here = answered
+        parts, aborted_here = answered
         for index, partial, part in zip(indices, partials, parts, strict=True):
             call.completions[index] = joined(partial, continuable(part) if aborted_here else part)
         self._lease.spend(sum(len(part.token_ids) for part in parts))
-        self._usage.add(name, parts)
+        self._usage.add(engine.name, parts)
         return aborted_here or all(part.finish != ABORT for part in parts)
+
+    @staticmethod
+    async def _extend(
+        engine: EngineClient, call: EngineCall, indices: Sequence[int], sampling: Sampling
+    ) -> tuple[list[Completion], bool]:
+        """Return the continuations of ``indices``, and whether an abort of this run may have ended them."""
+        aborts = engine.num_ended_aborts
+        partials = [call.completions[i] for i in indices]
+        parts = await engine.extend(
+            [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in partials],
+            [call.seeds[i] for i in indices],
+            [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in partials],
+            sampling,
+        )
+        return parts, engine.num_aborts > aborts

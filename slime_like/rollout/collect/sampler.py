@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
+from slime_like.config.schema import names
+from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import UserCodeError
-from slime_like.interfaces import GenerateContext, GenerateFn, Sampling
+from slime_like.interfaces import GenerateContext, GenerateFn, Generator, Sampling, Tokenizer
+from slime_like.metrics.types import Metric
+from slime_like.registry import resolve
 from slime_like.reward.pool import RewardPool
-from slime_like.rollout.collect.partial import PartialCompletions
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
-from slime_like.rollout.collect.seeds import sample_seeds
-from slime_like.rollout.collect.usage import Usage
-from slime_like.rollout.pool.router import EngineRouter
+from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.generate.sampling import sample_seeds
+from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.router import Usage
 from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.util.together import together
 from slime_like.util.user_code import errors_named
 
 TRAIN_STREAM = "train"  # stream of sampling seeds; each held-out set has its own
+
+
+def open_generate(config: RolloutConfig) -> GenerateFn:
+    """Return ``rollout.generate``: a function, or an instance of a class, which may own servers and connections."""
+    target = resolve("rollout.generate", config.generate, names.GENERATE)
+    return target(config) if isinstance(target, type) else target
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +45,16 @@ class GroupRequest:
 class GroupSampler:
     """Components shared by all groups."""
 
-    router: EngineRouter
+    pool: EnginePool
     rewards: RewardPool
     generate: GenerateFn
     generate_name: str  # rollout.generate, for messages
-    tokenizer: Any  # of model.hf_checkpoint
-    chat_template_kwargs: Mapping[str, Any]
+    tokenizer: Tokenizer  # of model.hf_checkpoint
+    chat_template_kwargs: Mapping[str, object]
     max_context_len: int
     seed: int
     usage: Usage  # of training groups
-    trains: bool  # groups of the training stream are trained on
+    trains: bool  # True if groups of the training stream are trained on
 
     async def group(
         self,
@@ -54,7 +63,7 @@ class GroupSampler:
         gate: PauseGate | None = None,
         generated: Callable[[], None] | None = None,
     ) -> SampleGroup:
-        """Return the scored group. ``journal`` has its earlier partial answers; requests wait at ``gate`` while it is shut;
+        """Return the scored group. ``journal`` contains its earlier partial answers. Requests wait while ``gate`` is shut.
         ``generated`` is called when only the rewards are missing.
         """
         n, first = request.n, request.group_id * request.n
@@ -70,9 +79,11 @@ class GroupSampler:
         )
         is_training = request.stream == TRAIN_STREAM
         usage = self.usage if is_training else Usage(1)  # evaluation requests are not reported
-        with self.router.lease(request.sampling.max_new_tokens * n) as lease:
+        with self.pool.router.lease(request.sampling.max_new_tokens * n) as lease:
             trained = request.sampling if is_training and self.trains else None
-            engine = ResumableEngine(lease, journal or PartialCompletions(), gate or PauseGate(), usage, trained)
+            engine = ResumableEngine(
+                self.pool, lease, journal or PartialCompletions(), gate or PauseGate(), usage, trained
+            )
             subject = f"prompt {request.prompt.prompt_id} ({request.prompt.dataset})"
             with errors_named("rollout.generate", self.generate_name, subject):
                 returned = await self.generate(request.prompt, engine, seeds, context)
@@ -84,15 +95,24 @@ class GroupSampler:
 
     async def groups(self, requests: Sequence[GroupRequest]) -> list[SampleGroup]:
         """Return the groups of all requests, in order; the first failure cancels the others."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                answers = [tasks.create_task(self.group(request)) for request in requests]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [answer.result() for answer in answers]
+        return await together([self.group(request) for request in requests])
+
+    def metrics(self) -> list[Metric]:
+        """Return metrics of the generate function and of engine usage since the last call."""
+        own = self.generate.metrics() if isinstance(self.generate, Generator) else ()
+        return [*own, *self.usage.drain()]
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return warnings of the generate function since the last call."""
+        return self.generate.warnings() if isinstance(self.generate, Generator) else ()
+
+    async def close(self) -> None:
+        """Release the resources of the generate function."""
+        if isinstance(self.generate, Generator):
+            await self.generate.close()
 
     def _checked(self, returned: object, subject: str) -> tuple[Sample, ...]:
-        """Return the samples of a generate function. Raises ``UserCodeError`` when it returned anything else."""
+        """Return the samples of a generate function. Raises ``UserCodeError`` if it returned anything else."""
         if isinstance(returned, Sequence):
             items = cast("Sequence[object]", returned)
             wrong = [item for item in items if not isinstance(item, Sample)]

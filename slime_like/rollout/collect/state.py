@@ -1,27 +1,75 @@
-"""State of the rollout side before the prompts of a rollout, and its files next to a checkpoint."""
+"""Values of the rollout side that a checkpoint stores, their on-disk forms, and the paths of their files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from slime_like.rollout.collect.partial import Unfinished, from_group, to_group
-from slime_like.rollout.collect.prompt_queue import QueuedPrompt
-from slime_like.types import SampleGroup
+import numpy as np
+
+from slime_like.interfaces import Completion
+from slime_like.rollout.collect.group_filters import FilterReport
+from slime_like.rollout.collect.resumable import EngineCall
+from slime_like.rollout.generate.single_turn import STATUS
+from slime_like.types import Prompt, Sample, SampleGroup, Source, Span, Status
+
+FINISH = {status: finish for finish, status in STATUS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Scored groups of one rollout that passed the filters, ordered by id, and the time span of their generation."""
+
+    rollout_id: int
+    groups: tuple[SampleGroup, ...]
+    started: float  # unix seconds
+    stopped: float
+    num_generated: int = 0  # groups requested, including those dropped by filters
+    num_refills: int = 0  # rounds of further prompts
+    filtered: FilterReport = field(default_factory=FilterReport)
+
+    def record(self) -> dict[str, Any]:
+        """Return the JSON form, without groups and filter report."""
+        return {
+            "rollout_id": self.rollout_id,
+            "groups": (),
+            "started": self.started,
+            "stopped": self.stopped,
+            "num_generated": self.num_generated,
+            "num_refills": self.num_refills,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedPrompt:
+    """A prompt to be answered, and the number of rollouts that started and aborted it."""
+
+    prompt: Prompt
+    given_up: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A group to be continued."""
+
+    group_id: int
+    prompt: Prompt
+    calls: tuple[EngineCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Data cursor, and every prompt taken that no rollout contains: given back, or in an unfinished group."""
+    """Data cursor, and every prompt that was taken but is in no rollout: it was given back, or its group is unfinished."""
 
     cursor: Mapping[str, Any]  # of the data source
     returned: tuple[QueuedPrompt, ...]
     unfinished: tuple[Unfinished, ...]
 
     def in_flight(self) -> list[SampleGroup]:
-        """Return everything but the cursor as groups to be saved; groups of prompts given back have negative ids."""
+        """Return everything but the cursor as groups to be saved; prompts given back become groups with negative ids."""
         returned = [SampleGroup(-1 - item.given_up, item.prompt, ()) for item in self.returned]
         return [*returned, *map(to_group, self.unfinished)]
 
@@ -40,3 +88,47 @@ def made_path(leftover: Path, rollout_id: int) -> Path:
 def in_flight_path(leftover: Path) -> Path:
     """Return the path of groups in flight and prompts given back, next to the leftover groups."""
     return leftover.with_name(f"{leftover.stem}_in_flight.npz")
+
+
+def to_group(unfinished: Unfinished) -> SampleGroup:
+    """Return the on-disk form: one sample per completion, with the call as episode and the index in the call as sample id."""
+    samples = [
+        _to_sample(unfinished.group_id, episode, index, call)
+        for episode, call in enumerate(unfinished.calls)
+        for index in range(len(call.seeds))
+    ]
+    return SampleGroup(unfinished.group_id, unfinished.prompt, tuple(samples))
+
+
+def from_group(group: SampleGroup) -> Unfinished:
+    """Return the inverse of ``to_group``."""
+    calls: list[EngineCall] = []
+    for _, grouped in groupby(group.samples, key=lambda sample: sample.episode_id):
+        samples = list(grouped)
+        prompt_ids = samples[0].token_ids[: samples[0].spans[0].stop]
+        calls.append(
+            EngineCall(
+                prompt_ids, tuple(s.seed for s in samples), [_to_completion(s, len(prompt_ids)) for s in samples]
+            )
+        )
+    return Unfinished(group.group_id, group.prompt, tuple(calls))
+
+
+def _to_sample(group_id: int, episode: int, index: int, call: EngineCall) -> Sample:
+    completion, start = call.completions[index], len(call.token_ids)
+    spans = [Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions]
+    return Sample(
+        group_id=group_id,
+        episode_id=episode,
+        sample_id=index,
+        seed=call.seeds[index],
+        token_ids=np.concatenate([call.token_ids, completion.token_ids]).astype(np.int32),
+        logprobs=np.concatenate([np.full(start, np.nan), completion.logprobs]).astype(np.float32),
+        spans=(Span(0, start, Source.PROMPT), *spans),
+        status=STATUS.get(completion.finish, Status.ABORTED),
+    )
+
+
+def _to_completion(sample: Sample, start: int) -> Completion:
+    versions = tuple((span.start - start, span.stop - start, span.version) for span in sample.spans[1:])
+    return Completion(sample.token_ids[start:], sample.logprobs[start:], versions, FINISH[sample.status])

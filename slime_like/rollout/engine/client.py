@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
-from slime_like.interfaces import Completion, Sampling, TensorMeta
+from slime_like.interfaces import Completion, EngineAddress, Sampling, TensorMeta
 from slime_like.rollout.engine.replies import any_aborted, completions, error_text, scores
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
@@ -41,6 +41,7 @@ class EngineClient:
         self._tp = tp
         self._deadline_s = deadline_s
         self._cause = cause
+        self.address = EngineAddress(name, url, admin_key, tp)
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
         self.num_aborts = 0  # calls of ``abort_all``
@@ -63,8 +64,8 @@ class EngineClient:
 
     @property
     def num_ended_aborts(self) -> int:
-        """Finished calls of ``abort_all``. If ``num_aborts`` at a request's end exceeds the value at its start, our own abort
-        may have ended it: an abort still in progress may reach the engine after the request.
+        """Number of finished ``abort_all`` calls. Compare this value, read before a request, with ``num_aborts`` after it: if
+        ``num_aborts`` is larger, one of our own aborts may have ended the request, even one that began before it.
         """
         return self.num_aborts - self._aborting
 
@@ -125,7 +126,7 @@ class EngineClient:
                 return scores(reply, [len(ids) for ids in token_ids])
 
     async def abort_all(self) -> None:
-        """End every request with the tokens sampled so far. A sender detects this by ``num_aborts`` and may continue."""
+        """End every request with the tokens sampled so far. Its sender sees this from ``num_aborts`` and may continue it."""
         self.num_aborts += 1
         self._aborting += 1
         try:
@@ -135,7 +136,7 @@ class EngineClient:
 
     # ---- pause -------------------------------------------------------------------------------------------------------
     async def pause(self, seconds: float | None = None) -> None:
-        """Stop decoding. In-flight requests return to the queue; ``resume`` continues them from their tokens.
+        """Stop decoding. Requests in flight return to the queue; ``resume`` continues them after their last token.
 
         Their KV cache is dropped, so ``flush`` works, and is recomputed with the weights in effect at resume.
         """
@@ -146,7 +147,7 @@ class EngineClient:
         await self._post("resume", "/continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
-        """Drop all cached KV: after new weights, prefixes computed under old ones must not be reused."""
+        """Drop the entire KV cache, so that no prefix computed under old weights is reused."""
         await self._post("flush", "/flush_cache", {})
 
     # ---- weights -----------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class EngineClient:
         await self._post("begin update", "/begin_weight_update", {})
 
     async def end_update(self, version: int) -> None:
-        """Commit the update. Raises ``EngineError`` naming missing parameters unless every one was completely written."""
+        """Commit the update. Raises ``EngineError`` naming the parameters that were not completely written."""
         await self._post("end update", "/end_weight_update", {})
         await self._post(
             "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
@@ -206,8 +207,8 @@ class EngineClient:
         return int(reply["weight_version"])
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
-        """Return whether the server responds within ``seconds``; with ``decodes``, also its scheduler, which decodes a token if
-        idle. A paused engine decodes nothing. Raises ``EngineLost`` if there is no server.
+        """Return whether the server responds within ``seconds``. With ``decodes``, the scheduler must respond too; an idle one
+        decodes a token for it. A paused engine decodes nothing. Raises ``EngineLost`` if there is no server.
         """
         path = "/health_generate" if decodes else "/health"
         try:
@@ -263,7 +264,7 @@ class EngineClient:
         return f"{self.name} at {self._url}{path}"
 
     def _pool(self) -> aiohttp.ClientSession:
-        """Connection pool, created in the event loop that uses it; without limit, as a request waits for its group."""
+        """Connection pool, created in the event loop that uses it. It has no limit, as a request waits for its group."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)

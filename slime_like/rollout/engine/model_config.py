@@ -1,8 +1,10 @@
-"""Config overrides that SGLang needs in addition to a model's config.json (``--json-model-override-args``). Torch-free."""
+"""Settings of SGLang that follow from a model's config.json. Torch-free."""
 
 from __future__ import annotations
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,14 +16,14 @@ ROTARY = ("partial_rotary_factor", "rope_theta")
 
 
 def override_args(model_path: str) -> dict[str, Any]:
-    """Return config fields that SGLang reads and the file lacks; empty for most models.
+    """Return the config fields that SGLang needs and config.json lacks; empty for most models.
 
-    - transformers 5 writes ``layer_types`` of hybrid models and drops the interval from which they follow; SGLang reads it.
-    - transformers reads the rotated part of a head and the rotary base from ``rope_parameters``, and writes a default or
-      nothing at the top level, where SGLang reads them (for Qwen3-Next the base, 10000 if absent).
-    - Only the text part of a model with a vision part is served, since only that part is trained and sent.
+    - For hybrid models, transformers 5 writes ``layer_types`` but not the interval, which SGLang reads.
+    - transformers stores the rotated fraction of a head and the rotary base in ``rope_parameters``. SGLang reads them (for
+      Qwen3-Next only the base, 10000 if absent) at the top level, where transformers writes a default or nothing.
+    - A model with a vision part is served as a text model, since only the text part is trained and pushed.
 
-    Raises ``CheckpointError`` if attention layers are not at a constant interval.
+    Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
     """
     try:
         config = cast("dict[str, Any]", json.loads((Path(model_path) / "config.json").read_text()))
@@ -50,11 +52,30 @@ def merge_overrides(base: dict[str, Any], priority: dict[str, Any]) -> dict[str,
 
 
 def interval(types: list[str], model_path: str) -> int:
-    """Return the ``n`` for which exactly every n-th layer has full attention."""
+    """Return the ``n`` for which every n-th layer, and no other, has full attention."""
     first = next((index for index, kind in enumerate(types) if kind != LINEAR), len(types))
     if any((kind != LINEAR) != ((index + 1) % (first + 1) == 0) for index, kind in enumerate(types)):
         raise CheckpointError(
-            f"model.hf_checkpoint={model_path!r}: config.json has layer_types in which full attention does not come at one "
-            "interval; SGLang serves hybrid models with every n-th layer full attention only"
+            f"model.hf_checkpoint={model_path!r}: config.json: the full-attention layers in layer_types are not evenly "
+            "spaced; SGLang supports only hybrid models in which every n-th layer uses full attention"
         )
     return first + 1
+
+
+def other_models(model_path: str) -> list[str]:
+    """Return SGLang's model files that do not define the architecture of ``model_path``; empty if that is unknown.
+
+    SGLang imports all 250 files to find one class; it skips the ones named in ``SGLANG_DISABLED_MODEL_ARCHS``.
+    """
+    spec = find_spec("sglang")
+    config = Path(model_path) / "config.json"
+    if spec is None or not spec.submodule_search_locations or not config.is_file():
+        return []
+    try:
+        architectures: list[str] = json.loads(config.read_text())["architectures"]
+    except (ValueError, KeyError, TypeError):
+        return []  # SGLang reports the problem when it reads the file
+    definition = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
+    files = sorted((Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
+    defining = {file for file in files if definition.search(file.read_text())}
+    return [file.stem for file in files if file not in defining] if defining else []

@@ -1,11 +1,24 @@
-"""Running processes of an engine, which form one process group."""
+"""Processes of an engine, which form one process group: their state, shared memory and exit codes.
+
+Named shared memory outlives processes that are killed: SGLang removes it only on a normal exit, and removes leftovers only
+in its own CI. ``remove_segments`` is needed until SGLang's processes map unnamed memory, or their supervisor removes the names.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+LOG_LINES = 12
+SHARED = Path("/dev/shm")
+# Load figures, messages between tensor parallel ranks, semaphores of multiprocessing, CUDA's and NCCL's own. Nothing else:
+# a user may store a model there.
+PREFIXES = ("sglang_loads_", "sgl_shm_", "sem.mp-", "cuda.shm.", "nccl-")
+SCRATCH_PREFIX = "slime_like-engine-"  # of an engine's temporary folder (its TMPDIR)
 
 
 def members(group: int) -> Iterator[Path]:
@@ -41,3 +54,66 @@ def stopped(group: int) -> tuple[int, ...]:
         if state == "T":
             pids.append(int(process.name))
     return tuple(pids)
+
+
+def mapped_segments(group: int) -> frozenset[Path]:
+    """Return the named segments that the running processes of a group have mapped now."""
+    return segments_of(int(process.name) for process in members(group))
+
+
+def segments_of(pids: Iterable[int]) -> frozenset[Path]:
+    """Return the named segments that processes have mapped now."""
+    segments: set[Path] = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:  # the process has ended
+            continue
+        paths = (Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line)
+        segments |= {path for path in paths if path.parent == SHARED and path.name.startswith(PREFIXES)}
+    return frozenset(segments)
+
+
+def scratch_folders_of(pids: Iterable[int]) -> frozenset[Path]:
+    """Return the temporary folders of engines, read from the environment of their processes."""
+    scratch: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has ended
+            fields = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            folders = (Path(os.fsdecode(field[7:])) for field in fields if field.startswith(b"TMPDIR="))
+            scratch |= {folder for folder in folders if folder.name.startswith(SCRATCH_PREFIX)}
+    return frozenset(scratch)
+
+
+def remove_segments(segments: Iterable[Path]) -> None:
+    """Remove the names; processes that have the memory mapped keep it."""
+    for segment in segments:
+        with contextlib.suppress(OSError):
+            segment.unlink()
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code of ``Popen`` in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
+
+
+def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:
+    """Return the last non-empty lines of a log."""
+    try:
+        text = Path(path).read_bytes()[-65_536:].decode(errors="replace")
+    except OSError as error:
+        return [f"(no log: {error})"]
+    return [line for line in text.splitlines() if line.strip()][-limit:]
+
+
+def headline(lines: list[str]) -> str:
+    """Return the last line that looks like an error message, to be printed before the log lines."""
+    errors = [
+        line.strip() for line in lines if re.match(r"\s*([\w.]+(Error|Exception|Exit)\b.*:|slime_like plugin)", line)
+    ]
+    return f": {errors[-1]}" if errors else ""

@@ -16,17 +16,17 @@ from slime_like.types import F32, I32
 def completions(reply: Any, num_samples: int) -> list[Completion]:
     """Parse the reply to a batched ``/generate``, one item per sample.
 
-    Raises ``EngineError`` if the number of samples is not the requested one, or the reply is malformed.
+    Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
     """
     if not isinstance(reply, list) or len(reply) != num_samples:  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate was asked for {num_samples} samples and answered {_short(reply)}")
+        raise EngineError(f"/generate was asked for {num_samples} samples and returned {_short(reply)}")
     return [_completion(item) for item in reply]  # pyright: ignore[reportUnknownVariableType]
 
 
 def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
     """Parse the reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1."""
     if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate was asked to score {len(lengths)} sequences and answered {_short(reply)}")
+        raise EngineError(f"/generate was asked to score {len(lengths)} sequences and returned {_short(reply)}")
     columns: list[F32] = []
     for item, length in zip(reply, lengths, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         triples = _meta(item, "input_token_logprobs")
@@ -59,10 +59,10 @@ def _completion(item: Any) -> Completion:
         return Completion(token_ids, np.zeros(0, np.float32), (), finish, *_prompt(meta))
     triples = _meta(item, "output_token_logprobs")
     if len(triples) != len(token_ids):
-        raise EngineError(f"/generate answered {len(token_ids)} tokens with {len(triples)} log-probabilities")
+        raise EngineError(f"/generate returned {len(token_ids)} tokens but {len(triples)} log-probabilities")
     spans = tuple((int(s["start"]), int(s["end"]), _version(s["version"])) for s in _meta(item, "weight_versions"))
     if not len(token_ids):
-        spans = ()  # SGLang answers one empty span
+        spans = ()  # SGLang returns one empty span
     return Completion(token_ids, _logprobs(triples), spans, finish, *_prompt(meta))
 
 
@@ -80,12 +80,14 @@ def _version(text: Any) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise EngineError(f"engine serves weight version {text!r}, not a number: who else pushes to it?") from error
+        raise EngineError(
+            f"engine serves weight version {text!r}, which is not a number: does another program push weights to it?"
+        ) from error
 
 
 def _field(item: Any, name: str) -> Any:
     if not isinstance(item, dict) or name not in item:
-        raise EngineError(f"/generate answered without {name!r}: {_short(item)}")
+        raise EngineError(f"/generate returned no {name!r}: {_short(item)}")
     return item[name]  # pyright: ignore[reportUnknownVariableType]
 
 

@@ -1,8 +1,10 @@
-"""SGLang HTTP server in a child process that leads its own process group. The only module that imports sglang.
+"""SGLang HTTP server in a child process that leads its own process group.
+
+No other module of slime_like imports sglang; the SGLang plugins do too.
 
 The parent sends the child one line of JSON on stdin (``ps`` would show a key on the command line) and keeps the pipe
-open: when the parent ends, the child reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire when
-only the *thread* that started the child ends, so it is left to SGLang's own workers.
+open. When the parent ends, the child reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire when
+only the *thread* that started the child ends, so only SGLang's own workers use it.
 """
 
 from __future__ import annotations
@@ -29,16 +31,14 @@ from urllib.request import urlopen
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.printable import hide_in_logs
-from slime_like.rollout.engine import segments
-from slime_like.rollout.engine.last_words import describe_exit, headline, last_lines
-from slime_like.rollout.engine.model_config import merge_overrides, override_args
-from slime_like.rollout.engine.startup import other_models
+from slime_like.rollout.engine import processes
+from slime_like.rollout.engine.model_config import merge_overrides, other_models, override_args
 from slime_like.util.deadline import Deadline
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import PortLease, interface_environment
 
 POLL_S = 0.05
-ANSWER_S = 5.0  # limit of one health request to a starting server
+ANSWER_S = 5.0  # limit for one health request to a starting server
 DYING_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 LAST_WORDS_S = 1.0
 LOOPBACK = "127.0.0.1"
@@ -47,7 +47,7 @@ SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project
 # of regions per token, a few microseconds apart; waking a thread for each costs more than two threads gain. With a
 # higher count they would occupy the core that the scheduler, the detokenizer and the server share.
 SPIN_COUNT = "2000"
-SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # overrides SPIN_COUNT, to measure it (scripts/bench.py spin)
+SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # overrides SPIN_COUNT, to measure it (benchmarks/run.py spin)
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 DECODE_LINE = "slime_like decodes with "
@@ -81,7 +81,7 @@ class EngineServer:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the process group of everything the engine starts."""
+        """Process id, which is also the id of the process group of everything that the engine starts."""
         if self._process is None:
             raise EngineError("engine was not started: call start() first")
         return self._process.pid
@@ -89,10 +89,10 @@ class EngineServer:
     def start(self) -> None:
         """Spawn the server and return without waiting for it."""
         if self._process is not None:
-            raise EngineError(f"engine at {self.url} was started before; make a new EngineServer")
+            raise EngineError(f"engine at {self.url} has already been started; create a new EngineServer")
         self._lease = PortLease(self._host)
         self.url = f"http://{self._host}:{self._lease.port}"
-        self._scratch = tempfile.mkdtemp(prefix=segments.SCRATCH_PREFIX)
+        self._scratch = tempfile.mkdtemp(prefix=processes.SCRATCH_PREFIX)
         launch = EngineLaunch(self._spec, self._admin_key, self._host, self._lease.port)
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
@@ -111,7 +111,7 @@ class EngineServer:
     def wait_ready(self) -> None:
         """Block until the server answers.
 
-        Raises ``EngineError`` with exit code and last log lines if it died, ``DeadlineExceeded`` after
+        Raises ``EngineError`` with exit code and last log lines if the server died, ``DeadlineExceeded`` after
         ``spec.start_deadline_s``.
         """
         deadline = Deadline("rollout", "engine start", self._spec.start_deadline_s)
@@ -120,7 +120,7 @@ class EngineServer:
             if not self.alive():
                 raise EngineError(f"engine did not start: {self.cause_of_death()}")
             time.sleep(POLL_S)
-        self.segments = segments.mapped(self.pid)
+        self.segments = processes.mapped_segments(self.pid)
 
     def decodes_with(self) -> str:
         """Return the decoding method of a CPU engine, as its log states it; empty on a GPU and before it is ready."""
@@ -135,7 +135,7 @@ class EngineServer:
         return self._process is not None and self._process.poll() is None
 
     def cause_of_death(self) -> str:
-        """Return exit code, the error in the log and its last lines; for a running engine, a note that it is alive.
+        """Return the exit code, the error in the log and the last log lines; for a running engine, a note that it is alive.
 
         Waits a few seconds for a dying engine: connections break before the process has ended.
         """
@@ -145,19 +145,18 @@ class EngineServer:
             code = self._process.wait(timeout=DYING_S)
         except subprocess.TimeoutExpired:
             return f"engine at {self.url} (pid {self.pid}) is alive"
-        lines = last_lines(self._spec.log_path)
-        return (
-            f"engine at {self.url} (pid {self.pid}) {describe_exit(code)}{headline(lines)}; end of {self._spec.log_path}:\n"
-            + "\n".join(lines)
-        )
+        lines = processes.last_lines(self._spec.log_path)
+        ended = processes.describe_exit(code) + processes.headline(lines)
+        return f"engine at {self.url} (pid {self.pid}) {ended}; end of {self._spec.log_path}:\n" + "\n".join(lines)
 
     def last_words(self) -> str:
-        """Return in one line how a server to be replaced ended; empty if it does not end within a second."""
+        """Return one line on how the server ended, before it is replaced; empty if it does not end within a second."""
         assert self._process is not None, "it was started"
         try:
-            return f"{describe_exit(self._process.wait(LAST_WORDS_S))}{headline(last_lines(self._spec.log_path))}"
+            ended = processes.describe_exit(self._process.wait(LAST_WORDS_S))
         except subprocess.TimeoutExpired:
             return ""
+        return ended + processes.headline(processes.last_lines(self._spec.log_path))
 
     def stop(self) -> None:
         """Kill the engine's process group and nothing else, and remove its shared memory. Idempotent.
@@ -165,11 +164,11 @@ class EngineServer:
         SIGKILL immediately: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
         """
         if self._process is not None:
-            self.segments |= segments.mapped(self._process.pid)
+            self.segments |= processes.mapped_segments(self._process.pid)
             with contextlib.suppress(ProcessLookupError):  # the group has already ended
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            segments.remove(self.segments)
+            processes.remove_segments(self.segments)
             assert self._process.stdin is not None
             self._process.stdin.close()
         if self._lease is not None:
@@ -196,7 +195,7 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
         environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
-        # One thread up to the workers' start, so that they can be forked; the model's worker then restores this count.
+        # Only one thread until the workers start, so that they can be forked; the model's worker then restores this count.
         environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
         environment["OMP_NUM_THREADS"] = "1"
         environment["GOMP_SPINCOUNT"] = spin_count()
@@ -221,7 +220,9 @@ def spin_count() -> str:
     """
     count = os.environ.get(SPIN, SPIN_COUNT)
     if not count.isdecimal():
-        raise EngineError(f"{SPIN}={count!r} is not a number of turns: give one, such as {SPIN_COUNT}, or unset it")
+        raise EngineError(
+            f"{SPIN}={count!r} is not a number of spins: set it to a number such as {SPIN_COUNT}, or unset it"
+        )
     return count
 
 
@@ -273,9 +274,9 @@ def die_with_parent() -> None:
     def watch() -> None:
         while os.read(0, 4096):  # not sys.stdin: a forked worker would inherit its lock
             pass
-        if scratch.name.startswith(segments.SCRATCH_PREFIX):  # created for this engine by EngineServer.start
+        if scratch.name.startswith(processes.SCRATCH_PREFIX):  # created for this engine by EngineServer.start
             shutil.rmtree(scratch, ignore_errors=True)
-        segments.remove(segments.mapped(os.getpgid(0)))
+        processes.remove_segments(processes.mapped_segments(os.getpgid(0)))
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -11,13 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from slime_like.interfaces import Completion, GenerateContext, Sampling
+from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.types import F32, I32, Sample, Source, Span, Status
-
-STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
 class Episode:
-    """Tokens so far, the source of each, and the number that may still be sampled.
+    """Tokens so far, the source of each token, and the number of tokens that may still be sampled.
 
     Example::
 
@@ -44,7 +43,7 @@ class Episode:
         return min(self._context.sampling.max_new_tokens - sampled, self._context.max_context_len - len(self))
 
     def sampling(self, *stop_token_ids: int) -> Sampling:
-        """Return settings of the next turn: at most ``room`` tokens, which must not be 0, and these stop tokens in addition."""
+        """Return the settings of the next turn: at most ``room`` tokens, which must not be 0, and additional stop tokens."""
         sampling = self._context.sampling
         return replace(sampling, max_new_tokens=self.room, stop_token_ids=(*sampling.stop_token_ids, *stop_token_ids))
 
@@ -67,7 +66,7 @@ class Episode:
     def sample(self, *, index: int, seed: int, text: str) -> Sample:
         """Return the episode as sample ``index`` of its group. ``text`` is passed to the reward.
 
-        Tool tokens beyond the context are cut off: nothing was sampled after them.
+        Tool tokens beyond the context are cut off, since nothing was sampled after them.
         """
         length = min(len(self), self._context.max_context_len)
         sample_id = self._context.first_sample_id + index

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from slime_like.metrics.types import Last, Metric
-from slime_like.rollout.generate.pass_at_k import mean_pass_at_k
 from slime_like.types import Reward, Sample, SampleGroup, Status
 
 
@@ -78,6 +77,30 @@ def eval_metrics(name: str, groups: Sequence[SampleGroup]) -> tuple[Metric, ...]
     is_correct = [[accuracy == 1.0 for accuracy in accuracies] for accuracies in per_group]
     values |= {f"-pass@{k}": value for k, value in mean_pass_at_k(is_correct).items()}
     return tuple(Last(f"eval/{name}{suffix}", value) for suffix, value in values.items())
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Return the unbiased estimate ``1 - C(n - c, k) / C(n, k)``, computed as a product that does not overflow.
+
+    Source: Chen et al. 2021, arXiv:2107.03374, equation 1. Example: ``pass_at_k(4, 1, 2) == 0.5``.
+    """
+    assert 0 <= num_right <= num_samples and 1 <= k <= num_samples, (num_samples, num_right, k)
+    num_wrong = num_samples - num_right
+    if num_wrong < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(num_wrong + 1, num_samples + 1)))
+
+
+def mean_pass_at_k(right: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """Return k -> pass@k averaged over prompts, for each power of two up to the smallest number of samples per prompt.
+
+    Empty if a prompt has one sample, since pass@1 is the accuracy. ``right[p][i]`` is True if sample i of prompt p is correct.
+    """
+    min_samples = min((len(samples) for samples in right), default=0)
+    if min_samples < 2:
+        return {}
+    ks = [2**i for i in range(min_samples.bit_length())]
+    return {k: float(np.mean([pass_at_k(len(samples), sum(samples), k) for samples in right])) for k in ks}
 
 
 def _episodes(group: SampleGroup) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Pool of a run's engines: which of them serve, and recovery of engines that die or stall during the run.
+"""Pool of a run's engines: tracks which engines serve, and recovers engines that die or stall.
 
 consumes  failures of requests, results of health checks, commits of weights
 produces  engines that accept requests (``EngineRouter``), and a ``Recovery`` for each lost engine
@@ -14,67 +14,34 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.pool.engine_slot import EngineSlot, EngineSupervisor
 from slime_like.rollout.pool.event_loop import EventLoopMonitor
-from slime_like.rollout.pool.router import EngineRouter, Lease, Work, copy_error
+from slime_like.rollout.pool.router import EngineRouter, Lease, copy_error
 from slime_like.util.deadline import scale
 
 DEAD, STALLED = "dead", "stalled"
-
-
-class EngineSupervisor(Protocol):
-    """Owner of one engine's processes, on any node."""
-
-    @property
-    def client(self) -> EngineClient:
-        """Client of the current engine process."""
-        ...
-
-    async def restart(self) -> tuple[EngineClient, str]:
-        """Kill the old processes and start new ones. Return the client once it responds, and how the old engine ended.
-
-        Raises ``EngineError`` or ``DeadlineExceeded`` if the engine does not start.
-        """
-        ...
-
-    async def stopped(self) -> tuple[int, ...]:
-        """Return ids of the engine's stopped processes (SIGSTOP)."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class EngineSlot:
-    """One engine of the run, across all its restarts."""
-
-    supervisor: EngineSupervisor
-    client: EngineClient
-    since: float = field(default_factory=time.monotonic)  # ready to answer
-    down: bool = False  # being restarted
-    stalled: bool = False  # withdrawn until it responds again
-    answered: bool = False  # at least one request since its start
-    stopped: tuple[int, ...] = ()  # stopped processes at the last check
-    restarts: int = 0  # within this rollout
-    lost: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine is lost: requests to it end
-    recovery: int = -1  # index of the newest one in EnginePool.recoveries
 
 
 class EnginePool:
     """All engines of a run. Bound to the event loop that first uses it."""
 
     def __init__(self, supervisors: Sequence[EngineSupervisor], health: HealthConfig, *, pushed: bool) -> None:
-        """``pushed``: weights arrive by pushes; otherwise an engine serves the weights it started with."""
+        """``pushed`` is True if engines receive weights by pushes; otherwise they keep their initial weights."""
         self.slots = [EngineSlot(supervisor, supervisor.client) for supervisor in supervisors]
-        self.router = EngineRouter([slot.client for slot in self.slots], self.ask)
+        self.router = EngineRouter([slot.client for slot in self.slots])
         self.recoveries: list[Recovery] = []
         self._reported: dict[int, Recovery] = {}  # index -> value last returned
         self.health = health
         self._pushed = pushed
+        self.pushing = False  # engines are paused: they respond, and decode nothing
+        self.num_pushes = 0
         self._news: list[str] = []
         self._num_restarts = self._num_groups = 0  # since take_restart_counts
         self._changed = asyncio.Event()
@@ -82,21 +49,29 @@ class EnginePool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- use ---------------------------------------------------------------------------------------------------------
-    async def ask[T](self, lease: Lease, work: Work[T]) -> T | None:
-        """Run ``work`` on the leased engine; None if that engine was lost: the lease is then to be settled again."""
+    async def ask[T](self, lease: Lease, request: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of a request to the leased engine; None if the engine was lost and the lease must be settled again."""
         engine = lease.engine
         assert engine is not None
-        slot = self._slot_of(engine)
-        try:
-            result = await unless_lost(slot.lost, engine, work(engine))
-        except (EngineError, DeadlineExceeded) as error:
-            await self.failed(slot, engine, error)
-            if lease.engine is engine:  # else another request of the group was first
-                lease.engine = None
-                self._note_group(slot)
-            return None
-        slot.answered = True
+        slot = next(slot for slot in self.slots if slot.client is engine)
+        result = await self.call(slot, engine, request)
+        if result is not None:
+            slot.answered = True
+        elif lease.engine is engine:  # otherwise another request of the group has already handled the loss
+            lease.engine = None
+            self._note_group(slot)
         return result
+
+    async def call[T](self, slot: EngineSlot, engine: EngineClient, request: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of ``request`` to ``engine``; None if the engine was lost and is being restarted.
+
+        Raises the error of the request if the engine is alive, or the fatal error if the run is ending.
+        """
+        try:
+            return await _unless_lost(slot.lost, engine, request)
+        except (EngineError, DeadlineExceeded) as error:
+            await self._failed(slot, engine, error)
+            return None
 
     async def check_health(self, slot: EngineSlot, engine: EngineClient, *, decodes: bool = False) -> bool:
         """Return whether ``engine`` passes a health check.
@@ -116,23 +91,18 @@ class EnginePool:
             if not warned:
                 warned = True
                 self._news.append(
-                    f"the rollout manager was held up for {monitor.blocked_s:.1f} s of a health check of {engine.name}, which is made "
-                    "again: what blocks its event loop (in a generate function, say) belongs in asyncio.to_thread, or the "
-                    "machine is too busy"
+                    f"the rollout manager was blocked for {monitor.blocked_s:.1f} s during a health check of {engine.name}, "
+                    f"which is repeated: run code that blocks the event loop (for example in rollout.generate) in "
+                    f"asyncio.to_thread, unless the machine is just too busy"
                 )
 
     async def abort_all(self) -> None:
         """Abort the requests on every running engine; each keeps its sampled tokens."""
+        await asyncio.gather(
+            *(self.call(slot, slot.client, slot.client.abort_all()) for slot in self.slots if not slot.down)
+        )
 
-        async def abort(slot: EngineSlot, engine: EngineClient) -> None:
-            try:
-                await unless_lost(slot.lost, engine, engine.abort_all())
-            except (EngineError, DeadlineExceeded) as error:
-                await self.failed(slot, engine, error)
-
-        await asyncio.gather(*(abort(slot, slot.client) for slot in self.slots if not slot.down))
-
-    async def failed(self, slot: EngineSlot, engine: EngineClient, error: Exception) -> None:
+    async def _failed(self, slot: EngineSlot, engine: EngineClient, error: Exception) -> None:
         """Handle a failed engine call. Returns if the engine was lost and is being restarted; re-raises ``error`` if the engine
         is alive, or raises the fatal error if the run is ending.
         """
@@ -173,6 +143,14 @@ class EnginePool:
         return messages
 
     # ---- pushes ------------------------------------------------------------------------------------------------------
+    def push_begins(self) -> None:
+        """Switch to the health checks of paused engines."""
+        self.pushing, self.num_pushes = True, self.num_pushes + 1
+
+    def push_ends(self) -> None:
+        """Switch back to the health checks of decoding engines."""
+        self.pushing = False
+
     async def joinable(self) -> list[EngineSlot]:
         """Return the engines that a push can reach, once there is one. Raises the error that ends the run."""
         while self._failure is None:
@@ -220,7 +198,7 @@ class EnginePool:
         elif not slot.stalled:
             slot.stalled = True
             self.router.withdraw(slot.client)
-            self._news.append(f"{slot.client.name} does not answer and is waited for ({_line(error)})")
+            self._news.append(f"{slot.client.name} does not respond; waiting for it ({_line(error)})")
             self._wake()
 
     def revive(self, slot: EngineSlot) -> None:
@@ -285,7 +263,7 @@ class EnginePool:
             self.recoveries[slot.recovery] = replace(last, groups=last.groups + 1)
 
     def _fail(self, error: Exception) -> None:
-        """End the run with ``error``, unless an earlier error did: raised to all waiters for an engine or its answer."""
+        """End the run with ``error``, unless an earlier error has ended it. All waiters for an engine or its reply get it."""
         if self._failure is None:
             self._failure = error
             self.router.fail(error)
@@ -293,22 +271,19 @@ class EnginePool:
             slot.lost.set()
         self._wake()
 
-    def _slot_of(self, engine: EngineClient) -> EngineSlot:
-        return next(slot for slot in self.slots if slot.client is engine)
-
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-async def unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ``EngineLost`` as soon as ``lost`` (``EngineSlot.lost``) is set."""
+async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``. Raises ``EngineLost`` as soon as ``lost_event`` (``EngineSlot.lost``) is set."""
     task, lost_task = asyncio.ensure_future(work), asyncio.ensure_future(lost_event.wait())
     try:
         await asyncio.wait({task, lost_task}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise EngineLost(f"{engine.name} at {engine.url} was given up")
+        raise EngineLost(f"{engine.name} at {engine.url} was withdrawn during the request")
     finally:
         for pending in (task, lost_task):
             pending.cancel()

@@ -1,4 +1,4 @@
-"""Blocked time of this process's event loop, during which no engine response is read."""
+"""Time for which this process's event loop was blocked, so that no engine response was read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EventLoopMonitor:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which the loop was blocked since the block began."""
+        """Seconds for which the loop was blocked since the context was entered."""
         return self._blocked_s + self._delay_s()
 
     @property

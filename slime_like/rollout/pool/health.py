@@ -6,7 +6,8 @@ import asyncio
 import time
 
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
-from slime_like.rollout.pool.engine_pool import DEAD, EnginePool, EngineSlot
+from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.rollout.pool.engine_slot import EngineSlot
 from slime_like.util.deadline import scale
 
 
@@ -20,8 +21,6 @@ class HealthMonitor:
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._pushes = 0
-        self._pushing = False
         self._started = False
 
     def start(self) -> None:
@@ -31,14 +30,6 @@ class HealthMonitor:
             for slot in self._pool.slots:
                 self._pool.spawn(self._run(slot))
 
-    def push_begins(self) -> None:
-        """Switch to the checks for paused engines."""
-        self._pushing, self._pushes = True, self._pushes + 1
-
-    def push_ends(self) -> None:
-        """Switch back to the checks for decoding engines."""
-        self._pushing = False
-
     async def _run(self, slot: EngineSlot) -> None:
         while True:
             await asyncio.sleep(self._pool.health.interval_s * scale())
@@ -47,10 +38,10 @@ class HealthMonitor:
 
     async def _check(self, slot: EngineSlot) -> bool:
         """Check one engine. Return False if it must be repeated: a push paused the engine during the check."""
-        health, engine, pushes = self._pool.health, slot.client, self._pushes
+        health, engine, pushes = self._pool.health, slot.client, self._pool.num_pushes
         if not slot.answered and time.monotonic() - slot.since < health.first_wait_s * scale():
             return True
-        decodes = not self._pushing
+        decodes = not self._pool.pushing
         try:
             healthy = await self._pool.check_health(slot, engine, decodes=decodes)
             stopped = await slot.supervisor.stopped() if healthy and not decodes else ()
@@ -59,16 +50,16 @@ class HealthMonitor:
                 self._lose(slot, error)
             return True
         except (EngineError, DeadlineExceeded):
-            return True  # its supervisor did not respond; if that is dead, the engine soon ends too
+            return True  # the supervisor did not respond; if it is dead, the engine soon ends too
         if slot.client is not engine or slot.down:
             return True
-        if not healthy and decodes and pushes != self._pushes:
+        if not healthy and decodes and pushes != self._pool.num_pushes:
             return False
         still_stopped, slot.stopped = set(stopped) & set(slot.stopped), stopped
         if healthy and not still_stopped:
             self._pool.revive(slot)
             return True
-        symptom = f"processes {sorted(still_stopped)} are stopped" if still_stopped else "no answer to a health check"
+        symptom = f"processes {sorted(still_stopped)} are stopped" if still_stopped else "no response to a health check"
         failure = EngineError(f"{engine.name} at {engine.url}: {symptom} (health.timeout_s={health.timeout_s:g})")
         self._lose(slot, failure)
         return True

@@ -1,25 +1,29 @@
 """Check after each push: engine and trainer score the same sequences and must agree.
 
-Works at any staleness, since it compares the weights that both have now, and detects a push that did not apply. The
-engine computes each sequence twice: as a prefill without cache, then as in rollouts, by sampling a few tokens after a
-cached prefix. If a push left keys and values of older weights in the cache, only the second result differs.
+The check works at any staleness, since it compares the current weights of both sides, and detects a push that had no
+effect. The engine computes each sequence twice: first as a prefill without cache, then as in a rollout, by sampling a few
+tokens after a cached prefix. If a push left keys and values of older weights in the cache, only the second result differs.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from slime_like.batch import PackedBatch
-from slime_like.errors import ConsistencyError
+from slime_like.errors import ConsistencyError, EngineLost
+from slime_like.interfaces import DataSource
 from slime_like.metrics.types import Max, Mean, Metric
 from slime_like.rollout.engine.client import EngineClient
-from slime_like.types import F32, I32
+from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.engine_slot import EngineSlot
+from slime_like.types import F32, I32, SampleGroup
 
-NUM_DECODED = 8  # tokens of a continuation: the first sampled by prefill, the others by decode steps
-MAX_PREFIX_LEN = 256  # of a continuation: each engine samples its own, and the trainer scores all of them
+NUM_DECODED = 8  # tokens of a continuation: prefill samples the first, decode steps the others
+MAX_PREFIX_LEN = 256  # of a continuation: each engine samples its own continuations, and the trainer scores them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,58 @@ class ProbeScores:
     continuations: tuple[Continuation, ...] = ()
 
 
+class EngineProbe:
+    """The sequences of the probe, and their scores by the engines of a pool."""
+
+    def __init__(
+        self, pool: EnginePool, source: DataSource, *, num_sequences: int, temperature: float, max_context_len: int
+    ) -> None:
+        self._pool, self._source = pool, source
+        self._num_sequences, self._temperature, self._max_context_len = num_sequences, temperature, max_context_len
+        self._sequences: tuple[I32, ...] = ()
+
+    async def scores(self, version: int) -> tuple[ProbeScores, ...]:
+        """Return scores and continuations by every engine that serves ``version``. Raises ``EngineLost`` if none is left."""
+        if not self._sequences:
+            self.remember([])
+        if not self._sequences:  # one-token prompts have nothing to score; the first rollout has longer sequences
+            return ()
+        results = await asyncio.gather(*(self._score(slot, version) for slot in self._pool.slots if not slot.down))
+        if not (probe_scores := [scores for scores in results if scores is not None]):
+            raise EngineLost(f"no remaining engine has the weights of version {version}")
+        return tuple(probe_scores)
+
+    def remember(self, groups: Sequence[SampleGroup]) -> None:
+        """Keep the first sequences of the newest rollout as probe sequences; before the first rollout these are prompts."""
+        sequences = [group.samples[0].token_ids for group in groups if group.samples and self._can_score(group)]
+        sequences = sequences[: self._num_sequences]
+        if not sequences and not self._sequences:
+            state = self._source.state()
+            sequences = [p.token_ids for p in self._source.next(self._num_sequences) if len(p.token_ids) > 1]
+            self._source.load_state(state)
+        if sequences:
+            self._sequences = tuple(np.asarray(ids, dtype=np.int32) for ids in sequences)
+
+    async def _score(self, slot: EngineSlot, version: int) -> ProbeScores | None:
+        """Return one engine's scores; None if it does not serve or is lost during the call."""
+        engine = slot.client
+        if engine not in self._pool.router.engines:
+            return None
+        request = ask(engine, version, self._sequences, self._temperature, self._max_context_len)
+        return await self._pool.call(slot, engine, request)
+
+    def _can_score(self, group: SampleGroup) -> bool:
+        """Return whether a group's first sample has tokens to score and leaves room for one more token."""
+        return 1 < len(group.samples[0].token_ids) < self._max_context_len
+
+
 async def ask(
     engine: EngineClient, version: int, sequences: Sequence[I32], temperature: float, max_context_len: int
 ) -> ProbeScores:
     """Return the scores of an engine that serves ``version``.
 
-    Scoring reads no cached keys or values, and caches those of the sequences unless older entries exist: continuations
-    start from the entries that a rollout would use.
+    Scoring reads no cached keys or values, and caches the sequences' own unless older entries exist: continuations
+    start from the cache entries that a rollout would use.
     """
     scores = await engine.score(sequences, temperature)
     prefixes = _prefixes(sequences, max_context_len)
@@ -61,7 +110,7 @@ async def ask(
 
 
 def _prefixes(sequences: Sequence[I32], max_context_len: int) -> list[I32]:
-    """Return beginnings of the sequences that leave space for a continuation; empty if ``max_context_len`` has none."""
+    """Return prefixes of the sequences that leave room for a continuation; empty if ``max_context_len`` is too short."""
     longest = min(MAX_PREFIX_LEN, max_context_len - NUM_DECODED - 1)
     return [ids[:longest] for ids in sequences] if longest > 0 else []
 
@@ -70,7 +119,7 @@ class TrainerScores:
     """Trainer log-probabilities of every sequence that engines scored or sampled."""
 
     def __init__(self, engines: Sequence[ProbeScores], max_tokens: int) -> None:
-        """``max_tokens``: limit per packed row; a row has at least one sequence."""
+        """``max_tokens`` limits the tokens of a packed row; a row has at least one sequence."""
         sequences = [
             ids for scores in engines for ids in (*scores.token_ids, *(c.token_ids for c in scores.continuations))
         ]
@@ -79,7 +128,7 @@ class TrainerScores:
         self.rows = [to_rows(part) for part in _parts(list(self._sequences.values()), max_tokens)]
 
     def take(self, columns_T: Sequence[F32]) -> None:
-        """Store the trainer's packed column of each of ``rows``."""
+        """Store the trainer's packed log-probabilities, one column for each of ``rows``."""
         columns = [
             column
             for rows, column_T in zip(self.rows, columns_T, strict=True)
@@ -130,7 +179,7 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
         version,
         tolerance,
         f"sequences: {len(scores.token_ids)}, scored at once",
-        "The engine holds other weights than the trainer, or computes another distribution from them",
+        "The engine's weights differ from the trainer's, or it computes another distribution from the same weights",
     )
     metrics = [
         Max("probe/logprob_abs_diff_max", float(prefill.max())),
@@ -145,9 +194,9 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
             decode,
             version,
             tolerance,
-            f"continuations: {len(differences)}, sampled after {num_prefix} tokens of which {num_cached} were cached",
-            "Scored at once the same weights agree: the engine uses keys and values of older weights again (its cache was not "
-            "flushed), or decodes another distribution than it prefills",
+            f"continuations: {len(differences)}, sampled after {num_prefix} prefix tokens, {num_cached} of them cached",
+            "Prefill scores of the same weights agree: the engine reused keys and values of older weights (its cache was not "
+            "flushed), or decode and prefill compute different distributions",
         )
         metrics += [
             Max("probe/decode_logprob_abs_diff_max", float(decode.max())),
@@ -158,7 +207,7 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
 
 
 def by_kind(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
-    """Return metrics ``probe/logprob_abs_diff_*/<kind>``: differences with layers of ``kind`` exact in the trainer."""
+    """Return metrics ``probe/logprob_abs_diff_*/<kind>``: differences when the trainer computes layers of ``kind`` exactly."""
     difference = prefill_differences(scores, trainer)
     return (
         Max(f"probe/logprob_abs_diff_max/{kind}", float(difference.max())),
@@ -175,6 +224,8 @@ def _judge(difference: F32, version: int, tolerance: float, description: str, ca
     worst = float(difference.max()) if np.isfinite(difference).all() else float("inf")
     if not worst <= tolerance:
         raise ConsistencyError(
-            f"after the push of version {version} engine and trainer disagree: largest |log-probability difference| {worst:.3g} "
-            f"over {difference.size} tokens ({description}), weights.probe_tolerance is {tolerance:g}. {cause}; no step was trained on it"
+            f"after the push of version {version} engine and trainer disagree: largest |log-probability difference| {worst:.3g}"
+            f" "
+            f"over {difference.size} tokens ({description}), above weights.probe_tolerance={tolerance:g}. {cause}; no step was "
+            f"trained after this push"
         )

@@ -1,4 +1,4 @@
-"""Weight updates of the engines of a pool: begin and commit, without engines that are lost during the push."""
+"""Weight updates of a pool's engines. Engines that are lost during a push are left out of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slime_like.errors import DeadlineExceeded, EngineError, EngineLost, WeightSyncError
+from slime_like.errors import EngineLost, WeightSyncError
+from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
-from slime_like.rollout.pool.engine_pool import EnginePool, EngineSlot, unless_lost
-from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.engine_slot import EngineSlot
 from slime_like.util.deadline import scale
 
 ABORT_S = 5.0
@@ -34,29 +35,28 @@ class PushTarget:
 class Push:
     """One weight update at a time, over all reachable engines, restarted ones included."""
 
-    def __init__(self, pool: EnginePool, watch: HealthMonitor) -> None:
+    def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._watch = watch
         self._targets: list[PushTarget] = []
-        self._begun = False  # and neither resumed nor aborted
+        self._begun = False  # True while a push is neither resumed nor aborted
 
-    async def begin(self) -> tuple[str, ...]:
-        """Pause each engine and open its update; return the names of those taking part. An update left open is aborted.
+    async def begin(self) -> tuple[EngineAddress, ...]:
+        """Pause each engine and open its update; return the addresses of the participants. An update left open is aborted.
 
-        Waits for a restart if no engine is left. When a push begins again, an engine may still wait for one lost in the first
-        attempt and not respond: it counts as stalled after ``health.timeout_s``.
+        Waits for a restart if no engine is left. When a push starts over, an engine may not respond because it still waits
+        for an engine lost in the first attempt: it counts as stalled after ``health.timeout_s``.
         """
         seconds = self._pool.health.timeout_s if self._begun and self._pool.health.on_stalled_engine != "wait" else None
         self._begun = True
-        self._watch.push_begins()
+        self._pool.push_begins()
         self._targets = []
         while not self._targets:
             targets = [PushTarget(slot, slot.client) for slot in await self._pool.joinable()]
             self._targets = await self._each(targets, partial(_open, seconds=seconds))
-        return tuple(target.engine.name for target in self._targets)
+        return tuple(target.engine.address for target in self._targets)
 
     async def commit(self, version: int) -> None:
-        """Close the update: fails unless each parameter of each engine was written. KV of old weights is flushed.
+        """Close the update, which fails unless every engine received all its parameters; flush the KV caches.
 
         Raises ``EngineLost`` if no engine is left to serve ``version``.
         """
@@ -65,9 +65,7 @@ class Push:
             await engine.end_update(version)
             served = await engine.version()
             if served != version:
-                raise WeightSyncError(
-                    f"{engine.name} says it serves version {served} after the commit of version {version}"
-                )
+                raise WeightSyncError(f"{engine.name} reports version {served} after the commit of version {version}")
             await engine.flush()
 
         self._targets = await self._each([target for target in self._targets if target.is_current], close)
@@ -79,16 +77,16 @@ class Push:
             self._pool.joined(target.slot, version)
         current = {target.engine for target in resumed}
         for engine in self._pool.router.engines:
-            if engine not in current:  # it stalled, and has old weights
+            if engine not in current:  # the engine stalled and has old weights
                 self._pool.router.withdraw(engine)
-        self._watch.push_ends()
+        self._pool.push_ends()
         self._begun = False
         if not resumed:
-            raise EngineLost(f"no engine is left that took the weights of version {version}")
+            raise EngineLost(f"no remaining engine has the weights of version {version}")
 
     async def abort(self) -> None:
         """Release the locks of all responding engines after a push that failed for good."""
-        self._watch.push_ends()
+        self._pool.push_ends()
         self._begun = False
         for undo in (EngineClient.abort_update, EngineClient.resume):
             with contextlib.suppress(TimeoutError):
@@ -99,17 +97,14 @@ class Push:
     async def _each(
         self, targets: Sequence[PushTarget], verb: Callable[[EngineClient], Coroutine[Any, Any, None]]
     ) -> list[PushTarget]:
-        """Run ``verb`` on each engine; return the targets that remain. Raises errors other than the loss of an engine."""
+        """Run ``verb`` on each engine; return the targets that remain. Raises any error except the loss of an engine."""
 
-        async def on(target: PushTarget) -> bool:
-            try:
-                await unless_lost(target.slot.lost, target.engine, verb(target.engine))
-            except (EngineError, DeadlineExceeded) as error:
-                await self._pool.failed(target.slot, target.engine, error)
-                return False
+        async def run(engine: EngineClient) -> bool:
+            await verb(engine)
             return True
 
-        results = await asyncio.gather(*(on(target) for target in targets))
+        calls = (self._pool.call(target.slot, target.engine, run(target.engine)) for target in targets)
+        results = await asyncio.gather(*calls)
         # A target may have been lost and restarted while the other calls were in progress.
         return [target for target, ok in zip(targets, results, strict=True) if ok and target.is_current]
 

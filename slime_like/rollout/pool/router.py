@@ -1,69 +1,41 @@
-"""Engine router: a group goes to the serving engine with the fewest outstanding tokens."""
+"""Engine router: a group goes to the serving engine with the fewest outstanding tokens. ``Usage`` measures the balance."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 from slime_like.errors import EngineError, SlimeLikeError
+from slime_like.interfaces import Completion
+from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.engine.client import EngineClient
-
-type Work[T] = Callable[[EngineClient], Coroutine[Any, Any, T]]
-
-
-class RunOnEngine(Protocol):
-    """Runs work on the engine of a lease."""
-
-    async def __call__[T](self, lease: Lease, work: Work[T]) -> T | None:
-        """Run ``work`` on the leased engine; None if that engine was lost."""
-        ...
 
 
 class Lease:
     """Assignment of a group to an engine, with ``outstanding`` tokens that may still be sampled."""
 
-    def __init__(self, router: EngineRouter, outstanding: int, engine: EngineClient | None) -> None:
-        self._router = router
+    def __init__(self, outstanding: int, engine: EngineClient | None) -> None:
         self.outstanding = outstanding
         self.engine = engine  # None while none serves
 
-    @property
-    def starved_s(self) -> float:
-        """Total seconds without a serving engine."""
-        return self._router.starved_s
-
     def spend(self, tokens: int) -> None:
-        """Subtract ``tokens`` that were sampled from the outstanding ones."""
+        """Subtract ``tokens`` sampled tokens from the outstanding ones."""
         self.outstanding = max(0, self.outstanding - tokens)
-
-    async def settle(self) -> None:
-        """Wait for an engine: the assigned one while it serves, otherwise the least loaded one, where the group then stays.
-
-        Raises the error passed to ``EngineRouter.fail``.
-        """
-        await self._router.settle(self)
-
-    async def ask[T](self, work: Work[T]) -> T | None:
-        """Run ``work`` on the group's engine; None if it no longer serves and the lease must be settled again."""
-        if self.engine not in self._router.engines:
-            return None
-        return await self._router.ask(self, work)
 
 
 class EngineRouter:
-    """Assigns one engine per group; continuations of a group stay on its engine while that serves."""
+    """Assigns one engine per group; continuations of a group stay on its engine while the engine serves."""
 
-    def __init__(self, engines: Sequence[EngineClient], ask: RunOnEngine | None = None) -> None:
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
         self._engines = list(engines)
         self._leases: list[Lease] = []
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._starved_at = None if engines else time.monotonic()
         self._starved_before = 0.0
-        self.ask: RunOnEngine = ask or _run_unsupervised
 
     @property
     def engines(self) -> list[EngineClient]:
@@ -101,24 +73,32 @@ class EngineRouter:
 
     @contextmanager
     def lease(self, tokens: int) -> Generator[Lease]:
-        """Lease the least loaded engine; ``tokens`` count as its load until they are spent or the block ends. The lease has no
-        engine while none serves: ``Lease.settle`` waits for one.
+        """Lease the least loaded engine; ``tokens`` count as its load until they are spent or the block ends. The lease has
+        no engine while no engine serves; ``settle`` waits for one.
         """
-        lease = Lease(self, tokens, self._least_loaded() if self._engines else None)
+        lease = Lease(tokens, self._least_loaded() if self._engines else None)
         self._leases.append(lease)
         try:
             yield lease
         finally:
             self._leases = [remaining for remaining in self._leases if remaining is not lease]
 
-    async def settle(self, lease: Lease) -> None:
-        """See ``Lease.settle``."""
+    async def settle(self, lease: Lease) -> EngineClient:
+        """Wait for an engine: the assigned one while it serves, otherwise the least loaded one, where the group then stays.
+
+        Raises the error passed to ``fail``.
+        """
         while self._failure is None and not self._engines:
             await self._changed.wait()
         if self._failure is not None:
             raise copy_error(self._failure)
-        if lease.engine not in self._engines:
-            lease.engine = self._least_loaded()
+        if (engine := self.serving(lease)) is None:
+            engine = lease.engine = self._least_loaded()
+        return engine
+
+    def serving(self, lease: Lease) -> EngineClient | None:
+        """Return the assigned engine; None if it no longer serves and the lease must be settled again."""
+        return lease.engine if lease.engine in self._engines else None
 
     def _least_loaded(self) -> EngineClient:
         load = dict.fromkeys(self._engines, 0)
@@ -132,10 +112,34 @@ class EngineRouter:
         self._changed = asyncio.Event()
 
 
-async def _run_unsupervised[T](lease: Lease, work: Work[T]) -> T | None:
-    """Run ``work`` on engines without a pool: its errors are raised as they are."""
-    assert lease.engine is not None
-    return await work(lease.engine)
+class Usage:
+    """Counts over requests. A continuation is a request whose prompt includes the tokens sampled before."""
+
+    def __init__(self, num_engines: int) -> None:
+        """``num_engines`` counts all engines of the run, whether they serve or not."""
+        self._num_engines = num_engines
+        self._sampled: Counter[str] = Counter()
+        self._prompt = self._cached = self._requests = 0
+
+    def add(self, engine: str, completions: Sequence[Completion]) -> None:
+        """Count completions of the engine named ``engine``; a restarted engine keeps its name."""
+        self._sampled[engine] += sum(len(c.token_ids) for c in completions)
+        self._prompt += sum(c.prompt_tokens for c in completions)
+        self._cached += sum(c.cached_tokens for c in completions)
+        self._requests += len(completions)
+
+    def drain(self) -> list[Metric]:
+        """Return the metrics since the last call, with slime's names where slime has them."""
+        metrics: list[Metric] = []
+        if self._prompt:
+            metrics += [
+                Last("rollout/prefix_cache_hit_rate", self._cached / self._prompt),
+                Last("rollout/avg_cached_tokens_per_sample", self._cached / self._requests),
+            ]
+        if self._num_engines > 1 and (total := self._sampled.total()):
+            metrics.append(Last("rollout/engine_load_max", max(self._sampled.values()) * self._num_engines / total))
+        self.__init__(self._num_engines)
+        return metrics
 
 
 def copy_error(error: Exception) -> Exception:

@@ -1,5 +1,5 @@
-/* Causal attention over packed sequences, included once per element type. A sequence's KV head is one part of the work:
- * it lies in cache as a whole, and its gradients are summed by one thread in one order.
+/* Causal attention over packed sequences, included once per element type. A sequence's KV head is one unit of work:
+ * it fits in cache, and one thread sums its gradients in a fixed order.
  * Axes: s sequences with bounds cu [s + 1], n tokens, g groups (KV heads), r query heads per group, d head dimension. */
 
 /* queries [n, g r, d], keys, values [n, g, d] -> out [n, g r, d], log_sums [n, g r]. room: a multiple of 32, at least as
@@ -35,8 +35,8 @@ void NAME(attention)(const float *queries, const float *keys, const float *value
     }
 }
 
-/* The way back: grad_out [n, g r, d] -> gradients of queries, keys and values; the last two start at 0. scratch: twice as
- * much. */
+/* Backward: grad_out [n, g r, d] -> gradients of queries, keys and values; the last two start at 0. scratch: twice the
+ * size. */
 void NAME(attention_back)(const float *queries, const float *keys, const float *values, const int32_t *cu,
                           const float *log_sums, const T *grad_out, float *grad_queries, float *grad_keys,
                           float *grad_values, float *scratch, int64_t s, int64_t room, int64_t g, int64_t r, int64_t d,

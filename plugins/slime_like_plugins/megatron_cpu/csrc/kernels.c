@@ -1,8 +1,8 @@
 /* Leaf kernels of training on a plain CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
  *
- * Every kernel computes in float32 and rounds once where it stores, for float32 and bfloat16 alike. Rows are shared out
- * among `threads` threads in equal stretches; what is summed over rows is summed per thread and added by the caller in
- * order, so that a number of threads always gives the same bits.
+ * Every kernel computes in float32 and rounds once when it stores, for float32 and bfloat16. Rows are split evenly among
+ * `threads` threads; sums over rows are computed per thread and added by the caller in order, so the bits depend only on
+ * the number of threads.
  */
 #include <math.h>
 #include <stdint.h>
@@ -50,11 +50,11 @@ INLINE bf16 store_bf16(float x) {
 }
 
 /* exp by the reduction and polynomial of Cephes' expf (S. Moshier), within 2 units in the last place where it is a normal
- * number; further out it stays at the last of them. NaN stays NaN. */
+ * number; beyond that range it is clamped. NaN stays NaN. */
 INLINE float exponential(float x) {
     x = x < -87.3f ? -87.3f : x;
     x = x > 88.3f ? 88.3f : x;
-    float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest whole number */
+    float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
     float r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -66,7 +66,7 @@ INLINE float exponential(float x) {
     return p * as_float((uint32_t)((int32_t)n + 127) << 23);
 }
 
-#define BLOCK 1024 /* numbers that one float32 sums up */
+#define BLOCK 1024 /* numbers summed in one float32 */
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 

@@ -1,4 +1,4 @@
-/* Products of attention on QUERIES query rows at a time, in registers. Vectors are GCC's and Clang's, of any machine.
+/* Products of attention on QUERIES query rows at a time, in registers. Vectors are GCC's and Clang's, on any machine.
  * Axes: d head dimension, a multiple of LANES; columns: keys, of which rows of weights hold `room`, a multiple of 2 LANES. */
 #define LANES 16
 #define QUERIES 8
@@ -8,7 +8,7 @@ typedef float vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 INLINE vf get(const float *p) { return *(const vf *)p; }
 INLINE void put(float *p, vf x) { *(vf *)p = x; }
 
-/* from [n, stride] -> to [d, room], n <= room; what no row fills is 0. */
+/* from [n, stride] -> to [d, room], n <= room; unused columns are 0. */
 INLINE void transpose(const float *from, int64_t stride, int64_t n, float *to, int64_t room, int64_t d) {
     for (int64_t c = 0; c < d; c++) {
         for (int64_t j = 0; j < n; j++) to[c * room + j] = from[j * stride + c];

@@ -1,7 +1,7 @@
 /* Included once per element type: T float or bf16, NAME(f) its f_f32 or f_bf16.
  * Axes: n rows (tokens), h hidden, g groups (KV heads), r query heads per group, d head dimension. */
 
-/* RMSNorm. x, out [n, h]; weight [h]; inverse [n]: one over the root mean square, for the way back. */
+/* RMSNorm. x, out [n, h]; weight [h]; inverse [n]: one over the root mean square, for the backward. */
 void NAME(rms_norm)(const T *x, const T *weight, T *out, float *inverse, int64_t n, int64_t h, float eps, int threads) {
     SHARED(threads) {
         ROWS for (int64_t i = 0; i < n; i++) {
@@ -16,7 +16,7 @@ void NAME(rms_norm)(const T *x, const T *weight, T *out, float *inverse, int64_t
     }
 }
 
-/* The way back: grad_out [n, h] -> grad_x [n, h] and grad_weight [threads, h], which starts at 0. */
+/* Backward: grad_out [n, h] -> grad_x [n, h] and grad_weight [threads, h], which starts at 0. */
 void NAME(rms_norm_back)(const T *x, const T *weight, const float *inverse, const T *grad_out, T *grad_x,
                          float *grad_weight, int64_t n, int64_t h, int threads) {
     SHARED(threads) {
@@ -54,7 +54,7 @@ void NAME(swiglu)(const T *gate_up, T *out, int64_t n, int64_t h, int threads) {
     }
 }
 
-/* The way back: grad_out [n, h] -> grad_gate_up [n, 2 h] */
+/* Backward: grad_out [n, h] -> grad_gate_up [n, 2 h] */
 void NAME(swiglu_back)(const T *gate_up, const T *grad_out, T *grad_gate_up, int64_t n, int64_t h, int threads) {
     SHARED(threads) {
         ROWS for (int64_t i = 0; i < n; i++) {
@@ -69,7 +69,7 @@ void NAME(swiglu_back)(const T *gate_up, const T *grad_out, T *grad_gate_up, int
     }
 }
 
-/* One head: RMSNorm (where there is a weight), then the rotation of halves. cos_sin [d]: cosines, then sines, of d / 2
+/* One head: RMSNorm (if there is a weight), then rotation of halves. cos_sin [d]: cosines, then sines, of d / 2
  * angles each. Returns one over the root mean square. */
 INLINE float NAME(norm_rotate)(const T *x, const T *weight, const float *cos_sin, float *out, int64_t d, float eps) {
     const int64_t half = d / 2;
@@ -89,7 +89,7 @@ INLINE float NAME(norm_rotate)(const T *x, const T *weight, const float *cos_sin
     return scale;
 }
 
-/* The way back of one head; `turned` [d] is room. grad_weight [d] is added to. */
+/* Backward of one head; `turned` [d] is scratch; adds to grad_weight [d]. */
 INLINE void NAME(norm_rotate_back)(const T *x, const T *weight, const float *cos_sin, float scale, const float *grad_out,
                                    T *grad_x, float *grad_weight, float *turned, int64_t d) {
     const int64_t half = d / 2;
@@ -135,7 +135,7 @@ void NAME(split_rotate)(const T *mixed, const T *q_weight, const T *k_weight, co
     }
 }
 
-/* The way back. grad_weights [threads, 2, d] (queries, keys) and start at 0; room [threads, d]. */
+/* Backward. grad_weights [threads, 2, d] (queries, keys) start at 0; scratch room [threads, d]. */
 void NAME(split_rotate_back)(const T *mixed, const T *q_weight, const T *k_weight, const float *cos_sin,
                              const float *inverse, const float *grad_queries, const float *grad_keys,
                              const float *grad_values, T *grad_mixed, float *grad_weights, float *room, int64_t n,

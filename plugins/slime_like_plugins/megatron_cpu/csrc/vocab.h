@@ -1,8 +1,8 @@
 /* Log-probabilities of chosen tokens from rows of logits, included once per element type.
  * Axes: n rows (tokens), v vocabulary. `scale` is one over the temperature. */
 
-/* logits [n, v], target [n] -> logprobs [n], log_sums [n] (of exponentials) and, where there is room for them, entropies [n].
- * What is summed over the vocabulary is summed in float32 per BLOCK columns and over those in float64. */
+/* logits [n, v], target [n] -> logprobs [n], log_sums [n] (of exponentials) and, if not null, entropies [n].
+ * Sums over the vocabulary are in float32 within BLOCK columns and in float64 across blocks. */
 void NAME(log_probs)(const T *logits, const int64_t *target, float *logprobs, float *log_sums, float *entropies,
                      int64_t n, int64_t v, float scale, int threads) {
     SHARED(threads) {
@@ -37,7 +37,7 @@ void NAME(log_probs)(const T *logits, const int64_t *target, float *logprobs, fl
     }
 }
 
-/* The way back: gradients of logprobs [n] and of entropies [n] (null: none) -> of logits [n, v], which may take their place. */
+/* Backward: gradients of logprobs [n] and of entropies [n] (null: none) -> of logits [n, v], which may overwrite logits. */
 void NAME(log_probs_back)(const T *logits, const int64_t *target, const float *log_sums, const float *entropies,
                           const float *grad_logprobs, const float *grad_entropies, T *grad_logits, int64_t n, int64_t v,
                           float scale, int threads) {

@@ -1,8 +1,8 @@
 /* Leaf kernels of decoding on a plain CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
  *
- * Every kernel computes in float32 and rounds once where it stores, for float32 and bfloat16 alike. Vectors are those of
- * GCC and Clang (the widest of the machine it is compiled on) and sums run over fixed lanes, so no -ffast-math is needed
- * and NaN stays NaN. Rows are independent; where OpenMP is there they are shared out among its threads.
+ * Every kernel computes in float32 and rounds once when it stores, for float32 and bfloat16. Vectors are those of GCC and
+ * Clang (the widest of the compiling machine) and sums run over fixed lanes, so no -ffast-math is needed and NaN stays
+ * NaN. Rows are independent and split among OpenMP's threads, if available.
  */
 #include <math.h>
 #include <stdint.h>
@@ -33,7 +33,7 @@ typedef uint16_t bf16;
 #if defined(_OPENMP)
 #include <omp.h>
 #define TEXT(x) #x
-/* Never a region within another, which OMP_NESTED allows: a step's threads have room for themselves alone. */
+/* No nested regions, which OMP_NESTED would allow: buffers of a step have room for its own threads only. */
 #define PARALLEL_ROWS(work) _Pragma(TEXT(omp parallel for schedule(static) if (!omp_in_parallel() && (work) > 65536)))
 #define PARALLEL(condition) _Pragma(TEXT(omp parallel if (!omp_in_parallel() && (condition))))
 #define THREAD omp_get_thread_num()
@@ -47,7 +47,7 @@ typedef uint16_t bf16;
 #define THREADS 1
 #endif
 
-/* Most threads of the OpenMP library that is linked here, which need not be torch's. */
+/* Maximum threads of the linked OpenMP library, which may differ from torch's. */
 int64_t threads(void) { return THREADS; }
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -90,7 +90,7 @@ INLINE vf vexp(vf x) {
     vf limit = spread(88.3f);
     x = (vf)(((vi)limit & huge) | ((vi)x & ~huge));
     x = (vf)((vi)x & ~tiny);
-    vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest whole number */
+    vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -132,13 +132,13 @@ INLINE void store_part_bf16(bf16 *p, vf x, int64_t n) {
     memcpy(p, t, n * sizeof(bf16));
 }
 
-/* The rows of the KV pool that a request reads lie anywhere, so the processor cannot guess the next one. */
+/* Prefetch: the rows of the KV pool of a request are scattered, so the processor cannot predict the next one. */
 #define AHEAD 12
 INLINE void fetch_soon(const void *p, int64_t bytes) {
     for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch((const char *)p + j);
 }
 
-/* ---- products: for the CPUs on which they were found to be as fast as oneDNN's or faster, which have no AMX ---------*/
+/* ---- products: for CPUs without AMX, on which they were measured to be as fast as oneDNN's or faster ----------------*/
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #include <immintrin.h>
 #define PRODUCTS 1
@@ -153,7 +153,7 @@ INLINE vf mac_bf16(vf sum, const bf16 *x, const bf16 *w) {
 #define PRODUCTS 0
 #endif
 
-/* Whether the products below, and steps of them, were compiled for this machine. */
+/* Return 1 if the products below, and decode steps with them, were compiled for this machine. */
 int64_t has_products(void) { return PRODUCTS; }
 
 #define T float
@@ -177,7 +177,7 @@ int64_t has_products(void) { return PRODUCTS; }
 #endif
 
 /* ---- sampling: Axes n requests, v vocabulary ------------------------------------------------------------------------
- * SplitMix64's finaliser (Steele, Lea and Flood, 2014), as slime_like_plugins/rollout_sampling/draw.py has it. */
+ * SplitMix64's finaliser (Steele, Lea and Flood, 2014), as in slime_like_plugins/rollout_sampling/draw.py. */
 INLINE uint64_t mixed(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
@@ -222,7 +222,7 @@ INLINE int64_t inverted(const float *weights, const double *blocks, int64_t num_
     return last;
 }
 
-/* One row. Returns 0 where the distribution is not finite. */
+/* Sample one row. Returns 0 if the distribution is not finite. */
 INLINE int draw(const float *x, int64_t v, float temperature, int greedy, double u, float *weights, double *blocks,
                 int32_t *token, float *logprob) {
     const vf scale = spread(temperature);
@@ -262,7 +262,7 @@ INLINE int draw(const float *x, int64_t v, float temperature, int greedy, double
 }
 
 /* logits [n, v] with the given row stride -> tokens [n] and their log-softmax(logits / temperature) [n]; row i is greedy
- * where top_k[i] <= 1. weights: room for v rounded up to BLOCK, blocks: one per BLOCK. Returns the number of rows whose
+ * if top_k[i] <= 1. weights: room for v rounded up to BLOCK, blocks: one per BLOCK. Returns the number of rows whose
  * distribution is not finite; those are not written. */
 int64_t sample_f32(const float *logits, int64_t stride, int64_t n, int64_t v, const float *temperatures,
                    const int32_t *top_k, const int64_t *seeds, const int64_t *positions, float *weights, double *blocks,

@@ -1,8 +1,8 @@
 /* Products with packed weights, included once per element type: T float or bf16, NAME(f) its f_f32 or f_bf16, DEPTH
- * inputs of a row that NAME(mac) takes at once. Axes: n rows, k inputs (a multiple of DEPTH), m outputs.
+ * inputs of a row that NAME(mac) processes together. Axes: n rows, k inputs (a multiple of DEPTH), m outputs.
  *
- * Packed: panels of COLUMNS outputs, zeros beyond m; in a panel, for DEPTH inputs after another, COLUMNS x DEPTH
- * elements. An output's sum runs over k in order, whatever rows are beside it: bits do not depend on the batch. */
+ * Packed: panels of COLUMNS outputs, zeros beyond m; in a panel, COLUMNS x DEPTH elements for each group of
+ * DEPTH inputs. An output's sum runs over k in order, independent of other rows: bits do not depend on the batch. */
 
 /* weight [m, k] -> packed, m rounded up to COLUMNS times k */
 void NAME(pack)(const T *weight, T *packed, int64_t k, int64_t m) {
@@ -15,7 +15,7 @@ void NAME(pack)(const T *weight, T *packed, int64_t k, int64_t m) {
     }
 }
 
-/* `rows` rows of x, k apart, times one panel -> out, m apart, of which `columns` columns are there. */
+/* `rows` rows of x, k apart, times one panel -> out, m apart, of which `columns` columns exist. */
 INLINE void NAME(tile)(const T *x, const T *panel, const T *bias, T *out, int64_t k, int64_t m, int64_t columns,
                        const int rows) {
     vf sums[rows][2];
@@ -63,7 +63,7 @@ INLINE void NAME(rows_product)(const T *x, const T *packed, const T *bias, T *ou
     NAME(panels)(x, packed, bias, out, n, k, m, 0, (m + COLUMNS - 1) / COLUMNS);
 }
 
-/* The whole of it; threads share rows where there are enough, else panels. */
+/* The complete product; threads split rows if there are enough, else panels. */
 void NAME(product)(const T *x, const T *packed, const T *bias, T *out, int64_t n, int64_t k, int64_t m) {
     const int64_t count = (m + COLUMNS - 1) / COLUMNS;
     PARALLEL(n * k * m > 1 << 20) {

@@ -1,7 +1,7 @@
 /* Included once per element type: T float or bf16, NAME(f) its f_f32 or f_bf16.
  * Axes: n rows (one token of one request each), h hidden, d head dimension. */
 
-/* x += delta (where there is one), out = RMSNorm(x) * weight; the norm is of the sum before it is rounded.
+/* x += delta (if not null), out = RMSNorm(x) * weight; the norm is of the unrounded sum.
  * x, delta, out [n, h], weight [h]. */
 void NAME(add_rms_norm)(T *x, const T *delta, const T *weight, T *out, int64_t n, int64_t h, float eps) {
     const int64_t whole = h / LANES * LANES, rest = h - whole;
@@ -49,7 +49,7 @@ void NAME(silu_mul)(const T *gate_up, T *out, int64_t n, int64_t h) {
     }
 }
 
-/* One head: RMSNorm over d (where there is a weight), then the rotation of halves. cos_sin [d]: cosines, then sines. */
+/* One head: RMSNorm over d (if there is a weight), then rotation of halves. cos_sin [d]: cosines, then sines. */
 INLINE void NAME(norm_rotate)(const T *in, const T *weight, const float *cos_sin, T *out, int64_t d, float eps) {
     const int64_t half = d / 2, whole = d / LANES * LANES, rest = d - whole;
     float t[whole + LANES];
@@ -172,8 +172,8 @@ INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t str
 
 /* Decode attention: one query per request over its KV rows. queries, out [n, heads, d]; keys, values: pools
  * [., kv_heads, d]; slots of request i: the first lens[i] >= 1 entries of row rows[i] of table (row stride given).
- * scores: per thread, room for 4 * (longest rounded up to LANES), `room` floats apart. Up to four query heads are taken at a
- * time: that is what fits the registers. */
+ * scores: per thread, room for 4 * (longest rounded up to LANES), `room` floats apart. Up to four query heads are processed
+ * together, which fits the registers. */
 void NAME(attention)(const T *queries, const T *keys, const T *values, const int32_t *table, int64_t table_stride,
                      const int64_t *rows, const int64_t *lens, T *out, float *workspace, int64_t room, int64_t n,
                      int64_t heads, int64_t kv_heads, int64_t d, float scale) {

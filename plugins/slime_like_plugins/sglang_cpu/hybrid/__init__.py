@@ -1,5 +1,5 @@
-"""Torch forms of what SGLang's hybrid models (gated delta nets beside attention) call Triton for.
+"""Torch replacements of the Triton kernels of SGLang's hybrid models (Gated DeltaNet and attention).
 
 SGLang's backends, state pools and models are used unchanged; only leaf functions are replaced, in a worker, after the
-model was loaded. Layouts are SGLang's: convolution states [slots, D, W - 1], delta rule states [slots, HV, V, K].
+model is loaded. Layouts are SGLang's: convolution states [slots, D, W - 1], delta rule states [slots, HV, V, K].
 """

@@ -1,8 +1,8 @@
-"""The causal convolution of packed sequences over SGLang's pool of convolution states.
+"""Causal convolution of packed sequences with SGLang's pool of convolution states.
 
 Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request,
-before the activation; it must be stored in the precision of the inputs, or each decoded token is convolved with rounded
-ones (``SGLANG_MAMBA_CONV_DTYPE``, bfloat16 unless set). 16-bit inputs are summed in float32 and rounded once, after the
+before the activation; it must be stored in the precision of the inputs; otherwise decoded tokens are convolved with
+rounded inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16). 16-bit inputs are summed in float32 and rounded once, after the
 activation, as the trainer does.
 """
 
@@ -28,24 +28,24 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     seq_lens_cpu: Sequence[int],
     activation: str | None = "silu",
 ) -> Tensor:
-    """[D, T] -> [D, T]; states of the requests are read where ``has_initial_state`` [B], and all are written.
+    """Convolve [D, T] -> [D, T]; read states of requests with ``has_initial_state`` [B], write those of all.
 
-    In place of ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn``, whose signature it has. Columns
-    behind the last request, which only pad, give 0.
+    Replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn``. Padding columns after the last request
+    give 0.
     """
     check_precision(conv_states, x_DT)
     lengths = torch.tensor([int(length) for length in seq_lens_cpu])
     requests, history = len(lengths), weight_DW.shape[1] - 1
     slots = cache_indices[:requests].long()
     total = int(lengths.sum())
-    # Every request's inputs behind its W - 1 last ones: row t of request s stands in row t + (s + 1) * (W - 1).
-    owner_T = torch.repeat_interleave(torch.arange(requests), lengths)
-    rows_T = torch.arange(total) + (owner_T + 1) * history
+    # Each request's inputs follow its last W - 1 ones: row t of request s becomes row t + (s + 1) * (W - 1).
+    request_T = torch.repeat_interleave(torch.arange(requests), lengths)
+    rows_T = torch.arange(total) + (request_T + 1) * history
     starts_B = torch.cumsum(lengths, 0) - lengths + torch.arange(requests) * history
     extended = x_DT.new_empty(total + requests * history, x_DT.shape[0], dtype=sum_dtype(x_DT))
     extended[rows_T] = x_DT[:, :total].t().to(extended.dtype)
-    before_BHD = torch.where(has_initial_state[:requests, None, None], conv_states[slots].mT, 0).to(extended.dtype)
-    extended[starts_B[:, None] + torch.arange(history)] = before_BHD
+    initial_BHD = torch.where(has_initial_state[:requests, None, None], conv_states[slots].mT, 0).to(extended.dtype)
+    extended[starts_B[:, None] + torch.arange(history)] = initial_BHD
     weight_DW = weight_DW.to(extended.dtype)
     out_TD = extended[rows_T - history] * weight_DW[:, 0]
     for tap in range(1, history + 1):
@@ -64,9 +64,9 @@ def causal_conv1d_update(
     conv_state_indices: Tensor,
     **speculative: Any,
 ) -> Tensor:
-    """One token per request: [B, D] -> [B, D]; states are read and written.
+    """Convolve one token per request: [B, D] -> [B, D]; read and write the states.
 
-    In place of ``causal_conv1d_update`` of the same file. Raises ``NotImplementedError`` for drafts of several tokens.
+    Replaces ``causal_conv1d_update`` of the same file. Raises ``NotImplementedError`` for drafts of several tokens.
     """
     if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
         raise NotImplementedError("speculative decoding of hybrid models on a plain CPU")
@@ -90,7 +90,7 @@ def activated(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     if activation in (None, ""):
         return x
     if activation not in ("silu", "swish"):
-        raise NotImplementedError(f"activation {activation!r} behind the convolution of a hybrid model")
+        raise NotImplementedError(f"activation {activation!r} after the convolution of a hybrid model")
     return F.silu(x)
 
 

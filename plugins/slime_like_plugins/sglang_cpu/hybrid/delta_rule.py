@@ -1,8 +1,8 @@
-"""The gated delta rule over SGLang's pool of states: a prefill of packed sequences, and a token per request.
+"""Gated delta rule with SGLang's pool of states: prefill of packed sequences, and one token per request.
 
     S_t = exp(g_t) S_{t-1} + beta_t (v_t - exp(g_t) S_{t-1} k_t) k_t^T        o_t = S_t q_t / sqrt(K)
 
-(Yang, Kautz, Hatamizadeh, Gated Delta Networks, 2024, equation 10.) Queries and keys are divided by their norms first.
+(Yang, Kautz, Hatamizadeh, Gated Delta Networks, 2024, equation 10.) Queries and keys are normalised first.
 
 Axes: T tokens of the packed batch, B requests, H query and key heads, HV value heads (a multiple of H), K and V head
 dimensions.
@@ -19,14 +19,14 @@ from torch import Tensor
 from slime_like_plugins.qwen_gdn.backend import NORM_EPS
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
-SHORT = 8  # tokens of the longest prompt up to which one after the other is faster than in chunks
+SHORT = 8  # maximum prompt length at which token by token is faster than in chunks
 CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 
 
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decay and writing strength, both [1, T, HV] in float32, of the projections ``a`` and ``b`` [T, HV].
+    """Return log decay and writing strength, both [1, T, HV] in float32, of the projections ``a`` and ``b`` [T, HV].
 
-    In place of ``sglang.kernels.ops.attention.linear.fused_gdn_gating``.
+    Replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating``.
     """
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g[None], b.float().sigmoid()[None]
@@ -46,20 +46,20 @@ def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = True,
 ) -> tuple[Tensor, None, None]:
-    """q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], packed by ``cu_seqlens`` [B + 1] -> [1, T, HV, V].
+    """Map q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], packed by ``cu_seqlens`` [B + 1], to [1, T, HV, V].
 
     ``initial_state`` is the pool; the rows of ``initial_state_indices`` are read, and written unless
-    ``inplace_update`` is false. In place of ``sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule``; the
-    states between chunks, which only the ``extra_buffer`` strategy of the prefix cache wants, are not returned.
+    ``inplace_update`` is false. Replaces ``sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule``; the states
+    between chunks, which only the ``extra_buffer`` strategy of the prefix cache needs, are not returned.
     """
     if head_first or not use_qk_l2norm_in_kernel:
-        raise NotImplementedError("gated delta rule of another form than Qwen's")
+        raise NotImplementedError("gated delta rule that differs from Qwen's")
     bounds = cu_seqlens.cpu()
     lengths = bounds.diff().tolist()
     slots = initial_state_indices[: len(lengths)].long()
-    before = initial_state[slots].float()
+    initial = initial_state[slots].float()
     if max(lengths) <= SHORT:
-        out, after = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, before)
+        out, new_state = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial)
         out = out[None]
     else:
         out, final = CHUNKED.chunk_rule(
@@ -70,13 +70,13 @@ def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
             beta,
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=bounds,
-            initial_state=before.mT.contiguous(),
+            initial_state=initial.mT.contiguous(),
             output_final_state=True,
         )
         assert final is not None
-        after = final.mT
+        new_state = final.mT
     if inplace_update:
-        initial_state[slots] = after.to(initial_state.dtype)
+        initial_state[slots] = new_state.to(initial_state.dtype)
     return out, None, None
 
 
@@ -95,9 +95,9 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
     disable_state_update: bool = False,
     **_: Any,
 ) -> Tensor:
-    """One token per request: q, k [1, B, H, K], v [1, B, HV, V], a, b [B, HV] -> [1, B, HV, V]; states are written.
+    """Compute one token per request: q, k [1, B, H, K], v [1, B, HV, V], a, b [B, HV] -> [1, B, HV, V]; write the states.
 
-    In place of ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``.
+    Replaces ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``.
     """
     if disable_state_update or softplus_beta != 1.0:
         raise NotImplementedError("speculative decoding of hybrid models on a plain CPU")
@@ -111,7 +111,7 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
 
 
 def normed(x: Tensor, heads: int) -> Tensor:
-    """[T, H, K] -> [T, heads, K] of unit vectors in float32, each repeated for the value heads that share it."""
+    """Normalise [T, H, K] in float32 and repeat each head for the value heads that share it: [T, heads, K]."""
     x = x.float()
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -120,9 +120,9 @@ def normed(x: Tensor, heads: int) -> Tensor:
 def recurrent_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int], state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token after token, for all requests together: ([T, HV, V], states [B, HV, V, K] behind their last tokens).
+    """Compute token by token for all requests together. Returns ([T, HV, V], final states [B, HV, V, K]).
 
-    Requests are taken longest first, so that those which still have a token are a prefix of the batch.
+    Requests are sorted longest first, so that those with tokens left are a prefix of the batch.
     """
     heads = v.shape[1]
     order = sorted(range(len(lengths)), key=lambda request: -lengths[request])
@@ -130,19 +130,19 @@ def recurrent_rule(
     starts_B = (ends - torch.tensor(lengths))[order]
     state, out = state[order], torch.zeros_like(v)
     q, k = normed(q, heads), normed(k, heads)
-    living = len(order)
+    num_active = len(order)
     for step in range(lengths[order[0]] if order else 0):
-        while lengths[order[living - 1]] <= step:
-            living -= 1
-        rows = starts_B[:living] + step
-        out[rows] = token_step(state[:living], q[rows], k[rows], v[rows].float(), g[rows], beta[rows]).to(v.dtype)
+        while lengths[order[num_active - 1]] <= step:
+            num_active -= 1
+        rows = starts_B[:num_active] + step
+        out[rows] = token_step(state[:num_active], q[rows], k[rows], v[rows].float(), g[rows], beta[rows]).to(v.dtype)
     original = torch.empty_like(state)
     original[order] = state
     return out, original
 
 
 def token_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """One token of each request, ``state`` [B, HV, V, K] changed in place: q, k [B, HV, K], v [B, HV, V] -> [B, HV, V]."""
+    """Compute one token per request: q, k [B, HV, K], v [B, HV, V] -> [B, HV, V]; update ``state`` [B, HV, V, K] in place."""
     state.mul_(g.exp()[..., None, None])
     written = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
     state.add_(written[..., :, None] * k[..., None, :])

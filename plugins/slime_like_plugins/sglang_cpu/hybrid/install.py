@@ -1,9 +1,8 @@
-"""Puts the torch forms where SGLang's modules look for them, once the model is loaded.
+"""Install the torch replacements in SGLang's modules once the model is loaded.
 
-Every replaced name must exist. That a function is no longer called under that name cannot go unseen: what would be called
-in its stead is a Triton kernel, which fails on a CPU at the first forward. Goes when SGLang's platforms dispatch these
-functions as they dispatch layers (a linear-attention backend cannot be registered for gated delta nets:
-``GDNKernelDispatcher`` refuses names it does not know).
+Every replaced name must exist. If SGLang stops calling a function by its name, a Triton kernel is called instead and fails
+on a CPU at the first forward. Remove when SGLang's platforms dispatch these functions as they dispatch layers (a
+linear-attention backend cannot be registered for Gated DeltaNet: ``GDNKernelDispatcher`` refuses unknown names).
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 
 def bind(model: Any) -> str | None:
-    """Replace what ``model`` would call Triton for. Returns in words what it runs on; ``None`` without linear attention.
+    """Replace the Triton kernels of ``model``. Returns a description; ``None`` without linear attention.
 
-    An engine imports the files of one model only, so those of others are left alone.
+    An engine imports the files of one model only; modules that are not imported are skipped.
     """
     for module, name, function in OF_MODELS:
         if module in sys.modules:
@@ -53,7 +52,9 @@ def bind(model: Any) -> str | None:
     for module, name, function in REPLACED:
         replace_attribute(NAME, importlib.import_module(module), name, function)
     kernel: Any = importlib.import_module(f"{ATTENTION}.kernels.gdn_triton").TritonGDNKernel
-    replace_attribute(NAME, kernel, "supports_packed_decode", False)  # one Triton kernel for what is split here
+    replace_attribute(
+        NAME, kernel, "supports_packed_decode", False
+    )  # one Triton kernel for several functions replaced here
     norm: Any = importlib.import_module(f"{FLA}.fused_norm_gate").FusedRMSNormGated
     replace_attribute(NAME, norm, "forward", layers.fused_norm_forward)
     return "gated delta rule in torch"

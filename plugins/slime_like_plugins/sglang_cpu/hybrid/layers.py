@@ -1,4 +1,4 @@
-"""The small functions between the projections of hybrid models: splits, gates and gated norms."""
+"""Splits, gates and gated norms between the projections of hybrid models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ GATES = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 def split_by_key_head(
     qkvz: Tensor, ba: Tensor, heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Qwen3-Next's projections, interleaved by key head -> queries, keys and values side by side, then z, b and a.
+    """Split Qwen3-Next's projections, interleaved by key head, into queries, keys and values, z, b and a.
 
-    In place of ``fused_qkvzba_split_reshape_cat``: qkvz [T, H (2 K + 2 r V)], ba [T, 2 HV] with r = HV / H ->
+    Replaces ``fused_qkvzba_split_reshape_cat``: qkvz [T, H (2 K + 2 r V)], ba [T, 2 HV] with r = HV / H ->
     [T, 2 H K + HV V], [T, HV, V], [T, HV], [T, HV].
     """
     tokens, ratio = len(qkvz), value_heads // heads
@@ -29,20 +29,20 @@ def split_by_key_head(
 def split_contiguous(
     qkvz: Tensor, ba: Tensor, heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Qwen3.5's projections, which stand one behind the other; in place of the ``_contiguous`` function."""
+    """Split Qwen3.5's projections, which are consecutive. Replaces the ``_contiguous`` function."""
     mixed = 2 * heads * key_dim + value_heads * value_dim
     z = qkvz[:, mixed:].reshape(len(qkvz), value_heads, value_dim)
     return qkvz[:, :mixed].contiguous(), z, ba[:, :value_heads].contiguous(), ba[:, value_heads:].contiguous()
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
-    """``rms_norm(x) * weight * activation(gate)`` over the last dimension, computed in float32."""
+    """Return ``rms_norm(x) * weight * activation(gate)`` over the last dimension, computed in float32."""
     normed = F.rms_norm(x.float(), x.shape[-1:], eps=eps) * weight.float()
     return (normed * GATES[activation](gate.float())).to(x.dtype)
 
 
 def fused_norm_forward(module: Any, x: Tensor, g: Tensor, **options: Any) -> Tensor:
-    """In place of ``FusedRMSNormGated.forward`` (Qwen3-Next)."""
+    """Replace ``FusedRMSNormGated.forward`` (Qwen3-Next)."""
     if any(options.values()):
         raise NotImplementedError(f"gated norm with {', '.join(options)}")
     return gated_norm(x, g, module.weight, module.eps, module.activation)
@@ -59,14 +59,14 @@ def layernorm_fn(  # noqa: PLR0913  (a signature of SGLang)
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """In place of ``sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn`` (Qwen3.5)."""
+    """Replace ``sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn`` (Qwen3.5)."""
     if z is None or bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
-        raise NotImplementedError("gated norm of another form than Qwen's")
+        raise NotImplementedError("gated norm that differs from Qwen's")
     return gated_norm(x, z, weight, eps, activation)
 
 
 def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False) -> Tensor:
-    """Attention's output [T, H D] times the sigmoid of its gate, [T, H, D] or [T, H D]."""
+    """Multiply attention's output [T, H D] by the sigmoid of its gate, [T, H, D] or [T, H D]."""
     if quant:
         raise NotImplementedError("quantized attention output on a plain CPU")
     gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(attn_output.dtype)
@@ -74,6 +74,6 @@ def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False, 
 
 
 def fused_gate_sigmoid_mul_add(hidden: Tensor, gate_weight: Tensor, shared: Tensor, routed: Tensor) -> None:
-    """``routed += sigmoid(hidden @ gate_weight) * shared``: the shared expert joins the routed ones, in place."""
+    """Add the shared expert: ``routed += sigmoid(hidden @ gate_weight) * shared``, in place."""
     gate_T1 = (hidden.float() @ gate_weight.float()).sigmoid()[:, None]
     routed.copy_((routed.float() + gate_T1 * shared.float()).to(routed.dtype))

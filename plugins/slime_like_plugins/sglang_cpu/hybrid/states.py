@@ -1,16 +1,16 @@
-"""How many delta rule states an engine keeps: a request has one however long it is, a cached prefix one more."""
+"""Number of delta rule states of an engine: one per request, at any length, and one per cached prefix."""
 
 from __future__ import annotations
 
 from typing import Any
 
-RUNNING = 512  # requests decoded together, where nothing says how many
-SLOTS_PER_REQUEST = 4  # SGLang counts three for one that runs beside its cached prefix
-MOST_BYTES = 1 << 30
+RUNNING = 512  # default number of concurrent requests
+SLOTS_PER_REQUEST = 4  # SGLang counts three for a running request and its cached prefix
+MAX_BYTES = 1 << 30
 
 
 def state_bytes(config: Any) -> int:
-    """Bytes of one request's states in float32 over all layers, of a text config; 0 where no layer is linear attention."""
+    """Return bytes of one request's states in float32 over all layers of a text config; 0 without linear attention."""
     layers = len(getattr(config, "linear_layer_ids", ()))
     if not layers:
         return 0
@@ -21,10 +21,10 @@ def state_bytes(config: Any) -> int:
 
 
 def slots(config: Any, max_running_requests: int | None) -> int | None:
-    """``max_mamba_cache_size``; ``None`` leaves it to SGLang, which fills its share of the memory.
+    """Return ``max_mamba_cache_size``; ``None`` leaves it to SGLang, which fills its share of the memory.
 
-    SGLang's own choice takes seconds to allocate and gigabytes for a small model; of a large one it is the right one.
+    SGLang's choice suits large models; for a small one it takes seconds and gigabytes to allocate.
     """
-    wanted = SLOTS_PER_REQUEST * (max_running_requests or RUNNING)
+    num_slots = SLOTS_PER_REQUEST * (max_running_requests or RUNNING)
     size = state_bytes(config)
-    return wanted if 0 < wanted * size <= MOST_BYTES else None
+    return num_slots if 0 < num_slots * size <= MAX_BYTES else None

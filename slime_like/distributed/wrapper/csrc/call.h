@@ -1,4 +1,4 @@
-/* What stands in the place of a method or a function, and what all kinds of it do. */
+/* Replacement of a method or function, and the code shared by all kinds. */
 
 enum { COLLECTIVE, POINT, WAIT, COMPOSITE };
 
@@ -16,11 +16,11 @@ typedef struct {
     PyObject *size;        /* (value) -> bytes */
     PyObject *world;       /* torch's, which knows the default group */
     PyTypeObject *tensor;
-    PyTypeObject *counter; /* of what tables hold; a Tally */
-    PyObject *nbytes;      /* the tensor's attribute, and what it calls where it is one of C */
+    PyTypeObject *counter; /* type of the tables' values; a Tally */
+    PyObject *nbytes;      /* the tensor's attribute, and its getter if it is implemented in C */
     getter read_nbytes;
     PyObject *dict;
-    Py_ssize_t payload; /* the argument whose bytes count, of a composite the one that is the group; or -1 */
+    Py_ssize_t payload; /* index of the argument whose bytes count (composite: of the group); or -1 */
     Py_ssize_t purge_at;
     int kind, anyone;
 } Call;
@@ -70,23 +70,23 @@ static int64_t bytes_of(Call *self, PyObject *value)
     return found;
 }
 
-/* The counter of a group whose op is plain, a new reference; NULL where it is not. */
+/* Return the counter of a group if its op is plain, a new reference; else NULL. */
 static Tally *plain(Call *self, PyObject *group, int64_t started)
 {
     if (self->ring->words == NULL) return NULL;
     PyObject *found = PyDict_GetItemWithError(self->table, group);
     if (found == NULL || !Py_IS_TYPE(found, self->counter)) {
-        PyErr_Clear(); /* the Python function finds it again */
+        PyErr_Clear(); /* the Python function raises it again */
         return NULL;
     }
     Tally *tally = (Tally *)found;
     if (self->ring->word != NULL && *(volatile const int64_t *)self->ring->word != self->ring->seen)
-        tally->due = 0; /* so that the guard is asked, which sets it anew */
+        tally->due = 0; /* so that the guard runs, which sets it again */
     if (tally->target == NULL || tally->next == NULL || tally->peers == NULL || (double)started >= tally->due) return NULL;
     return (Tally *)Py_NewRef(found);
 }
 
-/* Raise what ``failed`` makes of the error that was raised. */
+/* Raise the error that ``failed`` returns for the current error. */
 static PyObject *fail(Call *self, PyObject *tally, int64_t index)
 {
     PyObject *error = PyErr_GetRaisedException(), *number = PyLong_FromLongLong(index), *told = NULL;
@@ -106,7 +106,7 @@ static PyObject *fail(Call *self, PyObject *tally, int64_t index)
     return NULL;
 }
 
-/* torch's method with the same arguments, but the group. */
+/* Call torch's method with the same arguments except the group. */
 static PyObject *issue(Call *self, PyObject *target, PyObject *const *args, Py_ssize_t all, Py_ssize_t n, PyObject *names)
 {
     PyObject *given[8];
@@ -115,11 +115,11 @@ static PyObject *issue(Call *self, PyObject *target, PyObject *const *args, Py_s
     return PyObject_Vectorcall(self->raw, given + 1, n | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
 }
 
-/* Remember a work that may be waited for; its reference passes on. */
+/* Record a work that may be waited for and return it; steals its reference. */
 static PyObject *keep(Call *self, PyObject *work, Tally *tally, int64_t index, int64_t started)
 {
     int64_t key = (int64_t)(intptr_t)work;
-    PyObject *ref = PyWeakref_NewRef(work, NULL), *result = NULL; /* before the place is sought, as this may collect garbage */
+    PyObject *ref = PyWeakref_NewRef(work, NULL), *result = NULL; /* before the slot is searched, because this may collect garbage */
     if (ref != NULL && make_room(self->loose) == 0) {
         Issued *at = place_of(self->loose, key);
         if (at->ref == NULL && (Py_ssize_t)self->loose->used <= self->purge_at) {

@@ -1,4 +1,4 @@
-/* The plain case of an op in C: what slime_like.distributed.wrapper.calls does, in a quarter of the time.
+/* The plain case of an op in C: as slime_like.distributed.wrapper.calls, in a quarter of the time.
 
    An op is plain where its counter is known, the guard is not due, and its arguments are those that torch gives. All
    other calls, and all errors, go to the Python function that each object has beside it; that function alone says what
@@ -12,14 +12,14 @@
 #include <time.h>
 
 #include "tally.h"
-/* each uses those before it */
+/* each header uses the previous ones */
 #include "ring.h"
 #include "works.h"
 #include "call.h"
 
 static PyObject *name_async, *name_opts, *name_group, *name_default, *any_peer, *no_peer;
 
-/* Whether the caller waits itself: opts.asyncOp, and where there is none. */
+/* Return 1 if the caller waits itself: opts.asyncOp, or if there is no such option. */
 static int asynchronous(PyObject *opts)
 {
     PyObject *flag = PyObject_GetAttr(opts, name_async);
@@ -74,7 +74,7 @@ static PyObject *call_collective(PyObject *callable, PyObject *const *args, size
     int64_t when = now();
     ended(self->ring, index, when);
     tally->ns += when - started;
-    result = Py_NewRef(Py_None); /* torch takes it for a backend that has waited itself */
+    result = Py_NewRef(Py_None); /* torch then assumes that the backend has waited */
 done:
     Py_DECREF(tally);
     return result;
@@ -143,7 +143,7 @@ static PyObject *call_wait(PyObject *callable, PyObject *const *args, size_t nar
     return done;
 }
 
-/* The group that a composite is given, a new reference; NULL, without an error, where it is not seen at once. */
+/* Return the group of a composite, a new reference; NULL without an error if it is not obvious. */
 static PyObject *group_of(Call *self, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
     PyObject *group = NULL;
@@ -177,7 +177,7 @@ static PyObject *call_composite(PyObject *callable, PyObject *const *args, size_
     int64_t index = record(self->ring, started, 0, tally->code, tally->calls, NO_PEER);
     PyObject *done = PyObject_Vectorcall(self->raw, args, nargsf, names);
     if (done == NULL) fail(self, (PyObject *)tally, index);
-    /* only one's own: another thread's may have ended meanwhile */
+    /* only this thread's; another one's may have ended */
     self->ring->composing = outer == (long long)PyThread_get_thread_ident() ? outer : 0;
     int64_t when = now();
     if (done != NULL) ended(self->ring, index, when);
@@ -234,7 +234,7 @@ static int Call_init(Call *self, PyObject *args, PyObject *kw)
 static PyGetSetDef Call_getset[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict}, {NULL}};
 
 static PyTypeObject CallType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed._hot.Call",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.Call",
     .tp_basicsize = sizeof(Call),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
     .tp_vectorcall_offset = offsetof(Call, vectorcall),

@@ -1,4 +1,4 @@
-/* Where records go: the memory of slime_like.distributed.forensics.ring. */
+/* Records in the memory of slime_like.distributed.forensics.ring. */
 
 enum { INDEX, STARTED, ENDED, BYTES, CODE, SEQUENCE, PEER, WIDTH }; /* words of a record */
 enum { NO_PEER = -2, ANY_PEER = -1 };
@@ -10,8 +10,8 @@ typedef struct {
     int64_t slots, index, head;
     Py_buffer request;   /* a word that other ranks write, or none */
     const int64_t *word;
-    long long seen;      /* what it said when it was looked at last */
-    long long composing; /* thread that is in a composite, or 0 */
+    long long seen;      /* its value at the last check */
+    long long composing; /* thread running a composite, or 0 */
 } Ring;
 
 static int Ring_init(Ring *self, PyObject *args, PyObject *kw)
@@ -78,7 +78,7 @@ static void Ring_dealloc(Ring *self)
 static inline int64_t record(Ring *ring, int64_t started, int64_t size, int64_t code, int64_t sequence, int64_t peer)
 {
     int64_t index = ring->index++;
-    if (ring->words == NULL) return index; /* closed by another thread meanwhile */
+    if (ring->words == NULL) return index; /* closed by another thread */
     int64_t *at = ring->words + (index & (ring->slots - 1)) * WIDTH;
     at[INDEX] = index;
     at[STARTED] = started;
@@ -94,7 +94,7 @@ static inline void ended(Ring *ring, int64_t index, int64_t when)
 {
     if (ring->words == NULL) return;
     int64_t *at = ring->words + (index & (ring->slots - 1)) * WIDTH;
-    if (at[INDEX] == index) at[ENDED] = when; /* else its place is taken by a later one */
+    if (at[INDEX] == index) at[ENDED] = when; /* else a later record has overwritten it */
 }
 
 static PyMethodDef Ring_methods[] = {
@@ -111,7 +111,7 @@ static PyMemberDef Ring_members[] = {
 };
 
 static PyTypeObject RingType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed._hot.Ring",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.Ring",
     .tp_basicsize = sizeof(Ring),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_dealloc = (destructor)Ring_dealloc,

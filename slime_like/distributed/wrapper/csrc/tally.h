@@ -1,9 +1,9 @@
-/* What changes with every op: the clock, numbers of ops, and the hot part of a counter. */
+/* State that changes with every op: the clock, numbers of ops, and the hot part of a counter. */
 
 static inline int64_t now(void)
 {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t); /* what time.perf_counter_ns reads */
+    clock_gettime(CLOCK_MONOTONIC, &t); /* as time.perf_counter_ns */
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
@@ -31,7 +31,7 @@ static PyObject *Number_new(PyTypeObject *type, PyObject *args, PyObject *kw)
 }
 
 static PyTypeObject NumberType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed._hot.Number",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.Number",
     .tp_basicsize = sizeof(Number),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Number, vectorcall),
@@ -39,7 +39,7 @@ static PyTypeObject NumberType = {
     .tp_new = Number_new,
 };
 
-/* What a function without arguments counts to; -1 with an error. */
+/* Call a function without arguments that returns a count; -1 with an error. */
 static inline int64_t count(PyObject *next)
 {
     if (Py_IS_TYPE(next, &NumberType)) return ++((Number *)next)->last;
@@ -90,7 +90,7 @@ static PyMemberDef Tally_members[] = {
 };
 
 static PyTypeObject TallyType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed._hot.Tally",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.Tally",
     .tp_basicsize = sizeof(Tally),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_traverse = (traverseproc)Tally_traverse,

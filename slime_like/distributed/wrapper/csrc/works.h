@@ -3,7 +3,7 @@
 
 typedef struct {
     int64_t key;
-    PyObject *ref; /* NULL: the place is free */
+    PyObject *ref; /* NULL: the slot is free */
     PyObject *tally;
     int64_t index;
 } Issued;
@@ -11,8 +11,8 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Issued *at;
-    size_t size, used; /* places, a power of two; at most half of them are used */
-    int shift;         /* 64 less the bits of a place's number */
+    size_t size, used; /* slots, a power of two; at most half are used */
+    int shift;         /* 64 minus the bits of a slot's index */
 } Works;
 
 static inline size_t home(const Works *self, int64_t key)
@@ -20,7 +20,7 @@ static inline size_t home(const Works *self, int64_t key)
     return (size_t)((uint64_t)key * 0x9E3779B97F4A7C15u >> self->shift); /* Fibonacci hashing: Knuth 6.4 */
 }
 
-/* The place of a key, or the free one where it would go. */
+/* Return the slot of a key, or the free slot for it. */
 static inline Issued *place_of(const Works *self, int64_t key)
 {
     size_t i = home(self, key);
@@ -34,7 +34,7 @@ static inline Issued *known(const Works *self, int64_t key)
     return found->ref == NULL ? NULL : found;
 }
 
-/* Empty a place, whose references pass to the caller: what was moved on because of it moves back. Knuth 6.4, R. */
+/* Empty a slot, whose references pass to the caller; displaced entries move back. Knuth 6.4, R. */
 static void vacate(Works *self, Issued *gone)
 {
     size_t mask = self->size - 1, hole = (size_t)(gone - self->at);
@@ -47,7 +47,7 @@ static void vacate(Works *self, Issued *gone)
     self->used--;
 }
 
-/* Room for one more; -1 with an error. */
+/* Make room for one more; -1 with an error. */
 static int make_room(Works *self)
 {
     if (2 * (self->used + 1) <= self->size) return 0;
@@ -65,13 +65,13 @@ static int make_room(Works *self)
     return 0;
 }
 
-/* What Python has of an op; the references pass to it. */
+/* Convert an entry to Python; steals the references. */
 static PyObject *told(PyObject *ref, PyObject *tally, int64_t index)
 {
     return Py_BuildValue("(NNL)", ref, tally, (long long)index);
 }
 
-/* The address that a key is, in *key; -1 with an error. */
+/* Store the address of a key in *key; -1 with an error. */
 static int read_key(PyObject *given, int64_t *key)
 {
     *key = PyLong_AsLongLong(given);
@@ -99,7 +99,7 @@ static int Works_clear(Works *self)
 {
     for (size_t i = 0; i < self->size;)
         if (self->at[i].ref != NULL) {
-            Issued gone = self->at[i]; /* another may move to its place */
+            Issued gone = self->at[i]; /* another may move to its slot */
             vacate(self, self->at + i);
             Py_DECREF(gone.ref);
             Py_DECREF(gone.tally);
@@ -148,7 +148,7 @@ static int Works_set(Works *self, PyObject *given, PyObject *value)
     return 0;
 }
 
-/* (key, default=None) -> what is known of it; ``remove``: and forget it. */
+/* (key, default=None) -> its entry; ``remove``: also delete it. */
 static PyObject *look_up(Works *self, PyObject *const *args, Py_ssize_t n, int remove)
 {
     int64_t key;
@@ -176,7 +176,7 @@ static PyObject *Works_pop(Works *self, PyObject *const *args, Py_ssize_t n) { r
 static PyObject *Works_items(Works *self, PyObject *none)
 {
     PyObject *all = PyList_New(0);
-    for (size_t i = 0; all != NULL && i < self->size; i++) { /* making objects may run what changes the table */
+    for (size_t i = 0; all != NULL && i < self->size; i++) { /* creating objects may run code that changes the table */
         if (self->at[i].ref == NULL) continue;
         Issued one = self->at[i];
         PyObject *value = told(Py_NewRef(one.ref), Py_NewRef(one.tally), one.index);
@@ -202,7 +202,7 @@ static PyMappingMethods Works_mapping = {
 static PySequenceMethods Works_sequence = {.sq_contains = (objobjproc)Works_contains};
 
 static PyTypeObject WorksType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed._hot.Works",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.Works",
     .tp_basicsize = sizeof(Works),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_traverse = (traverseproc)Works_traverse,

@@ -1,7 +1,7 @@
-"""A model family: layer pattern, TransformerConfig fields, and the map from HF tensors to megatron parameters.
+"""Base class of model families: layer pattern, TransformerConfig fields and the map from HF tensors to parameters.
 
-Parameters have our own keys by decoder block (``blocks.3.self_attention.linear_qkv.weight``). megatron's names, which
-change with its model classes and pipeline stages, appear only in ``model.named_weights``.
+Parameters have slime_like's keys, numbered by decoder block (``blocks.3.self_attention.linear_qkv.weight``). megatron's
+names change with its model classes and pipeline stages and appear only in ``model.named_weights``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from slime_like.config.rules.hf import padded_vocabulary
+from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import ConfigError
+from slime_like.registry import resolve
 from slime_like.train.megatron.families.hf import HFFolder
 
 Shape = tuple[int, ...]
@@ -37,7 +39,7 @@ class Weight(ABC):
         """Return the HF tensors from the shards of all tensor parallel ranks, in order."""
 
     def read(self, folder: HFFolder) -> list[Tensor]:
-        """Read the HF tensors from ``folder``. Raises ``CheckpointError`` on one missing or misshapen."""
+        """Read the HF tensors from ``folder``. Raises ``CheckpointError`` if one is missing or has the wrong shape."""
         return [folder.tensor(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
 
     @property
@@ -48,7 +50,7 @@ class Weight(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Replicated(Weight):
-    """A parameter that is equal on every rank: norms."""
+    """A parameter that is equal on every rank, such as a norm."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return tensors[0]
@@ -63,7 +65,7 @@ class Replicated(Weight):
 
 @dataclass(frozen=True, slots=True)
 class RowParallel(Weight):
-    """A parameter split along the input dimension: output projections."""
+    """A parameter split along the input dimension, such as an output projection."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return tensors[0].chunk(tp, 1)[rank]
@@ -74,7 +76,7 @@ class RowParallel(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Weight):
-    """Several stacked matrices; each rank holds its part of every one: gate over up."""
+    """Several stacked matrices, such as gate over up, of which each rank has its part."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return torch.cat([t.chunk(tp, 0)[rank] for t in tensors], 0)
@@ -115,17 +117,21 @@ class Vocabulary(Weight):
         return (torch.cat(list(shards), 0)[: self.shapes[0][0]],)
 
 
+def family_class(name: str) -> type[Family]:
+    """Return the family ``name`` of table FAMILIES."""
+    return resolve("model.family", name, {name: FAMILIES[name].path})
+
+
 class Family(ABC):
     """Mapping of an HF ``model_type`` to megatron. One instance per model."""
 
-    model_types: tuple[str, ...]
     carried: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of HF tensors that are not trained: an export copies them from the source."""
+    """Prefixes of HF tensors that are not trained. An export copies them from the source folder."""
     shape_keys: ClassVar[tuple[str, ...]] = ()
-    """Further keys of the HF config that distinguish two models of the family."""
+    """Additional keys of the HF config in which two models of the family may differ."""
 
     def __init__(self, hf: Any, tp: int) -> None:
-        """``hf`` is the transformers config. Raises ``ConfigError`` on a variant the family does not cover."""
+        """``hf`` is the transformers config. Raises ``ConfigError`` if the family does not support the variant."""
         self.hf = hf
         self.tp = tp
 
@@ -143,7 +149,7 @@ class Family(ABC):
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a block; 0: the family has none."""
+        """Number of routed experts per block; 0 if the family has none."""
         return 0
 
     def require(self, key: str, *allowed: Any) -> None:
@@ -161,7 +167,7 @@ class Family(ABC):
         value = int(getattr(self.hf, key))
         if value % self.tp:
             raise ConfigError(
-                f"parallel.tp={self.tp} does not divide the model's {key}={value}: choose a divisor of it"
+                f"parallel.tp={self.tp} does not divide the model's {key}={value}: set parallel.tp to a divisor of {value}"
             )
 
     @property

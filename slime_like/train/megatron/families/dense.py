@@ -10,7 +10,7 @@ from slime_like.train.megatron.families.base import QKV, Family, Replicated, Row
 
 
 class DenseDecoder(Family):
-    """Base of dense families; names are those of transformers' ``*ForCausalLM``."""
+    """Base class of dense families, with the tensor names of transformers' ``*ForCausalLM``."""
 
     qk_norm: ClassVar[bool] = False  # a norm on every query and key head
     qkv_bias: ClassVar[bool] = False  # a bias on query, key and value, none on the output projection
@@ -69,7 +69,7 @@ class DenseDecoder(Family):
 
     @property
     def root(self) -> str:
-        """Prefix of the names of the decoder's tensors."""
+        """Name prefix of the decoder's tensors."""
         return "model"
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:

@@ -1,4 +1,4 @@
-"""Mixture of experts as a mix-in: router, routed experts and an optional shared one replace the MLP of some blocks.
+"""Mixture-of-experts mix-in: a router, routed experts and an optional shared expert replace the MLP of some blocks.
 
 Experts are divided over expert parallel ranks and never split by tensor parallelism. Exported experts have separate
 matrices (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read; imported ones may also be
@@ -48,7 +48,7 @@ class ExpertMatrix(Weight):
 
 
 class Experts(DenseDecoder):
-    """Mix-in before a decoder family, whose MLP it replaces in the blocks for which ``is_sparse`` is true.
+    """Mix-in for a decoder family that replaces its MLP in the blocks for which ``is_sparse`` is true.
 
     Names are those of transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
     """
@@ -63,7 +63,7 @@ class Experts(DenseDecoder):
             raise ConfigError(f"config.json: num_experts_per_tok={top} of {total} experts: choose 1 to {total}")
         if top == 1 and self.renormalises:
             raise ConfigError(
-                "config.json: num_experts_per_tok=1 with norm_topk_prob=true: the only weight is always 1, so that the "
+                "config.json: num_experts_per_tok=1 with norm_topk_prob=true: the single weight is always 1, so the "
                 "router would learn nothing; set norm_topk_prob=false"
             )
         if self.shared_size:
@@ -79,7 +79,7 @@ class Experts(DenseDecoder):
 
     @property
     def shared_size(self) -> int:
-        """Intermediate size of the shared expert; 0: there is none."""
+        """Intermediate size of the shared expert; 0 if there is none."""
         return int(getattr(self.hf, "shared_expert_intermediate_size", 0) or 0)
 
     @property
@@ -109,7 +109,7 @@ class Experts(DenseDecoder):
             "moe_router_topk": int(hf.num_experts_per_tok),
             "moe_ffn_hidden_size": int(hf.moe_intermediate_size),
             "moe_router_score_function": "softmax",
-            # The softmax over the chosen alone equals the renormalised softmax over all.
+            # The softmax over the chosen experts equals the renormalised softmax over all experts.
             "moe_router_pre_softmax": not self.renormalises,
             "moe_token_dropping": False,
         }
@@ -153,7 +153,7 @@ _LOCAL = "mlp.experts.local_experts."  # in megatron's names: the index counts t
 
 
 def global_key(key: str, num_local: int, ep_rank: int) -> str:
-    """Return our key of a routed expert's parameter from megatron's name for it; any other key unchanged."""
+    """Convert megatron's name of a routed expert's parameter to slime_like's key; return other keys unchanged."""
     prefix, local, numbered = key.partition(_LOCAL)
     if not local:
         return key

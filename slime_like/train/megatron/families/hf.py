@@ -18,13 +18,13 @@ from slime_like.util.reading import reason
 
 
 class HFFolder:
-    """A local HF checkpoint. Raises ``CheckpointError`` naming file and fix on anything missing, torn or foreign."""
+    """A local HF checkpoint. Raises ``CheckpointError`` if a file is missing, truncated or of another model."""
 
     def __init__(self, path: str | Path, key: str = "model.hf_checkpoint") -> None:
         self.path = Path(path)
         self.key = key
         if not self.path.is_dir():
-            raise CheckpointError(f"{key}={path}: no such folder; give a local folder in HF format")
+            raise CheckpointError(f"{key}={path}: no such folder; set {key} to a local folder in HF format")
         self.raw_config: dict[str, Any] = read_json(key, self.path / "config.json")
         check_config(key, self.path, self.raw_config)
         refuse_code(key, self.path / "config.json", self.raw_config)
@@ -38,7 +38,7 @@ class HFFolder:
         try:
             with without_model_classes():
                 return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
-        # The fault boundary of transformers' config classes, which raise errors of many types.
+            # transformers' config classes raise errors of many types.
         except Exception as error:
             file = downloaded(self.key, self.path / "config.json")
             raise file.refused(f"cannot be used: transformers cannot read it ({reason(error)})") from error
@@ -64,7 +64,7 @@ class HFFolder:
         return tensor
 
     def has(self, name: str) -> bool:
-        """Return True if the folder holds tensor ``name``."""
+        """Return whether the folder contains tensor ``name``."""
         return name in self._locations()
 
     def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
@@ -100,7 +100,7 @@ class HFFolder:
             indexed = (self._file_of or {}).items()
             if missing := next((name for name, holder in indexed if holder == file and name not in names), None):
                 raise CheckpointError(
-                    f"{self.path / INDEX} places {missing!r} in {file}, which does not hold it; download it again"
+                    f"{self.path / INDEX} places {missing!r} in {file}, which does not contain it; download {file} again"
                 )
             try:
                 self._files[file] = safe_open(path, framework="pt")

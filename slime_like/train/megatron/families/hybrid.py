@@ -15,7 +15,7 @@ SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
 
 class HybridDecoder(DenseDecoder):
-    """Hybrid decoder with zero-centred norms (except the gated one of a DeltaNet), gated attention and partial rotary.
+    """Hybrid decoder with zero-centred norms (except DeltaNet's gated norm), gated attention and partial rotary.
 
     A subclass defines the storage of the projections into the DeltaNet.
     """
@@ -61,7 +61,7 @@ class HybridDecoder(DenseDecoder):
         return self._delta_net(prefix)
 
     def _gated(self, attention: dict[str, Weight]) -> dict[str, Weight]:
-        """Return ``attention`` with a gate per query: that projection is twice as wide."""
+        """Return ``attention`` with a gate per query, which makes the query projection twice as wide."""
         key = "self_attention.linear_qkv.weight"
         plain = attention[key]
         (queries, hidden), *key_value_shapes = plain.shapes
@@ -88,13 +88,13 @@ class HybridDecoder(DenseDecoder):
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Channels of keys (and of queries) and of values in a DeltaNet."""
+        """Number of key (and query) channels and of value channels in a DeltaNet layer."""
         hf = self.hf
         return hf.linear_num_key_heads * hf.linear_key_head_dim, hf.linear_num_value_heads * hf.linear_value_head_dim
 
     @abstractmethod
     def in_proj(self, net: str) -> Weight:
-        """Return the projection into a DeltaNet, of sections query, key, value, gate, beta, alpha."""
+        """Return the input projection of a DeltaNet layer, with sections query, key, value, gate, beta and alpha."""
 
 
 def _text(hf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: neither norms on heads nor biases; from 3.1 on with scaled rotary frequencies."""
+"""Llama 2 and 3, without norms on heads or biases; Llama 3.1 and later scale the rotary frequencies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 
 class Llama(DenseDecoder):
     """Names as in transformers' ``LlamaForCausalLM``."""
-
-    model_types = ("llama",)
 
     def __init__(self, hf: Any, tp: int) -> None:
         super().__init__(hf, tp)

@@ -10,7 +10,6 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 class Qwen2(DenseDecoder):
     """Names as in transformers' ``Qwen2ForCausalLM``."""
 
-    model_types = ("qwen2",)
     qkv_bias = True
 
     def __init__(self, hf: Any, tp: int) -> None:

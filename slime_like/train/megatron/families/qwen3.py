@@ -10,7 +10,6 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 class Qwen3(DenseDecoder):
     """Names as in transformers' ``Qwen3ForCausalLM``."""
 
-    model_types = ("qwen3",)
     qk_norm = True
 
     def __init__(self, hf: Any, tp: int) -> None:

@@ -11,10 +11,8 @@ from slime_like.train.megatron.families.sections import Sections
 class Qwen35(HybridDecoder):
     """Names as in transformers' ``Qwen3_5ForCausalLM``, or as in ``Qwen3_5ForConditionalGeneration``.
 
-    Text has one position per token, and its rotary embedding by three positions (mrope) is then the plain one.
+    Text tokens have a single position, for which the three-position rotary embedding (mrope) is the ordinary one.
     """
-
-    model_types = ("qwen3_5", "qwen3_5_text")
 
     def in_proj(self, net: str) -> Weight:
         hidden, heads = self.hf.hidden_size, self.hf.linear_num_value_heads
@@ -26,5 +24,3 @@ class Qwen35(HybridDecoder):
 
 class Qwen35Moe(Experts, Qwen35):
     """Names as in transformers' ``Qwen3_5MoeForCausalLM``, or as in ``Qwen3_5MoeForConditionalGeneration``."""
-
-    model_types = ("qwen3_5_moe", "qwen3_5_moe_text")

@@ -8,5 +8,3 @@ from slime_like.train.megatron.families.qwen3 import Qwen3
 
 class Qwen3Moe(Experts, Qwen3):
     """Names as in transformers' ``Qwen3MoeForCausalLM``."""
-
-    model_types = ("qwen3_moe",)

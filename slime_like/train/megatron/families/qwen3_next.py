@@ -1,4 +1,4 @@
-"""Qwen3-Next: Gated DeltaNet and gated attention, experts and a shared one with a gate."""
+"""Qwen3-Next: Gated DeltaNet and gated attention, with routed experts and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from slime_like.train.megatron.families.sections import ByKeyHead
 
 class Qwen3Next(Experts, HybridDecoder):
     """Names as in transformers' ``Qwen3NextForCausalLM``."""
-
-    model_types = ("qwen3_next",)
 
     def in_proj(self, net: str) -> Weight:
         hf = self.hf

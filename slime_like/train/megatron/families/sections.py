@@ -1,4 +1,4 @@
-"""Weights of several sections; each tensor parallel rank holds its share of every section."""
+"""Weights made of several sections, each split across the tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sections(Weight):
 
 @dataclass(frozen=True, slots=True)
 class ByKeyHead(Weight):
-    """HF tensors that hold, key head by key head, a few rows of each section: ``rows[i]`` of tensor i per key head.
+    """HF tensors that interleave their sections by key head; ``rows[i]`` are tensor i's rows per section and key head.
 
     Qwen3-Next stores query, key, value and gate of key head 0, then those of key head 1, and so on.
     """

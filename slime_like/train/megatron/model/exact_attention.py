@@ -10,7 +10,10 @@ from slime_like.util import exact
 
 
 class ExactAttention(PackedAttention):
-    """Attention per sequence as the engine computes it: query heads of a KV head folded into rows, sums in fixed order."""
+    """Attention per sequence, computed as in the engine.
+
+    The query heads of a KV head are folded into rows, and sums have a fixed order.
+    """
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         lengths = packed.cu_seqlens_q.diff().tolist()

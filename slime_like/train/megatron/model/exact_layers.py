@@ -1,7 +1,7 @@
 """Layers of one kind computed in float64, to attribute a difference from the engine to that kind.
 
-An entry of table ``EXACT_LAYERS`` makes every layer of its kind in a model exact until its exit stack closes. Weights and
-inputs are those of the layer, its result is rounded to their precision once. For scoring only.
+An entry of table ``EXACT_LAYERS`` makes a model's layers of its kind exact until the exit stack closes. A layer keeps its
+weights and inputs, and its result is rounded once to their precision. For scoring only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def attention(model: nn.Module, stack: ExitStack) -> int:
 
 
 def mlp(model: nn.Module, stack: ExitStack) -> int:
-    """Make the MLP behind each mixer exact, or router and experts, with their weights."""
+    """Compute the MLP (or the router and experts) after each mixer in float64, with float64 copies of its weights."""
     mlps: list[Any] = [module.mlp for module in model.modules() if isinstance(module, MLPLayer)]
     for part in mlps:
         stack.enter_context(replaced(part, "forward", with_weights_in_float64(part)))
@@ -65,7 +65,7 @@ def mlp(model: nn.Module, stack: ExitStack) -> int:
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Generator[None]:
-    """Set attribute ``name`` of one object, and restore its own or its class's attribute at exit."""
+    """Set attribute ``name`` of an object, and restore the previous state on exit."""
     in_instance = name in vars(module)
     stock = getattr(module, name)
     setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""Packed rows through the pipeline: micro-batches on the device, megatron's schedules, and scores without gradients."""
+"""Forward passes of packed rows: micro-batches on the device, megatron's schedules and scores without gradients."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def check_tokens(rows: PackedBatch, vocab_size: int, source: Path) -> None:
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise DataError(
-            f"token id {bad} is outside the vocabulary of {vocab_size} that {source} states: "
-            "tokenizer and model do not belong together"
+            f"token id {bad} is outside the vocabulary of {vocab_size} tokens in {source}: "
+            "use the tokenizer of this model"
         )
 
 
@@ -118,7 +118,7 @@ def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[
         data_iterator=[iter([*blanks, *micros]) for _ in wrapped],
         model=list(wrapped),
         num_microbatches=count,
-        seq_length=1,  # shapes travel with the tensors: variable_seq_lengths
+        seq_length=1,  # shapes are sent with the tensors (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=not train,
         collect_non_loss_data=not train,
@@ -127,9 +127,9 @@ def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[
 
 
 def _blanks(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return micro-batches of padding that complete a multiple of the interleaved schedule's group size.
+    """Return padding micro-batches that make the number a multiple of the interleaved schedule's group size.
 
-    They come first: the last micro-batch of a step is the one whose backward reduces gradients.
+    They come first, because gradients are reduced in the backward pass of a step's last micro-batch.
     """
     if len(wrapped) == 1 or not micros:
         return []
@@ -150,7 +150,7 @@ def _no_sequences(rows: PackedBatch) -> PackedBatch:
 
 
 def _nothing_after(hidden: Tensor, non_loss_data: bool = False) -> Any:
-    """Return a zero loss of no tokens, whose backward pass the other stages can wait for."""
+    """Return a zero loss over no tokens, so that the other stages still get a backward pass."""
     if non_loss_data:
         return None
     return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int32, device=hidden.device), {}

@@ -1,4 +1,4 @@
-"""Layer parts on plain torch, the same on CPU and GPU, inserted into megatron's layers by ModuleSpec."""
+"""Layer modules in plain torch for CPU and GPU, inserted into megatron's layers by ModuleSpec."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from slime_like.train.megatron.model.vocab import VocabScores, vocab_scores
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """megatron's packed-sequence parameters with bounds on the host, so that nothing reads them back from a GPU.
+    """megatron's packed-sequence parameters with bounds on the host, so that they are never read back from a GPU.
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
-    ``pieces`` is this rank's attention work; the tensors after it are its arrays on the device.
-    ``batches``, without context parallelism: the same work for kernels that take sequences of one length.
+    ``pieces`` is this rank's attention work, and the tensors after it are its arrays on the device. ``batches``, only
+    without context parallelism, is the same work for kernels that need sequences of equal length.
     """
 
     pieces: AttentionPieces | None = None
@@ -64,9 +64,9 @@ class PackedRows(PackedSeqParams):
         return self.cos_sin
 
     def on_device(self) -> PackedSeqParams:
-        """Return the same sequences for TransformerEngine: bounds on the device, over the tokens of all cp ranks.
+        """Return the sequences for TransformerEngine, with bounds on the device over the tokens of all cp ranks.
 
-        Padding counts as part of its sequence: a causal query never sees tokens after it.
+        Padding counts as part of its sequence, because a causal query never sees the tokens after it.
         """
         bounds = self.sequence_cu
         padded = None if self.key_index is None else bounds  # TransformerEngine reads these under context parallelism
@@ -84,25 +84,27 @@ class PackedRows(PackedSeqParams):
 
 def announce_read(part: torch.nn.Module) -> None:
     """Wait for the weights of ``part`` before reading them without its forward (overlap_param_gather may be gathering)."""
-    for ready in part._forward_pre_hooks.values():
+    for ready in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]  no public function lists hooks
         ready(part, ())
 
 
 def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
     """Raise ``ConfigError`` if attention has dropout."""
     if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
-        raise ConfigError("model.megatron.attention_dropout must be 0: policy and rollout are to be the same function")
+        raise ConfigError(
+            "model.megatron.attention_dropout must be 0: trainer and engine must compute the same function"
+        )
 
 
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences, which context parallelism may split.
 
-    In 16 bits on a GPU: one variable-length flash kernel for all sequences. Otherwise: scaled dot product attention per
-    batch of sequences of similar length, which saves the masked scores of a block-diagonal mask.
+    16-bit attention on a GPU runs one variable-length flash kernel for all sequences. Otherwise, scaled dot product
+    attention runs per batch of sequences of similar length, which avoids the masked scores of a block-diagonal mask.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
-    in one collective per layer; backward scatters the sum of their gradients. With grouped queries there are few keys,
-    and each rank reads only the gathered keys that are causally visible to its queries.
+    in one collective per layer, and the backward pass scatters the summed gradients. With grouped queries there are few
+    keys, and each rank reads only the gathered keys that its queries can see.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class PackedAttention(MegatronModule):
         return sdpa.in_pieces(query, key, value, packed.pieces.lengths, self.scale).to(dtype)
 
     def _gather(self, key: Tensor, value: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather keys and values [L, groups, dim] of all ranks, and return those [K, groups, dim] that this rank reads."""
+        """Gather the keys and values [L, groups, dim] of all ranks. Return the [K, groups, dim] that this rank reads."""
         local = torch.cat((key.flatten(1), value.flatten(1)), 1)
         gathered: Tensor = gather_from_sequence_parallel_region(local, group=self.cp_group)
         keys, values = gathered[key_index].split((key[0].numel(), value[0].numel()), 1)
@@ -179,7 +181,7 @@ class PackedAttention(MegatronModule):
 
 
 class Stack(HybridStack):
-    """HybridStack with our final norm instead of TransformerEngine's."""
+    """HybridStack with this module's final norm instead of TransformerEngine's."""
 
     norm = RMSNorm
 
@@ -198,7 +200,7 @@ class Stack(HybridStack):
 
 
 class TorchParts(LocalSpecProvider):
-    """The parts that megatron's spec builders require."""
+    """Modules that megatron's spec builders require."""
 
     def core_attention(self) -> type:
         return PackedAttention
@@ -209,7 +211,7 @@ class TorchParts(LocalSpecProvider):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The parts of the hybrid stack's layers that depend on model and machine."""
+    """Modules in the hybrid stack's layers that depend on the model and the machine."""
 
     core_attention: type = PackedAttention
     mixers: Mapping[str, ModuleSpec] = field(default_factory=dict[str, ModuleSpec])  # by layer symbol, from plugins

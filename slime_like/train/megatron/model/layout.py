@@ -1,4 +1,4 @@
-"""Layout of packed tokens on a rank: padding, positions, next tokens, context parallel slices.
+"""Layout of packed tokens on a rank, with padding, positions, next tokens and context parallel slices.
 
 Context parallelism is confined to this file. Index arithmetic is numpy on the host, once per micro-batch; only the
 results are copied to the device.
@@ -52,7 +52,7 @@ class TokenLayout:
         return _gather(column_T, self.row_index, fill)
 
     def next_token[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
-        """Return the column's value at the token after each local token [L], ``fill`` if there is none."""
+        """Return the column's value [L] at the token after each local token, or ``fill`` if there is none."""
         return _gather(column_T, self.next_index, fill)
 
     def predictions(self, mask_T: npt.NDArray[np.bool_]) -> Predictions:
@@ -66,7 +66,7 @@ class TokenLayout:
         return np.searchsorted(self.cu_seqlens, row_index, side="right").astype(np.int64) - 1
 
     def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], row_index_N: I64) -> npt.NDArray[Scalar]:
-        """Sum values at rows per sequence [S]; with cp > 1 this rank's share, to be summed over the cp group."""
+        """Sum the values at rows per sequence [S]. With cp > 1, the sum is this rank's share of the cp group's sum."""
         out = np.zeros(self.num_sequences, values_N.dtype)
         np.add.at(out, self.sequence_of(row_index_N), values_N)
         return out
@@ -114,11 +114,11 @@ def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPieces:
-    """Causal attention of one rank as R independent pieces: the last query of a piece sees all of its keys, the one
-    before it all but one, and so on. Without context parallelism a piece is a sequence.
+    """Causal attention of one rank as R independent pieces.
 
-    With it, rank r has two pieces per sequence: chunk r sees the chunks up to itself, chunk ``2 * cp - 1 - r`` likewise.
-    Together they need ``2 * cp + 1`` chunks of keys on every rank.
+    The last query of a piece sees all of the piece's keys, the query before it all but one, and so on. Without context
+    parallelism, a piece is a sequence. With context parallelism, rank r has two pieces per sequence, chunks r and
+    ``2 * cp - 1 - r``, each of which sees the chunks up to itself. Together they read ``2 * cp + 1`` chunks of keys.
     """
 
     query_cu: I32  # [R + 1], of the local tokens
@@ -127,7 +127,7 @@ class AttentionPieces:
 
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """Numbers (queries, keys) of each piece."""
+        """Number of queries and of keys of each piece."""
         return tuple(zip(np.diff(self.query_cu).tolist(), np.diff(self.key_cu).tolist(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The policy: megatron's HybridModel of our layer parts, with hidden states as output and parameters under our keys."""
+"""Policy model: megatron's HybridModel built from slime_like's layers, with hidden states as output."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from slime_like.train.megatron.platform.device import current_device
 from slime_like.train.megatron.platform.groups import RankInfo
 
 OUTPUT = "output_layer.weight"
-VALUE_HEAD = "value_head."  # of a critic: not in the HF checkpoint
+VALUE_HEAD = "value_head."  # prefix of a critic's parameters that the HF checkpoint lacks
 
 
 class PolicyModel(HybridModel):
-    """A segment of the decoder. The last one returns hidden states: logits exist only in chunks, inside ``scores``.
+    """Segment of the decoder, which returns hidden states. Logits exist only in chunks, inside ``scores``.
 
-    ``chunk`` counts the segments of this rank: with virtual stages there are several.
+    ``chunk`` is the segment's index on this rank, which has several with virtual stages.
     """
 
     head = "vocabulary"
@@ -87,7 +87,11 @@ class PolicyModel(HybridModel):
     def scores(
         self, hidden: Tensor, source_N: Tensor, target_N: Tensor, *, temperature: float, chunk: int, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probability and (if ``entropy``) entropy F32 [N] of tokens ``target_N``, predicted at ``source_N`` of [L]."""
+        """Return log-probability and (if ``entropy``) entropy F32 [N] of tokens ``target_N``.
+
+        ``source_N`` indexes the hidden states [L] that predict the tokens. ``vocab_scores`` computes the scores; on a CPU
+        with a C compiler, the plugins' ``megatron_cpu/scores.py`` does.
+        """
         announce_read(self.output_layer)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -107,24 +111,24 @@ class PolicyModel(HybridModel):
 
 
 class Chunks(torch.nn.ModuleList):
-    """The segments of the model on a pipeline rank: one, or several interleaved ones with virtual stages.
+    """Segments of the model on a pipeline rank, several if there are virtual stages.
 
-    Either bare models or each in its data parallel wrapper. The order is that of megatron's interleaved schedule.
+    They are either all bare or all in data parallel wrappers, in the order of megatron's interleaved schedule.
     """
 
     @property
     def policies(self) -> list[PolicyModel]:
-        """The models, without wrappers."""
+        """Models without their data parallel wrappers."""
         models: list[Any] = [getattr(chunk, "module", chunk) for chunk in self]
         return models
 
     @property
     def last(self) -> PolicyModel:
-        """The segment whose hidden states become scores, on the last pipeline stage."""
+        """Last segment, which on the last pipeline stage returns the hidden states that are scored."""
         return self.policies[-1]
 
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return megatron's state: names count from 0 in each chunk, keys on disk do not depend on the split."""
+        """Return megatron's state. Names count from 0 in each chunk; keys on disk do not depend on the split."""
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
         return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
 
@@ -139,9 +143,9 @@ class Chunks(torch.nn.ModuleList):
 def build_chunks(
     kind: type[PolicyModel], config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig
 ) -> Chunks:
-    """Build this rank's part of a model on its device, uninitialised, with the attention and kernels of ``model``.
+    """Build this rank's part of a model on its device, uninitialised, with the attention and kernels set by ``model``.
 
-    Raises ``ConfigError`` if these cannot be imported.
+    Raises ``ConfigError`` if the attention or the kernels cannot be imported.
     """
     parts = layer_parts(config, family, rank_info, model)
     chunks = (kind(config, family, rank_info, chunk, parts) for chunk in range(rank_info.layout.vpp))
@@ -158,7 +162,7 @@ def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, 
 
 
 def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
-    """Return ``parts`` on the kernels that ``model.cpu_kernels`` names; auto: C if it can be compiled."""
+    """Return ``parts`` with the kernels named by ``model.cpu_kernels``. auto means C if it can be compiled."""
     if kernels == "torch":
         return parts
     try:
@@ -177,7 +181,9 @@ def _core_attention(name: str, *, exactly: bool) -> type:
 
 
 def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (our key, parameter) of this pipeline rank, in export order. The only reader of megatron's parameter names.
+    """Yield (slime_like's key, parameter) of this pipeline rank, in export order.
+
+    No other function reads megatron's parameter names.
 
     A decoder block is two layers of the hybrid stack; ``layer_number`` counts them from 1 over all segments.
     """
@@ -207,7 +213,7 @@ def _order(key: str) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_hf(model: Chunks, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
-    """Fill this rank's parameters from an HF folder. Raises ``CheckpointError`` on a tensor missing or misshapen."""
+    """Fill this rank's parameters from an HF folder. Raises ``CheckpointError`` if a tensor is missing or misshapen."""
     for key, parameter in named_weights(model):
         if key.startswith(VALUE_HEAD):
             continue

@@ -1,4 +1,4 @@
-"""Experts in a layer of the hybrid stack: megatron's parts, and a router that measures its load balance."""
+"""Experts in a layer of the hybrid stack: megatron's modules with a router that measures its load balance."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def moe_builder(config: TransformerConfig, backend: BackendSpecProvider) -> part
 
 
 class ExpertRouter(TopKRouter):
-    """megatron's router, made independent of padding and layout.
+    """megatron's router, but independent of padding and layout.
 
     Padding does not count. The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its
-    coefficient) is the mean over the step's tokens: a micro-batch of T tokens, which all ranks of the tensor and context
-    parallel groups share, has weight T. ``load_E`` counts the tokens per expert since the last ``take_load``.
+    coefficient) is the mean over the step's tokens. A micro-batch therefore has its number of tokens T, over the tensor
+    and context parallel groups, as weight. ``load_E`` counts the tokens per expert since the last ``take_load``.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:

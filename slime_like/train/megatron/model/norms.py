@@ -14,10 +14,10 @@ from slime_like.train.megatron.platform.device import current_device
 
 
 class RMSNorm(torch.nn.Module):
-    """Norm over the last dimension that allows sequence parallelism.
+    """Norm over the last dimension that supports sequence parallelism.
 
-    If zero-centred (``layernorm_zero_centered_gamma``) its scale is ``1 + weight``, as Gemma and Qwen3-Next store it; the
-    scale is then float32, for a 16-bit ``1 + weight`` would round the weight away.
+    A zero-centred norm (``layernorm_zero_centered_gamma``) has scale ``1 + weight``, as Gemma and Qwen3-Next store it.
+    This scale is float32, because a 16-bit ``1 + weight`` would round the weight away.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -40,8 +40,8 @@ class RMSNorm(torch.nn.Module):
 class GatedHeadNorm(torch.nn.Module):
     """``rms_norm(x) * weight * silu(gate)`` over the channels of a head, never zero-centred.
 
-    The weight is the same for all heads, and tensor parallel ranks hold different heads: its gradient is summed over
-    them: with sequence parallelism by megatron at the end of a step, otherwise here.
+    All heads share the weight, and tensor parallel ranks have different heads, so its gradient is summed over these
+    ranks. With sequence parallelism, megatron sums it at the end of a step; otherwise, this module does.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -68,7 +68,7 @@ def _norm_weight(config: TransformerConfig, first: Tensor) -> torch.nn.Parameter
 
 
 class _HalfNorm(torch.autograd.Function):
-    """Norm of 16-bit values with a float32 scale and an optional gate. Saves its inputs, nothing in float32."""
+    """Norm of 16-bit values with a float32 scale and an optional gate. Saves only its inputs for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, gate: Tensor | None, eps: float) -> Tensor:

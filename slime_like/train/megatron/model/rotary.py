@@ -1,4 +1,4 @@
-"""Rotary embedding (https://arxiv.org/abs/2104.09864) with the frequencies of transformers, scaled variants included."""
+"""Rotary embedding (https://arxiv.org/abs/2104.09864) with transformers' frequencies, including scaled variants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from slime_like.errors import ConfigError
 
 
 class Rotary(torch.nn.Module):
-    """Angles at positions, of the first ``partial_rotary_factor`` of a head's channels. Raises ``ConfigError`` on an unsupported scaling."""
+    """Rotary angles at positions, for the first ``partial_rotary_factor`` of a head's channels.
+
+    Raises ``ConfigError`` on unsupported scaling.
+    """
 
     def __init__(self, hf: Any, head_dim: int, device: torch.device) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences by torch's scaled dot product attention, in few calls.
 
-Sequences of similar length share a call. Padding is at the end of a sequence, where causality hides it from every real
-query; results of padding queries are dropped, so that neither values nor gradients depend on padding.
+Sequences of similar length share a call. Padding comes at the end of a sequence, where no real query can see it, and the
+results of padding queries are dropped. Neither values nor gradients depend on padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime_like.types import I32, I64
 
-RUN = 4  # mean number of sequences in runs of equal length from which sequences are not reordered
+RUN = 4  # sequences are not reordered if runs of equal length have at least this many on average
 SPARE = 8  # a sequence joins a batch if it is at most 1 / SPARE shorter than its longest
 
 
@@ -42,8 +42,9 @@ class AttentionBatches:
 def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches:
     """Group sequences into batches of one attention call each.
 
-    Neighbours of equal length form a batch in place. If there are few such, sequences are sorted and batched with shorter
-    ones, down to 7/8 of the longest. Example: lengths 8, 8, 7, 2: batches of (3, 8) and (1, 2), one padding slot.
+    Neighbours of equal length form a batch in place. If there are too few of them, sequences are sorted and batched with
+    sequences of at least 7/8 of the longest one's length. Example: lengths 8, 8, 7 and 2 become batches of (3, 8) and
+    (1, 2) with one padding slot.
     """
     lengths = np.diff(cu_seqlens).astype(np.int64)
     runs = _runs(lengths)

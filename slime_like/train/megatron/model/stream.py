@@ -1,8 +1,8 @@
-"""Contiguous ranges of the packed stream, one per context parallel rank: the layout of recurrent layers.
+"""Layout of recurrent layers, in which each context parallel rank has a contiguous range of the packed stream.
 
-Attention keeps two chunks of every sequence per rank (``layout``), which balances the causal triangle. A recurrence has
-no triangle: its ranks hold consecutive tokens, so that only one state and a few tokens cross each border. Borders divide
-the stream evenly and may cut sequences. Index arithmetic is numpy on the host, once per micro-batch.
+Attention gives each rank two chunks of every sequence (``layout``), which balances the causal triangle. A recurrence has
+no triangle. Its ranks have consecutive tokens, so that only one state and a few tokens cross each border. Borders divide
+the stream evenly and may cut sequences. Index arithmetic runs in numpy on the host, once per micro-batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Core attention by TransformerEngine, for ``model.attention=te`` on a GPU. Import it only then."""
+"""TransformerEngine's core attention. Import this file only for ``model.attention=te`` on a GPU."""
 
 from __future__ import annotations
 

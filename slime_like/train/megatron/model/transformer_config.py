@@ -1,4 +1,4 @@
-"""Construction of megatron's TransformerConfig from our config and the HF config."""
+"""Construction of megatron's TransformerConfig from slime_like's config and the HF config."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slime_like.config.rules.pipeline import even_segments
 from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.resolved import ActorSpec, Layout
 from slime_like.errors import ConfigError
-from slime_like.registry import nearest, resolve
-from slime_like.train.megatron.families.base import Family
+from slime_like.registry import nearest
+from slime_like.train.megatron.families.base import Family, family_class
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-# Fused kernels of TransformerEngine and apex, which are not part of the set.
+# Fused kernels of TransformerEngine and apex, which are not dependencies.
 _UNFUSED = {
     "persist_layer_norm": False,
     "bias_activation_fusion": False,
@@ -37,18 +37,13 @@ def dtype_of(spec: ActorSpec) -> torch.dtype:
 
 
 def choose_family(spec: ActorSpec, hf: Any) -> Family:
-    """Return the family of ``model.family``, or with ``auto`` the one that has the HF config's model_type."""
-    if spec.model.family != "auto":
-        return resolve("model.family", spec.model.family, FAMILIES)(hf, spec.layout.tp)
-    model_types: list[str] = []
-    for name in FAMILIES:
-        family: type[Family] = resolve("model.family", name, FAMILIES)
-        if hf.model_type in family.model_types:
-            return family(hf, spec.layout.tp)
-        model_types += family.model_types
-    raise ConfigError(
-        f"{spec.model_key}={spec.model.hf_checkpoint}: model_type {hf.model_type!r} has no family; {nearest(hf.model_type, model_types)}"
-    )
+    """Return the family named by ``model.family``, or by the HF config's model_type if it is ``auto``."""
+    name: str = hf.model_type if spec.model.family == "auto" else spec.model.family
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"{spec.model_key}={spec.model.hf_checkpoint}: model_type {name!r} has no family; {nearest(name, FAMILIES)}"
+        )
+    return family_class(name)(hf, spec.layout.tp)
 
 
 def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:

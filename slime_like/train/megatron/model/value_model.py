@@ -1,4 +1,4 @@
-"""The critic's model: a policy's decoder with a value head instead of the output layer, and its values per token."""
+"""Critic model, a policy's decoder with a value head instead of the output layer, and its values per token."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ValueModel(PolicyModel):
 
     @classmethod
     def adapt(cls, hf: Any) -> Any:
-        """Return the HF config without tied embeddings: there is no output layer."""
+        """Return the HF config without tied embeddings, because there is no output layer."""
         adapted = copy.deepcopy(hf)
         adapted.tie_word_embeddings = False
         return adapted
@@ -58,7 +58,7 @@ class ValueModel(PolicyModel):
     def values(self, hidden: Tensor, source_N: Tensor) -> Tensor:
         """Return values F32 [N] after the tokens at positions ``source_N`` of [L]."""
         if self.config.sequence_parallel:
-            # Every rank computes all values, so each has the full gradient already: split, do not sum.
+            # Every rank computes all values and thus has the full gradient, which must be split, not summed.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return self.value_head(hidden[:, 0][source_N])
 
@@ -71,9 +71,9 @@ class ValueModel(PolicyModel):
 
 @torch.no_grad()
 def value_micros(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return values F32 [T] per micro-batch: at each trained token the value before it, 0 elsewhere.
+    """Return F32 [T] per micro-batch, with the value before each trained token and 0 elsewhere.
 
-    Empty except on the last stage; complete on every context parallel rank.
+    The list is empty except on the last stage. Columns are complete on every context parallel rank.
     """
     model = wrapped.last
     assert isinstance(model, ValueModel)

@@ -1,7 +1,7 @@
-"""Log-probability and entropy from hidden states, without storing logits: the vocabulary projection in chunks.
+"""Log-probability and entropy from hidden states, with logits computed in chunks and never stored.
 
-Forward keeps the hidden states and one log-sum-exp per token; backward computes the logits of each chunk again. Peak
-memory is one chunk of float32 logits of this rank's part of the vocabulary, for one more matrix product per step.
+Forward saves the hidden states and one log-sum-exp per token; backward recomputes the logits of each chunk. The price of
+one more matrix product per step limits peak memory to one chunk of float32 logits for this rank's vocabulary part.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _whole_vocabulary(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward on one rank with the full vocabulary: the engine's formula, so that bits can agree."""
+    """Forward on one rank with the full vocabulary, by the engine's formula, so that results can agree bitwise."""
     n = len(hidden_NH)
     logprob_N, lse_N = (hidden_NH.new_empty(n, dtype=torch.float32) for _ in range(2))
     entropy_N = torch.empty_like(logprob_N) if entropy else None
@@ -133,8 +133,9 @@ def vocab_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probability and (if ``entropy``) entropy F32 [N] of ``softmax(hidden @ weight.T / temperature)``.
 
-    Over the vocabulary without padding. ``weight_VH`` is this rank's part; results are equal on all ranks, the gradient of
-    ``hidden_NH`` is this rank's share (the caller's tensor parallel region sums it). Token ids in ``target_N`` are global.
+    The vocabulary excludes padding rows, and ``weight_VH`` is this rank's part of it. Results are equal on all ranks. The
+    gradient of ``hidden_NH`` is this rank's share, which the caller's tensor parallel region sums. Token ids in
+    ``target_N`` are global.
     """
     return _Scores.apply(hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)  # pyright: ignore[reportReturnType]
 

@@ -1,12 +1,15 @@
-"""File work done by rank 0 for all ranks. Its failure is raised on every rank, so that none is left waiting."""
+"""Collectives of ranks: sums, and work that rank 0 does for all. Its failure is raised on every rank, so that none waits."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime_like.errors import CheckpointError
 
@@ -31,3 +34,49 @@ def make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+
+
+class GroupSum:
+    """``Reduce`` over a process group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the element-wise sum; ``value`` is not changed."""
+        out = value.clone()
+        dist.all_reduce(out, group=self._group)
+        return out
+
+
+class DifferentiableSum:
+    """``Reduce`` over ``group`` whose backward pass sums the gradient over the same ranks.
+
+    Each rank's loss depends on every rank's summand, so a summand's gradient is the sum of all ranks' gradients of the
+    total. A group of one costs nothing.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the element-wise sum; ``value`` is not changed."""
+        if dist.get_world_size(self._group) == 1:
+            return value
+        total: Any = _AllReduce.apply(value, self._group)
+        return total
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -142,7 +142,7 @@ def _clip(module: types.ModuleType) -> None:
         all_grads = [getattr(p, "decoupled_grad", None) if use_decoupled_grad else p.grad for p in parameters]
         grads = [grad for grad in all_grads if grad is not None]
         if coefficient < 1.0 and grads:
-            torch._foreach_mul_(grads, coefficient)
+            torch._foreach_mul_(grads, coefficient)  # pyright: ignore[reportPrivateUsage]  no public function multiplies a list at once
 
     patches.replace(module, "clip_grad_by_total_norm_fp32", clip)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +51,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         **_: Any,
     ) -> None:
-        self._kernel: Any = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+        self._kernel: Any = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_  # pyright: ignore[reportPrivateUsage]  torch.optim hides its kernel
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -155,18 +157,34 @@ def _optimizer_offload(module: ModuleType) -> None:
     replace(hybrid, "dummy_step", still_dummy_step)
 
 
-UNREPORTED: list[OSError] = []  # errors of rank 0 in writing a checkpoint's metadata
-UNWRITTEN: list[Exception] = []  # errors of this rank in writing its part: upstream passes on the class alone
+_save_errors: ContextVar[list[Exception] | None] = ContextVar("save errors", default=None)
+
+
+@contextmanager
+def save_errors() -> Generator[list[Exception]]:
+    """Yield a list to which this thread's errors in writing a checkpoint are added, instead of being lost or raised.
+
+    Upstream passes on the class alone of an error in a rank's part. An error of rank 0 in writing metadata, if raised,
+    would leave the other ranks in a broadcast.
+    """
+    errors: list[Exception] = []
+    token = _save_errors.set(errors)
+    try:
+        yield errors
+    finally:
+        _save_errors.reset(token)
 
 
 def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``write`` of rank 0 to put an OSError into ``UNREPORTED``: raising would leave the others in a broadcast."""
+    """Wrap ``write`` of rank 0 to add an OSError to the list of ``save_errors``."""
 
     def keeping(*args: Any, **kwargs: Any) -> None:
         try:
             write(*args, **kwargs)
         except OSError as error:
-            UNREPORTED.append(error)
+            if (errors := _save_errors.get()) is None:
+                raise
+            errors.append(error)
 
     return keeping
 
@@ -181,8 +199,8 @@ def _checkpoint_writer(module: ModuleType) -> None:
 
     def write_preloaded_data(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         worker, outcome = stock(*args, **kwargs)
-        if isinstance(outcome, Exception):
-            UNWRITTEN.append(outcome)
+        if isinstance(outcome, Exception) and (errors := _save_errors.get()) is not None:
+            errors.append(outcome)
         return worker, outcome
 
     replace(module, "get_write_results_queue", get_write_results_queue)

@@ -146,6 +146,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _refusal(path: Path, name: str) -> str:
     return (
-        f"{path}: its pickle asks for {name}, which is no part of a checkpoint and could run code; nothing of it was run: "
-        "get the checkpoint again, from somebody you trust"
+        f"{path}: its pickle asks for {name}, which is not part of a checkpoint and could run code; it was not loaded: get the "
+        f"checkpoint again, from a source you trust"
     )

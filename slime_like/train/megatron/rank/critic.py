@@ -13,17 +13,16 @@ from torch import Tensor
 from slime_like.algo.value_loss import value_loss
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.resolved import CriticSpec
+from slime_like.distributed.wrapper import install
 from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.model.forward import MicroBatch, to_device
 from slime_like.train.megatron.model.model import Chunks
 from slime_like.train.megatron.model.value_model import ValueModel, value_micros
 from slime_like.train.megatron.platform.groups import RankInfo
-from slime_like.train.megatron.rank.rank_model import OpenRollout, RankModel
+from slime_like.train.megatron.rank.rank_model import RankModel
 from slime_like.train.megatron.step import optim
-from slime_like.train.megatron.step.columns import fill, nested
 from slime_like.train.megatron.step.drift import Drift
-from slime_like.train.megatron.step.reports import StepReport
-from slime_like.train.megatron.step.step import OptimizerStep
+from slime_like.train.megatron.step.step import OptimizerStep, StepReport
 from slime_like.train.megatron.weights import checkpoint
 
 OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names that no policy metric has
@@ -64,27 +63,34 @@ class RankCritic(RankModel):
         self.optimizer_step = ValueStep(self.wrapped, self.optimizer, self.schedule, spec.value_clip, rank_info)
         if spec.load is not None:
             checkpoint.load_weights(self.checkpoint_parts(), Path(spec.load))
-        self._rollout: OpenRollout | None = None
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Return values of a rollout on the rank that speaks for its shard. Keeps the rollout open for ``update``; no metrics."""
+        """Return values of a rollout on the rank that speaks for its shard. Keeps the rollout open for ``update``."""
+        with install.phase("score"):
+            columns = self._values(steps)
+        return columns, tuple(install.drain())
+
+    def _values(self, steps: Sequence[Sequence[PackedBatch]]) -> Columns | None:
         start = time.perf_counter()
-        rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps])
+        rollout = self.open(steps)
         values = value_micros(self.wrapped, rollout.micros)
         for micro, column in zip(rollout.micros, values, strict=True) if values else ():
             micro.values = column
         rollout.metrics.append(Last("perf/values_time", time.perf_counter() - start))
-        self._rollout = rollout
-        return (
-            nested([v.cpu().numpy() for v in values], rollout.plan) if self.rank_info.speaks_for_shard else None
-        ), ()
+        return rollout.nested(values) if self.rank_info.speaks_for_shard else None
 
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Take the optimizer steps of the open rollout. Returns global metrics on the reporter, else ()."""
-        rollout, self._rollout = self._rollout, None
-        assert rollout is not None, "score comes first"
+        """Take the optimizer steps of the rollout that was scored last. Returns global metrics on the reporter."""
+        with install.phase("step"):
+            metrics = self._update(returns, num_tokens)
+        self.version += 1
+        return (*metrics, *install.drain())
+
+    def _update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        rollout = self.close()
         start = time.perf_counter()
-        fill(rollout.plan, "returns", returns, self.rank_info)
+        if self.rank_info.is_last:
+            rollout.fill("returns", returns, self.rank_info.device)
         metrics = rollout.metrics
         for micros, count in zip(rollout.plan, num_tokens, strict=True):
             metrics += [_renamed(metric) for metric in self.optimizer_step(micros, count, None)]

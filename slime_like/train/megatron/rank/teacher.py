@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.resolved import ActorSpec
+from slime_like.distributed.wrapper import install
 from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.families.hf import HFFolder
-from slime_like.train.megatron.model.forward import MicroBatch, Scoring, check_tokens, make_micro, score_micros
+from slime_like.train.megatron.model.forward import Scoring, check_tokens, make_micro, score_micros
 from slime_like.train.megatron.model.model import PolicyModel, build_chunks, load_hf
 from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
 from slime_like.train.megatron.platform.groups import RankInfo
-from slime_like.train.megatron.step.columns import nested
+from slime_like.train.megatron.rank.rank_model import OpenRollout
 
 
 class RankTeacher:
@@ -31,12 +32,17 @@ class RankTeacher:
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         """Return log-probabilities of trained tokens at the sampling temperature, on the rank that speaks for its shard."""
+        with install.phase("score"):
+            columns, metrics = self._score(steps)
+        return columns, (*metrics, *install.drain())
+
+    def _score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         start = time.perf_counter()
         for rows in (rows for step in steps for rows in step):
             check_tokens(rows, *self._vocabulary)  # a student may have more rows of padding than its teacher
-        plan: list[list[MicroBatch]] = [[make_micro(rows, self.rank_info) for rows in step] for step in steps]
-        micros = [micro for step in plan for micro in step]
+        rollout = OpenRollout([[make_micro(rows, self.rank_info) for rows in step] for step in steps])
+        micros = rollout.micros
         scores = score_micros(self.model, micros, [micro.rows.loss_weight > 0 for micro in micros], self.scoring)
         seconds = Last("perf/teacher_log_probs_time", time.perf_counter() - start)
-        columns = nested([s.cpu().numpy() for s in scores], plan) if self.rank_info.speaks_for_shard else None
+        columns = rollout.nested(scores) if self.rank_info.speaks_for_shard else None
         return columns, ((seconds,) if self.rank_info.is_reporter else ())

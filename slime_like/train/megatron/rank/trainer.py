@@ -1,60 +1,51 @@
-"""Training of one rollout on one rank: policy, optimizer, reference and teacher weights, advantages."""
+"""One rank of the policy: scores, advantages and optimizer steps of a rollout, reference and teacher weights, export."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.algo.bind import bind_loss, bind_token_advantage, token_advantages
+from slime_like.algo.bind import bind_loss, bind_token_advantage, critic_targets, diagnose, token_advantages
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import EXACT_LAYERS
 from slime_like.config.schema.resolved import ActorSpec
-from slime_like.interfaces import Diagnostics, HasCriticTargets, TokenView
+from slime_like.distributed.wrapper import install
+from slime_like.interfaces import Diagnostics, HasCriticTargets, NamesKernels, TokenView
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.model import exact_layers
 from slime_like.train.megatron.model.exact_layers import ALL
 from slime_like.train.megatron.model.forward import MicroBatch, Scoring, score_micros, to_device
-from slime_like.train.megatron.model.model import named_weights
+from slime_like.train.megatron.platform.collective import GroupSum
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import OpenRollout, RankModel
 from slime_like.train.megatron.step import optim
-from slime_like.train.megatron.step.columns import fill, nested
 from slime_like.train.megatron.step.drift import Drift
 from slime_like.train.megatron.step.step import PolicyStep
-from slime_like.train.megatron.weights import initial
 from slime_like.train.megatron.weights.export import HFExport, write_hf
 from slime_like.types import F32
 
 
-class GroupSum:
-    """``Reduce`` over a process group."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the element-wise sum; ``value`` is not changed."""
-        out = value.clone()
-        dist.all_reduce(out, group=self._group)
-        return out
-
-
 class RankTrainer(RankModel):
-    """The policy on one rank. Methods are collectives: every rank calls them in the same order."""
+    """The policy on one rank. Methods are collectives: every rank calls them in the same order.
+
+    Exactly one rank of the world is the reporter: only its metrics and scores are used.
+    """
 
     def __init__(self, spec: ActorSpec, rank_info: RankInfo) -> None:
+        """Load the HF checkpoint and build the optimizer.
+
+        Raises ``ConfigError`` on a layout or model it cannot train, ``CheckpointError`` on an unusable HF folder.
+        """
         super().__init__(spec, rank_info)
-        self.reference = self._weights_of("model.ref_checkpoint", spec.model.ref_checkpoint, spec.needs_reference)
-        self.teacher = self._weights_of("teacher.hf_checkpoint", spec.teacher_checkpoint, spec.swaps_teacher)
+        reference, teacher = spec.model.ref_checkpoint, spec.teacher_checkpoint
+        self.reference = self.weights_of("model.ref_checkpoint", reference) if spec.needs_reference else None
+        self.teacher = self.weights_of("teacher.hf_checkpoint", teacher) if spec.swaps_teacher else None
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
         loss = bind_loss(spec.algo)
         self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, rank_info)
@@ -62,59 +53,73 @@ class RankTrainer(RankModel):
         self._reports_advantages = (
             spec.tells_advantages and self.token_advantage is not None and rank_info.speaks_for_shard
         )
-        self._export = HFExport(
-            self.model, self.family, rank_info
-        )  # shared by all pushes: the placement of weights never changes
-        self._rollout: OpenRollout | None = None
+        # In HF names. Shared by all pushes: the placement of weights never changes.
+        self.weights = HFExport(self.model, self.family, rank_info)
         # Of the last rollout, if this rank reports them: rows and advantages [T].
         self._last_advantages: list[tuple[PackedBatch, F32]] = []
 
     # ---- training ------------------------------------------------------------------------------------------------
-    def train(
-        self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int], version: int
-    ) -> tuple[Metric, ...]:
-        """Score all rows of a rollout, then take every optimizer step. Returns global metrics on the reporter, else ()."""
-        if not steps:  # filters left nothing to train on
-            return ()
-        self.open_rollout(steps)
-        self.estimate({})
-        return self.update(num_tokens, version)
+    def step(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """Train on one rollout: score all its rows, then take every optimizer step.
 
+        ``steps[k]`` are this dp rank's rows of optimizer step k, ``num_tokens[k]`` the step's global count of trained
+        tokens. The reporter returns the metrics of all ranks; every rank adds its own counters of collectives.
+        """
+        metrics: tuple[Metric, ...] = ()
+        with install.phase("step"):
+            if steps:  # else filters left nothing to train on
+                self.open_rollout(steps)
+                self.estimate({})
+                metrics = self._update(num_tokens, frozen=False)
+        return self._trained(metrics)
+
+    @install.phase("step")
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Lay out a rollout and score it with every policy of this rank that the algorithm needs."""
-        rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps])
+        """Lay out a rollout and score it with every policy of this rank that the algorithm needs: the first part of ``step``."""
+        rollout = self.open(steps)
         with rollout.timed():
             rollout.metrics.extend(self._policy_scores(rollout.micros))
-        self._rollout = rollout
 
+    @install.phase("step")
     def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Compute advantages of the open rollout from its scores and the ``columns`` of other roles.
+        """Compute advantages from the scores and the ``columns`` of other roles: the second part of ``step``.
 
         Returns the critic's targets on the rank that speaks for its shard; None elsewhere and without a critic.
         """
-        rollout = self._open_rollout()
+        rollout = self.rollout
         with rollout.timed():
-            for name, column in columns.items():
-                fill(rollout.plan, name, column, self.rank_info)
+            for name, column in columns.items() if self.rank_info.is_last else ():
+                rollout.fill(name, column, self.rank_info.device)
             rollout.metrics.extend(self._assign_advantages(rollout.micros))
         if not (isinstance(self.token_advantage, HasCriticTargets) and self.rank_info.speaks_for_shard):
             return None
-        returns = self.token_advantage.returns([self._view(micro) for micro in rollout.micros])
-        return nested([value.cpu().numpy() for value in returns], rollout.plan)
+        views = [self._view(micro) for micro in rollout.micros]
+        return rollout.nested(critic_targets(self.spec.algo, self.token_advantage, views))
 
-    def update(self, num_tokens: Sequence[int], version: int, *, frozen: bool = False) -> tuple[Metric, ...]:
-        """Take the optimizer steps of the open rollout, none if ``frozen``. Returns global metrics on the reporter, else ().
+    def update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
+        """Take the optimizer steps of the open rollout, none if ``frozen``: the last part of ``step``.
 
         Raises ``ConsistencyError`` before the first step if engine and trainer disagree on the samples (``Drift``).
         """
-        rollout, self._rollout = self._open_rollout(), None
+        with install.phase("step"):
+            metrics = self._update(num_tokens, frozen=frozen)
+        return self._trained(metrics)
+
+    def _trained(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+        """Count a rollout, also a frozen or empty one; add this rank's counters of collectives to ``metrics``."""
+        self.version += 1
+        return (*metrics, *install.drain())
+
+    def _update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
+        """Return global metrics on the reporter, else ()."""
+        rollout = self.close()
         metrics = rollout.metrics
         columns = ((m.rows, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
         self._last_advantages = [(rows, column.float().cpu().numpy()) for rows, column in columns if column is not None]
         with rollout.timed():
-            drift = self._drift(version, rollout, frozen)
+            drift = self._drift(rollout, frozen)
             if self.spec.drift_by_layer:
-                metrics += self._drift_by_layer(version, rollout)
+                metrics += self._drift_by_layer(rollout)
             if frozen:
                 metrics += drift.close()
             for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
@@ -137,23 +142,23 @@ class RankTrainer(RankModel):
                 by_sample[int(rows.sample_ids[index])] = column[slice(*rows.cu_seqlens[index : index + 2])]
         return by_sample
 
-    def _drift(self, version: int, rollout: OpenRollout, frozen: bool) -> Drift:
+    def _drift(self, rollout: OpenRollout, frozen: bool) -> Drift:
         """Start the comparison with the engine, with the samples that the first optimizer step does not score.
 
         Samples of the first step are compared in its own forward, which runs after every swap of weights. Samples of later
         steps are compared if the old policy was scored.
         """
-        drift = Drift(version, self.rank_info, self.spec.sample_tolerance)
+        drift = Drift(self.version, self.rank_info, self.spec.sample_tolerance)
         later = [micro for step in rollout.plan[0 if frozen else 1 :] for micro in step]
         drift.add_columns(later, [micro.old_logprobs for micro in later])
         return drift
 
-    def _drift_by_layer(self, version: int, rollout: OpenRollout) -> list[Metric]:
+    def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
         """Measure the remaining differences with the layers of each kind in float64, on each rank's first micro-batch."""
         metrics: list[Metric] = []
         micros = rollout.plan[0][:1]
         for kind in (*self.kinds, ALL):
-            drift = Drift(version, self.rank_info)
+            drift = Drift(self.version, self.rank_info)
             drift.add_columns(micros, self._scores(micros, kind) or [None])
             metrics += drift.metrics(f"/{kind}")
         return metrics
@@ -164,14 +169,6 @@ class RankTrainer(RankModel):
         stages: list[tuple[str, ...]] = [()] * self.rank_info.layout.pp
         dist.all_gather_object(stages, exact_layers.kinds(self.model), group=self.rank_info.pp_group)
         return tuple(name for name in EXACT_LAYERS if any(name in kinds for kinds in stages))
-
-    def _open_rollout(self) -> OpenRollout:
-        assert self._rollout is not None, "call open_rollout first"
-        return self._rollout
-
-    def annotate(self, micros: Sequence[MicroBatch]) -> list[Metric]:
-        """Compute scores and advantages of an algorithm without other roles."""
-        return [*self._policy_scores(micros), *self._assign_advantages(micros)]
 
     def _policy_scores(self, micros: Sequence[MicroBatch]) -> list[Metric]:
         """Fill old, reference and teacher log-probabilities, each only if the algorithm needs it."""
@@ -207,7 +204,7 @@ class RankTrainer(RankModel):
         if not isinstance(self.token_advantage, Diagnostics):
             return []
         views = [self._view(micro) for micro in micros]
-        diagnostics = self.token_advantage.diagnose(views, GroupSum(self.rank_info.dp_group))
+        diagnostics = diagnose(self.spec.algo, self.token_advantage, views, GroupSum(self.rank_info.dp_group))
         return [Mean(f"train/{name}", value) for name, value in diagnostics.items()]
 
     @staticmethod
@@ -243,49 +240,29 @@ class RankTrainer(RankModel):
             values=micro.values,
         )
 
+    # ---- scores and weights for the engines ------------------------------------------------------------------------
+    @install.phase("score")
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32 | None:
-        """Return log-probabilities [T] of all but first tokens, on the reporter; layers of kind ``exact`` run in float64."""
+        """Return log-probabilities [T] at the sampling temperature, 0 at first tokens; None except on the reporter.
+
+        Layers of kind ``exact`` run in float64.
+        """
         micro = self.micro(rows)
         mask = np.ones(len(rows.token_ids), dtype=np.bool_)
         with exact_layers.exact_layers(self.model, exact):
             scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
         return scores[0].cpu().numpy() if self.rank_info.is_reporter else None
 
-    # ---- other weights -------------------------------------------------------------------------------------------
-    def _weights_of(self, key: str, folder: str | None, needed: bool) -> dict[str, Tensor] | None:
-        """Return this rank's shards of another checkpoint of the same shape (None: the policy's), on the host."""
-        if not needed:
-            return None
-        if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
-            return self._host_copy()
-        initial.fill(self.model, key, folder, self.table, self.family, self.rank_info, verify=self.spec.verify)
-        weights = self._host_copy()
-        self._start()
-        return weights
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of layers on this rank that ``score`` can compute in float64."""
+        return exact_layers.kinds(self.model)
 
-    def _host_copy(self) -> dict[str, Tensor]:
-        return {key: parameter.detach().cpu().clone() for key, parameter in named_weights(self.model)}
+    def kernels(self) -> tuple[str, ...]:
+        """Describe the kernels that each multi-backend layer of this rank has used."""
+        layers = self.model.modules()
+        return tuple(sorted({layer.kernels() for layer in layers if isinstance(layer, NamesKernels)}))
 
-    @contextmanager
-    def swapped(self, weights: dict[str, Tensor]) -> Generator[None]:
-        """Put ``weights`` into the model, and the policy's back at exit, bit for bit."""
-        policy = self._host_copy()
-        self._fill(weights)
-        try:
-            yield
-        finally:
-            self._fill(policy)
-
-    @torch.no_grad()
-    def _fill(self, weights: dict[str, Tensor]) -> None:
-        for key, parameter in named_weights(self.model):
-            parameter.copy_(weights[key])
-
-    # ---- out and back --------------------------------------------------------------------------------------------
-    def export(self) -> HFExport:
-        """Return the live weights in HF names."""
-        return self._export
-
+    @install.phase("export")
     def export_hf(self, folder: Path) -> None:
-        """Write the live weights as an HF folder."""
-        write_hf(self.export(), self.folder, folder, self.rank_info)
+        """Write an HF folder that transformers and SGLang load."""
+        write_hf(self.weights, self.folder, folder, self.rank_info)

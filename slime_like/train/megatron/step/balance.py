@@ -1,4 +1,7 @@
-"""Balance of expert load: the scale of the auxiliary loss, and an optimizer step's metrics of it."""
+"""Balance of expert load: the scale of the auxiliary loss, and an optimizer step's metrics of it.
+
+Axis: E = routed experts of a layer; a number is a size.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +51,19 @@ class ExpertBalance:
         if not self._sparse:
             return []
         device = self._rank_info.device
-        sums, top = (torch.zeros(n, dtype=torch.float64, device=device) for n in (3, 1))
+        sums_3, top_1 = (torch.zeros(n, dtype=torch.float64, device=device) for n in (3, 1))
         for router in self._routers:
             load_E, balance = router.take_load()
-            counts = torch.cat((load_E, balance[None]))
-            dist.all_reduce(counts, group=router.tp_dp_cp_group)
-            load = counts[:-1].max() / counts[:-1].mean().clamp(min=1e-9)
-            sums += torch.stack((torch.ones_like(load), load, counts[-1] / self._tokens))
-            top = torch.maximum(top, load)
-        dist.all_reduce(sums, group=self._rank_info.pp_group)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self._rank_info.pp_group)
-        layers, load, balance = sums.tolist()
-        metrics: list[Metric] = [Mean("train/moe_load", load / layers), Max("train/moe_load_max", float(top))]
+            totals = torch.cat((load_E, balance[None]))  # [E + 1]
+            dist.all_reduce(totals, group=router.tp_dp_cp_group)
+            load_E, balance = totals[:-1], totals[-1]
+            ratio = load_E.max() / load_E.mean().clamp(min=1e-9)
+            sums_3 += torch.stack((torch.ones_like(ratio), ratio, balance / self._tokens))
+            top_1 = torch.maximum(top_1, ratio)
+        dist.all_reduce(sums_3, group=self._rank_info.pp_group)
+        dist.all_reduce(top_1, op=dist.ReduceOp.MAX, group=self._rank_info.pp_group)
+        num_layers, ratio, balance = sums_3.tolist()
+        metrics: list[Metric] = [Mean("train/moe_load", ratio / num_layers), Max("train/moe_load_max", float(top_1))]
         if self._config.moe_aux_loss_coeff:
-            metrics.append(Mean("train/moe_aux_loss", balance / layers))
+            metrics.append(Mean("train/moe_aux_loss", balance / num_layers))
         return metrics

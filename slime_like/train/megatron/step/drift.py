@@ -21,7 +21,7 @@ from slime_like.types import I64
 NAME = "train/train_rollout_logprob_abs_diff"
 WORST = 3  # samples that an error names
 CAUSES = (
-    "Likely causes: keys and values of older weights that the engine used again; weights of the trainer that changed after "
+    "Likely causes: keys and values of older weights that the engine reused; weights of the trainer that changed after "
     "the push; a sampling option that changes the engine's distribution (rollout.sglang, a generate function's own); a "
     "generate function that moved or replaced log-probabilities; model.megatron or rollout.sglang options that make "
     "engine and trainer compute differently"
@@ -127,7 +127,8 @@ class Drift:
         listed = ", ".join(f"{sample_id} ({value:.3g})" for sample_id, value in named.items())
         return (
             f"samples of the rollout that weights of version {self.version} generated: engine and trainer, which holds "
-            f"version {self.version}, disagree: largest |log-probability difference| {worst.max():.3g}, mean {worst.mean():.3g} "
+            f"version {self.version}, disagree: largest |log-probability difference| {worst.max():.3g}, mean {worst.mean():.3g}"
+            f" "
             f"over {len(worst)} tokens of {len(np.unique(ids_of_all))} samples, largest in samples {listed}; "
             f"weights.sample_tolerance is {self.tolerance:g}. No optimizer step was taken on this rollout. {CAUSES}"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,10 @@ class PendingSave:
             self._thread.start()
 
     def _write(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
-        patches.UNWRITTEN.clear()
+        errors: list[Exception] = []
         try:
-            write(*arguments, **keywords)
+            with patches.save_errors() as errors:
+                write(*arguments, **keywords)
             results: queue.Queue[Any] = arguments[-1]
             outcome = results.get_nowait()
             if isinstance(outcome, Exception):
@@ -94,7 +95,7 @@ class PendingSave:
             if dist.get_rank() == 0:
                 self._rollout = self._rollout_side()
         except BaseException as error:  # noqa: BLE001  the fault boundary of the thread: finish raises it on every rank
-            self._error = error_summary(patches.UNWRITTEN[0] if patches.UNWRITTEN else error)
+            self._error = error_summary(errors[0] if errors else error)
 
     def is_written(self) -> bool:
         """Return True if the threads of all ranks have ended, so that ``finish`` does not wait for a disk."""
@@ -111,10 +112,10 @@ class PendingSave:
         """
         try:
             self._join(deadline_s)
-            patches.UNREPORTED.clear()
-            for step in self._finalize:
-                step()
-            on_rank_zero(self._name)
+            with patches.save_errors() as errors:
+                for step in self._finalize:
+                    step()
+            on_rank_zero(lambda: self._name(errors))
         # CheckpointException is a BaseException: `except Exception` misses it.
         except (CheckpointError, CheckpointException) as error:
             if dist.get_rank() == 0:
@@ -136,9 +137,9 @@ class PendingSave:
             raise _failed(self.target, "; ".join(errors))
         self._hashes = {name: sha for _, hashes in outcomes for name, sha in hashes.items()}
 
-    def _name(self) -> None:
-        if patches.UNREPORTED:
-            raise patches.UNREPORTED.pop()
+    def _name(self, errors: Sequence[Exception]) -> None:
+        if errors:
+            raise errors[-1]
         rollout = self._rollout_side() if self._rollout is None else self._rollout
         write_manifest(self._scratch, self._manifest, hashes=self._hashes, rollout=rollout)
         publish(self._scratch, self.target)
@@ -200,7 +201,7 @@ def _scratch(target: Path) -> Path:
 
 def _failed(target: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{target}: the save failed ({reason}); is the disk full? The checkpoint before it is as it was"
+        f"{target}: the save failed ({reason}); is the disk full? The previous checkpoint is unchanged"
     )
 
 
@@ -300,7 +301,7 @@ def check_model(manifest: Manifest, family: Family, head: str, source: Path, key
         if expected[name] != saved.get(name):
             raise CheckpointError(
                 f"{source}: of another model: {name} is {saved.get(name)} there and {expected[name]} in "
-                f"{key}; give the checkpoint the model it was trained from"
+                f"{key}; use the model that the checkpoint was trained from"
             )
 
 

@@ -25,6 +25,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.model import OUTPUT, Chunks, named_weights
 from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.util.by_bytes import by_bytes
 
 FILE_BYTES = 4 << 30  # safetensors files of an export
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -67,20 +68,16 @@ class HFExport:
         All ranks of a stage iterate together and get the same number of buckets, empty on ranks that do not send.
         A tensor may be the live parameter itself: use it before the next step.
         """
-        pending: list[tuple[str, Tensor]] = []
-        size = 0
+        for group in by_bytes(self._stream(), max_bytes):
+            yield Bucket(tuple(named for named in group if named is not None))
+
+    def _stream(self) -> Iterator[tuple[tuple[str, Tensor] | None, int]]:
+        """Yield (name, tensor) on the sender, None on the other ranks, and the tensor's bytes."""
         for weights, parameter in self._weights:
             tensors = self._gather(weights, parameter)
             for i, (name, shape) in enumerate(_entries(weights)):
-                nbytes = torch.Size(shape).numel() * parameter.element_size()
-                if size and size + nbytes > max_bytes:
-                    yield Bucket(tuple(pending))
-                    pending, size = [], 0
-                size += nbytes
-                if self.is_sender:
-                    pending.append((name, tensors[i]))
-        if size:
-            yield Bucket(tuple(pending))
+                num_bytes = torch.Size(shape).numel() * parameter.element_size()
+                yield (name, tensors[i]) if self.is_sender else None, num_bytes
 
     @torch.no_grad()
     def _gather(self, weights: tuple[Weight, ...], parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
@@ -182,7 +179,7 @@ def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes
         except (SafetensorError, OSError) as failure:
             error = f"{file}: {failure}"
         written |= dict.fromkeys(tensors, file)
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
+        total += sum(map(_num_bytes, tensors.values()))
     return _Share(written, total, error)
 
 
@@ -193,25 +190,18 @@ def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
 def _carry(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int) -> tuple[dict[str, str], int]:
     """Copy tensors of ``source`` into separate files. Returns file name by tensor name, and the total bytes."""
     file_of: dict[str, str] = {}
-    pending: dict[str, Tensor] = {}
-    total = size = 0
-
-    def write() -> None:
-        file = f"model-carried-{len(set(file_of.values())):05d}.safetensors"
-        save_file(pending, scratch / file, metadata={"format": "pt"})
-        file_of.update(dict.fromkeys(pending, file))
-
-    for name in names:
-        tensor = source.stored(name)
-        nbytes = tensor.numel() * tensor.element_size()
-        if size and size + nbytes > max_bytes:
-            write()
-            pending, size = {}, 0
-        pending[name] = tensor
-        size, total = size + nbytes, total + nbytes
-    if pending:
-        write()
+    tensors = ((name, source.stored(name)) for name in names)
+    total = 0
+    for i, group in enumerate(by_bytes(((named, _num_bytes(named[1])) for named in tensors), max_bytes)):
+        file = f"model-carried-{i:05d}.safetensors"
+        save_file(dict(group), scratch / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys((name for name, _ in group), file)
+        total += sum(_num_bytes(tensor) for _, tensor in group)
     return file_of, total
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _finish(scratch: Path, weight_map: dict[str, str], total: int, source: HFFolder, dtype: str) -> None:

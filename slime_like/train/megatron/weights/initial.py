@@ -64,7 +64,7 @@ def load_megatron(model: Chunks, source: Path, key: str, family: Family, *, veri
         checked_manifest(source, verify=verify)
     policies = model.policies
     states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
-    with damage_named(lambda reason: f"{key}: {source} is torn or no torch_dist checkpoint ({reason})"):
+    with damage_named(lambda reason: f"{key}: {source} is torn, or not a torch_dist checkpoint ({reason})"):
         stored = dist_checkpointing.load_tensors_metadata(str(source))
         if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
             for state in states:
@@ -106,7 +106,7 @@ def _check(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -
             if expected != actual:
                 raise CheckpointError(
                     f"{key}: {source}: {part.key} has shape {actual} there and {expected} by model.hf_checkpoint's "
-                    "config.json: give the checkpoint the model it was made from"
+                    "config.json: use the model that the checkpoint was made from"
                 )
 
 
@@ -119,7 +119,7 @@ def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key:
     if unread:
         raise CheckpointError(
             f"{key}: {source} holds {unread[0]!r}, for which the model of model.hf_checkpoint has no place "
-            f"({len(unread)} such tensors): give the checkpoint the model it was made from"
+            f"({len(unread)} such tensors): use the model that the checkpoint was made from"
         )
 
 

@@ -1,0 +1,226 @@
+"""Benchmark of decoding on this CPU: rollout.cpu_kernels off, torch and c, and transformers' generate.
+
+    python benchmarks/decode.py --model tiny --batches 16 64 256 --rounds 5
+    python benchmarks/decode.py --model 20m --arms off c hf --steps 64
+
+All arms run at the same time and take turns, so that a busy machine slows all of them; quote the ratios. Engines get the
+requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned. One thread
+each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints rows per batch size:
+wall time and CPU time (user and system, of all processes of an engine; what a busy machine disturbs least) of whole calls,
+prefill included, and of decoding alone (a call less a call for one token). Each has medians of tokens/s and of milliseconds
+per token of each sequence, and the ratios of medians to transformers'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.interfaces import Sampling
+from slime_like.printable import visible
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.engine.server import EngineServer
+
+SAMPLES_PER_PROMPT = 8
+PROMPT = 32
+KINDS = ("whole, wall", "whole, CPU", "decode, wall", "decode, CPU")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """Shape of a random Qwen3 model."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    dtype: torch.dtype
+
+
+SHAPES = {
+    "tiny": DecodeShape(512, 128, 4, 4, 2, 32, 256, torch.float32),
+    "20m": DecodeShape(512, 384, 8, 6, 2, 64, 1792, torch.bfloat16),
+}
+
+
+def make_model(shape: DecodeShape, folder: Path) -> Qwen3ForCausalLM:
+    """Return a model with random weights, and save it to ``folder``."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen3ForCausalLM(config).to(shape.dtype).eval()  # pyright: ignore[reportArgumentType]
+    model.save_pretrained(folder)
+    return model
+
+
+class EngineArm:
+    """An engine with one setting of ``rollout.cpu_kernels``."""
+
+    def __init__(self, kernels: str, model: Path, shape: DecodeShape, batch: int, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        spec = EngineSpec(
+            model_path=str(model),
+            device="cpu",
+            dtype=str(shape.dtype).removeprefix("torch."),
+            tp=1,
+            context_length=512,
+            seed=0,
+            log_path=str(model.parent / f"{kernels}.log"),
+            start_deadline_s=300,
+            request_deadline_s=600,
+            max_running_requests=batch,
+            cpu_kernels=kernels,
+            sglang={"max_total_tokens": 65_536},
+        )
+        self.name = kernels
+        self.server = EngineServer(spec, admin_key="bench")
+        self.server.start()
+
+    def cpu_seconds(self) -> float:
+        """Return the user and system time of the engine's process group so far."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # the process has ended
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self.server.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def __call__(self, prompts: np.ndarray, tokens: int) -> None:
+        """Generate samples, each with its own seed."""
+
+        async def generate() -> None:
+            client = EngineClient(self.server.url, admin_key="bench", name=self.name, deadline_s=600)
+            sampling = Sampling(temperature=1.0, max_new_tokens=tokens)
+            seeds = range(SAMPLES_PER_PROMPT)
+            await asyncio.gather(*(client.generate(row, seeds, sampling) for row in prompts))
+            await client.close()
+
+        asyncio.run(generate())
+
+
+def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
+    """Return transformers' generate, which repeats every prompt for its samples."""
+
+    generate_from: Any = getattr(model, "generate")  # noqa: B009  its type asks for more than any model has
+
+    def generate(prompts: np.ndarray, tokens: int) -> None:
+        ids = torch.from_numpy(prompts.astype(np.int64)).repeat_interleave(SAMPLES_PER_PROMPT, 0)
+        options = {"do_sample": True, "top_k": 0, "min_new_tokens": tokens, "max_new_tokens": tokens}
+        with torch.inference_mode():
+            generate_from(ids, attention_mask=torch.ones_like(ids), **options)
+
+    return generate
+
+
+@contextlib.contextmanager
+def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Generator[dict[str, Callable[..., None]]]:
+    """Start all arms and yield them once they are ready."""
+    model = make_model(shape, folder / "model")
+    runners: dict[str, Callable[..., None]] = {}
+    engines: list[EngineArm] = []
+    try:
+        for name in options.arms:
+            if name == "hf":
+                runners[name] = hf_arm(model)
+                continue
+            engines.append(EngineArm(name, folder / "model", shape, max(options.batches), options.threads))
+            runners[name] = engines[-1]
+        for engine in engines:
+            engine.server.wait_ready()
+            print(visible(f"{engine.name}: {engine.server.decodes_with()}"))
+        yield runners
+    finally:
+        for engine in engines:
+            engine.server.stop()
+
+
+def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace, shape: DecodeShape) -> None:
+    """Run rounds of all arms in turn for each batch size, and print four rows for each."""
+    print(visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in runners) + " | ratios to hf |"))
+    for batch in options.batches:
+        seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in runners} for kind in KINDS}
+        for number in range(options.rounds + 1):
+            generator = np.random.default_rng([batch, number])
+            prompts = generator.integers(2, shape.vocab, (batch // SAMPLES_PER_PROMPT, PROMPT)).astype(np.int32)
+            for name, arm in runners.items():
+                first, full = timed(arm, prompts, 1), timed(arm, prompts, options.steps)
+                if number:  # the first round warms up
+                    scale = options.steps / (options.steps - 1)
+                    decode = [(b - a) * scale for a, b in zip(first, full, strict=True)]
+                    for kind, value in zip(KINDS, (*full, *decode), strict=True):
+                        seconds[kind][name].append(value)
+        for kind, times in seconds.items():
+            print_row(batch, kind, {name: statistics.median(all_) for name, all_ in times.items()}, options.steps)
+
+
+def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[float, float]:
+    """Return the wall and CPU seconds of one call."""
+    spent = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
+    spent_before, start = spent(), time.perf_counter()
+    arm(prompts, steps)
+    return time.perf_counter() - start, spent() - spent_before
+
+
+def print_row(batch: int, kind: str, median: dict[str, float], steps: int) -> None:
+    """Print one row of the table."""
+    cells = [f"{batch * steps / t:,.0f} ({t / steps * 1e3:.1f})" for t in median.values()]
+    base = median.get("hf", next(iter(median.values())))
+    ratios = ", ".join(f"{name} {base / t:.2f}" for name, t in median.items())
+    print(visible(f"| {batch} | {kind} | " + " | ".join(cells) + f" | {ratios} |"), flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--arms", nargs="+", choices=("off", "torch", "c", "hf"), default=["off", "torch", "c", "hf"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--steps", type=int, default=64, help="new tokens per sample")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "transformers"))
+    print(
+        visible(f"{' '.join(sys.argv)}\nPython {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}")
+    )
+    shape = SHAPES[options.model]
+    with tempfile.TemporaryDirectory() as folder, arms(options, shape, Path(folder)) as runners:
+        measure(runners, options, shape)
+
+
+if __name__ == "__main__":
+    main()

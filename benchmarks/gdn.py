@@ -1,0 +1,215 @@
+"""Comparison of the kernels of Gated DeltaNet: parity, speed, memory and start-up of every backend that runs on this machine.
+
+    python benchmarks/gdn.py                                          # arms torch, fla, flashqla and transformers' (hf)
+    python benchmarks/gdn.py --shapes 2048,16,32,128 32x1024,4,8,128 --dtype bfloat16 --rounds 20
+    python benchmarks/gdn.py --output docs/measurements/gdn.md        # the page and gdn.svg in the same folder
+    python benchmarks/gdn.py --end-to-end +recipe=quickstart_gdn      # runs of --rollouts steps, one per backend
+
+A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for N packed sequences. Parity: output, final
+state and every gradient, including the gradient of the initial state, against the recurrence, token by token in float64
+(tests/gdn/recurrence.py), relative to the largest value of each. Times: medians over rounds in which all arms take turns, of
+device time on a GPU and of the process's CPU time (one thread) on a CPU; ratios: medians of the ratios of
+each round. The first call, which compiles and tunes kernels, is listed separately. Exit code 1 if parity fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+import torch  # noqa: E402
+
+from benchmarks.gdn_arms import GdnArm, GdnShape, kernels_seen, make_arms, make_call, measure, ratio  # noqa: E402
+from benchmarks.gdn_plot import plot  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from tests.gdn import recurrence  # noqa: E402
+
+ARMS = ("hf", "torch", "fla", "flashqla")
+SHAPES = ("2048,4,4,64", "2048,8,8,128", "2048,4,16,128", "512,16,16,128", "64x32,4,4,64")
+LONG = (512, 1024, 2048, 4096, 8192)  # tokens, of the plot
+LONG_SHAPE = (4, 4, 64)
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+PARTS = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")  # as recurrence.errors has them
+PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
+
+
+def shape_of(text: str) -> GdnShape:
+    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``."""
+    tokens, heads, value_heads, dim = text.split(",")
+    count, _, length = tokens.rpartition("x")
+    return GdnShape((int(length),) * int(count or 1), int(heads), int(value_heads), int(dim))
+
+
+def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], bool]:
+    """Return a table of errors, and True if every error is within the tolerance of the dtype."""
+    dim = 128 if options.device == "cuda" else 64
+    rows, fine = ["| case | arm | " + " | ".join(PARTS) + " |"], True
+    rows.append("|---|---|" + "---|" * len(PARTS))
+    for case_name, lengths in PARITY.items():
+        shape = recurrence.Shape(lengths, heads=2, groups=2, key=dim, value=dim)
+        case = recurrence.make_case(shape, decay=0.1)
+        right = recurrence.oracle(case)
+        for arm in arms:
+            if len(lengths) > 1 and not arm.packs:
+                continue
+            cast = case.to(getattr(torch, options.dtype), options.device, wide=recurrence.LAYER_F32)
+            measured = recurrence.errors(recurrence.of_backend(arm.rule, cast), right)
+            assert len(measured) == len(PARTS)
+            fine &= max(measured.values()) <= TOLERANCE[options.dtype]
+            rows.append(
+                f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in measured.values()) + " |"
+            )
+    return rows, fine
+
+
+def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
+    """Return rows per shape and arm, with ratios to the first arm that was measured on the shape."""
+    rows = [
+        "| T, H/HV x D | arm | first call ms | forward ms | forward + backward ms | peak MiB | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for text in options.shapes:
+        shape = shape_of(text)
+        timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
+        base = next(iter(timings.values()))
+        for name, timing in timings.items():
+            forward, both = (statistics.median(times) * 1e3 for times in (timing.forward, timing.both))
+            ratios = f"{ratio(base.forward, timing.forward):.2f}x, {ratio(base.both, timing.both):.2f}x"
+            row = f"| {shape} | {name} | {timing.cold * 1e3:.0f} | {forward:.1f} | {both:.1f} | {timing.peak:.0f} | {ratios} |"
+            rows.append(row)
+            print(visible(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], str]:
+    """Return a table and a plot of forward and backward times over the length of one sequence."""
+    heads, value_heads, dim = LONG_SHAPE if options.device == "cpu" else (16, 32, 128)
+    lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
+    rows = ["| T | " + " | ".join(f"{name} ms" for name in lines) + " | ratio |", "|---|" + "---|" * (len(lines) + 1)]
+    for tokens in options.long:
+        shape = GdnShape((tokens,), heads, value_heads, dim)
+        timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
+        for name, timing in timings.items():
+            lines[name].append((tokens, statistics.median(timing.both) * 1e3))
+        cells = " | ".join(f"{lines[name][-1][1]:.1f}" for name in lines)
+        first, *compared = timings.values()
+        rows.append(
+            f"| {tokens} | {cells} | {', '.join(f'{ratio(first.both, timing.both):.2f}x' for timing in compared)} |"
+        )
+        print(visible(rows[-1]), file=sys.stderr, flush=True)
+    title = f"Gated delta rule, forward + backward, {heads}/{value_heads} heads of {dim}, {options.dtype} on {options.device}"
+    return rows, plot(title, "tokens of one sequence", "ms", lines)
+
+
+def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespace) -> tuple[str, str, bool]:
+    """Return the report as Markdown, its plot, and True if parity holds."""
+    proofs = [
+        f"- `{arm.name}`: {arm.rule.kernels()}; seen by the profiler: "
+        + ", ".join(
+            f"`{name[:60]}`"
+            for name in kernels_seen(
+                make_call(arm, shape_of(options.shapes[0]), options.device, getattr(torch, options.dtype)).both,
+                options.device,
+            )
+        )
+        for arm in arms
+    ]
+    parity_rows, fine = parity(arms, options)
+    growth_rows, picture = growth(arms, options)
+    lines = [
+        "# Kernels of Gated DeltaNet",
+        "",
+        f"`python benchmarks/gdn.py {' '.join(sys.argv[1:])}`",
+        "",
+        f"Commit {commit()}, torch {torch.__version__}, {options.dtype}, {machine(options.device)}; medians of "
+        f"{options.rounds} rounds in which the arms take turns.",
+        f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster.",
+        "",
+        "## What ran",
+        *proofs,
+        *(f"- `{name}` did not run: {reason}" for name, reason in missing.items()),
+        "",
+        "## Parity with the recurrence in float64",
+        *parity_rows,
+        "",
+        "## Speed and memory (ratio: forward, forward + backward)",
+        *speed(arms, options),
+        "",
+        "## Growth with the length of a sequence (forward + backward)",
+        *growth_rows,
+    ]
+    return "\n".join([*lines, ""]), picture, fine
+
+
+def machine(device: str) -> str:
+    """Return the name of the GPU, or the model of the CPU, of which one thread computes."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    path = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return f"{os.cpu_count()} cores of {model[1] if model else platform.machine()}, one thread"
+
+
+def commit() -> str:
+    """Return the commit of the repository, with ``+`` if files differ from it."""
+    try:
+        command = ["git", "describe", "--always", "--dirty=+"]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no git here)"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--long", nargs="+", type=int, default=list(LONG))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16" if device == "cuda" else "float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write the page there, and its plot beside it")
+    parser.add_argument(
+        "--end-to-end", nargs="+", metavar="OVERRIDE", help="arguments of train.py: one run per backend"
+    )
+    parser.add_argument("--rollouts", type=int, default=12, help="of each run of --end-to-end, the warm-up included")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark and return its exit code: 1 if parity fails or no arm can run."""
+    options = parse(argv)
+    if options.end_to_end:
+        from benchmarks.gdn_runs import compare
+
+        backends = [name for name in options.arms if name != "hf"]
+        return compare(backends, options.end_to_end, options.rollouts)
+    torch.set_num_threads(1)
+    arms, missing = make_arms(options.arms, options.device, options.dtype, shape_of(options.shapes[0]).dim)
+    for name, reason in missing.items():
+        print(visible(f"{name} does not run here: {reason}"), file=sys.stderr)
+    if not arms:
+        return 1
+    text, picture, fine = page(arms, missing, options)
+    print(visible(text))
+    if options.output is not None:
+        svg = options.output.with_suffix(".svg")
+        svg.write_text(picture)
+        options.output.write_text(f"{text}\n![Growth with length]({svg.name})\n")
+    if not fine:
+        print("parity FAILED: an error is above the tolerance of the dtype", file=sys.stderr)
+    return int(not fine)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,197 @@
+"""Cost of one Gated DeltaNet layer on each rank of the trainer: parameters, activations kept for backward, bytes, CPU time.
+
+    python benchmarks/gdn_layer.py --tokens 2048 --layouts tp1 tp2 tp2-sp cp2 tp2-cp2 tp4 cp4
+    python benchmarks/gdn_layer.py --tokens 8192 --sequences 1 --layouts tp1 cp2 cp2-state cp4 cp4-state
+
+Ranks are processes of this machine over gloo, one thread each. Bytes are exact: parameters of the layer, and every storage
+that autograd keeps between forward and backward, counted once, parameters left out; what collectives were given is what
+the trainer's own wrapper counted, forward and backward, the part that stays on the rank included. Time is the CPU time of a rank's
+process in forward and backward (all-to-alls included), the least of the repeats; other ranks take turns with it on few
+cores, which its own CPU time does not see. A layer that every rank computes in full costs each what ``tp1`` costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import tempfile
+import time
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.guard_policy import GuardSpec
+from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.printable import visible
+from slime_like.train.megatron.platform import host
+from slime_like.train.megatron.weights.convert import untrained_spec
+from slime_like.util.leave import leave
+from slime_like.util.ports import Meeting, PortLease
+
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2-sp": Layout(tp=2, sequence_parallel=True),
+    "cp2": Layout(cp=2),
+    "tp2-cp2": Layout(tp=2, cp=2, sequence_parallel=True),
+    "tp4": Layout(tp=4, sequence_parallel=True),
+    "cp4": Layout(cp=4),
+    "cp2-state": Layout(cp=2),
+    "cp4-state": Layout(cp=4),
+}
+STATE = "-state"  # model.gdn.cp_mode=state, elsewhere it is head
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Measurement of one rank."""
+
+    parameters: int  # bytes
+    activations: int  # bytes
+    collectives: int  # bytes
+    seconds: float  # CPU time of forward and backward
+
+
+FIELDS = tuple(field.name for field in fields(Cost))
+
+
+def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: str) -> None:
+    """Measure the layer on one rank and write the costs to ``folder``."""
+    torch.set_num_threads(1)
+    from slime_like.train.megatron.platform import groups
+
+    layout = LAYOUTS[name]
+    spec = untrained_spec("none", layout, args.dtype)
+    mode = GDNConfig(cp_mode="state" if name.endswith(STATE) else "head")
+    spec = replace(spec, model=replace(spec.model, gdn=mode), guard=GuardSpec(wrap=True))
+    rank_info = groups.enter(spec, rank=rank, world_size=layout.world_size, master=Meeting("127.0.0.1", port))
+    layer, hidden, packed = build(rank_info, spec, args)
+    parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+    activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(Cost(parameters, activations, collectives, seconds)))
+    torch.distributed.barrier()
+    leave(0)
+
+
+def build(rank_info: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
+    """Return the layer, its input on this rank, and the parameters of the packed rows."""
+    import numpy as np
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+    from transformers import Qwen3_5TextConfig
+
+    from slime_like.batch import PackedBatch
+    from slime_like.train.megatron.families.qwen3_5 import Qwen35
+    from slime_like.train.megatron.model.forward import make_micro
+    from slime_like.train.megatron.model.model import layer_parts
+    from slime_like.train.megatron.model.transformer_config import transformer_config
+
+    hf = Qwen3_5TextConfig(
+        hidden_size=args.hidden,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=args.hidden,
+        linear_num_key_heads=args.key_heads,
+        linear_num_value_heads=args.value_heads,
+        linear_key_head_dim=args.head_dim,
+        linear_value_head_dim=args.head_dim,
+    )
+    layout = spec.layout
+    family = Qwen35(hf, layout.tp)
+    config = transformer_config(spec, family)
+    parts: Any = layer_parts(config, family, rank_info, spec.model).mixers["G"].submodules
+    torch.manual_seed(0)
+    layer: Any = build_module(
+        parts.self_attention, config, layer_number=1, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    lengths = np.full(args.sequences, args.tokens // args.sequences)
+    total, count = int(lengths.sum()), len(lengths)
+    rows = PackedBatch(
+        token_ids=np.zeros(total, np.int32),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        loss_weight=np.zeros(total, np.float32),
+        versions=np.zeros(total, np.int32),
+        rollout_logprobs=np.zeros(total, np.float32),
+        rewards=np.zeros(count, np.float32),
+        advantages=np.zeros(count, np.float32),
+        sample_ids=np.arange(count, dtype=np.int64),
+    )
+    micro = make_micro(rows, rank_info)
+    local = micro.input_ids.shape[1] // (layout.tp if config.sequence_parallel else 1)
+    hidden = torch.randn(local, 1, args.hidden, dtype=config.params_dtype, requires_grad=True)
+    return layer, hidden, micro.packed
+
+
+def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tuple[int, int, float]:
+    """Return the bytes saved for backward except parameters, the bytes of collectives, and the lowest CPU time."""
+    from slime_like.distributed.wrapper import install
+
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    best, kept_bytes, sent_bytes = float("inf"), 0, 0
+    for _ in range(repeats):
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        torch.distributed.barrier()
+        install.drain()  # resets the counts
+        start = time.process_time()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out, _ = layer(hidden, packed_seq_params=packed)
+        out.backward(torch.ones_like(out))
+        best = min(best, time.process_time() - start)
+        kept_bytes = sum(storages.values())
+        sent_bytes = sum(int(m.value) for m in install.drain() if m.name.endswith("/bytes"))
+    return kept_bytes, sent_bytes, best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--key-heads", type=int, default=8)
+    parser.add_argument("--value-heads", type=int, default=16)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    host.install("cpu")
+    for name in ("train.megatron.actor", "train.megatron.families.qwen3_5"):
+        import_module(f"slime_like.{name}")  # once, for all ranks
+    import_module("slime_like_plugins.qwen_gdn.state_passing")
+    print("| layout | ranks | parameters per rank | activations per rank | to collectives | CPU time per rank |")
+    print("|---|---|---|---|---|---|")
+    first: Cost | None = None
+    for name in args.layouts:
+        layout = LAYOUTS[name]
+        with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
+            job = (port, name, args, folder)
+            mp.start_processes(run_rank, job, layout.world_size, start_method="fork")
+            costs = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(layout.world_size)]  # noqa: S301
+        worst = Cost(*(max(getattr(c, field) for c in costs) for field in FIELDS))
+        first = first or worst
+        cells = (
+            f"{worst.parameters / 2**20:.2f} MiB ({worst.parameters / first.parameters:.2f})",
+            f"{worst.activations / 2**20:.1f} MiB ({worst.activations / first.activations:.2f})",
+            f"{worst.collectives / 2**20:.1f} MiB",
+            f"{1000 * worst.seconds:.0f} ms ({worst.seconds / first.seconds:.2f})",
+        )
+        print(visible(f"| {name} | {layout.world_size} | {' | '.join(cells)} |"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""``benchmarks/gdn.py --end-to-end``: the same run once per backend of Gated DeltaNet, and what each step of it took.
+
+The backends take turns as whole runs: a machine that is busy during one of them is seen in its row alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.tree import trainer_ranks
+from slime_like.data.dump import load_groups
+from slime_like.metrics.flops import DecoderShape, decoder_shape, train_flops
+from slime_like.printable import visible
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+WARM_UP = 2  # steps that compile and tune
+RAN = "Gated DeltaNet ran on"  # begins what a run says of its kernels
+COLUMNS = (
+    "backend",
+    "ref logprob s",
+    "actor train s",
+    "step s",
+    "rollout tokens/GPU/s",
+    "actor tokens/s",
+    "TFLOPS/GPU",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of one run after the warm-up: its metrics, and the length of every sequence trained on."""
+
+    metrics: Sequence[Mapping[str, float]]
+    lengths: Sequence[Sequence[int]]
+
+
+def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) -> int:
+    """Run each backend, and print the table, the kernels that ran and reasons of failures. Returns 1 if all failed.
+
+    Each run has ``rollouts`` steps and evaluates nothing, unless ``overrides`` say otherwise.
+    """
+    overridden = {override.partition("=")[0] for override in overrides}
+    defaults = {"loop.num_rollout": str(rollouts), "evaluation.datasets": "{}"}
+    short = [f"{key}={value}" for key, value in defaults.items() if key not in overridden]
+    rows, ran, reasons = [], {}, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in backends:
+            folder = Path(scratch) / name
+            arguments = [*overrides, *short, "--qwen-gdn-backend", name, f"run.dir={folder}", "run.dump_rollouts=true"]
+            code, output, error = run(arguments)
+            if code:
+                reasons[name] = error or f"exit code {code}"
+                continue
+            kernels = next((line.partition(RAN)[2].strip() for line in output if RAN in line), "it did not say")
+            ran[name] = kernels.removeprefix(f"{name}: ")
+            cfg = load_config(arguments)
+            shape = decoder_shape(json.loads((Path(cfg.model.hf_checkpoint) / "config.json").read_text()))
+            rows.append(row(name, read_steps(folder), shape, trainer_ranks(cfg)))
+    lines = [f"- `{name}` ran: {kernels}" for name, kernels in ran.items()]
+    lines += [f"- `{name}` did not run: {reason}" for name, reason in reasons.items()]
+    sys.stdout.write(visible("\n".join(["", *table(rows), "", *lines, ""])))
+    return int(not rows)
+
+
+def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
+    """Run train.py and print its output. Returns the exit code, the lines, and the last line of its errors."""
+    output: list[str] = []
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, "train.py", *arguments]
+        child = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert child.stdout is not None
+        for line in child.stdout:
+            sys.stdout.write(visible(line))
+            sys.stdout.flush()
+            output.append(line)
+        code = child.wait()
+        errors.seek(0)
+        lines = errors.read().strip().splitlines()
+    return code, output, lines[-1] if lines else ""
+
+
+def read_steps(folder: Path) -> Steps:
+    """Read ``metrics.jsonl`` and the dumped rollouts of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [line for line in lines if "perf/actor_train_time" in line]
+    dumps = sorted((folder / "rollouts").glob("rollout_*.npz"))
+    lengths = [[len(s.token_ids) for group in load_groups(path) for s in group.samples] for path in dumps]
+    return Steps(metrics[WARM_UP:], lengths[WARM_UP:])
+
+
+def row(name: str, steps: Steps, shape: DecoderShape, ranks: int) -> list[str]:
+    """Return medians over the steps; ``ranks`` of the trainer share its FLOPs."""
+    train = [step["perf/actor_train_time"] for step in steps.metrics]
+    tokens = [sum(lengths) / seconds for lengths, seconds in zip(steps.lengths, train, strict=False)]
+    flops = [
+        train_flops(shape, lengths) / seconds / ranks for lengths, seconds in zip(steps.lengths, train, strict=False)
+    ]
+    values = [
+        _median(
+            [step["perf/ref_log_probs_time"] for step in steps.metrics if "perf/ref_log_probs_time" in step], "{:.3f}"
+        ),
+        _median(train, "{:.3f}"),
+        _median(
+            [s["perf/step_time"] - s.get("perf/dump_time", 0.0) for s in steps.metrics if "perf/step_time" in s],
+            "{:.3f}",
+        ),
+        _median(
+            [s["perf/tokens_per_gpu_per_sec"] for s in steps.metrics if "perf/tokens_per_gpu_per_sec" in s], "{:.0f}"
+        ),
+        _median(tokens, "{:.0f}"),
+        _median([f / 1e12 for f in flops], "{:.4g}"),
+    ]
+    return [name, *values]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the table as Markdown."""
+    return ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+
+
+def _median(values: Sequence[float], form: str) -> str:
+    return form.format(statistics.median(values)) if values else "-"

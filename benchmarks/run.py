@@ -1,0 +1,181 @@
+"""Benchmarks that compare within one run, on one machine.
+
+python benchmarks/run.py trl       our recipe and TRL's GRPOTrainer on the same work, alternating
+python benchmarks/run.py startup   from command to first rollout, compared with a bare import of the libraries
+python benchmarks/run.py spin      our recipe with engines whose threads spin for several numbers of spins, alternating
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+from benchmarks import arms, spin, startup  # noqa: E402
+from benchmarks.arms import ArmRecord  # noqa: E402
+from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, TOKENS, write_inputs  # noqa: E402
+from slime_like.cluster.plan.machine import cpu_count, memory_bytes  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+
+PAGES = REPOSITORY / "docs" / "measurements"
+STEPS = {"tiny": 25, "20m": 12}
+SPIN_STEPS = 15
+GOALS = {"tiny": 1.2, "20m": 1.8}
+QUIET_LOAD = 0.5
+DTYPES = ("float32", "bfloat16")
+MARK = "<!-- below: written by hand, kept by benchmarks/run.py -->"
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmarks and return 0; a failure of an arm ends the script with its message."""
+    args = _parser().parse_args(argv)
+    work = Path(args.work).resolve() if args.work else Path(tempfile.mkdtemp(prefix="slime_like-bench-"))
+    work.mkdir(parents=True, exist_ok=True)
+    load = os.getloadavg()[0]
+    if load > QUIET_LOAD:
+        sys.stderr.write(
+            visible(f"load average {load:.1f}: other processes run, and threads that spin (TRL's) suffer most of it\n")
+        )
+    machine_line, command, sizes = machine(load), f"python benchmarks/run.py {' '.join(argv)}", args.sizes.split(",")
+    if args.what == "startup":
+        page, text = "startup.md", startup.report(startup.measure(args.rounds, work), machine_line, command)
+    elif args.what == "spin":
+        turns = [int(count) for count in args.turns.split(",")]
+        tables = spin.measure(sizes, turns, args.rounds, args.steps or SPIN_STEPS, work)
+        page, text = None, "\n".join([machine_line, "", f"Command: `{command}`.", "", tables])
+    else:
+        python = arms.trl_python(Path(args.trl_env).resolve())
+        tables = [compare(size, args, work, python) for size in sizes]
+        page, text = "bench_trl.md", _page(tables, machine_line, command)
+    sys.stdout.write(visible(text))
+    if args.write and page is not None:
+        write(PAGES / page, text)
+    if not args.work:
+        shutil.rmtree(work)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("trl", "startup", "spin"))
+    parser.add_argument("--rounds", type=int, default=2, help="how often each arm runs")
+    parser.add_argument("--write", action="store_true", help="write the page in docs/measurements (not of spin)")
+    parser.add_argument("--work", help="folder of models and runs; default: a temporary one")
+    parser.add_argument("--sizes", default="tiny,20m", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--steps", type=int, help=f"per run; default {STEPS}, of spin {SPIN_STEPS}")
+    parser.add_argument("--turns", default="0,2000,5000", help="of spin: numbers of turns")
+    parser.add_argument("--trl-env", default="runs/bench/trl-env", help="TRL's environment; made when missing")
+    parser.add_argument("--override", action="append", default=[], help="an override of train.py, for our arms")
+    return parser
+
+
+def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> str:
+    """Run all arms of one size in turn and return a table."""
+    folder = work / size
+    folder.mkdir(exist_ok=True)
+    inputs, steps = write_inputs(folder, size), args.steps or STEPS[size]
+    records = {(side, dtype): ArmRecord(f"{side}, {dtype}") for side in ("slime_like", "TRL") for dtype in DTYPES}
+    for index in range(args.rounds):
+        for dtype in DTYPES:
+            arms.ours(records["slime_like", dtype], inputs, dtype, steps, folder, args.override)
+            arms.trl(records["TRL", dtype], inputs, dtype, steps, folder, python)
+            for side in ("slime_like", "TRL"):
+                record = records[side, dtype]
+                sys.stderr.write(visible(f"{size} round {index + 1}: {record.arm}: {record.runs[-1]:.3f} s per step\n"))
+    return table(size, inputs.num_parameters, steps, args.rounds, records)
+
+
+def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tuple[str, str], ArmRecord]) -> str:
+    """Return the Markdown of one size: ratio of the faster dtype of each side, then every arm."""
+    best = {
+        side: min((r for (s, _), r in records.items() if s == side), key=lambda r: r.seconds)
+        for side in ("slime_like", "TRL")
+    }
+    fast, peer = best["slime_like"], best["TRL"]
+    pairs = ", ".join(f"{peer_s / fast_s:.2f}" for fast_s, peer_s in zip(fast.runs, peer.runs, strict=True))
+    lines = [
+        f"## {size}: {parameters / 1e6:.2f}M parameters, {rounds} x {steps} steps",
+        "",
+        f"Seconds per step, faster dtype of each side ({peer.arm} / {fast.arm}): "
+        f"{peer.seconds:.3f} / {fast.seconds:.3f} = **{peer.seconds / fast.seconds:.2f}** "
+        f"(goal {GOALS[size]}; by round {pairs}).",
+        "",
+        "| arm | s/step | tok/s | rollout tok/s | split of a step, s | peak memory, MiB | reward, first -> last third |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for record in records.values():
+        split = ", ".join(f"{name} {record.part(name):.3f}" for name in record.parts_s)
+        rewards = "; ".join(f"{first:.3f} -> {last:.3f}" for first, last in record.rewards)
+        lines.append(
+            f"| {record.arm} | {record.seconds:.3f} | {TOKENS / record.seconds:.0f} | {TOKENS / record.part('rollout'):.0f} "
+            f"| {split} | {record.peak_mib:.0f} | {rewards} |"
+        )
+    if peer.versions:
+        lines += ["", "TRL's side: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items()) + "."]
+    return "\n".join([*lines, ""])
+
+
+def _page(tables: list[str], machine_line: str, command: str) -> str:
+    head = [
+        "# Against TRL's GRPOTrainer, measured",
+        "",
+        machine_line,
+        "",
+        f"Command: `{command}`. Both sides in one run, alternating, on the same random model "
+        f"and rows: {PROMPTS} prompts x {SAMPLES} samples x exactly {NEW_TOKENS} tokens (the end token lies outside the "
+        "model's vocabulary), one AdamW update per step, no KL term, all cores. The script ends with an error unless every "
+        f"step of both sides sampled {TOKENS} tokens and every one of ours trained on them. Ours is train.py with its "
+        "defaults: Ray, engine over HTTP, weight push and the probe of every push included. A step is the time between the "
+        "ends of two steps; figures are medians without each run's first two steps; memory is the proportional set size of "
+        "the whole process tree.",
+        "",
+    ]
+    return "\n".join([*head, *tables])
+
+
+def commit() -> str:
+    """Return the measured commit, with a mark if files other than pages differ from it."""
+    try:
+        options = [
+            ["rev-parse", "--short", "HEAD"],
+            ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"],
+        ]
+        head, changed = (
+            subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+            for words in options
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "Commit unknown (no git checkout)."
+    return f"Commit {head}{', with changes that are not committed' if changed else ''}."
+
+
+def machine(load: float) -> str:
+    """Return a line with machine and commit."""
+    match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags = Path("/proc/cpuinfo").read_text()
+    features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    names = ("torch", "sglang", "megatron-core", "ray", "transformers")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return (
+        f"Machine: {cpu_count()} cores of {match[1] if match else 'unknown'} ({', '.join(features) or 'no avx512'}), "
+        f"{memory_bytes() / 2**30:.0f} GiB; load average {load:.1f} before the run. {versions}. {commit()}"
+    )
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the measured part of a page and keep the text below the mark."""
+    below = path.read_text().partition(MARK)[2].lstrip("\n") if path.exists() else ""
+    path.write_text(f"{text.rstrip()}\n\n{MARK}\n\n{below}" if below else f"{text.rstrip()}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""Time of the quickstart from its command to its first rollout, next to a bare import of its libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BARE = "import torch, sglang, megatron.core, ray"
+GOAL = 2.5
+WARM_START = re.compile(r"^\w[\w-]*: warm start: ")  # of the line that says that one is made
+LINE = re.compile(r"^\w[\w-]*: (?P<what>.+?) after \d+ s")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds of the bare import, and from the command to each line of the start and to the first rollout."""
+
+    bare: float
+    lines: dict[str, float]
+    first_rollout: float  # its first request goes out: engines serve the trainer's weights
+    warm_started: bool  # it made the warm start, which later ones find
+
+    @property
+    def ratio(self) -> float:
+        """Time of a start in units of a bare import."""
+        return self.first_rollout / self.bare
+
+
+def measure(rounds: int, work: Path) -> list[Round]:
+    """Alternate bare import and start ``rounds`` + 1 times: the first pair warms the file cache."""
+    return [_round(work / f"run{index}") for index in range(rounds + 1)]
+
+
+def _round(run_dir: Path) -> Round:
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'plugins'}", "HF_HUB_OFFLINE": "1"}
+    environment.pop("OMP_NUM_THREADS", None)
+    started = time.time()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", BARE], env=environment, check=True, capture_output=True)
+    bare = time.time() - started
+    command = [
+        sys.executable,
+        "train.py",
+        "+recipe=quickstart",
+        f"run.dir={run_dir}",
+        "run.resume=never",
+        "loop.num_rollout=1",
+        "optim.schedule=constant",
+        "optim.warmup_steps=0",
+        "evaluation.datasets={}",
+        "metrics.console=plain",
+    ]
+    started = time.time()
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines: dict[str, float] = {}
+    warm_started = False
+    for line in process.stdout:
+        warm_started = warm_started or WARM_START.match(line) is not None
+        if match := LINE.match(line):
+            lines[match["what"]] = time.time() - started
+        elif ": starting " in line:
+            lines["configuration, data and tokenizer read"] = time.time() - started
+    if process.wait() != 0:
+        raise SystemExit(f"the run in {run_dir} ended with exit code {process.returncode}")
+    rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if row["step"] == 1)
+    return Round(bare, lines, first["spans"]["rollout"][0] - started, warm_started)
+
+
+def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
+    """Describe the origin of the recipe's initial model: creating it takes a minute."""
+    created = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
+    if created:
+        return f"The warm start was made in round {', '.join(created)}, which took that much longer."
+    origin = "made in the pair that is left out" if first.warm_started else "there before the first pair"
+    return f"The warm start was cached: {origin}, and found by every round."
+
+
+def report(measured: Sequence[Round], machine: str, command: str) -> str:
+    """Return Markdown with the ratio, all rounds except the first, and the split of the median round."""
+    first, *rounds = measured
+    ratio = statistics.median(round_.ratio for round_ in rounds)
+    middle = min(rounds, key=lambda round_: abs(round_.ratio - ratio))
+    out = ["# Start-up, measured", "", machine, "", f"Command: `{command}`. {_warm_start(first, rounds)}", ""]
+    out += [
+        f"From command to first rollout: **{ratio:.2f} times** a bare `{BARE}` (median of {len(rounds)} rounds, "
+        f"alternating; goal at most {GOAL}).",
+        "",
+        "| round | bare import, s | first rollout, s | ratio |",
+        "|---|---|---|---|",
+    ]
+    out += [f"| {i} | {r.bare:.1f} | {r.first_rollout:.1f} | {r.ratio:.2f} |" for i, r in enumerate(rounds, 1)]
+    out += ["", "| of the middle round, after the command | s |", "|---|---|"]
+    out += [f"| {what} | {seconds:.1f} |" for what, seconds in middle.lines.items()]
+    out += [f"| first rollout begins | {middle.first_rollout:.1f} |", ""]
+    return "\n".join(out)

@@ -1,0 +1,245 @@
+"""Cost of a training step on a CPU under each of model.cpu_kernels: one Megatron rank, arms that take turns.
+
+    python benchmarks/step.py                                           # both tables of this machine
+    python benchmarks/step.py --cases tiny,float32,1 --rounds 1         # one case, quickly
+    python benchmarks/step.py --output FILE                             # as a page
+
+A case is size, dtype and threads; it runs in a separate process, in which each arm has its own model and takes one step per
+round: 64 sequences of 68 to 70 tokens (64 of them trained on) in one micro-batch, one AdamW update. Figures are medians
+over rounds, ratios medians of a round's ratios. The script ends with an error if the first steps' gradients differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, write_inputs  # noqa: E402
+from benchmarks.run import machine  # noqa: E402
+from slime_like.batch import PackedBatch  # noqa: E402
+from slime_like.cluster.start.placement import CPU_ENV  # noqa: E402
+from slime_like.config.schema.algo import GrpoConfig  # noqa: E402
+from slime_like.config.schema.model import ModelConfig, OptimConfig  # noqa: E402
+from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.train.megatron.weights.convert import untrained_spec  # noqa: E402
+from slime_like.util.leave import leave  # noqa: E402
+from slime_like.util.ports import Meeting, PortLease  # noqa: E402
+
+ARMS = ("torch", "c")
+CASES = ("tiny,bfloat16,2", "tiny,float32,2", "20m,bfloat16,2")
+WARM_UP = 2  # steps left out
+AGREE = {"float32": 1e-4, "bfloat16": 0.03}  # of gradient norms, relative
+Times = dict[str, list[tuple[float, float]]]  # arm -> (wall, CPU) seconds of each round
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the first table."""
+
+    size: str
+    dtype: str
+    threads: int
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """Parse a case, for example ``tiny,bfloat16,2``."""
+        size, dtype, threads = text.split(",")
+        if size not in SHAPES or dtype not in AGREE:
+            raise argparse.ArgumentTypeError(f"{text!r}: size of {', '.join(SHAPES)}, dtype of {', '.join(AGREE)}")
+        return cls(size, dtype, int(threads))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the tables. Raises ``SystemExit`` if the arms disagree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", type=Case.of, default=[Case.of(case) for case in CASES])
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each arm, and repeats of a part")
+    parser.add_argument("--sequences", type=int, default=PROMPTS * SAMPLES)
+    parser.add_argument("--tables", nargs="+", choices=("steps", "parts"), default=["steps", "parts"])
+    parser.add_argument("--output", type=Path, help="a page to write")
+    args = parser.parse_args(argv)
+    os.environ |= CPU_ENV  # threads that wait sleep, as in a run
+    head = [machine(os.getloadavg()[0]), "", f"Command: `{' '.join(['python benchmarks/step.py', *argv])}`", ""]
+    tables = {"steps": lambda: steps(args.cases, args.rounds, args.sequences), "parts": lambda: parts(args.rounds)}
+    text = "\n".join([*head, *(line for name in args.tables for line in (*tables[name](), ""))])
+    sys.stdout.write(visible(text))
+    if args.output is not None:
+        args.output.write_text(text)
+    return 0
+
+
+def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
+    """Return the median seconds per step. Raises ``SystemExit`` if the arms' gradients differ."""
+    yield "| model, dtype, threads | torch, wall (CPU) | c, wall (CPU) | ratio, wall (CPU) |"
+    yield "|---|---|---|---|"
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
+            mp.spawn(run_case, (port, case, rounds, sequences, folder))
+            results = json.loads((Path(folder) / "found.json").read_text())
+        check(case, results["norms"])
+        yield row(f"{case.size}, {case.dtype}, {case.threads}", results["times"], 1.0, 3)
+
+
+def check(case: Case, norms: Mapping[str, float]) -> None:
+    """Return True if both arms took the same first step, within the dtype's precision."""
+    limit = AGREE[case.dtype]
+    if not abs(norms["torch"] - norms["c"]) <= limit * norms["torch"]:
+        raise SystemExit(f"{case}: gradient norms of the first step are {norms}, which differ by more than {limit:g}")
+
+
+def row(name: str, times: Mapping[str, Sequence[Sequence[float]]], scale: float, digits: int) -> str:
+    """Return one line of a table: medians of the arms, and the median of the ratios of each round."""
+    cells = [name]
+    for arm in ARMS:
+        wall, cpu = (statistics.median(pair[i] for pair in times[arm]) * scale for i in (0, 1))
+        cells.append(f"{wall:.{digits}f} ({cpu:.{digits}f})")
+    pairs = list(zip(times["torch"], times["c"], strict=True))
+    wall, cpu = (statistics.median(plain[i] / fused[i] for plain, fused in pairs) for i in (0, 1))
+    return f"| {' | '.join(cells)} | {wall:.2f} ({cpu:.2f}) |"
+
+
+def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, folder: str) -> None:
+    """Run both arms step by step in a separate process."""
+    torch.set_num_threads(case.threads)
+    from slime_like.train.megatron.platform import groups
+
+    inputs = write_inputs(Path(folder), case.size)
+    specs = {arm: spec_of(str(inputs.model), case.dtype, arm, WARM_UP + rounds) for arm in ARMS}
+    rank_info = groups.enter(specs["c"], rank=rank, world_size=1, master=Meeting("127.0.0.1", port))
+    from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which the groups have prepared
+
+    trainers = {arm: RankTrainer(spec, rank_info) for arm, spec in specs.items()}
+    rows = make_rows(sequences, SHAPES[case.size]["vocab_size"])
+    trained = int((rows.loss_weight > 0).sum())
+    times: Times = {arm: [] for arm in ARMS}
+    norms: dict[str, float] = {}
+    for _ in range(WARM_UP + rounds):
+        for arm, trainer in trainers.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            metrics = trainer.step([[rows]], [trained])
+            times[arm].append((time.perf_counter() - wall, time.process_time() - cpu))
+            norms.setdefault(arm, next(metric.value for metric in metrics if metric.name == "train/grad_norm"))
+    results = {"times": {arm: pairs[WARM_UP:] for arm, pairs in times.items()}, "norms": norms}
+    (Path(folder) / "found.json").write_text(json.dumps(results))
+    leave(0)
+
+
+def spec_of(model: str, dtype: str, arm: str, num_steps: int) -> ActorSpec:
+    """Return the specification of a single rank that takes one optimizer step per rollout."""
+    return replace(
+        untrained_spec(model, Layout(), dtype),
+        model=ModelConfig(hf_checkpoint=model, cpu_kernels=arm),
+        optim=OptimConfig(lr=1e-3),
+        algo=GrpoConfig(),
+        num_steps=num_steps,
+    )
+
+
+def make_rows(sequences: int, vocabulary: int) -> PackedBatch:
+    """Return prompts of 4 to 6 random tokens, each with ``NEW_TOKENS`` trained tokens."""
+    numbers = np.random.default_rng(0)
+    lengths = NEW_TOKENS + np.resize([4, 5, 6], sequences)
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    trained = np.concatenate([np.arange(length) >= length - NEW_TOKENS for length in lengths])
+    return PackedBatch(
+        token_ids=numbers.integers(0, vocabulary, len(trained)).astype(np.int32),
+        cu_seqlens=bounds,
+        loss_weight=(trained / trained.sum()).astype(np.float32),
+        versions=np.where(trained, 0, -1).astype(np.int32),
+        rollout_logprobs=np.where(trained, -6.0, 0.0).astype(np.float32),
+        rewards=numbers.normal(size=sequences).astype(np.float32),
+        advantages=numbers.normal(size=sequences).astype(np.float32),
+        sample_ids=np.arange(sequences, dtype=np.int64),
+    )
+
+
+def parts(rounds: int) -> Iterator[str]:
+    """Yield the median milliseconds of each replaced part, forward and backward, on one thread."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield "| part, forward and back, one thread | torch, wall (CPU), ms | c, wall (CPU), ms | ratio, wall (CPU) |"
+    yield "|---|---|---|---|"
+    half, full = torch.bfloat16, torch.float32
+    for n, v, h, dtype, entropy in (
+        (4096, 1024, 384, half, False),
+        (4096, 1024, 384, half, True),
+        (512, 32768, 384, half, False),
+        (4096, 512, 128, full, False),
+    ):
+        name = f"log-probabilities{' and entropies' if entropy else ''} of {n} x {v} logits, {str(dtype)[6:]}"
+        yield row(f"{name}, hidden {h}", alternate(scores(n, v, h, dtype, entropy=entropy), rounds), 1e3, 1)
+    for size in SHAPES:
+        for sequences, length in ((64, 69), (8, 512)):
+            inputs = attention(sequences, length, SHAPES[size])
+            yield row(f"attention, a layer of {size}, {sequences} x {length}", alternate(inputs, rounds), 1e3, 1)
+
+
+def alternate(arms: Mapping[str, Callable[[], object]], rounds: int) -> Times:
+    """Return the times of arms that take turns, after one warm-up call of each."""
+    times: Times = {arm: [] for arm in arms}
+    for timed in range(1 + rounds):
+        for arm, call in arms.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            call()
+            if timed:
+                times[arm].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return times
+
+
+def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict[str, Callable[[], object]]:
+    """Return functions that compute log-probabilities from hidden states, including the vocabulary products."""
+    from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
+    from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
+
+    hidden, weight = (torch.randn(rows, h, dtype=dtype, requires_grad=True) for rows in (n, v))
+    target, part = torch.randint(0, v, (n,)), VocabularyPart(0, v, None)
+
+    def run(function: Any) -> None:
+        outputs = function(hidden, weight, target, part=part, temperature=1.0, chunk=n, entropy=entropy)
+        torch.stack([column.sum() for column in outputs if column is not None]).sum().backward()
+
+    return {"torch": lambda: run(vocab_scores), "c": lambda: run(fused_vocab_scores)}
+
+
+def attention(sequences: int, length: int, shape: Mapping[str, int]) -> dict[str, Callable[[], object]]:
+    """Return functions that compute packed causal attention in float32, rounded to bfloat16."""
+    from slime_like.train.megatron.model.sdpa import attention_batches, in_batches
+    from slime_like_plugins.megatron_cpu.functions import AttentionFunction
+    from slime_like_plugins.megatron_cpu.kernels import kernels
+
+    queries, groups, width = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    query, key, value = (torch.randn(sequences * length, n, width).requires_grad_() for n in (queries, groups, groups))
+    bounds = np.arange(0, sequences * length + 1, length, dtype=np.int32)
+    batches, on_device = attention_batches(bounds, torch.device("cpu")), torch.from_numpy(bounds)
+    grad = torch.randn(sequences * length, queries, width).bfloat16()
+
+    def plain() -> Tensor:
+        return in_batches(query, key, value, batches, None).bfloat16()
+
+    def fused() -> Tensor:
+        attended: Any = AttentionFunction.apply(query, key, value, on_device, width**-0.5, torch.bfloat16, kernels())
+        return attended
+
+    return {"torch": lambda: plain().backward(grad), "c": lambda: fused().backward(grad)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""The calculator as an existing agent: a stock OpenAI client in a loop, which knows nothing of training.
+
+``rollout.generate=openai_agent rollout.agent=examples.calculator_agent:agent`` trains the model that answers it
+(docs/agents.md has the command and its output). Unlike ``examples.calculator`` it sees text only: the endpoint
+takes care of sampled tokens, their log-probabilities and the selection of trained tokens.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+import openai
+
+from examples.arithmetic import calculate
+
+CALL_END = "</calc>"
+MAX_CALLS = 4
+# No certificates: the endpoint uses http on loopback, and reading the machine's certificates takes 25 ms per client.
+NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+async def agent(base_url: str, api_key: str, prompt: str, metadata: Mapping[str, Any]) -> None:
+    """Request an answer to ``prompt`` and run the calculator for it, at most ``MAX_CALLS`` times.
+
+    ``reward.name`` scores the last answer.
+    """
+    del metadata
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    plain = openai.DefaultAsyncHttpxClient(verify=NO_CERTIFICATES)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=plain) as client:
+        for _ in range(1 + MAX_CALLS):
+            reply = await client.chat.completions.create(model="policy", messages=messages, stop=CALL_END)
+            answer = reply.choices[0].message
+            if "+" not in (answer.content or ""):  # <calc> and </calc> are special tokens, not part of the text
+                return
+            messages += [answer, {"role": "tool", "tool_call_id": "calc", "content": result(answer.content or "")}]
+
+
+def result(expression: str) -> str:
+    """Return the calculator's reply; a call that is not arithmetic gets an error."""
+    try:
+        return f"<result>{calculate(expression)}</result>"
+    except ValueError:
+        return "<result>error</result>"

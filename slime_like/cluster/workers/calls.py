@@ -1,0 +1,124 @@
+"""Typed calls of Ray actors, and ``ray.get`` with deadlines.
+
+``call(actor, EngineActor.hurt, "SIGKILL")`` is ``actor.hurt.remote("SIGKILL")``, except that a type checker knows the method,
+its arguments and its result, and an editor finds its definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Concatenate, cast, overload
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from slime_like.cluster.supervise.crash import one_line
+from slime_like.errors import SlimeLikeError, WorkerError
+from slime_like.util.deadline import Deadline
+
+POLL_S = 1.0
+GRACE_S = 2.0  # for peers of a failed process to report their errors
+
+
+def start_actor[**P, T](actor_class: Callable[P, T], **options: Any) -> Callable[P, ActorHandle[T]]:
+    """Return a function that starts an actor with Ray's ``options``; it takes the arguments of ``actor_class``."""
+    return cast(Any, ray.remote)(actor_class).options(**options).remote
+
+
+@overload
+def call[T, **P, R](
+    actor: ActorHandle[T],
+    method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> ObjectRef[R]: ...
+
+
+@overload
+def call[T, **P, R](
+    actor: ActorHandle[T], method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
+) -> ObjectRef[R]: ...
+
+
+def call(actor: ActorHandle[Any], method: Callable[..., Any], *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+    """Start ``method`` of the actor's class on the actor; return the pending result."""
+    return getattr(actor, method.__name__).remote(*args, **kwargs)
+
+
+def put[T](value: T) -> T:
+    """Store an argument of several calls once. Typed as the value, which is what Ray passes to the methods."""
+    return cast(T, ray.put(value))
+
+
+def wait_all[R](
+    refs: Mapping[str, ObjectRef[R]], deadline: Deadline, waiting: Callable[[str], None] | None = None
+) -> dict[str, R]:
+    """Return the results of all ``refs`` by name; call ``waiting`` with the pending names after each second without a result.
+
+    Raises the error of a remote call with its type; ``WorkerError`` naming a process that died; ``DeadlineExceeded``
+    naming the processes that have not responded.
+    """
+    pending = {ref: name for name, ref in refs.items()}
+    results: dict[str, R] = {}
+    while pending:
+        waits_for = ", ".join(sorted(pending.values()))
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(POLL_S, deadline.remaining(waits_for)))
+        if waiting is not None and not ready:
+            waiting(waits_for)
+        for ref in ready:
+            name = pending.pop(ref)
+            try:
+                results[name] = _get(name, ref, deadline)
+            except WorkerError as error:
+                raise _root_cause(error, pending, deadline) from error
+    return {name: results[name] for name in refs}
+
+
+def _root_cause(error: WorkerError, pending: Mapping[ObjectRef[Any], str], deadline: Deadline) -> SlimeLikeError:
+    """Return the root cause: one rank's failure breaks its peers' connections, so prefer a death or a specific error."""
+    if error.died:
+        return error
+    ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
+    errors: list[SlimeLikeError] = [error]
+    for ref in ready:
+        try:
+            _get(pending[ref], ref, deadline)
+        except SlimeLikeError as peer_error:
+            errors.append(peer_error)
+    return next((e for e in errors if not isinstance(e, WorkerError) or e.died), error)
+
+
+def wait_first[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> tuple[str, R]:
+    """Return name and result of the first ready ref, ties in the order of ``refs``; errors as ``wait_all``."""
+    first = next(iter(refs))
+    ready, _ = ray.wait(list(refs.values()), num_returns=1, timeout=deadline.remaining(first))
+    if not ready:
+        raise deadline.exceeded(first)
+    name = next(name for name, ref in refs.items() if ref in ready)
+    return name, _get(name, refs[name], deadline)
+
+
+def is_answered(ref: ObjectRef[Any]) -> bool:
+    """Return True if the result or error of a call is available."""
+    return bool(ray.wait([ref], timeout=0)[0])
+
+
+def wait_one[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
+    """Return the result of one call; errors as ``wait_all``."""
+    return wait_all({name: ref}, deadline)[name]
+
+
+def _get[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
+    try:
+        return ray.get(ref, timeout=deadline.remaining(name))
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SlimeLikeError):
+            raise type(cause)(str(cause)) from error
+        raise WorkerError(f"{name} failed in phase '{deadline.phase}': {one_line(cause)}") from error
+    except RayActorError as error:
+        raise WorkerError(f"{name} died in phase '{deadline.phase}': {one_line(error)}", died=True) from error
+    except GetTimeoutError as error:
+        raise deadline.exceeded(name) from error

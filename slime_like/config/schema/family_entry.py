@@ -1,0 +1,18 @@
+"""Entries of table FAMILIES, which describe a model family without importing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyEntry:
+    """Path of a ``Family`` subclass and the properties in which the family differs from the defaults."""
+
+    path: str  # "module:attribute"
+    output_gate: bool = False  # attention has an output gate as wide as its queries
+    engine_ties: bool = True  # SGLang's model reads tie_word_embeddings
+    fused_engine_model: str = (
+        ""  # SGLang's class, if sglang_cpu's fused forward can replace its forward; empty: SGLang's forward runs
+    )
+    bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise

@@ -1,0 +1,61 @@
+"""Sinks by name or path (``metrics.sinks``). Errors of a user's own name the key and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slime_like.config.rules.user_functions import check_methods
+from slime_like.config.schema.names import SINKS
+from slime_like.config.schema.run import MetricsConfig
+from slime_like.errors import ConfigError
+from slime_like.metrics.types import KeepsWarnings, RunWarning, ShowsNotes, Sink, SinkContext, StepSpans
+from slime_like.registry import resolve
+from slime_like.util.user_code import describe, errors_named
+
+KEY = "metrics.sinks"
+
+
+def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
+    """Construct the sink ``name``. Raises ``ConfigError`` if a user's own raises or lacks a method."""
+    factory = resolve(KEY, name, SINKS)
+    if name in SINKS:
+        return factory(config, context)
+    try:
+        sink: Sink = factory(config, context)
+    except Exception as error:  # code of a user's may raise anything
+        raise ConfigError(
+            f"{KEY}={name!r}: sink(config, context) raised {describe(error)}: correct that line"
+        ) from error
+    check_methods(KEY, name, sink)
+    return UserSink(name, sink)
+
+
+@dataclass(frozen=True, slots=True)
+class UserSink:
+    """A user's own sink. Every method raises ``UserCodeError`` when the user's method raises."""
+
+    name: str
+    sink: Sink
+
+    def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
+        """Log one step."""
+        with errors_named(KEY, self.name, f"step {step}"):
+            self.sink.log(step, values, spans)
+
+    def note(self, text: str) -> None:
+        """Show a note, if the sink has this method."""
+        if isinstance(self.sink, ShowsNotes):
+            with errors_named(KEY, self.name, f"the note {text!r}"):
+                self.sink.note(text)
+
+    def warn(self, step: int, warning: RunWarning) -> None:
+        """Record a warning, if the sink has this method."""
+        if isinstance(self.sink, KeepsWarnings):
+            with errors_named(KEY, self.name, f"a warning of step {step}"):
+                self.sink.warn(step, warning)
+
+    def close(self) -> None:
+        """Close the sink."""
+        with errors_named(KEY, self.name, "the end of the run"):
+            self.sink.close()

@@ -1,0 +1,88 @@
+"""Evaluation of measurements in the benchmark of Gated DeltaNet's kernels; the measurements themselves are not repeated."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.data.dump import rollout_path, save_groups
+from slime_like.metrics.flops import decoder_shape, train_flops
+from slime_like.types import Prompt, Sample, SampleGroup, Source, Span, Status
+from tests.metrics.test_flops import DENSE
+
+METRICS = {"perf/actor_train_time": 0.5, "perf/step_time": 2.0, "perf/tokens_per_gpu_per_sec": 40.0}
+
+
+@pytest.fixture
+def script() -> Any:
+    return importlib.import_module("benchmarks.gdn")
+
+
+def test_shapes_are_read(script: Any) -> None:
+    assert script.shape_of("2048,16,32,128").lengths == (2048,)
+    assert script.shape_of("64x32,4,8,16").lengths == (32,) * 64
+    assert str(script.shape_of("64x32,4,8,16")) == "64 x 32, 4/8 x 16"
+
+
+def test_a_page_of_small_shapes(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gdn.md"
+    argv = ["--arms", "hf", "torch", "flashqla", "--shapes", "64,1,2,16", "--long", "32", "64", "--rounds", "1"]
+    assert script.main([*argv, "--device", "cpu", "--dtype", "float32", "--output", str(out)]) == 0
+    text = out.read_text()
+    assert "_ChunkRule" in text and "triangular" in text  # what ran, by the profiler
+    assert "`flashqla` did not run: model.gdn.backend=flashqla on a CPU" in text
+    assert text.count("| one sequence |") == 2 and text.count("| packed | torch |") == 1
+    parts = "| case | arm | out | final | dq | dk | dv | dg | dbeta | dinitial |"  # each error has a column
+    assert parts in text
+    assert all(line.count("|") == parts.count("|") for line in text.splitlines() if "| one sequence |" in line)
+    assert f"Commit {script.commit()}, torch " in text and f"{script.machine('cpu')}; medians" in text
+    assert "gdn.svg" in text
+    lines = ET.fromstring((tmp_path / "gdn.svg").read_text()).findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [2, 2]
+    capsys.readouterr()
+
+
+def test_parity_that_fails_is_told(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(script.TOLERANCE, "float32", 1e-12)
+    argv = ["--arms", "torch", "--shapes", "32,1,1,8", "--long", "32", "--rounds", "1", "--device", "cpu"]
+    assert script.main([*argv, "--dtype", "float32"]) == 1
+    assert "parity FAILED" in capsys.readouterr().err
+
+
+def group(lengths: tuple[int, ...]) -> SampleGroup:
+    samples = tuple(
+        Sample(
+            group_id=0,
+            episode_id=0,
+            sample_id=i,
+            seed=0,
+            token_ids=np.arange(n, dtype=np.int32),
+            logprobs=np.zeros(n, dtype=np.float32),
+            spans=(Span(0, 1, Source.PROMPT, 0), Span(1, n, Source.MODEL, 0)),
+            reward=None,
+            status=Status.COMPLETED,
+        )
+        for i, n in enumerate(lengths)
+    )
+    return SampleGroup(0, Prompt(0, np.zeros(1, dtype=np.int32), "", None, None), samples)
+
+
+def test_a_run_becomes_a_row(script: Any, tmp_path: Path) -> None:
+    runs = importlib.import_module("benchmarks.gdn_runs")
+    lines = [{**METRICS, "perf/actor_train_time": 99.0}] * runs.WARM_UP + [METRICS, {"eval/x": 1.0}, METRICS]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for rollout in range(runs.WARM_UP + 2):
+        save_groups(rollout_path(tmp_path / "rollouts", rollout), [group((3, 5))])
+    shape = decoder_shape(DENSE)
+    row = runs.row("torch", runs.read_steps(tmp_path), shape, ranks=2)
+    tflops = train_flops(shape, [3, 5]) / 0.5 / 2 / 1e12
+    assert row == ["torch", "-", "0.500", "2.000", "40", "16", f"{tflops:.4g}"]
+    assert runs.table([row])[0].count("|") == len(row) + 1

@@ -1,0 +1,74 @@
+"""Headers of the benchmarks' pages: how they were made, of which commit, and from which lines of a log."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+run: Any = importlib.import_module("benchmarks.run")
+spin: Any = importlib.import_module("benchmarks.spin")
+startup: Any = importlib.import_module("benchmarks.startup")
+
+COMMAND = "python benchmarks/run.py startup --rounds 2 --write"
+DECODE = (
+    "[2026-11-21 22:00:00] Decode batch, #running-req: {}, #token: 4096, token usage: 0.06, cpu graph: False, "
+    "gen throughput (token/s): {}, #queue-req: 0\n"
+)
+
+
+def started(bare: float, first: float, *, warm: bool = False) -> Any:
+    return startup.Round(bare, {"ready": first - 1}, first, warm)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "said"),
+    [
+        ([started(9, 99), started(10, 15), started(10, 17)], "there before the first pair, and found by every round"),
+        ([started(9, 99, warm=True), started(10, 15), started(10, 17)], "made in the pair that is left out"),
+        ([started(9, 99), started(10, 15), started(10, 17, warm=True)], "was made in round 2"),
+    ],
+)
+def test_a_page_of_starts_says_how_it_was_made(rounds: list[Any], said: str) -> None:
+    text = startup.report(rounds, "Machine: this one.", COMMAND)
+    assert f"Command: `{COMMAND}`. The warm start" in text and said in text
+    assert "**1.60 times**" in text and "median of 2 rounds" in text and "99" not in text
+
+
+def test_pages_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "REPOSITORY", tmp_path)
+    assert run.commit() == "Commit unknown (no git checkout)."
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert run.commit() == f"Commit {head.strip()}."
+    assert run.machine(0.5).endswith(run.commit())
+    (tmp_path / "docs" / "page").write_text("2")  # as by the measurement before this one
+    assert run.commit() == f"Commit {head.strip()}."
+    (tmp_path / "file").write_text("2")
+    assert run.commit() == f"Commit {head.strip()}, with changes that are not committed."
+
+
+def test_what_was_written_by_hand_stays_below_the_measured(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for text in ("first", "second\n"):
+        run.write(page, text)
+        assert page.read_text() == f"{text.strip()}\n"
+    page.write_text(f"old\n\n{run.MARK}\n\n## Findings\n\nOne.\n")
+    for text in ("third\n\n", "fourth"):
+        run.write(page, text)
+        assert page.read_text() == f"{text.strip()}\n\n{run.MARK}\n\n## Findings\n\nOne.\n"
+
+
+def test_decode_steps_are_read_from_the_engines_log() -> None:
+    log = "".join(DECODE.format(running, rate) for running, rate in ((64, "12800.00"), (7, "100.00"), (64, "6400.00")))
+    assert spin.decode_seconds(log) == [0.005, 0.01]
+    with pytest.raises(SystemExit, match="names no decode batch of all samples"):
+        spin.decode_seconds(DECODE.format(7, "100.00"))

@@ -1,0 +1,176 @@
+"""Engine pool: fatal errors end every wait for an engine, and a push admits only the engines it reached."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.errors import EngineError, EngineLost
+from slime_like.interfaces import Sampling
+from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.push import Push
+from slime_like.rollout.pool.router import Usage
+from tests.rollout.slow_engine import SlowSupervisor
+
+PROMPT = np.arange(2, 6, dtype=np.int32)
+
+
+class Hung(SlowSupervisor):
+    """Supervisor whose engine never generates and cannot be restarted."""
+
+    async def restart(self) -> Any:
+        raise EngineError(f"{self._name} does not start")
+
+    async def stopped(self) -> tuple[int, ...]:
+        return ()
+
+
+def play(
+    kind: type[SlowSupervisor], health: HealthConfig, scene: Callable[[EnginePool, list[Any]], Awaitable[None]]
+) -> None:
+    async def run() -> None:
+        supervisors = [kind(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
+        pool = EnginePool(supervisors, health, pushed=True)  # pyright: ignore[reportArgumentType]
+        tasks = [task for supervisor in supervisors for task in supervisor.tasks]
+        if kind is Hung:
+            for task in tasks:
+                task.cancel()
+        try:
+            async with asyncio.timeout(10):
+                await scene(pool, [supervisor.client for supervisor in supervisors])
+        finally:
+            await pool.stop()
+            for task in (task for supervisor in supervisors for task in supervisor.tasks):
+                task.cancel()
+
+    asyncio.run(run())
+
+
+async def let_run() -> None:
+    """Let every task run until it waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def start_requests(pool: EnginePool) -> list[asyncio.Task[Any]]:
+    """Start a request on each engine; return the waiting tasks."""
+
+    async def ask() -> None:
+        with pool.router.lease(9) as lease:
+            engine = ResumableEngine(pool, lease, PartialCompletions(), PauseGate(), Usage(2))
+            await engine.generate(PROMPT, [7], Sampling(1.0, 9))
+
+    tasks = [asyncio.create_task(ask()) for _ in pool.slots]
+    await let_run()
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+def test_on_stalled_engine_stop_ends_every_wait() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        waiting = await start_requests(pool)
+        with pytest.raises(EngineError, match="no answer"):
+            pool.stall(pool.slots[0], EngineError("engine 0: no answer"))
+        for task in waiting:
+            with pytest.raises(EngineError, match="engine 0: no answer"):
+                await task
+        with pytest.raises(EngineError, match="engine 0: no answer"):
+            await pool.joinable()
+        await pool.starved()  # returns, so that the driver starts the push that reports the error
+
+    play(Hung, HealthConfig(on_stalled_engine="stop"), scene)
+
+
+def test_an_engine_that_cannot_restart_ends_the_run() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        waiting = await start_requests(pool)
+        engines[0].die()
+        for task in waiting:
+            with pytest.raises(EngineError, match=r"engine 0 was lost .* health.max_restarts=2 .* does not start"):
+                await task
+        assert pool.slots[0].restarts == 3
+
+    play(Hung, HealthConfig(max_restarts=2), scene)
+
+
+def test_an_engine_replaced_during_a_push_is_not_admitted() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        release = asyncio.Event()
+
+        async def post(phase: str, *_: object) -> None:
+            """Answer immediately."""
+
+        async def late(phase: str, *_: object) -> None:
+            if phase == "resume":
+                await release.wait()
+
+        for engine, verb in zip(engines, (post, late), strict=True):
+            engine._post = engine._request = verb
+            engine.pause = engine.begin_update = lambda *_: post("")
+        push = Push(pool)
+        assert [address.name for address in await push.begin()] == ["engine 0", "engine 1"]
+        resuming = asyncio.create_task(push.resume(5))
+        await let_run()
+        pool.lose(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
+        await let_run()
+        assert not pool.slots[0].down and pool.slots[0].client is not engines[0]
+        release.set()
+        await resuming
+        assert pool.router.engines == [engines[1]]
+        assert pool.recoveries[0].joined == 0
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_a_check_cut_short_by_a_push_is_repeated_immediately() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        decode_flags: list[bool] = []
+
+        async def cut_short(seconds: float, *, decodes: bool) -> bool:
+            pool.health.interval_s = 1e9  # no further round
+            decode_flags.append(decodes)
+            if decodes:
+                pool.push_begins()
+            return False
+
+        async def well(seconds: float, *, decodes: bool) -> bool:
+            return True
+
+        for slot, health in zip(pool.slots, (cut_short, well), strict=True):
+            slot.answered, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+        HealthMonitor(pool).start()
+        while not pool.recoveries:
+            await asyncio.sleep(0)
+        assert decode_flags == [True, False]
+        assert [recovery.engine for recovery in pool.recoveries] == ["engine 0"]
+
+    play(SlowSupervisor, HealthConfig(interval_s=0.0), scene)
+
+
+def test_a_hanging_check_does_not_block_checks_of_other_engines() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        decode_flags: list[bool] = []
+
+        async def hangs(seconds: float, *, decodes: bool) -> bool:
+            await asyncio.Event().wait()
+            return False
+
+        async def well(seconds: float, *, decodes: bool) -> bool:
+            decode_flags.append(decodes)
+            return True
+
+        for slot, health in zip(pool.slots, (hangs, well), strict=True):
+            slot.answered, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+        HealthMonitor(pool).start()
+        while len(decode_flags) < 3:
+            await asyncio.sleep(0)
+
+    play(SlowSupervisor, HealthConfig(interval_s=0.0), scene)

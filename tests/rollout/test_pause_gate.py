@@ -1,0 +1,72 @@
+"""Pause gate between rollouts, and aborts that a request attributes to this client."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_like.rollout.collect import resumable
+from slime_like.rollout.collect.resumable import PauseGate
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.util.deadline import Deadline
+
+
+async def abort_nothing() -> None:
+    """Abort nothing."""
+
+
+async def shut(gate: PauseGate) -> None:
+    await gate.shut(abort_nothing, Deadline("test", "stop", 30))
+
+
+def test_a_gate_shut_again_stops_woken_tasks() -> None:
+    async def scenario() -> list[str]:
+        gate, passed = PauseGate(), list[str]()
+        await shut(gate)
+
+        async def pass_it() -> None:
+            async with gate.passage():
+                passed.append("passed")
+
+        waiting = asyncio.create_task(pass_it())
+        await asyncio.sleep(0)
+        gate.open()  # wakes it
+        await shut(gate)  # before it runs
+        for _ in range(5):
+            await asyncio.sleep(0)
+        passed_while_shut = list(passed)
+        gate.open()
+        await waiting
+        return passed_while_shut
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_a_gate_measures_its_shut_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 4.0, 10.0, 10.5])
+    monkeypatch.setattr(resumable, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    async def scenario() -> list[float]:
+        gate = PauseGate()
+        times = [gate.shut_s]
+        await shut(gate)  # at 1
+        gate.open()  # at 4
+        times.append(gate.shut_s)
+        await shut(gate)  # at 10
+        return [*times, gate.shut_s]  # at 10.5
+
+    assert asyncio.run(scenario()) == [0.0, 3.0, 3.5]
+
+
+def test_an_abort_counts_as_ended_only_after_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, num_ended = EngineClient("http://127.0.0.1:9", admin_key=""), list[int]()
+
+    async def post(*request: Any) -> None:
+        num_ended.append(client.num_ended_aborts)
+
+    monkeypatch.setattr(client, "_post", post)
+    asyncio.run(client.abort_all())
+    assert (num_ended, client.num_aborts, client.num_ended_aborts) == ([0], 1, 1)
