@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import load_groups, rollout_path
-from slime_like.distributed.guard.pace import OVERDRAFT
 from slime_like.metrics import dictionary
 from slime_like.types import Sample, Source
 from tests.e2e.runs import Finished, last_step, metrics
@@ -49,23 +48,15 @@ def check_documented(rows: list[dict[str, Any]]) -> None:
     assert dictionary.unknown(names) == []
 
 
-def check_guard(rows: list[dict[str, Any]], ranks: int = 1) -> None:
-    """The memory guard asked, and took what ``guard=auto`` promises: a thousandth of the time, and ``OVERDRAFT`` questions.
+def check_guard(rows: list[dict[str, Any]]) -> None:
+    """Check that the memory guard queried free memory under ``guard=auto``, and not at every collective.
 
-    Of all steps but the first together, as the budget is. Questions that a busy machine interrupted, which fewer later ones
-    pay for when a run is longer, count by the median of the steps' prices. A run of fewer questions than may be overdrawn
-    shows less, so one that was not interrupted costs a thousandth of a step at most.
+    ``tests/distributed/test_pace.py`` checks the budget under a simulated clock: here the machine's other work would count.
     """
-    told = [row for row in rows if "guard/time" in row and "perf/step_time" in row]
-    steady = [row for row in told[1:] if not row["guard/clears"]]  # to clear is no question
-    assert len(told) > 3
-    assert sum(row["guard/checks"] for row in told) > 0
-    times, steps = ([row[name] for row in steady] for name in ("guard/time", "perf/step_time"))
-    asked = [row["guard/checks"] / ranks for row in steady]  # by a rank; the time is that of the slowest
-    prices = [time / count for time, count in zip(times, asked, strict=True) if count] or [0.0]
-    price, seen = float(np.median(prices)), f"questions {asked}, times {times}, steps {steps}"
-    assert min(sum(times), sum(asked) * price) <= 0.001 * sum(steps) + OVERDRAFT * price, seen
-    assert min(prices) <= 0.001 * np.median(steps), seen
+    num_checks = sum(row.get("guard/checks", 0) for row in rows)
+    num_calls = sum(value for row in rows for name, value in row.items() if name.startswith("comm/") and name.endswith("/calls"))
+    assert 0 < num_checks < num_calls / 4, (num_checks, num_calls)
+    assert sum(row.get("guard/time", 0.0) for row in rows) > 0
 
 
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
