@@ -28,8 +28,8 @@ from slime_like.config.schema.gdn import GDNConfig
 from slime_like.config.schema.guard_policy import GuardSpec
 from slime_like.config.schema.resolved import ActorSpec, Layout
 from slime_like.printable import visible
+from slime_like.train.megatron.model_io.convert import untrained_spec
 from slime_like.train.megatron.platform import host
-from slime_like.train.megatron.weights.convert import untrained_spec
 from slime_like.util.leave import leave
 from slime_like.util.ports import Meeting, PortLease
 

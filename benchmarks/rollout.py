@@ -47,7 +47,7 @@ from slime_like.rollout.generate.single_turn import to_sample  # noqa: E402
 from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
 from slime_like.rollout.pool.router import Usage  # noqa: E402
 from slime_like.types import Prompt, Sample  # noqa: E402
-from slime_like.weights.shared import Region  # noqa: E402
+from slime_like.weight_sync.shared import Region  # noqa: E402
 from tests.engine.kept import Kept  # noqa: E402
 
 KEY = "bench"

@@ -39,7 +39,7 @@ from slime_like.config.schema.algo import GrpoConfig  # noqa: E402
 from slime_like.config.schema.model import ModelConfig, OptimConfig  # noqa: E402
 from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from slime_like.train.megatron.weights.convert import untrained_spec  # noqa: E402
+from slime_like.train.megatron.model_io.convert import untrained_spec  # noqa: E402
 from slime_like.util.leave import leave  # noqa: E402
 from slime_like.util.ports import Meeting, PortLease  # noqa: E402
 

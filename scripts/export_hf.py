@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     try:
         source = find(args.checkpoint)
         hf = args.hf_checkpoint or model_of(source)
-        from slime_like.train.megatron.weights.convert import export_checkpoint
+        from slime_like.train.megatron.model_io.convert import export_checkpoint
 
         export_checkpoint(source, hf, args.output, dtype=args.dtype, max_bytes=int(args.max_shard_gb * 2**30))
     except SlimeLikeError as error:

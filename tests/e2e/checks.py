@@ -54,7 +54,9 @@ def check_guard(rows: list[dict[str, Any]]) -> None:
     ``tests/distributed/test_pace.py`` checks the budget under a simulated clock: here the machine's other work would count.
     """
     num_checks = sum(row.get("guard/checks", 0) for row in rows)
-    num_calls = sum(value for row in rows for name, value in row.items() if name.startswith("comm/") and name.endswith("/calls"))
+    num_calls = sum(
+        value for row in rows for name, value in row.items() if name.startswith("comm/") and name.endswith("/calls")
+    )
     assert 0 < num_checks < num_calls / 4, (num_checks, num_calls)
     assert sum(row.get("guard/time", 0.0) for row in rows) > 0
 

@@ -19,7 +19,7 @@ from slime_like.interfaces import Bucket, Sampling
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.engine.server import EngineServer
 from slime_like.types import F32, I32
-from slime_like.weights.shared import Region
+from slime_like.weight_sync.shared import Region
 
 VOCAB = 500  # not a multiple of 64: the engine pads its embedding
 KEY = "a key of this test run"

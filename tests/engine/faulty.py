@@ -24,8 +24,8 @@ from slime_like.rollout.engine.server import EngineServer
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.types import I32
 from slime_like.util.deadline import Deadline
-from slime_like.weights.broadcast import BroadcastSender
-from slime_like.weights.tensor import TensorSender
+from slime_like.weight_sync.broadcast import BroadcastSender
+from slime_like.weight_sync.tensor import TensorSender
 from tests.data.character_tokenizer import characters
 from tests.data.sources import source, write
 from tests.engine.conftest import KEY, Models

@@ -22,8 +22,8 @@ from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Bucket, TensorMeta, WeightSource
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.ports import PortLease
-from slime_like.weights.broadcast import BroadcastSender
-from slime_like.weights.shared import Region
+from slime_like.weight_sync.broadcast import BroadcastSender
+from slime_like.weight_sync.shared import Region
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import KEY, Engine, Models, payload, prompt, sampled
 from tests.engine.in_flight import by_version, over_two_pushes

@@ -85,8 +85,8 @@ def _edit_metadata(folder: Path, edit: Callable[[Any], object]) -> None:
 
 def read_planted(world: World, shared: Shared, gpt: str, saved_by: str) -> dict[str, str]:
     """``<path>, <plant>`` -> error of the load, after the word ``ran`` where the planted code ran."""
-    from slime_like.train.megatron.weights import checkpoint
-    from slime_like.train.megatron.weights.convert import export_checkpoint
+    from slime_like.train.megatron.model_io import checkpoint
+    from slime_like.train.megatron.model_io.convert import export_checkpoint
 
     models = shared.models
     actor = make_actor(world, models["tied"], Layout(), algo=SftConfig())

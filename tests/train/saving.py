@@ -53,7 +53,7 @@ def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
 @contextlib.contextmanager
 def held_writers() -> Generator[threading.Event]:
     """Threads that write checkpoints wait until the event is set."""
-    from slime_like.train.megatron.weights.checkpoint import PendingSave
+    from slime_like.train.megatron.model_io.checkpoint import PendingSave
 
     go = threading.Event()
     write = PendingSave._write
@@ -70,7 +70,7 @@ def held_writers() -> Generator[threading.Event]:
 @contextlib.contextmanager
 def hashing_threads() -> Generator[set[str]]:
     """Names of the threads in which the files that a rank wrote are read again."""
-    from slime_like.train.megatron.weights import checkpoint
+    from slime_like.train.megatron.model_io import checkpoint
 
     names: set[str] = set()
 

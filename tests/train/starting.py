@@ -37,7 +37,7 @@ def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "unti
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from slime_like.train.megatron.weights.initial import FUSED_NORMS
+    from slime_like.train.megatron.model_io.initial import FUSED_NORMS
 
     actor = make_actor(world, shared.models[kind], Layout(), algo=SftConfig())
     config = _gpt_config(actor)
@@ -146,7 +146,7 @@ def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
 def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
     """Export checkpoints of other layouts with the export script, in a process group of one."""
     from slime_like.checkpoint.files import megatron_folder
-    from slime_like.train.megatron.weights.convert import export_checkpoint as export
+    from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 
     assert dist.get_world_size() == 1
     for name in sources:
@@ -159,7 +159,7 @@ def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str 
 def export_checkpoint(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
     """The export script's work in a process group of one: float32 and bfloat16, in several files."""
     from slime_like.checkpoint.files import megatron_folder
-    from slime_like.train.megatron.weights.convert import export_checkpoint as export
+    from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 
     assert dist.get_world_size() == 1
     source = megatron_folder(shared.scratch.with_name(saved_by))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.weights import shared
+from slime_like.weight_sync import shared
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten

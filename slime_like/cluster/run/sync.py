@@ -20,7 +20,7 @@ from slime_like.metrics.types import Metric
 from slime_like.rollout.pool import probe
 from slime_like.rollout.pool.probe import TrainerScores
 from slime_like.util.deadline import Deadline
-from slime_like.weights import manifest
+from slime_like.weight_sync import manifest
 
 ABORT_S = 15.0  # above the limits that rollout.pool.push sets for each half
 

@@ -44,7 +44,7 @@ from slime_like.metrics.spans import Spans
 from slime_like.registry import is_path
 from slime_like.rollout.manager import ManagerSpec
 from slime_like.util.deadline import Deadline
-from slime_like.weights import manifest
+from slime_like.weight_sync import manifest
 
 REPORT_S = 5.0
 POST_MORTEM_S = 20.0  # longer than EngineServer.cause_of_death waits for a dying process

@@ -111,9 +111,9 @@ CPU_KERNELS = {
     "c": "slime_like_plugins.megatron_cpu.layer:with_c_kernels",
 }
 COLOCATED_TRANSPORTS = {
-    "tensor": "slime_like.weights.tensor:TensorSender",
+    "tensor": "slime_like.weight_sync.tensor:TensorSender",
 }
 SPLIT_TRANSPORTS = {
-    "broadcast": "slime_like.weights.broadcast:BroadcastSender",
+    "broadcast": "slime_like.weight_sync.broadcast:BroadcastSender",
 }
 """``weights.transport`` by ``placement.mode``; ``auto`` is the first of its table."""

@@ -18,12 +18,12 @@ from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.model.forward import MicroBatch, to_device
 from slime_like.train.megatron.model.model import Chunks
 from slime_like.train.megatron.model.value_model import ValueModel, value_micros
+from slime_like.train.megatron.model_io import checkpoint
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import RankModel
 from slime_like.train.megatron.step import optim
 from slime_like.train.megatron.step.drift import Drift
 from slime_like.train.megatron.step.step import OptimizerStep, StepReport
-from slime_like.train.megatron.weights import checkpoint
 
 OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names that no policy metric has
 

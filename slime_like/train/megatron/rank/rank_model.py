@@ -20,12 +20,12 @@ from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.forward import MicroBatch, check_tokens, make_micro, to_device
 from slime_like.train.megatron.model.model import PolicyModel, build_chunks, load_hf, named_weights
 from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
+from slime_like.train.megatron.model_io import checkpoint, initial
 from slime_like.train.megatron.platform import host
 from slime_like.train.megatron.platform.collective import on_rank_zero
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank import determinism
 from slime_like.train.megatron.step import optim
-from slime_like.train.megatron.weights import checkpoint, initial
 from slime_like.types import F32
 
 

@@ -21,13 +21,13 @@ from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.model import exact_layers
 from slime_like.train.megatron.model.exact_layers import ALL
 from slime_like.train.megatron.model.forward import MicroBatch, Scoring, score_micros, to_device
+from slime_like.train.megatron.model_io.export import HFExport, write_hf
 from slime_like.train.megatron.platform.collective import GroupSum
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import OpenRollout, RankModel
 from slime_like.train.megatron.step import optim
 from slime_like.train.megatron.step.drift import Drift
 from slime_like.train.megatron.step.step import PolicyStep
-from slime_like.train.megatron.weights.export import HFExport, write_hf
 from slime_like.types import F32
 
 

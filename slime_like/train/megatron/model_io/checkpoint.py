@@ -37,10 +37,10 @@ from slime_like.config.rules.saved_model import check_padding
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model_io.damage import checked_manifest, damage_named, error_summary
 from slime_like.train.megatron.platform import patches
 from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.platform.groups import RankInfo
-from slime_like.train.megatron.weights.damage import checked_manifest, damage_named, error_summary
 from slime_like.util.deadline import Deadline
 
 

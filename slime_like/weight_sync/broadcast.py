@@ -21,7 +21,7 @@ from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
 from slime_like.util.deadline import scale
 from slime_like.util.ports import Meeting, meeting_at
-from slime_like.weights.manifest import meta_of
+from slime_like.weight_sync.manifest import meta_of
 
 LEAVE_S = 10.0  # limit for an engine to leave a group; a dead one never does
 POLL_S = 0.02

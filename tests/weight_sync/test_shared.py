@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
-from slime_like.weights.shared import DTYPES, MAGIC, Region, is_message, received
+from slime_like.weight_sync.shared import DTYPES, MAGIC, Region, is_message, received
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

@@ -14,9 +14,9 @@ import torch
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.util.by_bytes import by_bytes
-from slime_like.weights.manifest import meta_of
-from slime_like.weights.shared import is_message, received
-from slime_like.weights.tensor import TensorSender
+from slime_like.weight_sync.manifest import meta_of
+from slime_like.weight_sync.shared import is_message, received
+from slime_like.weight_sync.tensor import TensorSender
 
 LOCAL_HOST = "10.0.0.1"
 

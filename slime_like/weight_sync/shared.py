@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
-from slime_like.weights.manifest import meta_of
+from slime_like.weight_sync.manifest import meta_of
 
 MAGIC = b"slime_like shared tensors\n"
 ALIGNMENT = 64  # bytes

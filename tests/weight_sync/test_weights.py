@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.util.by_bytes import by_bytes
-from slime_like.weights import manifest
-from slime_like.weights.manifest import meta_of
-from slime_like.weights.tensor import serialize
+from slime_like.weight_sync import manifest
+from slime_like.weight_sync.manifest import meta_of
+from slime_like.weight_sync.tensor import serialize
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))

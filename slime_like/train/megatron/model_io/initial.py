@@ -22,8 +22,8 @@ from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.model import Chunks, load_hf
+from slime_like.train.megatron.model_io.damage import checked_manifest, damage_named
 from slime_like.train.megatron.platform.groups import RankInfo
-from slime_like.train.megatron.weights.damage import checked_manifest, damage_named
 
 # TransformerEngine's layers keep a norm in the linear that follows it.
 FUSED_NORMS = {

@@ -29,9 +29,9 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     from slime_like.train.megatron.families.hf import HFFolder
     from slime_like.train.megatron.model.model import PolicyModel, build_chunks
     from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
-    from slime_like.train.megatron.weights.checkpoint import check_model
-    from slime_like.train.megatron.weights.export import HFExport, write_hf
-    from slime_like.train.megatron.weights.initial import load_megatron
+    from slime_like.train.megatron.model_io.checkpoint import check_model
+    from slime_like.train.megatron.model_io.export import HFExport, write_hf
+    from slime_like.train.megatron.model_io.initial import load_megatron
 
     folder = HFFolder(hf)
     family = choose_family(spec, PolicyModel.adapt(folder.config()))

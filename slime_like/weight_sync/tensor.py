@@ -12,8 +12,8 @@ import torch
 
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
-from slime_like.weights.manifest import meta_of
-from slime_like.weights.shared import Region
+from slime_like.weight_sync.manifest import meta_of
+from slime_like.weight_sync.shared import Region
 
 
 class TensorSender:
