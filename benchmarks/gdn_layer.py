@@ -31,7 +31,7 @@ from slime_like.printable import visible
 from slime_like.train.megatron.model_io.convert import untrained_spec
 from slime_like.train.megatron.platform import host
 from slime_like.util.leave import leave
-from slime_like.util.ports import Meeting, PortLease
+from slime_like.util.ports import PortLease, RendezvousAddress
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -69,7 +69,7 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     spec = untrained_spec("none", layout, args.dtype)
     mode = GDNConfig(cp_mode="state" if name.endswith(STATE) else "head")
     spec = replace(spec, model=replace(spec.model, gdn=mode), guard=GuardSpec(wrap=True))
-    rank_info = groups.enter(spec, rank=rank, world_size=layout.world_size, master=Meeting("127.0.0.1", port))
+    rank_info = groups.enter(spec, rank=rank, world_size=layout.world_size, master=RendezvousAddress("127.0.0.1", port))
     layer, hidden, packed = build(rank_info, spec, args)
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
     activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)

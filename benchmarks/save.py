@@ -27,7 +27,7 @@ from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
 from slime_like.config.schema.run import RunConfig  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
-from slime_like.util.ports import meeting_at  # noqa: E402
+from slime_like.util.ports import open_rendezvous  # noqa: E402
 
 HOST = "127.0.0.1"
 SHAPE = ModelSpec(
@@ -142,7 +142,7 @@ def _actor(model: Path) -> Any:
         seed=0,
         deadline_s=600.0,
     )
-    rank_info = groups.enter(spec, rank=0, world_size=1, master=meeting_at(HOST))
+    rank_info = groups.enter(spec, rank=0, world_size=1, master=open_rendezvous(HOST))
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
     return RankTrainer(spec, rank_info)

@@ -41,7 +41,7 @@ from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.train.megatron.model_io.convert import untrained_spec  # noqa: E402
 from slime_like.util.leave import leave  # noqa: E402
-from slime_like.util.ports import Meeting, PortLease  # noqa: E402
+from slime_like.util.ports import PortLease, RendezvousAddress  # noqa: E402
 
 ARMS = ("torch", "c")
 CASES = ("tiny,bfloat16,2", "tiny,float32,2", "20m,bfloat16,2")
@@ -123,7 +123,7 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
 
     inputs = write_inputs(Path(folder), case.size)
     specs = {arm: spec_of(str(inputs.model), case.dtype, arm, WARM_UP + rounds) for arm in ARMS}
-    rank_info = groups.enter(specs["c"], rank=rank, world_size=1, master=Meeting("127.0.0.1", port))
+    rank_info = groups.enter(specs["c"], rank=rank, world_size=1, master=RendezvousAddress("127.0.0.1", port))
     from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which the groups have prepared
 
     trainers = {arm: RankTrainer(spec, rank_info) for arm, spec in specs.items()}

@@ -18,7 +18,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import Completion, Engine, GenerateContext, Tokenizer
 from slime_like.rollout.generate.episode import Episode
 from slime_like.types import I32, Prompt, Sample
-from slime_like.util.together import together
+from slime_like.util.concurrency import gather_or_cancel
 
 CALL, CALL_END = "<calc>", "</calc>"
 MAX_CALLS = 4
@@ -74,7 +74,9 @@ async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context
         final = "" if tokens.call_in(last.token_ids) is not None else context.decode(last.token_ids.tolist())
         return episode.sample(index=index, seed=seed, text=final)
 
-    return await together([answer(i, seed, first) for i, (seed, first) in enumerate(zip(seeds, firsts, strict=True))])
+    return await gather_or_cancel(
+        [answer(i, seed, first) for i, (seed, first) in enumerate(zip(seeds, firsts, strict=True))]
+    )
 
 
 def result(context: GenerateContext, call_ids: I32) -> I32:

@@ -14,7 +14,7 @@ from slime_like.interfaces import Engine, GenerateContext
 from slime_like.reward.kinds import label_of
 from slime_like.rollout.generate.episode import Episode
 from slime_like.types import Prompt, Reward, Sample, Status
-from slime_like.util.together import together
+from slime_like.util.concurrency import gather_or_cancel
 
 MAX_TURNS = 3
 DISCOUNT = 0.5  # per further try
@@ -43,4 +43,4 @@ async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context
         reward = Reward(score, accuracy=float(score > 0.0))
         return replace(episode.sample(index=index, seed=seed, text=text), reward=reward)
 
-    return await together([play(index, seed) for index, seed in enumerate(seeds)])
+    return await gather_or_cancel([play(index, seed) for index, seed in enumerate(seeds)])

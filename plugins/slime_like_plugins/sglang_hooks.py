@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-OPTION = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in this process and its children
+PLUGINS_VARIABLE = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in this process and its children
 
 
 def enabled(name: str) -> bool:
     """Return True if plugin ``name`` is enabled. Off by default: entry points load in every SGLang process."""
-    return name in {part.strip() for part in os.environ.get(OPTION, "").split(",")}
+    return name in {part.strip() for part in os.environ.get(PLUGINS_VARIABLE, "").split(",")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def stop_on(owner: str, problems: Sequence[str]) -> None:
     if problems:
         raise SystemExit(
             f"slime_like plugin {owner!r} does not fit this SGLang: {'; '.join(problems)}. "
-            f"Install the SGLang version that setup.py names, or remove {owner!r} from {OPTION}."
+            f"Install the SGLang version that setup.py names, or remove {owner!r} from {PLUGINS_VARIABLE}."
         )
 
 

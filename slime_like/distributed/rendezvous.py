@@ -7,21 +7,23 @@ import os
 
 import torch.distributed as dist
 
-from slime_like.util.ports import Meeting, interface_environment, listen
+from slime_like.util.ports import RendezvousAddress, interface_environment, listen
 
 
-def join_store(meeting: Meeting, world_size: int, *, is_master: bool, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Return this rank's client of the store, which the master serves from a socket that listens at ``meeting.host``.
+def join_store(
+    address: RendezvousAddress, world_size: int, *, is_master: bool, timeout: datetime.timedelta
+) -> dist.TCPStore:
+    """Return this rank's client of the store, which the master serves from a socket that listens at ``address.host``.
 
     torch's own master listens at every address of the machine, and any client can read and delete keys.
     """
     fd = None
     if is_master:
-        listener = meeting.listener or listen(meeting.host, meeting.port)
+        listener = address.listener or listen(address.host, address.port)
         fd = listener.detach()  # the store closes it
     return dist.TCPStore(
-        meeting.host,
-        meeting.port,
+        address.host,
+        address.port,
         world_size,
         is_master,
         timeout,

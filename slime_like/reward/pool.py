@@ -20,8 +20,8 @@ from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
 from slime_like.reward.worker import LOAD_S, Load, ScoreRequest
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Status
+from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.deadline import Deadline
-from slime_like.util.together import together
 
 LOAD_TRIES = 3  # imports of a reward whose process is killed during the import
 UNSCORED = (Status.FAILED, Status.ABORTED)
@@ -57,7 +57,7 @@ class RewardPool:
         ``unshaped`` uses only a row's own reward, without the other components of ``reward.weights``. Samples scored by a
         generate function keep their reward; failed and aborted ones get 0 without a call.
         """
-        return await together([self._group(group, unshaped) for group in groups])
+        return await gather_or_cancel([self._group(group, unshaped) for group in groups])
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics since the last call."""
@@ -94,7 +94,9 @@ class RewardPool:
     async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
         unscored = [s for s in group.samples if s.reward is None and s.status not in UNSCORED]
         weights = components(self._config, group.prompt.rm_type, unshaped=unshaped)
-        parts = await together([self._part(name, group.prompt, unscored) for name in weights]) if unscored else []
+        parts = (
+            await gather_or_cancel([self._part(name, group.prompt, unscored) for name in weights]) if unscored else []
+        )
         scored = {
             id(sample): self._settled(sample, None if None in rewards else composed(weights, rewards))
             for sample, rewards in zip(unscored, zip(*parts, strict=True), strict=True)
@@ -113,10 +115,10 @@ class RewardPool:
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
         """Return one reward per sample; None if the call was late or the server did not answer."""
         if split_prefix(name)[1] == REMOTE:
-            return await together([self._ask_server(name, prompt, sample) for sample in samples])
+            return await gather_or_cancel([self._ask_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
             return list(await self._call(name, prompt, tuple(samples)))
-        results = await together([self._call(name, prompt, (sample,)) for sample in samples])
+        results = await gather_or_cancel([self._call(name, prompt, (sample,)) for sample in samples])
         return [rewards[0] for rewards in results]
 
     async def _is_for_groups(self, name: str) -> bool:

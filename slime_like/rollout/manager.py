@@ -40,7 +40,7 @@ from slime_like.rollout.pool.probe import EngineProbe, ProbeScores
 from slime_like.rollout.pool.push import Push
 from slime_like.rollout.pool.router import Usage
 from slime_like.types import Prompt, SampleGroup
-from slime_like.util.together import first_of
+from slime_like.util.concurrency import first_of
 
 
 @dataclass(frozen=True, slots=True)

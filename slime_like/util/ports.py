@@ -19,8 +19,8 @@ PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, from which any o
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Rendezvous address of a process group. On rank 0 it may carry a socket that already listens there."""
+class RendezvousAddress:
+    """Address at which the ranks of a process group meet. On rank 0 it may contain a socket that already listens there."""
 
     host: str
     port: int
@@ -38,10 +38,10 @@ def listen(host: str, port: int = 0) -> socket.socket:
         raise SlimeLikeError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 
 
-def meeting_at(host: str) -> Meeting:
-    """Listen at ``host`` for rank 0 of a process group, which reserves the port."""
+def open_rendezvous(host: str) -> RendezvousAddress:
+    """Listen at ``host`` on a free port, for rank 0 of a process group. The socket reserves the port."""
     listener = listen(host)
-    return Meeting(host, listener.getsockname()[1], listener)
+    return RendezvousAddress(host, listener.getsockname()[1], listener)
 
 
 def interface_towards(host: str) -> str:

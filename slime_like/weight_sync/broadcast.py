@@ -20,7 +20,7 @@ from slime_like.distributed.wrapper import install
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
 from slime_like.util.deadline import scale
-from slime_like.util.ports import Meeting, meeting_at
+from slime_like.util.ports import RendezvousAddress, open_rendezvous
 from slime_like.weight_sync.manifest import meta_of
 
 LEAVE_S = 10.0  # limit for an engine to leave a group; a dead one never does
@@ -75,26 +75,26 @@ class BroadcastSender:
     async def _join(self) -> dist.ProcessGroup:
         """Rendezvous with every rank of every engine: rank 0 here, then the engines in order."""
         keep_to_interface(self._host)
-        return await self._meet(meeting_at(self._host))
+        return await self._join_groups(open_rendezvous(self._host))
 
-    async def _meet(self, meeting: Meeting) -> dist.ProcessGroup:
+    async def _join_groups(self, address: RendezvousAddress) -> dist.ProcessGroup:
         """Create the group with all engines.
 
         Raises ``EngineLost`` as soon as an engine is lost; the others, which wait for it, are released when the store ends.
         """
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
-        self._store = join_store(meeting, world, is_master=True, timeout=timeout)
+        self._store = join_store(address, world, is_master=True, timeout=timeout)
         offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
         joins = [
             asyncio.create_task(
                 receiver.init_broadcast_group(
-                    meeting.host, meeting.port, offset, world, self._name, self._transport.backend
+                    address.host, address.port, offset, world, self._name, self._transport.backend
                 )
             )
             for receiver, offset in zip(self._receivers, offsets, strict=True)
         ]
-        group_task = asyncio.create_task(asyncio.to_thread(self._make_group, meeting, world))
+        group_task = asyncio.create_task(asyncio.to_thread(self._make_group, address, world))
         tasks: list[asyncio.Task[Any]] = [*joins, group_task]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -124,14 +124,14 @@ class BroadcastSender:
         living = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
         return 2 + sum(living)
 
-    def _make_group(self, meeting: Meeting, world: int) -> dist.ProcessGroup:
+    def _make_group(self, address: RendezvousAddress, world: int) -> dist.ProcessGroup:
         """Create a group outside the trainer's world. torch has no public function for it; SGLang uses this same helper.
 
         Can go when torch offers a public way to make a process group with its own store next to the default one.
         """
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
         # A separate client, not the server of the rendezvous: this thread would keep the server alive.
-        store: Any = join_store(meeting, world, is_master=False, timeout=timeout)
+        store: Any = join_store(address, world, is_master=False, timeout=timeout)
         helper: Any = distributed_c10d._new_process_group_helper
         prefixed = dist.PrefixStore(self._name, store)
         group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=timeout)

@@ -61,14 +61,14 @@ def test_rank_0_listens_at_the_rendezvous_address_only(tmp_path: Path, monkeypat
     masters = [actor.rendezvous(), critic.rendezvous()]
     assert len(set(masters)) == 2, "one port per role"
     for (host, port), worker in zip(masters, (actor, critic), strict=True):
-        meeting = worker.meeting((host, port))
-        assert meeting.listener is not None and host == HOST
+        address = worker.rendezvous_address((host, port))
+        assert address.listener is not None and host == HOST
         socket.create_connection((host, port), 5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), 5)
         with pytest.raises(SlimeLikeError, match=f"cannot listen at {HOST}:{port}: "):
             ports.listen(host, port)
-        meeting.listener.close()
+        address.listener.close()
 
 
 def test_groups_keep_to_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from slime_like.distributed.rendezvous import join_store, keep_to_interface
-from slime_like.util.ports import Meeting, meeting_at
+from slime_like.util.ports import RendezvousAddress, open_rendezvous
 from tests.e2e.leftovers import listened_on
 
 HOST = "127.0.0.1"
@@ -18,16 +18,16 @@ TIMEOUT = timedelta(seconds=20)
 @pytest.mark.parametrize("with_listener", [True, False])
 def test_the_store_listens_at_its_address_only(with_listener: bool) -> None:
     sockets_before = listened_on([os.getpid()])
-    meeting = meeting_at(HOST)
-    if not with_listener and meeting.listener is not None:
-        meeting.listener.close()
-        meeting = Meeting(HOST, meeting.port)
-    master = join_store(meeting, 2, is_master=True, timeout=TIMEOUT)
-    guest = join_store(Meeting(HOST, meeting.port), 2, is_master=False, timeout=TIMEOUT)
+    rendezvous = open_rendezvous(HOST)
+    if not with_listener and rendezvous.listener is not None:
+        rendezvous.listener.close()
+        rendezvous = RendezvousAddress(HOST, rendezvous.port)
+    master = join_store(rendezvous, 2, is_master=True, timeout=TIMEOUT)
+    guest = join_store(RendezvousAddress(HOST, rendezvous.port), 2, is_master=False, timeout=TIMEOUT)
     guest.set("key", "value")
     assert master.get("key") == b"value"
     opened = {inode: address for inode, address in listened_on([os.getpid()]).items() if inode not in sockets_before}
-    assert list(opened.values()) == [f"{HOST}:{meeting.port}"]
+    assert list(opened.values()) == [f"{HOST}:{rendezvous.port}"]
     del master, guest
     assert not listened_on([os.getpid()]).keys() - sockets_before.keys(), "the socket is closed with the store"
 

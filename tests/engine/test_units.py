@@ -200,7 +200,7 @@ def test_entry_points_are_inert_and_light_unless_asked_for() -> None:
         "for plugin in (sglang_cpu, rollout_sampling, weight_commit): plugin.load()\n"
         "assert not {'torch', 'megatron', 'sglang'} & sys.modules.keys(), 'heavy import'\n"
     )
-    environment = {key: value for key, value in os.environ.items() if key != server.SEAMS}
+    environment = {key: value for key, value in os.environ.items() if key != server.SGLANG_PLUGINS}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
@@ -227,7 +227,7 @@ def test_what_a_hybrid_model_needs_joins_what_the_user_says_of_its_config(tmp_pa
 def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environment = server.child_environment(SPEC, "/scratch")
-    assert environment[server.SEAMS] == "cpu,weight_commit,rollout_sampling"
+    assert environment[server.SGLANG_PLUGINS] == "cpu,weight_commit,rollout_sampling"
     assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("1", server.SPIN_COUNT)
     assert environment["SGLANG_MAMBA_CONV_DTYPE"] == SPEC.dtype
     monkeypatch.setenv(server.SPIN, "5000")
@@ -238,7 +238,7 @@ def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytes
     ):
         server.child_environment(SPEC, "/scratch")
     cuda = server.child_environment(replace(SPEC, device="cuda"), "/scratch")
-    assert cuda[server.SEAMS] == "weight_commit,rollout_sampling"
+    assert cuda[server.SGLANG_PLUGINS] == "weight_commit,rollout_sampling"
     assert "SGLANG_PLATFORM" not in cuda
 
 

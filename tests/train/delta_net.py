@@ -17,7 +17,7 @@ from torch import Tensor
 from slime_like.config.schema.gdn import GDNConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.base import Weight
-from slime_like.util.ports import Meeting
+from slime_like.util.ports import RendezvousAddress
 from tests.gdn.recurrence import Case, conv_reference, recurrence
 from tests.train.faults import FAULTS
 from tests.train.jobs import Shared
@@ -60,7 +60,7 @@ def _errors(world: World, case: LayerCase) -> dict[str, float]:
         make_spec(NOT_READ, sizes),
         rank=world.rank,
         world_size=world.size,
-        master=Meeting(world.host, world.port),
+        master=RendezvousAddress(world.host, world.port),
     )
     micro = make_micro(make_rows(LENGTHS, seed=0), rank_info)
     bounds, mine = micro.layout.padded_cu_seqlens, torch.from_numpy(micro.layout.local_index)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slime_like.batch import PackedBatch
 from slime_like.config.schema.resolved import ActorSpec, Layout
 from slime_like.util.imports import heavy_imports
-from slime_like.util.ports import Meeting
+from slime_like.util.ports import RendezvousAddress
 from tests.train.models import make_spec
 from tests.train.ranks import World, fork_ranks, run_ranks
 
@@ -156,7 +156,7 @@ def enter(world: World, spec: ActorSpec, local_rank: int = 0) -> RankInfo:
     """Join the world; megatron may be imported afterwards."""
     from slime_like.train.megatron.platform import groups
 
-    master = Meeting(world.host, world.port)
+    master = RendezvousAddress(world.host, world.port)
     return groups.enter(spec, rank=world.rank, world_size=world.size, master=master, local_rank=local_rank)
 
 

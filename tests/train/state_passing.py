@@ -46,8 +46,8 @@ def on_gpus(world: World, cases: list[Case]) -> list[dict[str, float]]:
 def meet(world: World, carrier: str = "gloo") -> None:
     """Let the ranks be one group."""
     if not dist.is_initialized():
-        meeting = f"tcp://{world.host}:{world.port}"
-        dist.init_process_group(carrier, init_method=meeting, rank=world.rank, world_size=world.size)
+        address = f"tcp://{world.host}:{world.port}"
+        dist.init_process_group(carrier, init_method=address, rank=world.rank, world_size=world.size)
 
 
 def kept_bounds(world: World, shared: Shared) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from slime_like_plugins.sglang_hooks import enabled
 
 NAME = "cpu"
-OPTION = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
+KERNELS_VARIABLE = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
 EXACT = "exact"  # together with "cpu": bits that do not depend on the batch
 
 

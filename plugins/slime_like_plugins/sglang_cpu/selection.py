@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
-from slime_like_plugins.sglang_cpu import EXACT, OPTION
+from slime_like_plugins.sglang_cpu import EXACT, KERNELS_VARIABLE
 from slime_like_plugins.sglang_cpu.build import BuildError, build
 from slime_like_plugins.sglang_cpu.kernels import CKernels, TorchKernels
 from slime_like_plugins.sglang_hooks import enabled
@@ -30,7 +30,7 @@ class Selection:
 def choose(choice: str) -> Selection:
     """Return the kernels for ``choice``. Raises ``SystemExit`` if it is ``c`` and C is unavailable, or unknown."""
     if choice not in CHOICES:
-        raise SystemExit(f"slime_like plugin 'cpu': {OPTION}={choice!r} is not one of {', '.join(CHOICES)}")
+        raise SystemExit(f"slime_like plugin 'cpu': {KERNELS_VARIABLE}={choice!r} is not one of {', '.join(CHOICES)}")
     if choice == "off":
         return Selection(None, "SGLang's own forward")
     if choice == "torch":
@@ -54,4 +54,4 @@ def selected() -> Selection:
         return Selection(None, "SGLang's own forward (bits that do not depend on the batch)")
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
         return Selection(None, "SGLang's own forward (deterministic inference)")
-    return choose(os.environ.get(OPTION, "auto"))
+    return choose(os.environ.get(KERNELS_VARIABLE, "auto"))

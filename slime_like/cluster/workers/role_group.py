@@ -39,8 +39,8 @@ class RoleWorker(RankWorker):
         with heavy_imports():
             from slime_like.train.megatron.platform import groups
 
-            meeting = self.meeting(master)
-            rank_info = groups.enter(spec.rank, rank=self._rank, world_size=self._world_size, master=meeting)
+            address = self.rendezvous_address(master)
+            rank_info = groups.enter(spec.rank, rank=self._rank, world_size=self._world_size, master=address)
             if isinstance(spec, CriticSpec):
                 from slime_like.train.megatron.rank.critic import RankCritic
 

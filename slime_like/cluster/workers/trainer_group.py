@@ -87,10 +87,10 @@ class RankGroup[W: RankWorker](ABC):
 
 def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None) -> None:
     """Join the ranks of every group concurrently, one world per group; ``waiting`` as in ``wait_all``."""
-    meeting: Refs[tuple[str, int]] = {}
+    addresses: Refs[tuple[str, int]] = {}
     for group in groups:
-        meeting |= group.rendezvous()
-    masters = list(wait_all(meeting, deadline, waiting).values())
+        addresses |= group.rendezvous()
+    masters = list(wait_all(addresses, deadline, waiting).values())
     refs: Refs[int] = {}
     for group, master in zip(groups, masters, strict=True):
         refs |= group.start_connect(master)

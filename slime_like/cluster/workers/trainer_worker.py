@@ -22,7 +22,7 @@ from slime_like.registry import resolve
 from slime_like.types import F32
 from slime_like.util.caches import keep_caches_private
 from slime_like.util.imports import heavy_imports
-from slime_like.util.ports import Meeting, meeting_at
+from slime_like.util.ports import RendezvousAddress, open_rendezvous
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.rank.trainer import RankTrainer
@@ -38,16 +38,16 @@ class RankWorker:
         dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")
         self._rank = rank
         self._world_size = world_size
-        self._meeting: Meeting | None = None
+        self._rendezvous: RendezvousAddress | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Return the address of this node and a port on which rank 0 now listens, at that address only."""
-        self._meeting = meeting_at(_own_address())
-        return self._meeting.host, self._meeting.port
+        self._rendezvous = open_rendezvous(_own_address())
+        return self._rendezvous.host, self._rendezvous.port
 
-    def meeting(self, master: tuple[str, int]) -> Meeting:
+    def rendezvous_address(self, master: tuple[str, int]) -> RendezvousAddress:
         """Return the rendezvous address, on rank 0 with its socket."""
-        return self._meeting or Meeting(*master)
+        return self._rendezvous or RendezvousAddress(*master)
 
     def rest(self) -> None:
         """Destroy communicators until the next collective call."""
@@ -75,7 +75,9 @@ class TrainerWorker(RankWorker):
         with heavy_imports():
             from slime_like.train.megatron.platform import groups
 
-            rank_info = groups.enter(spec, rank=self._rank, world_size=self._world_size, master=self.meeting(master))
+            rank_info = groups.enter(
+                spec, rank=self._rank, world_size=self._world_size, master=self.rendezvous_address(master)
+            )
             from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which ``enter`` has prepared
 
             self._trainer = RankTrainer(spec, rank_info)

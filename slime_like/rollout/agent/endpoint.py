@@ -12,8 +12,8 @@ from aiohttp import web
 from slime_like.rollout.agent.replies import AgentReply
 from slime_like.rollout.agent.requests import ApiError, ChatRequest, parse_request
 from slime_like.rollout.agent.session import Session
+from slime_like.util.concurrency import is_task_cancelled
 from slime_like.util.deadline import Deadline
-from slime_like.util.together import being_cancelled
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 * 2**20  # upper limit of a request body, in any session
@@ -127,7 +127,7 @@ async def _answered(connection: AgentConnection, chat_request: ChatRequest) -> A
     except ApiError:
         raise
     except asyncio.CancelledError as error:
-        if being_cancelled():
+        if is_task_cancelled():
             raise
         raise _no_key() from error
     except Exception as error:  # fault boundary: the agent's runner raises the error; the agent only gets a status 500

@@ -25,8 +25,8 @@ from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.session import Session
 from slime_like.rollout.collect.resumable import ResumableEngine
 from slime_like.types import Prompt, Reward, Sample, Status
+from slime_like.util.concurrency import gather_or_cancel, is_task_cancelled
 from slime_like.util.deadline import Deadline
-from slime_like.util.together import being_cancelled, together
 
 COUNTS = ("runs", "calls", "further_samples", "failures", "timeouts")
 MAX_FIRST_FAILURES, MAX_FAILURES = 8, 32  # consecutive failures that end the run: before the first success, and later
@@ -62,7 +62,7 @@ class OpenAIAgent:
         await self._endpoint.open()
         renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         sessions = [Session(engine, context, renderer, index=i, seed=seed) for i, seed in enumerate(seeds)]
-        results = await together([self._episode(prompt, session, engine) for session in sessions])
+        results = await gather_or_cancel([self._episode(prompt, session, engine) for session in sessions])
         return [sample for samples in results for sample in samples]
 
     def metrics(self) -> tuple[Metric, ...]:
@@ -112,7 +112,7 @@ class OpenAIAgent:
         except AgentTimeout:
             return None, self._timed_out(session)
         except asyncio.CancelledError as error:
-            if being_cancelled():
+            if is_task_cancelled():
                 raise
             return None, self._failed(session, error)
         except Exception as error:  # noqa: BLE001  fault boundary: an agent is user code

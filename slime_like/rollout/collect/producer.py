@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from slime_like.errors import SlimeLikeError
 from slime_like.rollout.collect.state import Produced
-from slime_like.util.together import being_cancelled
+from slime_like.util.concurrency import is_task_cancelled
 
 
 class Producer:
@@ -82,7 +82,7 @@ class Producer:
             try:
                 slot.set_result(await self._make(self._next))
             except asyncio.CancelledError as error:
-                if being_cancelled():
+                if is_task_cancelled():
                     raise
                 self._fail(slot, _own_cancel(self._next, error))
                 return

@@ -18,7 +18,7 @@ from slime_like.rollout.generate.sampling import sample_seeds
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import Usage
 from slime_like.types import Prompt, Sample, SampleGroup
-from slime_like.util.together import together
+from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.user_code import errors_named
 
 TRAIN_STREAM = "train"  # stream of sampling seeds; each held-out set has its own
@@ -95,7 +95,7 @@ class GroupSampler:
 
     async def groups(self, requests: Sequence[GroupRequest]) -> list[SampleGroup]:
         """Return the groups of all requests, in order; the first failure cancels the others."""
-        return await together([self.group(request) for request in requests])
+        return await gather_or_cancel([self.group(request) for request in requests])
 
     def metrics(self) -> list[Metric]:
         """Return metrics of the generate function and of engine usage since the last call."""

@@ -42,7 +42,9 @@ ANSWER_S = 5.0  # limit for one health request to a starting server
 DYING_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 LAST_WORDS_S = 1.0
 LOOPBACK = "127.0.0.1"
-SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project
+SGLANG_PLUGINS = (
+    "SLIME_LIKE_SGLANG"  # comma-separated plugins of this project for the engine (slime_like_plugins.sglang_hooks)
+)
 # Spin count of libgomp's threads at the end of a parallel region before they sleep: about 0.03 ms. Decoding opens hundreds
 # of regions per token, a few microseconds apart; waking a thread for each costs more than two threads gain. With a
 # higher count they would occupy the core that the scheduler, the detokenizer and the server share.
@@ -187,11 +189,11 @@ class EngineServer:
 def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
     """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
     environment = {**interface_environment(host), **os.environ}
-    seams = ["weight_commit", "rollout_sampling"]
+    plugins = ["weight_commit", "rollout_sampling"]
     if spec.device == "cpu":
-        seams.insert(0, "cpu")
+        plugins.insert(0, "cpu")
         if spec.deterministic:
-            seams.append("exact")
+            plugins.append("exact")
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
         environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
@@ -201,7 +203,7 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         environment["GOMP_SPINCOUNT"] = spin_count()
         environment = NO_CRASH_DUMPS | environment
     environment |= {
-        SEAMS: ",".join(seams),
+        SGLANG_PLUGINS: ",".join(plugins),
         "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
         "TMPDIR": scratch,
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to

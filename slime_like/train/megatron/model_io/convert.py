@@ -10,7 +10,7 @@ from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.model import ModelConfig, OptimConfig
 from slime_like.config.schema.resolved import ActorSpec, Layout
 from slime_like.train.megatron.platform import groups, host
-from slime_like.util.ports import meeting_at
+from slime_like.util.ports import open_rendezvous
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,7 +23,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     """
     spec = untrained_spec(hf, Layout(), dtype)
     host.install(spec.device)
-    device = groups.join_world(spec, 0, 1, meeting_at(LOOPBACK), 0)
+    device = groups.join_world(spec, 0, 1, open_rendezvous(LOOPBACK), 0)
     rank_info = groups.make_groups(spec, device)
 
     from slime_like.train.megatron.families.hf import HFFolder

@@ -16,7 +16,7 @@ from slime_like.distributed.wrapper import install
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.platform import host
 from slime_like.util import deadline
-from slime_like.util.ports import Meeting
+from slime_like.util.ports import RendezvousAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def check_layout(layout: Layout, world_size: int) -> None:
         )
 
 
-def enter(spec: ActorSpec, *, rank: int, world_size: int, master: Meeting, local_rank: int = 0) -> RankInfo:
+def enter(spec: ActorSpec, *, rank: int, world_size: int, master: RendezvousAddress, local_rank: int = 0) -> RankInfo:
     """Join the world (unless already joined) and create megatron's groups. Call it before any import of megatron.
 
     Raises ``ConfigError`` on a layout that the trainer does not support or that does not fit the world size.
@@ -86,7 +86,7 @@ def enter(spec: ActorSpec, *, rank: int, world_size: int, master: Meeting, local
     return make_groups(spec, join_world(spec, rank, world_size, master, local_rank))
 
 
-def join_world(spec: ActorSpec, rank: int, world_size: int, master: Meeting, local_rank: int) -> torch.device:
+def join_world(spec: ActorSpec, rank: int, world_size: int, master: RendezvousAddress, local_rank: int) -> torch.device:
     """Join the process group, unless this process is in one already, and return this rank's device."""
     device = rank_device(spec, local_rank)
     if device.type == "cuda":

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 
-def being_cancelled() -> bool:
+def is_task_cancelled() -> bool:
     """Return whether the current task itself is being cancelled.
 
     If False, a ``CancelledError`` caught here came from an awaited call.
@@ -16,7 +16,7 @@ def being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def together[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results in order; the first failure cancels the other calls and waits for them to finish."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
