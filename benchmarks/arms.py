@@ -1,4 +1,4 @@
-"""Running one arm of a benchmark: a process tree, its peak memory, and its record of each step."""
+"""Run one arm of a benchmark: a process tree, its peak memory, and the times of its steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class ArmRecord:
     arm: str
     step_s: list[float] = field(default_factory=list[float])
     parts_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    rewards: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # first and last steps' mean
+    rewards: list[tuple[float, float]] = field(
+        default_factory=list[tuple[float, float]]
+    )  # means of the first and of the last third
     peak_mib: float = 0.0
     runs: list[float] = field(default_factory=list[float])  # median seconds per step of each run
     versions: dict[str, str] = field(default_factory=dict[str, str])
@@ -137,7 +139,9 @@ def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
     tokens = {row["train/num_tokens"] for row in rows}
     lengths = {row["rollout/response_len/min"] for row in rows} | {row["rollout/response_len/max"] for row in rows}
     if len(rows) != steps or tokens != {TOKENS} or lengths != {NEW_TOKENS}:
-        raise SystemExit(f"our arm did other work: {len(rows)} steps of {steps}, tokens {tokens}, lengths {lengths}")
+        raise SystemExit(
+            f"our arm did different work: {len(rows)} steps of {steps}, tokens {tokens}, lengths {lengths}"
+        )
     if not all(row["train/grad_norm"] > 0 for row in rows):
         raise SystemExit("our arm took a step without a gradient")
 
@@ -166,7 +170,7 @@ def trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Pa
     results = json.loads(out.read_text())
     if len(results["ends"]) != steps or set(results["tokens"]) != {TOKENS}:
         raise SystemExit(
-            f"TRL's arm did other work: {len(results['ends'])} steps of {steps}, tokens {results['tokens']}"
+            f"TRL's arm did different work: {len(results['ends'])} steps of {steps}, tokens {results['tokens']}"
         )
     step_times = [end - start for start, end in pairwise(results["ends"])]
     rollout = results["rollout_s"][1:]

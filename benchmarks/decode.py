@@ -6,9 +6,9 @@
 All arms run at the same time and take turns, so that a busy machine slows all of them; quote the ratios. Engines get the
 requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned. One thread
 each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints rows per batch size:
-wall time and CPU time (user and system, of all processes of an engine; what a busy machine disturbs least) of whole calls,
-prefill included, and of decoding alone (a call less a call for one token). Each has medians of tokens/s and of milliseconds
-per token of each sequence, and the ratios of medians to transformers'.
+wall time and CPU time (user and system, of all processes of an engine; other work on the machine affects it least) of whole
+calls including the prefill, and of decoding alone (a call minus a call for one token). Each row has medians of tokens/s and of
+milliseconds per token of a sequence, and the ratios of the medians to those of transformers.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ class EngineArm:
 def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
     """Return transformers' generate, which repeats every prompt for its samples."""
 
-    generate_from: Any = getattr(model, "generate")  # noqa: B009  its type asks for more than any model has
+    model_generate: Any = getattr(model, "generate")  # noqa: B009  (its declared type fits no model)
 
     def generate(prompts: np.ndarray, tokens: int) -> None:
         ids = torch.from_numpy(prompts.astype(np.int64)).repeat_interleave(SAMPLES_PER_PROMPT, 0)
         options = {"do_sample": True, "top_k": 0, "min_new_tokens": tokens, "max_new_tokens": tokens}
         with torch.inference_mode():
-            generate_from(ids, attention_mask=torch.ones_like(ids), **options)
+            model_generate(ids, attention_mask=torch.ones_like(ids), **options)
 
     return generate
 

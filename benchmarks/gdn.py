@@ -52,23 +52,23 @@ def shape_of(text: str) -> GdnShape:
 def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], bool]:
     """Return a table of errors, and True if every error is within the tolerance of the dtype."""
     dim = 128 if options.device == "cuda" else 64
-    rows, fine = ["| case | arm | " + " | ".join(PARTS) + " |"], True
+    rows, within_tolerance = ["| case | arm | " + " | ".join(PARTS) + " |"], True
     rows.append("|---|---|" + "---|" * len(PARTS))
     for case_name, lengths in PARITY.items():
         shape = recurrence.Shape(lengths, heads=2, groups=2, key=dim, value=dim)
         case = recurrence.make_case(shape, decay=0.1)
-        right = recurrence.oracle(case)
+        expected = recurrence.oracle(case)
         for arm in arms:
             if len(lengths) > 1 and not arm.packs:
                 continue
             cast = case.to(getattr(torch, options.dtype), options.device, wide=recurrence.LAYER_F32)
-            measured = recurrence.errors(recurrence.of_backend(arm.rule, cast), right)
+            measured = recurrence.errors(recurrence.of_backend(arm.rule, cast), expected)
             assert len(measured) == len(PARTS)
-            fine &= max(measured.values()) <= TOLERANCE[options.dtype]
+            within_tolerance &= max(measured.values()) <= TOLERANCE[options.dtype]
             rows.append(
                 f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in measured.values()) + " |"
             )
-    return rows, fine
+    return rows, within_tolerance
 
 
 def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
@@ -112,7 +112,7 @@ def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
 
 def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespace) -> tuple[str, str, bool]:
     """Return the report as Markdown, its plot, and True if parity holds."""
-    proofs = [
+    kernel_lines = [
         f"- `{arm.name}`: {arm.rule.kernels()}; seen by the profiler: "
         + ", ".join(
             f"`{name[:60]}`"
@@ -123,7 +123,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         )
         for arm in arms
     ]
-    parity_rows, fine = parity(arms, options)
+    parity_rows, within_tolerance = parity(arms, options)
     growth_rows, picture = growth(arms, options)
     lines = [
         "# Kernels of Gated DeltaNet",
@@ -135,7 +135,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster.",
         "",
         "## What ran",
-        *proofs,
+        *kernel_lines,
         *(f"- `{name}` did not run: {reason}" for name, reason in missing.items()),
         "",
         "## Parity with the recurrence in float64",
@@ -147,11 +147,11 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         "## Growth with the length of a sequence (forward + backward)",
         *growth_rows,
     ]
-    return "\n".join([*lines, ""]), picture, fine
+    return "\n".join([*lines, ""]), picture, within_tolerance
 
 
 def machine(device: str) -> str:
-    """Return the name of the GPU, or the model of the CPU, of which one thread computes."""
+    """Return the name of the GPU, or the model of the CPU; one thread computes on it."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     path = Path("/proc/cpuinfo")
@@ -178,11 +178,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16" if device == "cuda" else "float32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the page there, and its plot beside it")
+    parser.add_argument("--output", type=Path, help="page to write; its plot goes to the same folder")
     parser.add_argument(
         "--end-to-end", nargs="+", metavar="OVERRIDE", help="arguments of train.py: one run per backend"
     )
-    parser.add_argument("--rollouts", type=int, default=12, help="of each run of --end-to-end, the warm-up included")
+    parser.add_argument(
+        "--rollouts", type=int, default=12, help="rollouts of each run of --end-to-end, including the warm-up"
+    )
     return parser.parse_args(argv)
 
 
@@ -200,15 +202,15 @@ def main(argv: list[str]) -> int:
         print(visible(f"{name} does not run here: {reason}"), file=sys.stderr)
     if not arms:
         return 1
-    text, picture, fine = page(arms, missing, options)
+    text, picture, within_tolerance = page(arms, missing, options)
     print(visible(text))
     if options.output is not None:
         svg = options.output.with_suffix(".svg")
         svg.write_text(picture)
         options.output.write_text(f"{text}\n![Growth with length]({svg.name})\n")
-    if not fine:
+    if not within_tolerance:
         print("parity FAILED: an error is above the tolerance of the dtype", file=sys.stderr)
-    return int(not fine)
+    return int(not within_tolerance)
 
 
 if __name__ == "__main__":

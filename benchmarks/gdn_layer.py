@@ -3,11 +3,11 @@
     python benchmarks/gdn_layer.py --tokens 2048 --layouts tp1 tp2 tp2-sp cp2 tp2-cp2 tp4 cp4
     python benchmarks/gdn_layer.py --tokens 8192 --sequences 1 --layouts tp1 cp2 cp2-state cp4 cp4-state
 
-Ranks are processes of this machine over gloo, one thread each. Bytes are exact: parameters of the layer, and every storage
-that autograd keeps between forward and backward, counted once, parameters left out; what collectives were given is what
-the trainer's own wrapper counted, forward and backward, the part that stays on the rank included. Time is the CPU time of a rank's
-process in forward and backward (all-to-alls included), the least of the repeats; other ranks take turns with it on few
-cores, which its own CPU time does not see. A layer that every rank computes in full costs each what ``tp1`` costs.
+Ranks are processes of this machine over gloo, with one thread each. Bytes are exact. Activations are the storages, except
+parameters, that autograd keeps between forward and backward, each counted once. Bytes of collectives are counted by the
+trainer's wrapper in forward and backward, including the part that stays on the rank. Time is the CPU time of a rank's process
+in forward and backward, including all-to-alls: the minimum over the repeats. Other ranks on the same cores do not affect it.
+A layer that every rank computes in full costs each rank as much as ``tp1``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS = {
     "cp2-state": Layout(cp=2),
     "cp4-state": Layout(cp=4),
 }
-STATE = "-state"  # model.gdn.cp_mode=state, elsewhere it is head
+STATE = "-state"  # suffix of layouts with model.gdn.cp_mode=state; the others have head
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tupl
 
 
 def main() -> None:
+    """Measure every layout and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--tokens", type=int, default=2048)
@@ -170,8 +171,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     host.install("cpu")
-    for name in ("train.megatron.actor", "train.megatron.families.qwen3_5"):
-        import_module(f"slime_like.{name}")  # once, for all ranks
+    for name in ("train.megatron.rank.trainer", "train.megatron.families.qwen3_5"):
+        import_module(f"slime_like.{name}")  # imported once; the ranks are forked
     import_module("slime_like_plugins.qwen_gdn.state_passing")
     print("| layout | ranks | parameters per rank | activations per rank | to collectives | CPU time per rank |")
     print("|---|---|---|---|---|---|")

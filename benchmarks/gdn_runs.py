@@ -1,6 +1,6 @@
-"""``benchmarks/gdn.py --end-to-end``: the same run once per backend of Gated DeltaNet, and what each step of it took.
+"""``benchmarks/gdn.py --end-to-end``: the same run once per backend of Gated DeltaNet, with the times of its steps.
 
-The backends take turns as whole runs: a machine that is busy during one of them is seen in its row alone.
+The runs do not alternate: other work on the machine during one run changes only the row of that run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime_like.printable import visible
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps that compile and tune
-RAN = "Gated DeltaNet ran on"  # begins what a run says of its kernels
+KERNELS_LINE = "Gated DeltaNet ran on"  # precedes the kernels in the output of a run
 COLUMNS = (
     "backend",
     "ref logprob s",
@@ -50,7 +50,7 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
     overridden = {override.partition("=")[0] for override in overrides}
     defaults = {"loop.num_rollout": str(rollouts), "evaluation.datasets": "{}"}
     short = [f"{key}={value}" for key, value in defaults.items() if key not in overridden]
-    rows, ran, reasons = [], {}, {}
+    rows, kernels_of, reasons = [], {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in backends:
             folder = Path(scratch) / name
@@ -59,12 +59,14 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
             if code:
                 reasons[name] = error or f"exit code {code}"
                 continue
-            kernels = next((line.partition(RAN)[2].strip() for line in output if RAN in line), "it did not say")
-            ran[name] = kernels.removeprefix(f"{name}: ")
+            kernels = next(
+                (line.partition(KERNELS_LINE)[2].strip() for line in output if KERNELS_LINE in line), "not reported"
+            )
+            kernels_of[name] = kernels.removeprefix(f"{name}: ")
             cfg = load_config(arguments)
             shape = decoder_shape(json.loads((Path(cfg.model.hf_checkpoint) / "config.json").read_text()))
             rows.append(row(name, read_steps(folder), shape, trainer_ranks(cfg)))
-    lines = [f"- `{name}` ran: {kernels}" for name, kernels in ran.items()]
+    lines = [f"- `{name}` ran: {kernels}" for name, kernels in kernels_of.items()]
     lines += [f"- `{name}` did not run: {reason}" for name, reason in reasons.items()]
     sys.stdout.write(visible("\n".join(["", *table(rows), "", *lines, ""])))
     return int(not rows)

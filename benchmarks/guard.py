@@ -1,8 +1,8 @@
 """Cost of the wrapper around collectives, and a simulation of slow memory queries.
 
 python benchmarks/guard.py cost        each op raw and wrapped, without communication (torch's fake backend), in us
-python benchmarks/guard.py simulate    steps of an imagined trainer under every preset, a query taking 8 ms, by a clock
-                                       that only computation, queries and ops move on
+python benchmarks/guard.py simulate    steps of a simulated trainer under every preset, with queries of 8 ms; the clock
+                                       advances only with computation, queries and ops
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from slime_like.printable import visible  # noqa: E402
 
 CALLS, ROUNDS, STEPS = 50, 60, 10
 CPU = torch.device("cpu")
-# The imagined trainer: calls per step of a pipeline stage with tensor and sequence parallelism, and its computation.
-LAYERS, MICRO_BATCHES, COMPUTE_S, OP_S, QUESTION_S, LOOK_S = 28, 8, 8.0, 100e-6, 0.008, 50e-6
+# The simulated trainer: one step of a pipeline stage with tensor and sequence parallelism.
+LAYERS, MICRO_BATCHES, COMPUTE_S, OP_S, QUERY_S, CHEAP_CHECK_S = 28, 8, 8.0, 100e-6, 0.008, 50e-6
 PER_LAYER = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
 PER_MICRO_BATCH = {"isend": 2, "irecv": 2, "all_reduce": 6}
 PER_STEP = {"all_reduce": 12, "barrier": 2, "broadcast": 2}
@@ -44,46 +44,46 @@ PER_STEP = {"all_reduce": 12, "barrier": 2, "broadcast": 2}
 
 @dataclass(slots=True)
 class GuardClock:
-    """A simulated clock."""
+    """Simulated clock in ns."""
 
     ns: int = 1
 
     def __call__(self) -> int:
         return self.ns
 
-    def pass_(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Advance the clock."""
         self.ns += int(seconds * 1e9)
 
 
-class Slow:
-    """Plenty of memory behind a slow driver: SGLang's issue 25225 reports 8 ms for a query."""
+class SlowDriver:
+    """Memory source with much free memory and a slow driver: SGLang's issue 25225 reports 8 ms for a query."""
 
-    name = "imagined"
+    name = "simulated"
     total = 80 * 2**30
 
     def __init__(self, clock: GuardClock) -> None:
         self._clock = clock
 
     def free(self) -> int:
-        """Return 40 GiB after the delay of a driver query."""
-        self._clock.pass_(QUESTION_S)
+        """Return 40 GiB; takes ``QUERY_S``."""
+        self._clock.advance(QUERY_S)
         return 40 * 2**30
 
     def held(self) -> int:
-        """Return the remaining 40 GiB, which the allocator knows without a query."""
-        self._clock.pass_(LOOK_S)
+        """Return 40 GiB; takes ``CHEAP_CHECK_S``."""
+        self._clock.advance(CHEAP_CHECK_S)
         return 40 * 2**30
 
     def trim(self) -> None:
-        """Never needed."""
+        """Do nothing: memory never runs out."""
 
     def clear(self) -> None:
-        """Never needed."""
+        """Do nothing: memory never runs out."""
 
 
 def ops() -> dict[str, Callable[[], object]]:
-    """Return calls by name, as megatron-core makes them."""
+    """Return calls of the ops that megatron-core uses, by name."""
     small, large = torch.zeros(8), torch.zeros(16)
     batch = [dist.P2POp(dist.isend, small, 1), dist.P2POp(dist.irecv, small, 1)]
     gather, scatter = getattr(dist, "all_gather_into_tensor"), getattr(dist, "reduce_scatter_tensor")  # noqa: B009
@@ -102,7 +102,7 @@ def ops() -> dict[str, Callable[[], object]]:
 
 
 def wait(work: dist.Work | None) -> None:
-    """Wait for the operation, as every caller eventually does."""
+    """Wait for the op, as its callers do later."""
     assert work is not None
     work.wait()
 
@@ -115,7 +115,7 @@ def microseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-# Arms compared with torch alone: the installed guard, and True if the hot path is the one in C.
+# Arms to compare with torch alone: the installed guard, and True if the hot path is in C.
 ARMS = {
     "off": (GuardSpec(wrap=False), True),
     "never": (GuardSpec(wrap=True, default=MemoryPolicy(checks="never")), True),
@@ -125,28 +125,28 @@ ARMS = {
 
 
 def wrapped_calls(call: Callable[[], object]) -> int:
-    """Return how often ``call`` passes the wrapper, including waits."""
+    """Return the number of wrapped calls in ``call``, including waits."""
     wrapper = install.install(GuardSpec(wrap=True), CPU, 0)
     assert wrapper is not None
     works: Any = dist.Work
-    passed, waited = works.wait, list[object]()
+    torch_wait, waits = works.wait, list[object]()
 
     def counted(work: object) -> object:
-        waited.append(work)
-        return passed(work)
+        waits.append(work)
+        return torch_wait(work)
 
     works.wait = counted
     try:
         call()
     finally:
-        works.wait = passed
+        works.wait = torch_wait
     calls = sum(counter.calls for counter in wrapper.counters())
     install.remove()
-    return calls + len(waited)
+    return calls + len(waits)
 
 
 def cost(rounds: int) -> Iterator[str]:
-    """Return medians over rounds in which the arms take turns, and the minima, as other work only adds time."""
+    """Yield a table of medians over rounds in which the arms take turns, and of minima, to which other work adds least."""
     heads = ["raw us", *(f"{arm}, over raw" for arm in ARMS)]
     yield "| " + " | ".join(["op", "wrapped calls", *heads, "quickest: raw us", *heads[1:]]) + " |"
     yield "|---" * (2 + 2 * len(heads)) + "|"
@@ -168,14 +168,14 @@ def cost(rounds: int) -> Iterator[str]:
 
 
 def simulate(steps: int) -> Iterator[str]:
-    """Simulate every preset on the imagined trainer."""
+    """Yield a table of every preset on the simulated trainer."""
     calls = ops()
     plan = [name for name, n in PER_STEP.items() for _ in range(n)]
     for _ in range(MICRO_BATCHES):
         plan += [name for name, n in PER_MICRO_BATCH.items() for _ in range(n)]
         plan += [name for name, n in PER_LAYER.items() for _ in range(n * LAYERS)]
     yield (
-        f"{len(plan)} collectives of {OP_S * 1e6:.0f} us, {COMPUTE_S:g} s of computation and {QUESTION_S * 1e3:g} ms per "
+        f"{len(plan)} collectives of {OP_S * 1e6:.0f} us, {COMPUTE_S:g} s of computation and {QUERY_S * 1e3:g} ms per "
         f"query; {steps} steps"
     )
     yield ""
@@ -185,12 +185,12 @@ def simulate(steps: int) -> Iterator[str]:
     for preset in ("off", "auto", "slime", "always"):
         spec = guard_spec(load_config(["+recipe=quickstart", f"guard={preset}"], files=False), "simulated")
         clock = GuardClock()
-        with imagined(clock):
-            wrapper = install.install(replace(spec, folder=None), CPU, 0, Slow(clock), in_c=False)
+        with simulated_clock(clock):
+            wrapper = install.install(replace(spec, folder=None), CPU, 0, SlowDriver(clock), in_c=False)
             for _ in range(steps):
                 for name in plan:
                     calls[name]()
-                    clock.pass_(OP_S + COMPUTE_S / len(plan))
+                    clock.advance(OP_S + COMPUTE_S / len(plan))
         seconds = clock.ns / 1e9 / steps
         counters = wrapper.counters() if wrapper is not None else []
         queries = sum(c.checks for c in counters) / steps
@@ -202,34 +202,34 @@ def simulate(steps: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def imagined(clock: GuardClock) -> Generator[None]:
-    """Run the wrapper and its guard on ``clock``."""
-    stock = time.perf_counter_ns
+def simulated_clock(clock: GuardClock) -> Generator[None]:
+    """Let the wrapper and its guard read ``clock``."""
+    original = time.perf_counter_ns
     calls_module.clock = wrapper_module.clock = time.perf_counter_ns = clock
     try:
         yield
     finally:
-        calls_module.clock = wrapper_module.clock = time.perf_counter_ns = stock
+        calls_module.clock = wrapper_module.clock = time.perf_counter_ns = original
 
 
 @contextlib.contextmanager
 def world() -> Generator[None]:
-    """Enter a world of two ranks in which nothing is communicated."""
-    stock = FakeWork.wait
-    del FakeWork.wait  # it hides the one of all works, by which those of gloo and NCCL are waited for
+    """Initialise a world of two ranks that communicates nothing (torch's fake backend)."""
+    original = FakeWork.wait
+    del FakeWork.wait  # then Work.wait is called, as for works of gloo and NCCL
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        FakeWork.wait = stock
+        FakeWork.wait = original
 
 
 def main(argv: Sequence[str]) -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cost", "simulate"))
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the imagined trainer")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the simulated trainer")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {CALLS} calls of each op")
     arguments = parser.parse_args(argv)
     with world():

@@ -1,7 +1,7 @@
-"""Inputs of both sides of the benchmark: a random Qwen3, a tokenizer of characters and rows of prompts, in HF format.
+"""Inputs of both sides of the benchmark, in HF format: a random Qwen3, a tokenizer with a token per character, and prompts.
 
 The end token lies outside the model's vocabulary: it cannot be sampled, so that every response has exactly
-``NEW_TOKENS`` tokens on either side, without a setting that costs one of them anything.
+``NEW_TOKENS`` tokens on both sides, without a setting that could slow down one of them.
 """
 
 from __future__ import annotations

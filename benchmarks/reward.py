@@ -1,4 +1,4 @@
-"""The benchmark's reward: which share of the 64 sampled tokens are digits."""
+"""Reward of the benchmark: the share of digits among the sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from slime_like.types import Prompt, Sample
 
 
 def digits(prompt: Prompt, sample: Sample) -> float:
-    """Return a reward in [0, 1]."""
+    """Return the reward, in [0, 1]."""
     del prompt
     return min(1.0, sum(character.isdigit() for character in sample.text) / NEW_TOKENS)

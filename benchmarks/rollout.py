@@ -51,15 +51,15 @@ from slime_like.weight_sync.shared import Region  # noqa: E402
 from tests.engine.kept import Kept  # noqa: E402
 
 KEY = "bench"
-VOCAB, CONTEXT, PROMPT, ROWS, LONGEST, MEDIAN = 512, 512, 48, 4000, 384, 24.0
+VOCAB, CONTEXT, PROMPT, ROWS, MAX_LENGTH, MEDIAN = 512, 512, 48, 4000, 384, 24.0
 MODEL = ModelSpec(vocab_size=VOCAB, num_hidden_layers=4, max_position_embeddings=CONTEXT)
 NUM_ENGINES = 2
 
 
-def length(prompt_id: int, index: int) -> int:
-    """Return the tokens of a sample: log-normal, at most ``LONGEST``, with most of the variance between prompts."""
+def response_length(prompt_id: int, index: int) -> int:
+    """Return the tokens of a sample: log-normal, at most ``MAX_LENGTH``, with most of the variance between prompts."""
     prompt, sample = (np.random.default_rng([7, prompt_id, i]).normal() for i in (0, 1 + index))
-    return int(np.clip(MEDIAN * np.exp(0.9 * prompt + 0.6 * sample), 1, LONGEST))
+    return int(np.clip(MEDIAN * np.exp(0.9 * prompt + 0.6 * sample), 1, MAX_LENGTH))
 
 
 async def long_tailed(
@@ -68,7 +68,7 @@ async def long_tailed(
     """Generate samples, each with its own length (for ``rollout.generate``)."""
 
     async def one(index: int, seed: int) -> Sample:
-        sampling = replace(context.sampling, max_new_tokens=length(prompt.prompt_id, index))
+        sampling = replace(context.sampling, max_new_tokens=response_length(prompt.prompt_id, index))
         (completion,) = await engine.generate(prompt.token_ids, [seed], sampling)
         return to_sample(prompt, completion, context, seed=seed, index=index)
 
@@ -104,7 +104,7 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
     cfg = RolloutConfig(
         batch_size=options.batch,
         n_samples_per_prompt=options.samples,
-        max_response_len=LONGEST,
+        max_response_len=MAX_LENGTH,
         generate="benchmarks.rollout:long_tailed",
         **rollout,
     )
@@ -188,11 +188,11 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
             f"{statistics.mean(row['rollout/prefix_cache_hit_rate'] for row in arm.rows):.0%}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lengths = sorted(length(i, j) for i in range(5_000) for j in range(4))
+    lengths = sorted(response_length(i, j) for i in range(5_000) for j in range(4))
     share = [lengths[int(q * len(lengths))] for q in (0.5, 0.9, 0.99)]
     sizes = f"{options.batch} groups of {options.samples} samples are needed, over-sampling begins {options.begun}."
     text = (
-        f"{sizes} Lengths: median {share[0]}, 90 % {share[1]}, 99 % {share[2]}, at most {LONGEST}, mean "
+        f"{sizes} Lengths: median {share[0]}, 90 % {share[1]}, 99 % {share[2]}, at most {MAX_LENGTH}, mean "
         f"{statistics.mean(lengths):.1f}. {options.rounds} rounds after {options.warm} that are not counted."
     )
     return "\n".join([text, "", *lines, ""])

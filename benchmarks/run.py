@@ -2,7 +2,7 @@
 
 python benchmarks/run.py trl       our recipe and TRL's GRPOTrainer on the same work, alternating
 python benchmarks/run.py startup   from command to first rollout, compared with a bare import of the libraries
-python benchmarks/run.py spin      our recipe with engines whose threads spin for several numbers of spins, alternating
+python benchmarks/run.py spin      our recipe with several numbers of turns that engine threads spin, alternating
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("trl", "startup", "spin"))
-    parser.add_argument("--rounds", type=int, default=2, help="how often each arm runs")
-    parser.add_argument("--write", action="store_true", help="write the page in docs/measurements (not of spin)")
-    parser.add_argument("--work", help="folder of models and runs; default: a temporary one")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm")
+    parser.add_argument("--write", action="store_true", help="write the page in docs/measurements (spin has none)")
+    parser.add_argument("--work", help="folder for models and runs; default: temporary")
     parser.add_argument("--sizes", default="tiny,20m", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--steps", type=int, help=f"per run; default {STEPS}, of spin {SPIN_STEPS}")
-    parser.add_argument("--turns", default="0,2000,5000", help="of spin: numbers of turns")
-    parser.add_argument("--trl-env", default="runs/bench/trl-env", help="TRL's environment; made when missing")
-    parser.add_argument("--override", action="append", default=[], help="an override of train.py, for our arms")
+    parser.add_argument("--steps", type=int, help=f"steps per run; default {STEPS}, for spin {SPIN_STEPS}")
+    parser.add_argument("--turns", default="0,2000,5000", help="numbers of turns for spin")
+    parser.add_argument("--trl-env", default="runs/bench/trl-env", help="TRL's environment; created if missing")
+    parser.add_argument("--override", action="append", default=[], help="an override of train.py for our arms")
     return parser
 
 
@@ -100,13 +100,13 @@ def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tup
         side: min((r for (s, _), r in records.items() if s == side), key=lambda r: r.seconds)
         for side in ("slime_like", "TRL")
     }
-    fast, peer = best["slime_like"], best["TRL"]
-    pairs = ", ".join(f"{peer_s / fast_s:.2f}" for fast_s, peer_s in zip(fast.runs, peer.runs, strict=True))
+    our_record, trl_record = best["slime_like"], best["TRL"]
+    pairs = ", ".join(f"{trl_s / our_s:.2f}" for our_s, trl_s in zip(our_record.runs, trl_record.runs, strict=True))
     lines = [
         f"## {size}: {parameters / 1e6:.2f}M parameters, {rounds} x {steps} steps",
         "",
-        f"Seconds per step, faster dtype of each side ({peer.arm} / {fast.arm}): "
-        f"{peer.seconds:.3f} / {fast.seconds:.3f} = **{peer.seconds / fast.seconds:.2f}** "
+        f"Seconds per step, faster dtype of each side ({trl_record.arm} / {our_record.arm}): "
+        f"{trl_record.seconds:.3f} / {our_record.seconds:.3f} = **{trl_record.seconds / our_record.seconds:.2f}** "
         f"(goal {GOALS[size]}; by round {pairs}).",
         "",
         "| arm | s/step | tok/s | rollout tok/s | split of a step, s | peak memory, MiB | reward, first -> last third |",
@@ -119,8 +119,11 @@ def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tup
             f"| {record.arm} | {record.seconds:.3f} | {TOKENS / record.seconds:.0f} | {TOKENS / record.part('rollout'):.0f} "
             f"| {split} | {record.peak_mib:.0f} | {rewards} |"
         )
-    if peer.versions:
-        lines += ["", "TRL's side: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items()) + "."]
+    if trl_record.versions:
+        lines += [
+            "",
+            "TRL's side: " + ", ".join(f"{name} {version}" for name, version in trl_record.versions.items()) + ".",
+        ]
     return "\n".join([*lines, ""])
 
 

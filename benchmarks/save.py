@@ -1,4 +1,4 @@
-"""Cost of a checkpoint after every rollout: none, written in line, or written in the background (run.async_save).
+"""Cost of a checkpoint after every rollout: no checkpoint, synchronous save, or asynchronous save (run.async_save).
 
 python benchmarks/save.py [--rounds 3] [--rollouts 3] [--tokens 512] [--threads 1]
 
@@ -40,15 +40,15 @@ SHAPE = ModelSpec(
     vocab_size=1024,
     max_position_embeddings=2048,
 )
-KINDS = {"no checkpoint": None, "in line": False, "beside": True}  # -> run.async_save
+KINDS = {"no checkpoint": None, "synchronous": False, "asynchronous": True}  # -> run.async_save
 
 
 def main() -> int:
     """Print a table of medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rollouts", type=int, default=3, help="of each kind in a round")
-    parser.add_argument("--tokens", type=int, default=512, help="of a rollout")
+    parser.add_argument("--rollouts", type=int, default=3, help="rollouts of each kind in a round")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a rollout")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -56,22 +56,22 @@ def main() -> int:
         folder = Path(name)
         write_model(folder / "model", SHAPE)
         actor = _actor(folder / "model")
-        runs = {kind: _checkpoints(folder / kind, actor, beside) for kind, beside in KINDS.items()}
+        runs = {kind: _checkpoints(folder / kind, actor, async_save) for kind, async_save in KINDS.items()}
         seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for k in range(options.rounds + 1):
             for kind, run in runs.items():
                 measured = _rollouts(
                     actor, run, range(k * options.rollouts, (k + 1) * options.rollouts), options.tokens
                 )
-                if k:  # the first warms up
+                if k:  # the first round warms up
                     seconds[kind].append(measured)
-        size = sum(path.stat().st_size for path in (folder / "in line").rglob("*.distcp"))
+        size = sum(path.stat().st_size for path in (folder / "synchronous").rglob("*.distcp"))
     print(
         visible(
             f"a checkpoint is {size / 2**20:.0f} MiB; medians of {options.rounds} rounds of {options.rollouts} rollouts"
         )
     )
-    print("| checkpoint | seconds per rollout | of them in the save |\n|---|---|---|")
+    print("| checkpoint | seconds per rollout | of which in the save |\n|---|---|---|")
     for kind, pairs in seconds.items():
         total_s, save_s = (statistics.median(column) for column in zip(*pairs, strict=True))
         print(visible(f"| {kind} | {total_s:.2f} | {save_s:.2f} |"))
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def _rollouts(actor: Any, run: Any, numbers: range, tokens: int) -> tuple[float, float]:
-    """Return the seconds per rollout, and the seconds per rollout that training waits for the save."""
+    """Return the seconds per rollout, and those of them in which training waits for the save."""
     start, waited = time.perf_counter(), 0.0
     for k in numbers:
         _step(actor, tokens, k)
@@ -98,7 +98,7 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     bounds = np.arange(0, tokens + 1, tokens // 8).astype(np.int32)
     weight = np.full(tokens, 1 / (tokens - 8), np.float32)
-    weight[bounds[:-1]] = 0  # nothing predicts a first token
+    weight[bounds[:-1]] = 0  # the first token of a sequence is not predicted
     rows = PackedBatch(
         token_ids=rng.integers(2, SHAPE.vocab_size, tokens).astype(np.int32),
         cu_seqlens=bounds,
@@ -113,7 +113,7 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
 
 
 def _checkpoints(run_dir: Path, actor: Any, async_save: bool | None) -> Any:
-    """Return the driver's side of saving, or None if nothing is saved."""
+    """Return the object with which the driver saves checkpoints; None if it saves none."""
     from slime_like.cluster.run.checkpoints import Checkpoints
     from slime_like.cluster.run.rollouts import DemonstrationRollout
 

@@ -1,7 +1,7 @@
-"""Benchmark of the time that an engine's threads spin before they sleep: our recipe at several numbers of turns, alternating.
+"""Benchmark of the number of turns that an engine's threads spin before they sleep: our recipe with several numbers, alternating.
 
-Beside the rollout's time, which the rollout manager, HTTP and the prefill are in, what a decode step takes in SGLang's
-scheduler: from the throughput that the engine logs every ``INTERVAL`` steps.
+Reports the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode step in SGLang's
+scheduler, from the throughput that the engine logs every ``INTERVAL`` steps.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def decode_seconds(log: str) -> list[float]:
 def rollout_by_round(record: ArmRecord, rounds: int) -> list[float]:
     """Return the median seconds of a rollout in each run."""
     values = record.parts_s["rollout"]
-    each = len(values) // rounds
-    return [statistics.median(values[i * each : (i + 1) * each]) for i in range(rounds)]
+    num_steps = len(values) // rounds
+    return [statistics.median(values[i * num_steps : (i + 1) * num_steps]) for i in range(rounds)]
 
 
 def table(size: str, rounds: int, steps: int, arms: dict[int, SpinArm]) -> str:
@@ -82,7 +82,7 @@ def table(size: str, rounds: int, steps: int, arms: dict[int, SpinArm]) -> str:
     lines = [
         f"{size}, {DTYPE}, {rounds} x {steps} steps, all arms in turn; {TOKENS} tokens a rollout, {NEW_TOKENS} a sample:",
         "",
-        "| turns | s/step | rollout, s | by round | rest of a step, s | decode step in the scheduler, ms | all of them, s |",
+        "| turns | s/step | rollout, s | by round | rest of a step, s | decode step in the scheduler, ms | all decode steps, s |",
         "|---|---|---|---|---|---|---|",
     ]
     for arm in arms.values():

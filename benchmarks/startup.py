@@ -16,8 +16,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 BARE = "import torch, sglang, megatron.core, ray"
 GOAL = 2.5
-WARM_START = re.compile(r"^\w[\w-]*: warm start: ")  # of the line that says that one is made
-LINE = re.compile(r"^\w[\w-]*: (?P<what>.+?) after \d+ s")
+WARM_START = re.compile(r"^\w[\w-]*: warm start: ")  # the line of a run that creates the warm start
+LINE = re.compile(r"^\w[\w-]*: (?P<step>.+?) after \d+ s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,17 @@ class Round:
 
     bare: float
     lines: dict[str, float]
-    first_rollout: float  # its first request goes out: engines serve the trainer's weights
-    warm_started: bool  # it made the warm start, which later ones find
+    first_rollout: float  # until its first request is sent; engines then serve the trainer's weights
+    warm_started: bool  # True if this round created the warm start, which later rounds reuse
 
     @property
     def ratio(self) -> float:
-        """Time of a start in units of a bare import."""
+        """Time of a start divided by that of a bare import."""
         return self.first_rollout / self.bare
 
 
 def measure(rounds: int, work: Path) -> list[Round]:
-    """Alternate bare import and start ``rounds`` + 1 times: the first pair warms the file cache."""
+    """Alternate a bare import and a start ``rounds`` + 1 times. The first pair warms the file cache."""
     return [_round(work / f"run{index}") for index in range(rounds + 1)]
 
 
@@ -66,7 +66,7 @@ def _round(run_dir: Path) -> Round:
     for line in process.stdout:
         warm_started = warm_started or WARM_START.match(line) is not None
         if match := LINE.match(line):
-            lines[match["what"]] = time.time() - started
+            lines[match["step"]] = time.time() - started
         elif ": starting " in line:
             lines["configuration, data and tokenizer read"] = time.time() - started
     if process.wait() != 0:

@@ -46,7 +46,7 @@ from slime_like.util.ports import PortLease, RendezvousAddress  # noqa: E402
 ARMS = ("torch", "c")
 CASES = ("tiny,bfloat16,2", "tiny,float32,2", "20m,bfloat16,2")
 WARM_UP = 2  # steps left out
-AGREE = {"float32": 1e-4, "bfloat16": 0.03}  # of gradient norms, relative
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03}  # relative difference of gradient norms
 Times = dict[str, list[tuple[float, float]]]  # arm -> (wall, CPU) seconds of each round
 
 
@@ -62,8 +62,8 @@ class Case:
     def of(cls, text: str) -> Case:
         """Parse a case, for example ``tiny,bfloat16,2``."""
         size, dtype, threads = text.split(",")
-        if size not in SHAPES or dtype not in AGREE:
-            raise argparse.ArgumentTypeError(f"{text!r}: size of {', '.join(SHAPES)}, dtype of {', '.join(AGREE)}")
+        if size not in SHAPES or dtype not in TOLERANCE:
+            raise argparse.ArgumentTypeError(f"{text!r}: size of {', '.join(SHAPES)}, dtype of {', '.join(TOLERANCE)}")
         return cls(size, dtype, int(threads))
 
 
@@ -93,14 +93,14 @@ def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
     for case in cases:
         with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
             mp.spawn(run_case, (port, case, rounds, sequences, folder))
-            results = json.loads((Path(folder) / "found.json").read_text())
+            results = json.loads((Path(folder) / "results.json").read_text())
         check(case, results["norms"])
         yield row(f"{case.size}, {case.dtype}, {case.threads}", results["times"], 1.0, 3)
 
 
 def check(case: Case, norms: Mapping[str, float]) -> None:
-    """Return True if both arms took the same first step, within the dtype's precision."""
-    limit = AGREE[case.dtype]
+    """Raise ``SystemExit`` unless both arms took the same first step, within the precision of the dtype."""
+    limit = TOLERANCE[case.dtype]
     if not abs(norms["torch"] - norms["c"]) <= limit * norms["torch"]:
         raise SystemExit(f"{case}: gradient norms of the first step are {norms}, which differ by more than {limit:g}")
 
@@ -124,7 +124,7 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
     inputs = write_inputs(Path(folder), case.size)
     specs = {arm: spec_of(str(inputs.model), case.dtype, arm, WARM_UP + rounds) for arm in ARMS}
     rank_info = groups.enter(specs["c"], rank=rank, world_size=1, master=RendezvousAddress("127.0.0.1", port))
-    from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which the groups have prepared
+    from slime_like.train.megatron.rank.trainer import RankTrainer  # imports megatron, which ``groups`` has prepared
 
     trainers = {arm: RankTrainer(spec, rank_info) for arm, spec in specs.items()}
     rows = make_rows(sequences, SHAPES[case.size]["vocab_size"])
@@ -138,7 +138,7 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
             times[arm].append((time.perf_counter() - wall, time.process_time() - cpu))
             norms.setdefault(arm, next(metric.value for metric in metrics if metric.name == "train/grad_norm"))
     results = {"times": {arm: pairs[WARM_UP:] for arm, pairs in times.items()}, "norms": norms}
-    (Path(folder) / "found.json").write_text(json.dumps(results))
+    (Path(folder) / "results.json").write_text(json.dumps(results))
     leave(0)
 
 

@@ -65,7 +65,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     record: dict[str, Any] = {"ends": [], "rollout_s": [], "tokens": [], "rewards": []}
-    generating = [0.0]
+    generate_s = [0.0]  # in the current step
 
     def digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         record["tokens"].append(sum(len(ids) for ids in completion_ids))
@@ -76,8 +76,8 @@ def main() -> None:
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             record["ends"].append(time.time())
-            record["rollout_s"].append(generating[0])
-            generating[0] = 0.0
+            record["rollout_s"].append(generate_s[0])
+            generate_s[0] = 0.0
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False),
@@ -88,14 +88,14 @@ def main() -> None:
         callbacks=[Clock()],
     )
     trainer.remove_callback(PrinterCallback)
-    inner = trainer._generate_single_turn  # its time is what TRL spends on generation
+    generate = trainer._generate_single_turn  # all of TRL's generation
 
     def timed(*positional: Any, **named: Any) -> Any:
         start = time.perf_counter()
         try:
-            return inner(*positional, **named)
+            return generate(*positional, **named)
         finally:
-            generating[0] += time.perf_counter() - start
+            generate_s[0] += time.perf_counter() - start
 
     trainer._generate_single_turn = timed
     trainer.train()

@@ -22,7 +22,7 @@ ACTIONS = {
     Request.EVAL: "evaluate",
     Request.SAVE: "write a checkpoint",
     Request.REPORT: "write report.html",
-    Request.STOP: "end, with a checkpoint from which the same command goes on",
+    Request.STOP: "end, with a checkpoint from which the same command continues",
 }
 
 
@@ -31,8 +31,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of the run")
     words = "; ".join(f"{request}: {text}" for request, text in ACTIONS.items())
-    parser.add_argument("request", choices=[*Request, "status"], help=f"{words}; status: how it is, and what was asked")
-    parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait so long for the answer")
+    parser.add_argument(
+        "request", choices=[*Request, "status"], help=f"{words}; status: progress, and the requests so far"
+    )
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait for the answer, at most this long")
     args = parser.parse_args(argv)
     try:
         if args.request == "status":
@@ -61,12 +63,10 @@ def show(run_dir: Path) -> int:
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
     process = f"process {status.pid} on {status.host}"
-    state = "runs" if status.alive else "has ended" if not status.running else "is gone without a word: see its logs"
+    state = "runs" if status.alive else "has ended" if not status.running else "has died: see its logs"
     age = time.time() - status.time
     print(
-        visible(
-            f"{run_dir} {state} ({process}): {status.step} of {status.num_steps} rollouts, as it said {age:.0f} s ago"
-        )
+        visible(f"{run_dir} {state} ({process}): {status.step} of {status.num_steps} rollouts, as of {age:.0f} s ago")
     )
     for answer in status.requests:
         print(visible(f"  {line(answer)}"))
@@ -78,7 +78,7 @@ def line(answer: ControlReply) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(answer.asked))
     by = f" by {answer.by}" if answer.by else ""
     detail = f": {answer.detail}" if answer.detail else ""
-    return f"{answer.request}, asked for at {at}{by}, {answer.state} after rollout {answer.step}{detail}"
+    return f"{answer.request}, requested at {at}{by}, {answer.state} after rollout {answer.step}{detail}"
 
 
 if __name__ == "__main__":

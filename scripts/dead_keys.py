@@ -51,14 +51,14 @@ def last_name(node: ast.expr) -> str:
 
 
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
-    """Return the names bound to a group in this file: annotated with its class, or assigned from such a name."""
+    """Return the names bound to a group in this file: annotated_groups with its class, or assigned from such a name."""
     paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):
         match node:
             case ast.arg(arg=name, annotation=ast.expr() as annotation):
-                paths.setdefault(name.lstrip("_"), set()).update(annotated(annotation))
+                paths.setdefault(name.lstrip("_"), set()).update(annotated_groups(annotation))
             case ast.AnnAssign(target=target, annotation=annotation):
-                paths.setdefault(last_name(target), set()).update(annotated(annotation))
+                paths.setdefault(last_name(target), set()).update(annotated_groups(annotation))
             case _:
                 pass
     for node in ast.walk(tree):
@@ -77,7 +77,7 @@ def unpack(node: ast.expr) -> list[ast.expr]:
     return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
-def annotated(annotation: ast.expr) -> Iterator[str]:
+def annotated_groups(annotation: ast.expr) -> Iterator[str]:
     """Yield the groups whose class an annotation names."""
     for node in ast.walk(annotation):
         if isinstance(node, (ast.Name, ast.Attribute)) and last_name(node) in CLASSES:
@@ -105,7 +105,7 @@ def dead_keys(package: Path, keys: Collection[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Return exit code 1 if a key is dead."""
+    """Return exit code 1 if a key is dead, else 0."""
     package = Path(argv[0]) if argv else PACKAGE
     keys = known_keys()
     dead = dead_keys(package, keys)

@@ -48,7 +48,9 @@ def find(path: Path) -> Path:
     for folder in (path / "checkpoints", path):
         if (source := megatron_folder(folder)) is not None:
             return source
-    raise CheckpointError(f"{path}: no checkpoint there (a run's folder, its checkpoints folder, or an iter_* folder)")
+    raise CheckpointError(
+        f"{path}: no checkpoint found (give a run's folder, its checkpoints folder, or an iter_* folder)"
+    )
 
 
 def model_of(source: Path) -> str:

@@ -36,9 +36,16 @@ REPEATS = 5
 def main(argv: Sequence[str]) -> int:
     """Return the exit code of train.py, or 1 if nothing was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="rollouts of the user's source run")
-    parser.add_argument("--sweep", type=int, metavar="RANKS", help="no run: each op in a world of so many ranks")
-    parser.add_argument("--read", type=Path, metavar="RUN_DIR", help="no run: what one has measured, to its end or not")
+    parser.add_argument("--steps", type=int, default=3, help="rollouts of the profiled run")
+    parser.add_argument(
+        "--sweep", type=int, metavar="RANKS", help="run no training; profile each op on this many ranks"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="RUN_DIR",
+        help="run no training; read the profile of this run, which may have failed",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("measured"), help="a folder of configs; NAME.yaml goes to its guard/"
     )
@@ -76,7 +83,7 @@ def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
         f"loop.num_rollout={steps}",
         "optim.warmup_steps=0",
         "optim.warmup_fraction=null",
-    ]  # irrelevant for the profile
+    ]  # the schedule does not affect the profile
     argv = [*overrides, *short, "guard=auto", "guard.profile=true"]
     try:
         folder = profile_folder(load_config(argv, files=False).run.dir)

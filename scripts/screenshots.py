@@ -29,7 +29,7 @@ from tests.report.terminal import frames, on_terminal, write_page  # noqa: E402
 
 JOB = ("+recipe=quickstart", "loop.num_rollout=40", "weights.probe_layers=true")
 ALWAYS = ("run.dump_rollouts=true", "metrics.console=live")
-SHOWN = "control: save: done"
+REQUIRED_TEXT = "control: save: done"
 TERMINAL = "terminal.log"
 LIVE_HEIGHT, REPORT_HEIGHT, TOKENS_HEIGHT = 480, 1500, 900
 
@@ -53,7 +53,7 @@ class MidRunRequests:
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, 1 if the run failed or a page complained, 2 without a browser."""
+    """Return the exit code: 0, 1 if the run failed or a page complained, 2 if there is no browser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--folder", type=Path, help="where the run goes, or the run of an earlier call; default: temporary"
@@ -71,9 +71,9 @@ def main(argv: list[str]) -> int:
             return 1
         written = (run_dir / TERMINAL).read_bytes().decode()
         write_report(run_dir)
-        matching = [frame for frame in frames(written) if SHOWN in frame]
+        matching = [frame for frame in frames(written) if REQUIRED_TEXT in frame]
         if not matching:
-            sys.stderr.write(visible(f"the live view never said {SHOWN!r}\n"))
+            sys.stderr.write(visible(f"no frame of the live view contains {REQUIRED_TEXT!r}\n"))
             return 1
         live = Path(scratch) / "live.html"
         write_page(matching[0], live)

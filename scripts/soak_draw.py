@@ -1,4 +1,4 @@
-"""Random choice of the faults in the next part of a soak, least tried kinds first."""
+"""Random choice of the faults of the next part of a soak, least injected kinds first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slime_like.config.schema.faults import FATAL, RECOVERED, WORKERS, Fault
 
 SURVIVED = (*RECOVERED, *WORKERS)
 STARTING = "signals_at_start"
-ENDS = (*FATAL, STARTING)
-PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # phases of faults, with their duration on an idle machine (s)
+FINAL_FAULTS = (*FATAL, STARTING)
+PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # phase of a fault -> its duration on an idle machine (s)
 LAYOUTS = (  # layouts that may alternate between parts of one run
     ("one engine", ()),
     ("two engines", ("rollout.num_engines=2",)),
@@ -22,7 +22,7 @@ LAYOUTS = (  # layouts that may alternate between parts of one run
 
 @dataclass(frozen=True, slots=True)
 class DrawnFaults:
-    """One part of the run: its layout with the overrides for it, its faults, and the fault that ends it (``""``: none)."""
+    """Faults of one part of the run, and its layout with the overrides for it. ``end``: the fault that ends the part, or ""."""
 
     layout: str
     overrides: tuple[str, ...]
@@ -31,21 +31,21 @@ class DrawnFaults:
 
 
 def draw_part(
-    rng: random.Random, rollouts: range, max_faults: int, ends: Mapping[str, int], struck: Mapping[str, int]
+    rng: random.Random, rollouts: range, max_faults: int, ends: Mapping[str, int], num_by_kind: Mapping[str, int]
 ) -> DrawnFaults:
     """Draw a part over the remaining ``rollouts`` with up to ``max_faults`` faults; with 0 the part is undisturbed.
 
-    ``ends`` counts earlier parts by their final fault, ``struck`` counts past faults by kind.
+    ``ends``: number of earlier parts by their final fault. ``num_by_kind``: number of earlier faults by kind.
     """
     layout, overrides = rng.choice(LAYOUTS)
-    end = _least(rng, ENDS, ends) if max_faults else ""
+    end = _least(rng, FINAL_FAULTS, ends) if max_faults else ""
     if end == STARTING:
         return DrawnFaults(layout, overrides, end, ())
     spacing = (
         (1, 2) if layout == "one engine" else (3, 9)
-    )  # in rollouts; with one engine, no rollout ends before it is back
+    )  # in rollouts; with one engine, no rollout ends before the engine serves again
     rollout, last = rollouts.start, rollouts.stop - 1
-    counts, faults = Counter(struck), list[Fault]()
+    counts, faults = Counter(num_by_kind), list[Fault]()
     for _ in range(max_faults - 1):
         if rollout >= last:
             break

@@ -4,11 +4,11 @@ python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 4
     [--write]
 
 A part of the run is one call of train.py. Faults that a run survives (an engine or a part of it killed, stopped or slow, a
-reward worker killed) strike in four of its rollouts, sometimes before an engine is back from the previous fault. Then one
-fault ends the part: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT, SIGTERM or SIGHUP
+reward worker killed) are injected in up to four of its rollouts, sometimes before an engine serves again after the previous
+fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT, SIGTERM or SIGHUP
 in a phase, or one or two signals during its start. The least tried kinds come first (``soak_draw.py``), so that 14 parts, with
-66 faults if all strike, include every kind. Parts differ in the number of engines and in the weight transport. A part is clean
-if its exit code is the one of its final fault, and if it left one crash bundle naming the victim, or none if it ended by a
+66 faults if each finds its target, include every kind. Parts differ in the number of engines and in the weight transport. A part is clean
+if its exit code is that of its final fault, and if it left one crash bundle that names the target, or none if it ended by a
 signal or by itself. After each part, leftover processes, listening ports, named shared memory and scratch folders are counted.
 At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the final weights are compared
 with the undisturbed run, bit for bit. The folder keeps the progress: the same command continues where it stopped, with up to
@@ -59,8 +59,8 @@ MEANING = (
     "the target, within every deadline, and left no process, port, shared memory or scratch folder behind."
 )
 CODES = {"interrupt": 130, "terminate": 130, "hangup": 130, STARTING: 130, "": 0}  # by the final fault of a part
-# Faults that end a part with exit code 1 and a crash bundle -> the victim that the bundle must name.
-VICTIMS = {
+# Faults that end a part with exit code 1 and a crash bundle -> the target that the bundle must name.
+TARGETS = {
     "kill_rank": "trainer rank 0",
     "stop_rank": "trainer rank 0",
     "kill_manager": "rollout manager",
@@ -72,8 +72,8 @@ VICTIMS = {
     "kill_dashboard_agent": "Ray's dashboard agent",
     "kill_runtime_env_agent": "Ray's runtime-env agent",
 }
-STARTS = (2.0, 25.0)  # time range of signals at the start, in s
-PART_S = 300.0  # maximum duration of a part: its start, four restarts, the deadlines at its end
+SIGNAL_TIMES_S = (2.0, 25.0)  # range of the time of signals at the start
+MAX_PART_S = 300.0  # of a part: its start, four restarts, the deadlines at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +90,21 @@ class SoakPart:
     last: int
     outcomes: list[tuple[str, str, str]]  # (fault, target, outcome)
     leftovers: list[str]
-    said: str  # last line of its output
+    last_line: str  # of its output
     causes: list[str] = field(default_factory=list[str])  # first lines of its crash bundles
 
     @property
-    def planted(self) -> list[tuple[str, str, str]]:
-        """Outcomes of planted faults that hit a process; other outcomes are consequential losses."""
-        return [outcome for outcome in self._drawn if outcome[1]]
+    def injected(self) -> list[tuple[str, str, str]]:
+        """Outcomes of the injected faults. The other outcomes are further losses that they caused."""
+        return [outcome for outcome in self._planned if outcome[1]]
 
     @property
     def missed(self) -> list[tuple[str, str, str]]:
-        """Planted faults without a running victim."""
-        return [outcome for outcome in self._drawn if not outcome[1]]
+        """Planned faults whose target was not running."""
+        return [outcome for outcome in self._planned if not outcome[1]]
 
     @property
-    def _drawn(self) -> list[tuple[str, str, str]]:
+    def _planned(self) -> list[tuple[str, str, str]]:
         return [
             outcome
             for outcome in self.outcomes
@@ -118,10 +118,10 @@ class SoakPart:
 
     @property
     def explained(self) -> bool:
-        """True if a crash bundle naming the victim exists exactly when one is expected."""
-        if self.end not in VICTIMS:
+        """True if there is one crash bundle, which names the target, or none as expected."""
+        if self.end not in TARGETS:
             return not self.causes
-        return len(self.causes) == 1 and VICTIMS[self.end] in self.causes[0]
+        return len(self.causes) == 1 and TARGETS[self.end] in self.causes[0]
 
 
 def main() -> int:
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, default=None)
     parser.add_argument("--write", action="store_true", help=f"replace the section {HEADING!r} of {PAGE.name}")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted: the same command goes on"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted: the same command continues the soak"))
     soak = FaultSoak(options.folder or temporary_folder("soak_faults"), options.seed, options.rollouts)
     soak.reference()
     stop_at = min(options.faults, soak.num_faults + options.most)
@@ -160,15 +160,15 @@ class FaultSoak:
         self.folder, self.seed, self.rollouts = folder, seed, rollouts
         self.run = folder / "run"
         self.parts: list[SoakPart] = []
-        self._notes = folder / f"soak_{seed}.jsonl"
-        if self._notes.exists():
-            notes = [json.loads(line) for line in self._notes.read_text().splitlines()]
-            self.parts = [SoakPart(**(n | {"outcomes": [tuple(o) for o in n["outcomes"]]})) for n in notes]
+        self._results_file = folder / f"soak_{seed}.jsonl"
+        if self._results_file.exists():
+            results = [json.loads(line) for line in self._results_file.read_text().splitlines()]
+            self.parts = [SoakPart(**(r | {"outcomes": [tuple(o) for o in r["outcomes"]]})) for r in results]
 
     @property
     def num_faults(self) -> int:
-        """Number of faults that struck so far."""
-        return sum(len(part.planted) for part in self.parts)
+        """Number of faults injected so far."""
+        return sum(len(part.injected) for part in self.parts)
 
     @property
     def finished(self) -> bool:
@@ -190,12 +190,12 @@ class FaultSoak:
         rng = random.Random(f"{self.seed} {number}")
         first = max(0, last_step(self.run))
         ends = Counter(part.end for part in self.parts)
-        struck = Counter(_kind(fault) for part in self.parts for fault, *_ in part.planted)
-        plan = draw_part(rng, range(first, self.rollouts), max_faults, ends, struck)
+        num_by_kind = Counter(_kind(fault) for part in self.parts for fault, *_ in part.injected)
+        plan = draw_part(rng, range(first, self.rollouts), max_faults, ends, num_by_kind)
         override = f"chaos.faults=[{','.join(map(str, plan.faults))}]"
-        self._go(number, plan.layout, plan.end, (*plan.overrides, *SETTINGS, override), rng)
+        self._run_part(number, plan.layout, plan.end, (*plan.overrides, *SETTINGS, override), rng)
 
-    def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
+    def _run_part(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
         scratch = Path(tempfile.mkdtemp(prefix="soak"))
         os.environ["TMPDIR"] = str(scratch)
         num_before, first, bundles = len(faults.read(self.run)[0]), last_step(self.run), set(self.run.glob("crash-*"))
@@ -204,7 +204,7 @@ class FaultSoak:
         training = Training(*self._job, f"run.dir={self.run}", *overrides, log=log)
         try:
             sent = self._signals(training, rng) if end == STARTING else []
-            code, hung = self._end(training)
+            code, hung = self._wait(training)
         except BaseException:  # the soak is interrupted: the next one continues after this part
             training.end()
             shutil.rmtree(scratch, ignore_errors=True)
@@ -214,10 +214,10 @@ class FaultSoak:
             *training.leftovers(),
             *(str(path) for path in scratch.iterdir() if path.name.startswith("slime_like")),
         ]
-        strikes, recoveries = faults.read(self.run)
-        since = strikes[num_before].time if len(strikes) > num_before else float("inf")
+        injections, recoveries = faults.read(self.run)
+        since = injections[num_before].time if len(injections) > num_before else float("inf")
         fault_outcomes = faults.outcomes(
-            strikes[num_before:], [recovery for recovery in recoveries if recovery.noticed >= since]
+            injections[num_before:], [recovery for recovery in recoveries if recovery.noticed >= since]
         )
         outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in fault_outcomes]
         output = log.read_text().strip().splitlines()[-1:] or [""]
@@ -232,15 +232,15 @@ class FaultSoak:
             last=max(0, last_step(self.run)),
             outcomes=[*outcomes, *sent],
             leftovers=leftovers,
-            said=output[0],
+            last_line=output[0],
             causes=[_first_line(bundle / "cause.txt") for bundle in sorted({*self.run.glob("crash-*")} - bundles)],
         )
         self.parts.append(part)
-        with self._notes.open("a") as file:
+        with self._results_file.open("a") as file:
             file.write(json.dumps(asdict(part)) + "\n")
         ended = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(leftovers)} leftovers"
         print(
-            visible(f"part {number} ({layout}): {len(part.planted)} faults, {ended}; {self.num_faults} in all"),
+            visible(f"part {number} ({layout}): {len(part.injected)} faults, {ended}; {self.num_faults} in all"),
             flush=True,
         )
         if not hung:
@@ -251,7 +251,7 @@ class FaultSoak:
         """Send one or two signals during the start; the first lets the run continue to its first checkpoint."""
         sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        at = rng.uniform(*STARTS)
+        at = rng.uniform(*SIGNAL_TIMES_S)
         time.sleep(at)
         for repeat in range(rng.choice((1, 2))):
             if training.running():
@@ -261,9 +261,9 @@ class FaultSoak:
         return sent
 
     @staticmethod
-    def _end(training: Training) -> tuple[int, bool]:
-        """Return the exit code, and whether the part had to be killed."""
-        deadline = Deadline("soak", "part", PART_S)
+    def _wait(training: Training) -> tuple[int, bool]:
+        """Return the exit code, and True if the part hung and was killed."""
+        deadline = Deadline("soak", "part", MAX_PART_S)
         while training.running():
             if deadline.elapsed() > deadline.limit:
                 return training.end(), True
@@ -278,13 +278,13 @@ class FaultSoak:
 
     def table(self) -> str:
         """Return Markdown: the counts, the outcomes of each kind of fault, then each part."""
-        lines = ["# Faults, soaked", "", setting(), "", *self._counts(), ""]
+        lines = ["# Fault soak", "", setting(), "", *self._counts(), ""]
         lines += ["| fault | injected | result |", "|---|---|---|"]
-        planted = [(part, outcome) for part in self.parts for outcome in part.planted]
+        injected = [(part, outcome) for part in self.parts for outcome in part.injected]
         for kind in (*SURVIVED, *FATAL, STARTING):
             kind_outcomes = [
                 (p, o)
-                for p, o in planted
+                for p, o in injected
                 if o[0].partition(":")[0] == kind or (kind == STARTING and o[0].startswith("SIG"))
             ]
             if kind_outcomes:
@@ -295,7 +295,7 @@ class FaultSoak:
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for part in self.parts:
-            names = ", ".join(f"{fault} ({target})" for fault, target, _ in part.planted)
+            names = ", ".join(f"{fault} ({target})" for fault, target, _ in part.injected)
             lines.append(
                 f"| {part.number} | {part.layout} | {part.first} to {part.last} | {names} | {part.end or 'its end'} | "
                 f"{part.code} | {'; '.join(part.causes) or 'none'} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
@@ -305,9 +305,9 @@ class FaultSoak:
     def section(self) -> str:
         """Return Markdown: numbers of tried, handled and unhandled faults by kind."""
         rows = ["| fault | tried | handled | not |", "|---|---|---|---|"]
-        planted = [(part, outcome[0]) for part in self.parts for outcome in part.planted]
+        injected = [(part, outcome[0]) for part in self.parts for outcome in part.injected]
         for kind in (*SURVIVED, *FATAL, STARTING):
-            kind_parts = [part for part, fault in planted if _kind(fault) == kind]
+            kind_parts = [part for part, fault in injected if _kind(fault) == kind]
             handled = sum(part.clean and not part.leftovers for part in kind_parts)
             if kind_parts:
                 rows.append(
@@ -316,10 +316,10 @@ class FaultSoak:
         return "\n".join([HEADING, "", setting(), "", MEANING, "", *rows, "", *self._counts()]) + "\n"
 
     def _counts(self) -> list[str]:
-        planted = [outcome for part in self.parts for *_, outcome in part.planted]
-        engine_losses = [outcome for outcome in planted if "noticed after" in outcome]
+        injected = [outcome for part in self.parts for *_, outcome in part.injected]
+        engine_losses = [outcome for outcome in injected if "noticed after" in outcome]
         further_losses = [
-            outcome for part in self.parts for outcome in part.outcomes if outcome not in (*part.planted, *part.missed)
+            outcome for part in self.parts for outcome in part.outcomes if outcome not in (*part.injected, *part.missed)
         ]
         ended = [part for part in self.parts if part.end]
         failed = [part for part in self.parts if part.code == 1]
@@ -327,20 +327,20 @@ class FaultSoak:
         different = self._differences()
         compared = "samples, losses and weights" if self.finished else "samples so far"
         counts = {
-            "faults": len(planted),
-            "planted faults without a running victim, not counted": sum(len(part.missed) for part in self.parts),
+            "faults": len(injected),
+            "planned faults whose target was not running, not counted": sum(len(part.missed) for part in self.parts),
             "parts of the run": len(self.parts),
             "rollouts": f"{num_done} of {self.rollouts}",
             "engines lost": len(engine_losses),
             "of them serving again before the part ended": sum("serves" in outcome for outcome in engine_losses),
             "further engines lost, as a consequence": len(further_losses),
             "of these serving again before the part ended": sum("serves" in outcome for *_, outcome in further_losses),
-            "parts ended as their fault must": f"{sum(part.clean for part in ended)} of {len(ended)}",
-            "crash bundles of parts that ended with exit code 1, the victim named": f"{sum(part.explained for part in failed)} of "
+            "parts that ended as their final fault requires": f"{sum(part.clean for part in ended)} of {len(ended)}",
+            "crash bundles of parts that ended with exit code 1, naming the target": f"{sum(part.explained for part in failed)} of "
             f"{len(failed)}",
             "crash bundles of other parts": sum(len(part.causes) for part in self.parts if part not in failed),
             "hangs past the deadline": sum(part.hung for part in self.parts),
-            f"samples lost, doubled or else not the undisturbed run's ({compared} compared)": len(different),
+            f"samples lost, doubled or different from the undisturbed run's ({compared} compared)": len(different),
             "leftovers (processes with their ports, shared memory, scratch folders)": sum(
                 len(part.leftovers) for part in self.parts
             ),
@@ -372,7 +372,7 @@ def _first_line(path: Path) -> str:
 
 def _summary(kind: str, kind_outcomes: list[tuple[SoakPart, tuple[str, str, str]]]) -> str:
     if kind in FATAL or kind == STARTING:
-        return f"{sum(part.clean for part, _ in kind_outcomes)} ended the part as they must"
+        return f"{sum(part.clean for part, _ in kind_outcomes)} ended the part as required"
     engine_losses = [outcome for _, (_, _, outcome) in kind_outcomes if "noticed after" in outcome]
     restart_times = [
         float(outcome.rpartition("serves")[2].rpartition(" after ")[2].split(" s")[0])

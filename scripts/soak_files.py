@@ -32,15 +32,15 @@ from tests.damage.world import FILES  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
 TITLE = "## Damaged files"
-SHOWN = 1500  # printed characters of a failed trial
+MAX_SHOWN = 1500  # printed characters of a failed trial's message
 
 
 def main() -> int:
-    """Return exit code 0 if every damaged file was handled."""
+    """Return exit code 0 if every damaged file was handled, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1200, help="damaged files in all")
+    parser.add_argument("--count", type=int, default=1200, help="number of damaged files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", default="", help="only classes of files with this in their name")
+    parser.add_argument("--kind", default="", help="only kinds of files whose name contains this text")
     parser.add_argument("--write", action="store_true", help=f"replace the section of {PAGE.relative_to(REPOSITORY)}")
     parser.add_argument("--show", action="store_true", help="print every trial")
     options = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
-    """Damage ``count`` files, alternating between the classes."""
+    """Damage ``count`` files, alternating between the kinds."""
     kinds = [name for name in FILES if kind in name]
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,9 @@ def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
             trial = world.trial(name, rng.choice(FILES[name]), rng)
             trials.append(trial)
             if show or trial.outcome in FAULTS:
-                print(visible(f"{trial.outcome}: {trial.file}: {trial.damage}: {trial.message[-SHOWN:]}"), flush=True)
+                print(
+                    visible(f"{trial.outcome}: {trial.file}: {trial.damage}: {trial.message[-MAX_SHOWN:]}"), flush=True
+                )
     return trials
 
 
@@ -90,8 +92,8 @@ def section(trials: list[Trial], command: str, seconds: float) -> str:
 
 
 NOTES = """A file is *handled* when it is refused in one message that names it, or its folder where two files contradict each
-other, or when it is read as before; lines of a log that cannot be read are set aside, which the run says. *Another
-well-formed file*: the value differs and may stand there (another prompt, another epsilon of a norm, another number in a
+other, or when it is read as before; lines of a log that cannot be read are moved to another file, which the run reports. *Another
+well-formed file*: the value differs and is permitted there (another prompt, another epsilon of a norm, another number in a
 log). Traceback, hang and *accepted, but changed* (a file that the run itself wrote) are faults, and so is a refusal that
 names neither file nor folder."""
 

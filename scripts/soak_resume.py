@@ -85,14 +85,14 @@ class ResumeSoak:
         self.folder, self.seed, self.rollouts = folder, seed, rollouts
         self.kills: list[Kill] = []
         self.verdicts: list[Verdict] = []
-        self._notes = folder / f"soak_{seed}.jsonl"
-        if self._notes.exists():
-            for line in self._notes.read_text().splitlines():
-                note = json.loads(line)
-                if note.pop("kind") == "Kill":
-                    self.kills.append(Kill(**note))
+        self._results_file = folder / f"soak_{seed}.jsonl"
+        if self._results_file.exists():
+            for line in self._results_file.read_text().splitlines():
+                fields = json.loads(line)
+                if fields.pop("kind") == "Kill":
+                    self.kills.append(Kill(**fields))
                 else:
-                    self.verdicts.append(Verdict(**note))
+                    self.verdicts.append(Verdict(**fields))
             ended = {verdict.run for verdict in self.verdicts}
             self.kills = [kill for kill in self.kills if kill.run in ended]  # an interrupted run is repeated
 
@@ -124,9 +124,9 @@ class ResumeSoak:
         problems = [result.output[-500:]] if result.code else differences(self.undisturbed_dir, folder, self.rollouts)
         values = [row[name] for row in metrics(folder) for name in (DRIFT, PROBE) if name in row]
         verdict = Verdict(run, problems, max(values, default=float("nan")))
-        with self._notes.open("a") as file:
-            for note in (*kills, verdict):
-                file.write(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n")
+        with self._results_file.open("a") as file:
+            for record in (*kills, verdict):
+                file.write(json.dumps({"kind": type(record).__name__, **asdict(record)}) + "\n")
         self.kills += kills
         self.verdicts.append(verdict)
         print(
@@ -160,7 +160,7 @@ class ResumeSoak:
     def table(self) -> str:
         """Return Markdown: one table per phase and one per run."""
         lines = [
-            "| killed in | kills | earliest and latest moment in it (s) | lost rollouts, redone |",
+            "| killed in | kills | earliest and latest time in the phase (s) | rollouts repeated |",
             "|---|---|---|---|",
         ]
         for phase in PHASES:
@@ -183,7 +183,7 @@ class ResumeSoak:
         same = sum(not verdict.differences for verdict in self.verdicts)
         lines += [
             "",
-            f"{len(self.kills)} kills; {same} of {len(self.verdicts)} runs ended as the undisturbed one, bit for bit.",
+            f"{len(self.kills)} kills; {same} of {len(self.verdicts)} runs ended bit for bit like the undisturbed run.",
         ]
         return "\n".join(lines) + "\n"
 

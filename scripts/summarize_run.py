@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     cfg = load_config(argv, files=False)
     path = Path(cfg.run.dir) / "metrics.jsonl"
     if not path.is_file():
-        sys.stderr.write(visible(f"the run left no {path}\n"))
+        sys.stderr.write(visible(f"the run wrote no {path}\n"))
         return 1
     return max([0, *(summarize(path, f"eval/{dataset}") for dataset in cfg.evaluation.datasets)])
 

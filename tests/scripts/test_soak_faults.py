@@ -54,19 +54,19 @@ def test_a_part_is_clean_with_its_code_and_its_crash_bundle(
 @pytest.mark.parametrize("seed", range(5))
 def test_a_soak_of_a_hundred_faults_has_every_kind(seed: int) -> None:
     ends: Counter[str] = Counter()
-    struck: Counter[str] = Counter()
+    num_by_kind: Counter[str] = Counter()
     first, faults = 0, 0
     while faults < 100:
-        plan = soak_draw.draw_part(random.Random(f"{seed} {ends.total()}"), range(first, 480), 5, ends, struck)
+        plan = soak_draw.draw_part(random.Random(f"{seed} {ends.total()}"), range(first, 480), 5, ends, num_by_kind)
         ends[plan.end] += 1
-        struck.update(fault.kind for fault in plan.faults)
+        num_by_kind.update(fault.kind for fault in plan.faults)
         faults += len(plan.faults) or 1
         first = max((fault.rollout_id for fault in plan.faults), default=first)
         assert first < 480
-        if ends.total() == len(soak_draw.ENDS):
+        if ends.total() == len(soak_draw.FINAL_FAULTS):
             assert ends.keys() == {*FATAL, soak_draw.STARTING} and faults <= 66
-    assert struck.keys() == {*RECOVERED, *WORKERS, *FATAL}
-    assert max(struck[kind] for kind in RECOVERED) - struck["kill_reward_worker"] <= 1
+    assert num_by_kind.keys() == {*RECOVERED, *WORKERS, *FATAL}
+    assert max(num_by_kind[kind] for kind in RECOVERED) - num_by_kind["kill_reward_worker"] <= 1
 
 
 def test_a_part_without_faults_runs_to_its_end() -> None:
