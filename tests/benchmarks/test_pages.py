@@ -1,4 +1,4 @@
-"""Headers of the benchmarks' pages: how they were made, of which commit, and from which lines of a log."""
+"""Pages of the benchmarks: the command and commit in their headers, and figures read from logs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def started(bare: float, first: float, *, warm: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "said"),
+    ("rounds", "warm_start"),
     [
         ([started(9, 99), started(10, 15), started(10, 17)], "there before the first pair, and found by every round"),
         ([started(9, 99, warm=True), started(10, 15), started(10, 17)], "made in the pair that is left out"),
         ([started(9, 99), started(10, 15), started(10, 17, warm=True)], "was made in round 2"),
     ],
 )
-def test_a_page_of_starts_says_how_it_was_made(rounds: list[Any], said: str) -> None:
+def test_a_page_of_starts_names_the_origin_of_the_warm_start(rounds: list[Any], warm_start: str) -> None:
     text = startup.report(rounds, "Machine: this one.", COMMAND)
-    assert f"Command: `{COMMAND}`. The warm start" in text and said in text
+    assert f"Command: `{COMMAND}`. The warm start" in text and warm_start in text
     assert "**1.60 times**" in text and "median of 2 rounds" in text and "99" not in text
 
 
@@ -56,7 +56,7 @@ def test_pages_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run.commit() == f"Commit {head.strip()}, with changes that are not committed."
 
 
-def test_what_was_written_by_hand_stays_below_the_measured(tmp_path: Path) -> None:
+def test_the_hand_written_part_of_a_page_is_kept(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     for text in ("first", "second\n"):
         run.write(page, text)

@@ -1,4 +1,4 @@
-"""The table of products: made, and refused where the two libraries disagree."""
+"""Benchmark of matrix products: prints a table, and ends with an error if C and torch disagree."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_every_product_has_three_rates(capsys: pytest.CaptureFixture[str]) -> No
     assert torch.get_num_threads() == threads
 
 
-def test_rates_of_a_wrong_product_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CKernels.product
+def test_a_wrong_product_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = CKernels.product
 
     def wrong(self: CKernels, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        return right(self, x, packed, bias, out).mul_(1.1)
+        return product(self, x, packed, bias, out).mul_(1.1)
 
     monkeypatch.setattr(CKernels, "product", wrong)
     with pytest.raises(SystemExit, match="disagree"):

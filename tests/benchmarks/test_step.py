@@ -1,4 +1,4 @@
-"""The benchmark of the trainer's step in its smallest form: both arms train, and arms that disagree are told."""
+"""Benchmark of a training step, in its smallest form: both arms train, and arms that disagree end the script."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_arms_of_a_part_take_turns(part: str) -> None:
     arms = (
         step.attention(3, 7, step.SHAPES["tiny"]) if attention else step.scores(9, 17, 8, torch.float32, entropy=True)
     )
-    called: list[str] = []
+    calls: list[str] = []
 
-    def told(arm: str) -> None:
-        called.append(arm)
+    def run(arm: str) -> None:
+        calls.append(arm)
         arms[arm]()
 
-    times = step.alternate({arm: lambda arm=arm: told(arm) for arm in arms}, 2)
-    assert called == ["torch", "c"] * 3, "the first call of each is not timed"
+    times = step.alternate({arm: lambda arm=arm: run(arm) for arm in arms}, 2)
+    assert calls == ["torch", "c"] * 3, "including a warm-up call of each arm"
     assert step.row(part, times, 1e3, 6).startswith(f"| {part} | ")
     assert {arm: len(pairs) for arm, pairs in times.items()} == {"torch": 2, "c": 2}

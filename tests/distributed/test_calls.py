@@ -17,7 +17,7 @@ from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
 from slime_like.distributed.forensics.ring import HEAD, RECORD
 from slime_like.distributed.guard.advice import read_rows
 from slime_like.distributed.wrapper import hot, install
-from slime_like.distributed.wrapper.calls import PURGE_AT
+from slime_like.distributed.wrapper.calls import MAX_PENDING
 from slime_like.distributed.wrapper.watchdog import oldest_in_flight
 from slime_like.distributed.wrapper.wrapper import Wrapper
 
@@ -62,18 +62,18 @@ def dead() -> Any:
 def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
     for _ in range(100):
         dist.all_reduce(torch.zeros(2), async_op=True)
-    wrapper.settle()
-    assert len(wrapper.loose) == 0
+    wrapper.record_completed()
+    assert len(wrapper.pending_works) == 0
     (counter,) = wrapper.counters()
-    for key in range(PURGE_AT + 1):
-        wrapper.loose[key] = (dead(), counter, -1)
+    for key in range(MAX_PENDING + 1):
+        wrapper.pending_works[key] = (dead(), counter, -1)
     pending = dist.all_reduce(torch.zeros(2), async_op=True)
-    assert [key for key, _ in wrapper.loose.items()] == [id(pending)]
+    assert [key for key, _ in wrapper.pending_works.items()] == [id(pending)]
     assert pending is not None
     pending.wait()
     dist.all_reduce(torch.zeros(2), async_op=True)
-    wrapper.settle()
-    assert len(wrapper.loose) == 0
+    wrapper.record_completed()
+    assert len(wrapper.pending_works) == 0
     assert oldest_in_flight(wrapper) is None
 
 
@@ -81,10 +81,10 @@ def test_a_work_with_a_reused_id_is_not_timed(wrapper: Wrapper) -> None:
     dist.isend(torch.zeros(2), 1)
     (counter,) = wrapper.counters()
     ns_before, second = counter.ns, FakeWork()
-    wrapper.loose[id(second)] = (dead(), counter, 0)
+    wrapper.pending_works[id(second)] = (dead(), counter, 0)
     second.wait()
     assert counter.ns == ns_before
-    assert id(second) not in wrapper.loose
+    assert id(second) not in wrapper.pending_works
 
 
 def test_other_references_to_a_work_are_kept(wrapper: Wrapper) -> None:
@@ -113,7 +113,7 @@ def test_a_send_reads_the_size_before_its_number(wrapper: Wrapper) -> None:
     class Meeting(torch.Tensor):
         @property
         def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-            counter.peers[1] = wrapper.numbers()
+            counter.peers[1] = wrapper.make_sequence()
             return 8
 
     dist.isend(torch.zeros(2).as_subclass(Meeting), 1)
@@ -140,11 +140,11 @@ def test_settling_keeps_a_new_work_under_a_reused_id(wrapper: Wrapper) -> None:
     later: Any = (lambda: counter, counter, 1)
 
     def dropped() -> None:
-        wrapper.loose[7] = later
+        wrapper.pending_works[7] = later
 
-    wrapper.loose[7] = (dropped, counter, 0)  # pyright: ignore[reportArgumentType]
-    wrapper.settle()
-    assert wrapper.loose.pop(7) == later
+    wrapper.pending_works[7] = (dropped, counter, 0)  # pyright: ignore[reportArgumentType]
+    wrapper.record_completed()
+    assert wrapper.pending_works.pop(7) == later
 
 
 def times(wrapper: Wrapper, count: int) -> list[tuple[int, int]]:
@@ -227,7 +227,7 @@ def test_a_composite_and_its_ops_are_both_profiled(
     assert measured["isend"] == measured["irecv"] == (3, 32)
     assert measured["broadcast_object_list"] == (1, 0)
     assert measured["broadcast"][0] == 2  # sizes, then the data
-    assert all(row.question_ns > 0 for row in rows)
+    assert all(row.query_ns > 0 for row in rows)
     assert bound is not dist.batch_isend_irecv
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -81,7 +81,7 @@ def test_a_rank_missing_at_a_rebuild_of_communicators_is_named(
 ) -> None:
     for rank in (0, 2):
         message, seconds = cases[rank]["does not come"]
-        prefix = r"communicators of group world \(ranks 0, 1, 2\) could not be created again for phase push on rank "
+        prefix = r"communicators of group world \(ranks 0, 1, 2\) could not be rebuilt for phase push on rank "
         pattern = r" \(rebuild #1, no payload\): did not arrive: rank 1 \(process \d+ running, last op barrier #4"
         assert re.match(f"{prefix}{rank}{pattern}", message), message
         assert re.search(MEMORY, message)
@@ -154,9 +154,9 @@ def test_the_ring_of_a_killed_rank_is_read_and_then_swept(tmp_path: Path) -> Non
 def write(
     ring: Ring, op: str, sequence: int, size: int, *, ended: int = 5, peer: int = NO_PEER, started: int = 1
 ) -> None:
-    index, *_ = ring.take()
-    code = CODES[op] | ring.phase("step") << OP_BITS | GROUP.number << (OP_BITS + PHASE_BITS)
-    RECORD.pack_into(ring.memory, ring.place(index) * 8, index, started, ended, size, code, sequence, peer)
+    index, *_ = ring.next_record()
+    code = CODES[op] | ring.phase_number("step") << OP_BITS | GROUP.number << (OP_BITS + PHASE_BITS)
+    RECORD.pack_into(ring.memory, ring.first_word(index) * 8, index, started, ended, size, code, sequence, peer)
 
 
 def rings(folder: Path, size: int = 3, slots: int = 8) -> list[Ring]:
@@ -226,7 +226,7 @@ def test_groups_of_other_worlds_and_roles_are_kept_separate(tmp_path: Path) -> N
     critic.add_group(GroupInfo(0, GROUP.name, "dp", (0,)))
     write(critic, "all_reduce", 1, 999)
     trainers[0].add_group(foreign)
-    index, *_ = trainers[0].take()
+    index, *_ = trainers[0].next_record()
     code = CODES["broadcast"] | foreign.number << (OP_BITS + PHASE_BITS)
-    RECORD.pack_into(trainers[0].memory, trainers[0].place(index) * 8, index, 1, 0, 4, code, 1, NO_PEER)
+    RECORD.pack_into(trainers[0].memory, trainers[0].first_word(index) * 8, index, 1, 0, 4, code, 1, NO_PEER)
     assert findings(read_rings(tmp_path)) == []

@@ -81,7 +81,7 @@ def test_memory_of_first_and_later_calls_of_an_op(
     row = swept[op]
     for name in ("first_allocator", "first_driver", "later_allocator", "later_driver"):
         record_property(f"{op}_{name}_bytes", getattr(row, name))
-    record_property(f"{op}_question_us", row.question_ns / 1e3)
+    record_property(f"{op}_query_us", row.query_ns / 1e3)
     assert row.source == "driver" and row.calls >= 15
     assert row.later_allocator <= 64 * 2**20, "enough for 4 MiB tensors in allocator blocks of 20 MiB"
     if op == "all_reduce":  # the first op creates the communicator outside of the allocator
@@ -104,8 +104,8 @@ def test_coalesced_nccl_ops_are_counted(tmp_path: Path) -> None:
         assert all(torch.equal(tensor.cpu(), torch.arange(1024.0)) for tensor in tensors)
         calls = {counter.op.name: counter.calls for counter in wrapper.counters()}
         assert calls == {"broadcast": 2, "end_coalescing": 1}
-        wrapper.settle()
-        assert len(wrapper.loose) == 0
+        wrapper.record_completed()
+        assert len(wrapper.pending_works) == 0
     finally:
         dist.destroy_process_group()
         install.remove()

@@ -117,7 +117,7 @@ def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
     """Wrap collectives in C or in Python."""
     installed = install.install(spec, CPU, 0, in_c=in_c)
     assert installed is not None
-    assert (installed.hot is not None) == in_c
+    assert (installed.native is not None) == in_c
     try:
         yield installed
     finally:
@@ -128,7 +128,7 @@ def run_calls(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
     """Return results, counts and records; times only as their presence and order."""
     with wrapped(in_c=in_c) as w:
         outcomes = [outcome(CALLS[name]) for name in names]
-        w.settle()
+        w.record_completed()
         counts = [(c.op.name, c.calls, c.bytes, c.ns > 0, c.code, dict.fromkeys(c.peers)) for c in w.counters()]
         records: list[Any] = []
         for slot in range(w.ring.slots):
@@ -136,7 +136,7 @@ def run_calls(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
             state = {0: "in flight", FAILED: "failed"}.get(ended, "ended")
             assert state != "ended" or started <= ended or not started
             records.append((index, started > 0, state, *fields))
-        return outcomes, counts, records, len(w.loose), w.composing
+        return outcomes, counts, records, len(w.pending_works), w.composite_thread
 
 
 @needs_c
@@ -184,9 +184,9 @@ def test_repeated_calls_leak_no_reference() -> None:
                 waited(dist.isend(tensor, 1))
                 dist.send(tensor, 1)
             gc.collect()
-            w.settle()
+            w.record_completed()
             objects = [tensor, world, *w.counters()]
-            return [len(w.loose), *map(sys.getrefcount, objects)]
+            return [len(w.pending_works), *map(sys.getrefcount, objects)]
 
         some()
         counts_before = some()
@@ -226,14 +226,14 @@ def test_a_group_decision_reaches_a_plain_op(checks: str, in_c: bool, tmp_path: 
     try:
         for memory.op_index in range(6):
             if memory.op_index == 3:
-                Requests(tmp_path / "trainer.requests").ask("trim")
+                Requests(tmp_path / "trainer.requests").publish("trim")
             dist.all_reduce(small())
         (counter,) = installed.counters()
     finally:
         install.remove()
     assert memory.actions == [("trim", 3)]
     assert (counter.calls, counter.clears) == (6, 1)
-    assert (counter.due == 0) == (checks == "every_n" or not in_c)  # otherwise later ops are plain again
+    assert (counter.check_at == 0) == (checks == "every_n" or not in_c)  # otherwise later ops are plain again
 
 
 @needs_c
@@ -253,12 +253,12 @@ def test_a_too_small_ring_buffer_is_refused() -> None:
         module.Ring(bytearray(HEAD + 8 * RECORD.size - 1), HEAD, 8)
     with pytest.raises(ValueError, match="does not hold so many records"):
         module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 6)
-    with pytest.raises(ValueError, match="no word"):
+    with pytest.raises(ValueError, match="smaller than a word"):
         module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 8).watch(bytearray(7))
     with pytest.raises(TypeError):
         module.Call()()
     ring, memory = Ring(None, "a_rank0", 8), module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 8)
-    assert [memory.take() for _ in range(20)] == [ring.take() for _ in range(20)]
+    assert [memory.next_record() for _ in range(20)] == [ring.next_record() for _ in range(20)]
 
 
 def test_without_a_compiler_the_python_path_is_used(
@@ -273,7 +273,7 @@ def test_without_a_compiler_the_python_path_is_used(
             install.remove()
             installed = install.install(NEVER, CPU, 0)
             assert installed is not None
-            assert installed.hot is None
+            assert installed.native is None
             dist.all_reduce(small())
             assert [c.calls for c in installed.counters()] == [1]
     finally:

@@ -22,7 +22,7 @@ from slime_like.distributed.forensics.ring import GroupInfo
 from slime_like.distributed.guard import memory_guard as guard_module
 from slime_like.distributed.guard.counters import Counter, Group, counter_type
 from slime_like.distributed.guard.memory_guard import NEVER, Guard, Requests
-from slime_like.distributed.guard.pace import OVERDRAFT
+from slime_like.distributed.guard.query_schedule import MAX_OVERDRAFT
 from slime_like.errors import ConfigError, MemoryShortage
 
 GIB = 2**30
@@ -87,7 +87,7 @@ def counter(policy: MemoryPolicy, op: str = "all_reduce") -> Counter:
 def call(guard: Guard, op_counter: Counter, now: int = 1) -> None:
     """Run the wrapper's check before an op."""
     op_counter.calls += 1
-    if now >= op_counter.due:
+    if now >= op_counter.check_at:
         guard.check(op_counter, now)
 
 
@@ -97,25 +97,25 @@ def call(guard: Guard, op_counter: Counter, now: int = 1) -> None:
     action=st.sampled_from(ACTIONS),
     every=st.integers(1, 5),
     limits=st.tuples(st.integers(1, 5), st.sampled_from([0.0, 0.25, 0.5, 1.0])),
-    course=st.lists(st.integers(0, 12), min_size=1, max_size=20),
+    levels=st.lists(st.integers(0, 12), min_size=1, max_size=20),
     op=st.sampled_from([op.name for op in OPS]),
 )
 def test_queries_and_actions_follow_the_policy(
-    checks: str, action: str, every: int, limits: tuple[int, float], course: list[int], op: str
+    checks: str, action: str, every: int, limits: tuple[int, float], levels: list[int], op: str
 ) -> None:
     """Memory stays at each level for one op, under ``auto`` long enough for at least one query within its budget."""
     threshold, hysteresis = limits
     policy = MemoryPolicy(checks, every, Threshold(threshold * GIB, None), hysteresis, action)
     memory, op_counter = Simulated(total=32 * GIB, cost=1_000), counter(policy, op)
     guard = Guard(memory)
-    guard.adopt(op_counter)
-    resting, shortages, questions = False, 0, 0
+    guard.add_counter(op_counter)
+    in_shortage, num_shortages, num_queries = False, 0, 0
     with with_clock(memory):
-        for index, gib in enumerate(course):
+        for index, gib in enumerate(levels):
             memory.free_bytes = gib * GIB
-            asks = checks in ("always", "below", "auto") or (checks == "every_n" and index % every == 0)
-            acts = asks and gib < threshold and not (checks in ("below", "auto") and resting)
-            questions, shortages = questions + asks, shortages + acts
+            queried = checks in ("always", "below", "auto") or (checks == "every_n" and index % every == 0)
+            acted = queried and gib < threshold and not (checks in ("below", "auto") and in_shortage)
+            num_queries, num_shortages = num_queries + queried, num_shortages + acted
             raised = 0
             for _ in range(60 if checks == "auto" else 1):
                 memory.now += 400_000
@@ -124,14 +124,14 @@ def test_queries_and_actions_follow_the_policy(
                 except MemoryShortage as shortage:
                     raised += 1
                     assert re.match(rf"{gib:.2f} GiB .*{op} in group tp.*threshold {threshold} GiB", str(shortage))
-            assert raised == (acts and action == "raise")
-            if asks:
-                resting = acts or (resting and gib < threshold * (1 + hysteresis))
-            assert op_counter.shortages == shortages
-            assert op_counter.checks == questions or (checks == "auto" and op_counter.checks > questions)
-    assert memory.actions == ([action] * shortages if action in ("trim", "clear") else [])
+            assert raised == (acted and action == "raise")
+            if queried:
+                in_shortage = acted or (in_shortage and gib < threshold * (1 + hysteresis))
+            assert op_counter.shortages == num_shortages
+            assert op_counter.checks == num_queries or (checks == "auto" and op_counter.checks > num_queries)
+    assert memory.actions == ([action] * num_shortages if action in ("trim", "clear") else [])
     assert op_counter.clears == len(memory.actions)
-    assert (op_counter.due == NEVER) == (checks == "never")
+    assert (op_counter.check_at == NEVER) == (checks == "never")
 
 
 def test_freed_memory_is_counted() -> None:
@@ -140,10 +140,10 @@ def test_freed_memory_is_counted() -> None:
         counter(MemoryPolicy(checks="always", action="clear")),
     )
     guard = Guard(memory)
-    guard.adopt(op_counter)
+    guard.add_counter(op_counter)
     call(guard, op_counter)
     call(guard, op_counter)
-    assert (op_counter.clears, op_counter.freed, guard.lowest) == (1, GIB, 2 * GIB)
+    assert (op_counter.clears, op_counter.freed, guard.min_free) == (1, GIB, 2 * GIB)
 
 
 def test_a_fraction_is_of_total_memory() -> None:
@@ -161,12 +161,12 @@ def test_expensive_queries_are_made_less_often(clocked: Callable[[Simulated], Si
     for cost in (10_000, 8_000_000):
         memory = clocked(Simulated(cost=cost))
         op_counter, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
-        guard.adopt(op_counter)
+        guard.add_counter(op_counter)
         while memory.now < 100 * 10**9:
             call(guard, op_counter, memory.now)
             memory.now += 1_000_000
         num_checks[cost] = op_counter.checks
-        assert op_counter.check_ns <= 0.001 * memory.now + OVERDRAFT * cost
+        assert op_counter.check_ns <= 0.001 * memory.now + MAX_OVERDRAFT * cost
     assert 5_000 < num_checks[10_000] <= 10_100
     assert 8 <= num_checks[8_000_000] <= 14
 
@@ -176,7 +176,7 @@ def test_all_counters_share_the_budget_of_auto(clocked: Callable[[Simulated], Si
     op_counters = [counter(MemoryPolicy(checks="auto"), op) for op in ("all_reduce", "broadcast", "barrier")]
     guard = Guard(memory)
     for op_counter in op_counters:
-        guard.adopt(op_counter)
+        guard.add_counter(op_counter)
     for _, op_counter in zip(range(30_000), itertools.cycle(op_counters), strict=False):
         call(guard, op_counter, memory.now)
         memory.now += 1_000_000
@@ -187,7 +187,7 @@ def test_all_counters_share_the_budget_of_auto(clocked: Callable[[Simulated], Si
 def test_auto_acts_once_per_shortage(clocked: Callable[[Simulated], Simulated]) -> None:
     memory = clocked(Simulated(free_bytes=2 * GIB, cost=1_000))
     op_counter, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
-    guard.adopt(op_counter)
+    guard.add_counter(op_counter)
     for free_gib in (2, 2, 3.2, 2, 5, 2):
         memory.free_bytes = int(free_gib * GIB)
         for _ in range(3_000):
@@ -206,7 +206,7 @@ def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) ->
         memory = Simulated(free_bytes=free_gib * GIB, reclaimable=4 * GIB)
         guard = Guard(memory, Requests(tmp_path / "requests") if symmetric else None)
         op_counter = counter(policy)
-        guard.adopt(op_counter)
+        guard.add_counter(op_counter)
         ranks.append((memory, guard, op_counter))
     outcomes: list[list[str]] = []
     for _ in range(3):
@@ -228,10 +228,10 @@ def test_never_still_follows_a_group_decision(tmp_path: Path) -> None:
     guards = [Guard(Simulated(), Requests(tmp_path / "requests")) for _ in range(2)]
     op_counters = [counter(MemoryPolicy(checks="never")) for _ in guards]
     for guard, op_counter in zip(guards, op_counters, strict=True):
-        guard.adopt(op_counter)
+        guard.add_counter(op_counter)
     requests = guards[0].requests
     assert requests is not None
-    requests.ask("trim")
+    requests.publish("trim")
     for _ in range(2):
         for guard, op_counter in zip(guards, op_counters, strict=True):
             call(guard, op_counter)

@@ -24,7 +24,7 @@ CLEAN = MeasuredOp(
     calls=10,
     num_bytes=1000,
     time_ns=10**9,
-    question_ns=10_000,
+    query_ns=10_000,
     first_allocator=0,
     first_driver=0,
     later_allocator=0,
@@ -32,7 +32,7 @@ CLEAN = MeasuredOp(
 )
 FIRST = dataclasses.replace(CLEAN, op="all_reduce", first_driver=300 * MIB)
 GROWS = dataclasses.replace(CLEAN, op="all_gather", later_allocator=64 * MIB)
-SLOW = dataclasses.replace(GROWS, op="reduce_scatter", question_ns=8_000_000)
+SLOW = dataclasses.replace(GROWS, op="reduce_scatter", query_ns=8_000_000)
 RANKS = {"trainer_rank0": [CLEAN, GROWS, SLOW], "trainer_rank1": [CLEAN, FIRST, GROWS]}
 
 
@@ -72,7 +72,7 @@ def test_first_and_later_uses_are_measured_separately() -> None:
     for allocator, driver, size in ((5, 300, 64), (7, 0, 64), (-3, 2, 8), (900, 20, 65), (6, 1, 65), (-4, -4, 999)):
         delta.add(allocator, driver, 100, size)
     assert (delta.first_allocator, delta.first_driver, delta.later_allocator, delta.later_driver) == (900, 300, 7, 2)
-    assert (delta.calls, delta.question_ns) == (6, 600)
+    assert (delta.calls, delta.query_ns) == (6, 600)
     row = dataclasses.replace(FIRST, first_allocator=2 * MIB)
     *_, line = advice.table({"rank0": [row], "rank1": [dataclasses.replace(row, later_driver=MIB, calls=30)]})
     assert line == "| all_reduce | dp | 2 | 40 | 50 | 2.00 | 300.00 | 0.00 | 1.00 | 10.0 |"

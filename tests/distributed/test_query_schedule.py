@@ -1,4 +1,4 @@
-"""Pace of ``auto`` memory queries, for simulated memory curves and query costs."""
+"""Schedule of ``auto`` memory queries, for simulated memory curves and query costs."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.distributed.guard.pace import OVERDRAFT, SHARE, Pace
+from slime_like.distributed.guard.query_schedule import CHEAP_CHECK_SHARE, MAX_OVERDRAFT, QuerySchedule
 
 GIB = 2**30
 THRESHOLD, HEADROOM, BUDGET = 3 * GIB, 70.0 * GIB, 0.001
 
 
 @dataclass
-class Run:
-    """Simulation of a pace with an op every ``gap`` ns; free and held bytes are functions of the time in ns."""
+class Simulation:
+    """Simulation of a schedule with an op every ``gap`` ns; free and held bytes are functions of the time in ns."""
 
     cost: float  # of a query of free memory, in ns
-    glance_cost: float  # of a reading of held memory, in ns
+    check_cost: float  # of a cheap check, in ns
     gap: float
     free: Callable[[float], float]
     held: Callable[[float], float] = lambda _: 0.0
-    pace: Pace = field(default_factory=lambda: Pace(BUDGET))
+    schedule: QuerySchedule = field(default_factory=lambda: QuerySchedule(BUDGET))
     now: float = 0.0
     spent: float = 0.0
-    questions: int = 0
+    num_queries: int = 0
 
     def op(self) -> bool:
-        """Advance to the next op before which the guard runs; return whether it acts."""
-        self.now += self.gap * max(1, math.ceil((self.pace.due - self.now) / self.gap))
-        if self.now < self.pace.question:
-            self.pace.glance(self.now, self.glance_cost, int(self.held(self.now)))
-            self._pay(self.glance_cost)
-        if self.now < self.pace.question:
+        """Advance to the next op before which the guard runs. Return True if the guard acts."""
+        self.now += self.gap * max(1, math.ceil((self.schedule.next_reading_at - self.now) / self.gap))
+        if self.now < self.schedule.next_query_at:
+            self.schedule.record_cheap_check(self.now, self.check_cost, int(self.held(self.now)))
+            self._spend(self.check_cost)
+        if self.now < self.schedule.next_query_at:
             return False
         free = self.free(self.now)
-        self.pace.learn(self.now, self.cost, int(free), int(self.held(self.now)), THRESHOLD, self.glance_cost)
-        self.questions += 1
-        self._pay(self.cost)
-        return free < THRESHOLD or self.pace.too_late
+        self.schedule.record_query(self.now, self.cost, int(free), int(self.held(self.now)), THRESHOLD, self.check_cost)
+        self.num_queries += 1
+        self._spend(self.cost)
+        return free < THRESHOLD or self.schedule.too_late
 
-    def _pay(self, cost: float) -> None:
+    def _spend(self, cost: float) -> None:
         self.spent += cost
         self.now += cost
 
@@ -59,13 +59,15 @@ class Run:
 def test_auto_stays_within_its_budget(
     costs: list[float], cost_ratio: float, levels: list[tuple[int, int]], gap: float
 ) -> None:
-    """Free and held memory jump at every query and reading."""
+    """Free and held memory jump at every query and cheap check."""
     calls = itertools.count()
-    run = Run(0, 0, gap, lambda _: levels[next(calls) % 50][0] * GIB, lambda _: levels[next(calls) % 50][1] * GIB)
+    simulation = Simulation(
+        0, 0, gap, lambda _: levels[next(calls) % 50][0] * GIB, lambda _: levels[next(calls) % 50][1] * GIB
+    )
     for cost in costs:
-        run.cost, run.glance_cost = cost, cost / cost_ratio
-        run.op()
-    assert run.spent <= BUDGET * run.now + (OVERDRAFT + 3) * max(costs)
+        simulation.cost, simulation.check_cost = cost, cost / cost_ratio
+        simulation.op()
+    assert simulation.spent <= BUDGET * simulation.now + (MAX_OVERDRAFT + 3) * max(costs)
 
 
 @given(
@@ -81,44 +83,44 @@ def test_auto_notices_memory_taken_by_others_before_the_threshold(
     """Memory shrinks steadily, then ``growth`` times as fast: auto queries within two ops of the threshold or acts sooner."""
     rate = HEADROOM / (periods * cost / BUDGET)
     turn = 2 * (gap + cost)
-    run = Run(
+    simulation = Simulation(
         cost, cost / cost_ratio, gap, lambda t: THRESHOLD + HEADROOM - rate * (min(t, turn) + growth * max(0, t - turn))
     )
     # Two queries show how fast memory shrinks; a loss before them cannot be known.
     for _ in range(2):
-        run.pace.due = run.pace.question = 0
-        if run.op():
+        simulation.schedule.next_reading_at = simulation.schedule.next_query_at = 0
+        if simulation.op():
             return
     slack = 4 * rate * (growth + 1) * max(gap, cost)  # lost during two ops and a query, which no query can notice
     for _ in range(2000):
-        if run.op() or run.free(run.now) < THRESHOLD + slack:
+        if simulation.op() or simulation.free(simulation.now) < THRESHOLD + slack:
             break
-    assert run.free(run.now) >= THRESHOLD - slack
+    assert simulation.free(simulation.now) >= THRESHOLD - slack
 
 
 @given(
     flat=st.floats(0.0, 1e11),
-    num_readings=st.floats(2.0, 1000.0),
+    num_checks=st.floats(2.0, 1000.0),
     cost_ratio=st.floats(10.0, 1000.0),
     gap=st.floats(1e4, 1e6),
 )
 def test_auto_notices_memory_taken_by_this_process_before_the_threshold(
-    flat: float, num_readings: float, cost_ratio: float, gap: float
+    flat: float, num_checks: float, cost_ratio: float, gap: float
 ) -> None:
-    """Expensive queries, constant memory for a while, then all headroom is taken within ``num_readings`` readings."""
+    """Expensive queries, constant memory for a while, then all headroom is taken within ``num_checks`` cheap checks."""
     cost = 8e6
-    interval = max(cost / cost_ratio / (SHARE * BUDGET), gap)
-    rate = HEADROOM / (num_readings * interval)
+    interval = max(cost / cost_ratio / (CHEAP_CHECK_SHARE * BUDGET), gap)
+    rate = HEADROOM / (num_checks * interval)
 
     def taken_bytes(t: float) -> float:
         return rate * max(0.0, t - flat)
 
-    run = Run(cost, cost / cost_ratio, gap, lambda t: THRESHOLD + HEADROOM - taken_bytes(t), taken_bytes)
+    simulation = Simulation(cost, cost / cost_ratio, gap, lambda t: THRESHOLD + HEADROOM - taken_bytes(t), taken_bytes)
     slack = 4 * rate * max(gap, cost)
     for _ in range(3_000):
-        if run.op() or run.free(run.now) < THRESHOLD + slack:
+        if simulation.op() or simulation.free(simulation.now) < THRESHOLD + slack:
             break
-    assert run.free(run.now) >= THRESHOLD - slack
+    assert simulation.free(simulation.now) >= THRESHOLD - slack
 
 
 @pytest.mark.parametrize("cost_ratio", [1.0, 160.0])
@@ -132,13 +134,13 @@ def test_memory_that_oscillates_with_every_step_is_no_shortage(
     def taken_bytes(t: float) -> float:
         return 20.0 * GIB * (t % period > period / 2)
 
-    run = Run(
+    simulation = Simulation(
         cost,
         cost / cost_ratio,
         1e6,
         lambda t: 40 * GIB - taken_bytes(t),
         taken_bytes if owner == "self" else lambda _: 0.0,
     )
-    while run.now < 80e9 and run.questions < 2_000:
-        assert not run.op(), f"acted at {run.now / 1e9:.2f} s"
-    assert run.spent <= BUDGET * run.now + OVERDRAFT * cost
+    while simulation.now < 80e9 and simulation.num_queries < 2_000:
+        assert not simulation.op(), f"acted at {simulation.now / 1e9:.2f} s"
+    assert simulation.spent <= BUDGET * simulation.now + MAX_OVERDRAFT * cost

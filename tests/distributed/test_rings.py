@@ -19,7 +19,7 @@ from slime_like.distributed.forensics.report import dump
 from slime_like.distributed.forensics.ring import PREFIX, Ring, process_state, read_rings, start_time, sweep
 from slime_like.distributed.guard.memory import RecordingMemorySource
 from slime_like.distributed.wrapper import watchdog
-from slime_like.distributed.wrapper.errors import memory_soon
+from slime_like.distributed.wrapper.errors import memory_or_last
 
 
 def dead_ring(folder: Path) -> None:
@@ -92,10 +92,10 @@ def test_a_rank_ends_even_if_the_report_of_its_hang_fails(monkeypatch: pytest.Mo
     ended: list[str] = []
     monkeypatch.setattr(watchdog, "report", broken)
     monkeypatch.setattr(watchdog, "oldest_in_flight", lambda wrapper: 0)
-    wrapper: Any = SimpleNamespace(settle=lambda: None, ring=SimpleNamespace(folder=None))
+    wrapper: Any = SimpleNamespace(record_completed=lambda: None, ring=SimpleNamespace(folder=None))
     thread = object.__new__(watchdog.Watchdog)
     thread._wrapper, thread._limit, thread._period = wrapper, 0.0, 0.0
-    thread._stopped, thread._die = watchdog.threading.Event(), lambda: ended.append("ended")
+    thread._stopped, thread._end_process = watchdog.threading.Event(), lambda: ended.append("ended")
     with pytest.raises(OSError, match="no report"):
         thread._watch()
     assert ended == ["ended"]
@@ -107,10 +107,10 @@ def test_the_last_reading_is_reported_if_memory_queries_hang() -> None:
     source.free, source.held = lambda: 3 * 2**30, lambda: 2**30
     recording = RecordingMemorySource(source, ring)
     wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=recording))
-    assert memory_soon(wrapper, 60.0) == "memory: 3.00 of 4.00 GiB (driver) free, this rank holds 1.00"
+    assert memory_or_last(wrapper, 60.0) == "memory: 3.00 of 4.00 GiB (driver) free, this rank holds 1.00"
     source.free = release.wait
     try:
-        text = memory_soon(wrapper, 0.01)
+        text = memory_or_last(wrapper, 0.01)
     finally:
         release.set()
     assert re.fullmatch(

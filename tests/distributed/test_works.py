@@ -81,7 +81,7 @@ def test_invalid_entries_are_refused() -> None:
 
 
 def test_numbers_count_from_one() -> None:
-    first, second = module.Number(), module.Number()
+    first, second = module.SequenceCounter(), module.SequenceCounter()
     assert [first() for _ in range(3)] == [1, 2, 3]
     assert second() == 1
     with pytest.raises(TypeError, match="no arguments"):

@@ -213,8 +213,8 @@ def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
         "traced": trace,
         "counted": counted(),
     }
-    wrapper.settle()
-    results["in flight"] = len(wrapper.loose)
+    wrapper.record_completed()
+    results["in flight"] = len(wrapper.pending_works)
     install.remove()
     return results
 

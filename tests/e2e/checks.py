@@ -51,7 +51,7 @@ def check_documented(rows: list[dict[str, Any]]) -> None:
 def check_guard(rows: list[dict[str, Any]]) -> None:
     """Check that the memory guard queried free memory under ``guard=auto``, and not at every collective.
 
-    ``tests/distributed/test_pace.py`` checks the budget under a simulated clock: here the machine's other work would count.
+    ``tests/distributed/test_query_schedule.py`` checks the budget under a simulated clock: here the machine's other work would count.
     """
     num_checks = sum(row.get("guard/checks", 0) for row in rows)
     num_calls = sum(

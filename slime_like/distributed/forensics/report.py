@@ -20,7 +20,7 @@ TAIL = 12  # ops of each rank in a dump
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFinding:
-    """An op that some ranks did not issue, or issued differently."""
+    """An op that some ranks did not issue, that ranks issued differently, or in which a rank waits."""
 
     op: str
     group: GroupInfo
@@ -29,20 +29,20 @@ class CollectiveFinding:
     since_ns: int  # when the first rank issued it
     arrived: tuple[str, ...]
     absent: tuple[str, ...]
-    different: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()  # arrived, but stopped or dead since
+    mismatches: tuple[str, ...] = ()  # ranks that issued another op or size
+    lost: tuple[str, ...] = ()  # ranks that arrived and are now stopped or dead
 
     @property
     def headline(self) -> str:
         """One line that names the likely cause."""
-        what = f"{self.op} #{self.sequence} in group {self.group.label}"
-        if self.different:
-            return f"{what}: {'; '.join(self.different)}"
+        op = f"{self.op} #{self.sequence} in group {self.group.label}"
+        if self.mismatches:
+            return f"{op}: {'; '.join(self.mismatches)}"
         if self.absent:
-            return f"{what}: did not arrive: {', '.join(self.absent)}"
+            return f"{op}: did not arrive: {', '.join(self.absent)}"
         if self.lost:
-            return f"{what}: arrived, but then: {', '.join(self.lost)}"
-        return f"{what}: every rank arrived"
+            return f"{op}: arrived, but then: {', '.join(self.lost)}"
+        return f"{op}: every rank arrived"
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.group.ranks))
@@ -54,7 +54,7 @@ class CollectiveFinding:
 
 
 def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list[CollectiveFinding]:
-    """Return mismatched or pending ops, the longest wait first; empty if all ranks issued the same ops and none waits."""
+    """Return mismatched and pending ops, the likeliest cause first; empty if all ranks issued the same ops and none waits."""
     now = time.perf_counter_ns() if now_ns is None else now_ns
     result: list[CollectiveFinding] = []
     for role in sorted({name.rpartition("_rank")[0] for name in readings}):
@@ -63,20 +63,20 @@ def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list
         for group in groups.values():
             result += _of_group(group, ranks, now)
         result += _receives(ranks, now)
-    return sorted(result, key=lambda f: (not f.different, not f.absent, not f.lost, f.since_ns))
+    return sorted(result, key=lambda f: (not f.mismatches, not f.absent, not f.lost, f.since_ns))
 
 
 def _of_group(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """Yield the first collective of a group that its ranks issued differently, or that a rank still waits in."""
+    """Yield the first collective of a group that its ranks issued differently, or in which a rank still waits."""
     issued = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
     last = {rank: max(ops, default=0) for rank, ops in issued.items()}
     numbers = sorted({number for ops in issued.values() for number in ops})
     for number in numbers:
         arrived = {rank: ops[number] for rank, ops in issued.items() if number in ops}
         absent = [rank for rank in group.ranks if last.get(rank, 0) < number]
-        different = list(_different(arrived))
+        mismatches = list(_mismatches(arrived))
         waits = any(record.ended_ns in (0, FAILED) for record in arrived.values())
-        if not (different or absent or waits):
+        if not (mismatches or absent or waits):
             continue
         first = min(arrived.values(), key=lambda record: record.started_ns)
         yield CollectiveFinding(
@@ -85,9 +85,9 @@ def _of_group(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Itera
             number,
             first.phase,
             first.started_ns,
-            tuple(f"rank {rank} ({_issued(record, now)})" for rank, record in sorted(arrived.items())),
-            tuple(f"rank {rank} ({_whereabouts(ranks.get(rank), now)})" for rank in absent),
-            tuple(different),
+            tuple(f"rank {rank} ({_describe_issue(record, now)})" for rank, record in sorted(arrived.items())),
+            tuple(f"rank {rank} ({_describe_rank(ranks.get(rank), now)})" for rank in absent),
+            tuple(mismatches),
             tuple(
                 f"rank {rank} (process {ranks[rank].pid} {ranks[rank].state})"
                 for rank in sorted(arrived)
@@ -101,23 +101,23 @@ def _collectives(reading: Reading, group: GroupInfo) -> dict[int, OpRecord]:
     return {r.sequence: r for r in reading.records if r.group.name == group.name and r.op.kind is Kind.COLLECTIVE}
 
 
-def _different(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
+def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
     """Describe ranks whose op or size differs from the majority."""
-    sizes = all(record.op.alike for record in arrived.values())
-    signature = {rank: (r.op.name, r.num_bytes if sizes else 0) for rank, r in arrived.items()}
-    counts = Counter(signature.values())
-    if len(counts) < 2:
+    compare_sizes = all(record.op.alike for record in arrived.values())
+    issues = {rank: (r.op.name, r.num_bytes if compare_sizes else 0) for rank, r in arrived.items()}
+    num_ranks = Counter(issues.values())
+    if len(num_ranks) < 2:
         return
-    # Without a majority, as with two ranks, all are named.
-    max_count = max(counts.values())
-    usual = [what for what, count in counts.items() if count == max_count]
-    for what in counts:
-        if what not in usual or len(usual) > 1:
-            who = ", ".join(str(rank) for rank, has in signature.items() if has == what)
-            yield f"rank {who} issued {what[0]} of {arrived[int(who.split(',')[0])].num_bytes} bytes"
-    if len(usual) == 1:
-        majority = ", ".join(str(rank) for rank, has in signature.items() if has == usual[0])
-        yield f"ranks {majority} {usual[0][0]} of {arrived[int(majority.split(',')[0])].num_bytes} bytes"
+    max_ranks = max(num_ranks.values())
+    majorities = [issue for issue, count in num_ranks.items() if count == max_ranks]
+    # Without a single majority, for example with two ranks, every rank is named.
+    for issue in num_ranks:
+        if issue not in majorities or len(majorities) > 1:
+            ranks = [rank for rank, rank_issue in issues.items() if rank_issue == issue]
+            yield f"rank {', '.join(map(str, ranks))} issued {issue[0]} of {arrived[ranks[0]].num_bytes} bytes"
+    if len(majorities) == 1:
+        ranks = [rank for rank, rank_issue in issues.items() if rank_issue == majorities[0]]
+        yield f"ranks {', '.join(map(str, ranks))} {majorities[0][0]} of {arrived[ranks[0]].num_bytes} bytes"
 
 
 def _receives(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
@@ -132,8 +132,8 @@ def _receives(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFind
             group_rank = group.ranks.index(rank)
             if any(r.sequence >= record.sequence for r in _sends(ranks.get(sender), group, group_rank)):
                 continue
-            absent = f"rank {sender}, which is to send ({_whereabouts(ranks.get(sender), now)})"
-            arrived = f"rank {rank} ({_issued(record, now)})"
+            absent = f"rank {sender}, which is to send ({_describe_rank(ranks.get(sender), now)})"
+            arrived = f"rank {rank} ({_describe_issue(record, now)})"
             yield CollectiveFinding(
                 "irecv", group, record.sequence, record.phase, record.started_ns, (arrived,), (absent,)
             )
@@ -146,48 +146,46 @@ def _sends(reading: Reading | None, group: GroupInfo, peer: int) -> Iterator[OpR
             yield record
 
 
-def _issued(record: OpRecord, now: int) -> str:
-    end = {0: "waits", FAILED: "failed"}.get(record.ended_ns, "went on")
+def _describe_issue(record: OpRecord, now: int) -> str:
+    end = {0: "waits", FAILED: "failed"}.get(record.ended_ns, "ended")
     return f"{record.num_bytes} bytes, {(now - record.started_ns) / 1e9:.1f} s ago, {end}"
 
 
-def _whereabouts(reading: Reading | None, now: int) -> str:
+def _describe_rank(reading: Reading | None, now: int) -> str:
     """Describe a rank's state and its last op."""
     if reading is None:
         return "no record of it on this node"
     process = f"process {reading.pid} {reading.state}"
     if not reading.records:
         return f"{process}, no op yet"
-    flying = [r for r in reading.records if r.in_flight]
-    record = flying[-1] if flying else reading.records[-1]
-    what = f"{record.op.name} #{record.sequence} of group {record.group.label}"
+    in_flight = [r for r in reading.records if r.in_flight]
+    record = in_flight[-1] if in_flight else reading.records[-1]
+    op = f"{record.op.name} #{record.sequence} of group {record.group.label}"
     if record.in_flight:
-        return f"{process}, in {what} for {(now - record.started_ns) / 1e9:.1f} s, phase {record.phase}"
+        return f"{process}, in {op} for {(now - record.started_ns) / 1e9:.1f} s, phase {record.phase}"
     ended = max(record.ended_ns, record.started_ns)
-    return f"{process}, last op {what} {(now - ended) / 1e9:.1f} s ago, phase {record.phase}"
+    return f"{process}, last op {op} {(now - ended) / 1e9:.1f} s ago, phase {record.phase}"
 
 
-def missing(readings: Mapping[str, Reading], ranks: Iterable[int], me: str, rebuild: int) -> str:
-    """Describe the ranks that did not join the ``rebuild``-th rebuild of communicators, as seen by rank ``me``."""
-    role, now = me.rpartition("_rank")[0], time.perf_counter_ns()
+def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: str, rebuild: int) -> str:
+    """Describe those of a role's ``ranks`` that did not join the ``rebuild``-th rebuild of communicators."""
+    now = time.perf_counter_ns()
     by_rank = {rank: readings.get(f"{role}_rank{rank}") for rank in ranks}
     absent = [
-        f"rank {rank} ({_whereabouts(reading, now)})"
+        f"rank {rank} ({_describe_rank(reading, now)})"
         for rank, reading in by_rank.items()
         if reading is not None and (reading.state != "running" or reading.rebuilds < rebuild)
     ]
-    unseen = ", ".join(str(rank) for rank, reading in by_rank.items() if reading is None)
+    unreadable = ", ".join(str(rank) for rank, reading in by_rank.items() if reading is None)
     text = f"did not arrive: {', '.join(absent)}" if absent else "every rank whose record is on this node arrived"
-    return f"{text}; no record on this node: ranks {unseen}" if unseen else text
+    return f"{text}; no record on this node: ranks {unreadable}" if unreadable else text
 
 
 def report(folder: Path | None) -> str:
-    """Return all findings of a folder of rings, the likeliest cause first; empty if there are none."""
-    return (
-        ""
-        if folder is None or not folder.is_dir()
-        else "\n".join(str(finding) for finding in findings(read_rings(folder)))
-    )
+    """Return the findings in a folder of rings as text, the likeliest cause first; empty if there are none."""
+    if folder is None or not folder.is_dir():
+        return ""
+    return "\n".join(str(finding) for finding in findings(read_rings(folder)))
 
 
 def dump(folder: Path) -> str:
@@ -212,5 +210,5 @@ def _tail(records: Iterable[OpRecord], now: int) -> Iterator[str]:
         peer = "" if record.peer is None else f" with rank {record.peer} of the group"
         yield (
             f"  {record.op.name} #{record.sequence} in {record.group.label}{peer}, phase {record.phase}: "
-            f"{_issued(record, now)}"
+            f"{_describe_issue(record, now)}"
         )

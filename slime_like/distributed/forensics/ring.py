@@ -1,7 +1,7 @@
 """Ring buffer of a rank's last collectives, in memory that other processes of the node can read after a hang or crash.
 
-A ring is a file of ``/dev/shm`` mapped by its rank: recording an op is two writes to memory, no call, no round trip.
-``slime_like.distributed.forensics.report`` reads it. Torch-free, as the driver reads rings too.
+A ring is a file in ``/dev/shm`` that its rank has mapped: an op is recorded by two writes to memory, without a system call.
+``slime_like.distributed.forensics.report`` reads it. Torch-free, because the driver reads rings too.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from slime_like.util.private import create_private, private_folder
 SHARED = Path("/dev/shm")
 PREFIX = "slime_like."
 MAGIC = 0x51_6C_69_6D_65_02
-# Words: magic, pid, start time of the process, slots, its pid namespace, number of rebuilds; then of the last memory
-# query: free bytes, bytes held by the process, total bytes, time.
+# Words of the head: magic, pid, start time of the process, slots, pid namespace of the process, number of rebuilds, then the
+# last memory query: free bytes, bytes held by the process, total bytes, time.
 HEAD = 128
 RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
-REBUILDS, FREE, HELD, TOTAL, ASKED = 5, 6, 7, 8, 9  # words of the head
-ENDED, FAILED = 2, -1  # field with an op's end time; its value if the op failed
+REBUILDS, FREE, HELD, TOTAL, QUERIED = 5, 6, 7, 8, 9  # words of the head
+ENDED, FAILED = 2, -1  # position of the end time in a record; its value if the op failed
 OP_BITS, PHASE_BITS = 8, 8
 CODES = {op.name: number for number, op in enumerate(OPS)}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """A process group in a ring's description."""
+    """A process group, as described to readers of the ring."""
 
     number: int  # on this rank
     name: str  # the same on every rank
     label: str
     ranks: tuple[int, ...]  # global, in the order of the group
-    foreign: bool = False  # made of this rank and processes outside the trainer's world
+    foreign: bool = False  # its other ranks are outside the trainer's world
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class OpRecord:
 
     index: int
     started_ns: int
-    ended_ns: int  # 0: in flight; FAILED
+    ended_ns: int  # 0 if in flight, FAILED if failed
     num_bytes: int
     op: Op
     phase: str
     group: GroupInfo
-    sequence: int  # of this op among the group's collectives, or among those with this peer
-    peer: int | None  # rank in the group of a send's receiver or a receive's sender; -1: any
+    sequence: int  # number among the group's collectives, or among the sends to (receives from) ``peer``
+    peer: int | None  # the other rank of a send or receive, as a rank of the group; -1: any rank
 
     @property
     def in_flight(self) -> bool:
@@ -71,20 +71,20 @@ class MemoryState:
     """A rank's last memory query, in bytes."""
 
     free: int
-    held: int  # by the rank's process
+    held: int  # by the process of the rank
     total: int
-    asked_ns: int
+    query_ns: int
 
     def describe(self, now_ns: int) -> str:
         """Return a short description."""
         return (
-            f"memory {(now_ns - self.asked_ns) / 1e9:.1f} s ago: {self.free / 2**30:.2f} of {self.total / 2**30:.2f} GiB "
+            f"memory {(now_ns - self.query_ns) / 1e9:.1f} s ago: {self.free / 2**30:.2f} of {self.total / 2**30:.2f} GiB "
             f"free, it held {self.held / 2**30:.2f}"
         )
 
 
 class Ring:
-    """The ring of this rank, for writing. ``folder`` None: private memory, which no other process reads."""
+    """The ring of this rank, for writing. With ``folder=None`` it is in private memory, which no other process can read."""
 
     def __init__(self, folder: Path | None, name: str, slots: int) -> None:
         """``slots`` is rounded up to a power of two."""
@@ -103,38 +103,38 @@ class Ring:
         self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
         self.words[4] = pid_namespace()
         self.words[0] = MAGIC
-        # Per op: its number, the offset of its record in bytes, and the word of its end time.
-        offsets = [self.place(slot) * 8 for slot in range(self.slots)]
-        ends = [self.place(slot) + ENDED for slot in range(self.slots)]
-        self.take: Callable[[], tuple[int, int, int]] = zip(
+        # Returns, for the next op: its index, the offset of its record in bytes, and the word for its end time.
+        offsets = [self.first_word(slot) * 8 for slot in range(self.slots)]
+        ends = [self.first_word(slot) + ENDED for slot in range(self.slots)]
+        self.next_record: Callable[[], tuple[int, int, int]] = zip(
             itertools.count(), itertools.cycle(offsets), itertools.cycle(ends), strict=False
         ).__next__
-        self.let_go: Callable[[], object] = lambda: None  # called before the memory is released
+        self.before_close: Callable[[], object] = lambda: None  # releases other references to the memory
         self._groups: list[GroupInfo] = []
         self._phases: dict[str, int] = {}
 
     @property
     def num_groups(self) -> int:
-        """Number of groups so far, which is the next group's number."""
+        """Number of groups added so far, which is the number of the next group."""
         return len(self._groups)
 
-    def place(self, index: int) -> int:
-        """Return the position in ``words`` of the record of op ``index``."""
+    def first_word(self, index: int) -> int:
+        """Return the position in ``words`` at which the record of op ``index`` begins."""
         return (HEAD + (index & (self.slots - 1)) * RECORD.size) // 8
 
     def add_group(self, info: GroupInfo) -> None:
-        """Publish a group's number to readers."""
+        """Describe a group to readers."""
         self._groups.append(info)
-        self._describe()
+        self._write_description()
 
-    def phase(self, name: str) -> int:
-        """Return the number of a phase, published to readers."""
+    def phase_number(self, name: str) -> int:
+        """Return the number of a phase, and describe the phase to readers."""
         if name not in self._phases:
             self._phases[name] = len(self._phases) % (1 << PHASE_BITS)
-            self._describe()
+            self._write_description()
         return self._phases[name]
 
-    def _describe(self) -> None:
+    def _write_description(self) -> None:
         if self.path is None:
             return
         groups = [[g.number, g.name, g.label, list(g.ranks), g.foreign] for g in self._groups]
@@ -143,26 +143,26 @@ class Ring:
         scratch.write_text(text)
         scratch.rename(self.path.with_suffix(".json"))
 
-    def rebuilding(self, number: int) -> None:
+    def record_rebuild(self, number: int) -> None:
         """Record that this rank starts the ``number``-th rebuild of its communicators."""
         self.words[REBUILDS] = number
 
-    def free(self, num_bytes: int, total: int) -> None:
-        """Record the free memory, queried just now."""
-        self.words[FREE], self.words[TOTAL], self.words[ASKED] = num_bytes, total, time.perf_counter_ns()
+    def record_free(self, num_bytes: int, total: int) -> None:
+        """Record a query of the free memory that has just ended."""
+        self.words[FREE], self.words[TOTAL], self.words[QUERIED] = num_bytes, total, time.perf_counter_ns()
 
-    def held(self, num_bytes: int) -> None:
+    def record_held(self, num_bytes: int) -> None:
         """Record the memory held by this process."""
         self.words[HELD] = num_bytes
 
     def memory_state(self) -> MemoryState | None:
         """Return the last recorded memory query, if any."""
         words = self.words
-        return MemoryState(words[FREE], words[HELD], words[TOTAL], words[ASKED]) if words[ASKED] else None
+        return MemoryState(words[FREE], words[HELD], words[TOTAL], words[QUERIED]) if words[QUERIED] else None
 
     def close(self) -> None:
         """Remove the file, and the folder if it is empty."""
-        self.let_go()
+        self.before_close()
         self.words.release()
         self.memory.close()
         if self.path is not None and self.folder is not None:
@@ -185,7 +185,7 @@ class Reading:
 
 
 def read_rings(folder: Path) -> dict[str, Reading]:
-    """Return every ring of ``folder`` by name, without incomplete ones."""
+    """Return every complete ring of ``folder`` by name."""
     return {path.stem: reading for path in sorted(folder.glob("*.ring")) if (reading := _read(path)) is not None}
 
 
@@ -195,14 +195,16 @@ def _read(path: Path) -> Reading | None:
     except OSError:  # removed since it was listed
         return None
     try:
-        described = json.loads(path.with_suffix(".json").read_text())
+        description = json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError):
-        described = {"groups": [], "phases": []}
+        description = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
     _, pid, started, slots, _, rebuilds, free, num_held, total, query_ns = struct.unpack_from("=10q", data)
-    groups = {number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in described["groups"]}
-    records = sorted(_records(data, slots, groups, described["phases"]), key=lambda record: record.index)
+    groups = {
+        number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in description["groups"]
+    }
+    records = sorted(_records(data, slots, groups, description["phases"]), key=lambda record: record.index)
     memory = MemoryState(free, num_held, total, query_ns) if query_ns else None
     return Reading(path.stem, pid, process_state(pid, started), tuple(records), rebuilds, memory)
 
@@ -215,15 +217,15 @@ def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list
         if not started or op >= len(OPS) or number not in groups:
             continue
         name = phases[phase] if phase < len(phases) else "?"
-        known_peer = None if peer == NO_PEER else peer
-        yield OpRecord(index, started, ended, size, OPS[op], name, groups[number], sequence, known_peer)
+        peer_or_none = None if peer == NO_PEER else peer
+        yield OpRecord(index, started, ended, size, OPS[op], name, groups[number], sequence, peer_or_none)
 
 
 NO_PEER = -2
 
 
 def process_state(pid: int, started: int) -> str:
-    """Return the state in /proc of the process that created a ring."""
+    """Return the state of the process with this id and start time: running, stopped or dead."""
     state, since = _stat(pid)
     return (
         {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running") if since == started else "dead"
@@ -231,12 +233,12 @@ def process_state(pid: int, started: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return clock ticks from boot to the start of a process, which identify it with its id. -1 if there is none."""
+    """Return the start time of a process in clock ticks since boot, or -1 if it does not exist. Ids can be reused."""
     return _stat(pid)[1]
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return state and start time in one read, since processes may end in between."""
+    """Return state and start time from one read, because the process may end between two."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -253,14 +255,14 @@ def pid_namespace() -> int:
 
 
 def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
-    """Remove this user's ring folders whose processes are all dead, left behind by killed runs. Returns them.
+    """Remove the ring folders of this user whose processes are all dead, which killed runs left behind. Return them.
 
-    ``keep``: the folder that this process and others are about to fill.
+    ``keep``: a folder that is not removed, because this process and others are about to use it.
     """
     removed: list[Path] = []
     for folder in shared.glob(f"{PREFIX}*"):
         rings = list(folder.glob("*.ring"))
-        if folder != keep and _is_own(folder) and rings and not any(_alive(path) for path in rings):
+        if folder != keep and _is_own(folder) and rings and not any(_is_alive(path) for path in rings):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
@@ -274,14 +276,14 @@ def _is_own(folder: Path) -> bool:
     return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
 
 
-def _alive(path: Path) -> bool:
+def _is_alive(path: Path) -> bool:
     try:
         head = path.read_bytes()[:HEAD]
     except OSError:
         return False
     if len(head) < HEAD:
-        return True  # being made
+        return True  # another process is creating it
     magic, pid, started, _, namespace = struct.unpack_from("=5q", head)
     if magic != MAGIC or namespace != pid_namespace():
-        return True  # being made, or of a container whose processes are not seen from here
+        return True  # another process is creating it, or it belongs to a container whose processes are not visible here
     return process_state(pid, started) != "dead"

@@ -1,4 +1,4 @@
-"""Table and guard policy from the measured memory of every op on every rank, with a reason per op. Torch-free."""
+"""Table and guard policy derived from the memory that each op took on each rank (``guard.profile``). Torch-free."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from pathlib import Path
 from slime_like.config.schema.collectives import OPS
 
 MIB = 2**20
-# Noise of the measurement: a driver allocates in pieces of 2 MiB, resident memory fluctuates.
+# Noise of the measurement: the driver allocates in pieces of 2 MiB, and resident memory fluctuates.
 NOISE = 2 * MIB
-LEAST_THRESHOLD = 256 * MIB
-CHEAP = 0.001  # a query below this share of an op's time may run before each call
+MIN_THRESHOLD = 256 * MIB
+MAX_QUERY_SHARE = 0.001  # a query may run before each call of an op if it takes at most this share of the op's time
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOp:
-    """One op in one group on one rank, in bytes.
+    """Memory that one op in one group took on one rank: drops of free memory, in bytes.
 
-    ``first``: maximum over the first call and calls with a larger payload than any before; ``later``: over all others.
+    ``first_*``: maximum over the first call and each call with a larger payload than any call before it. ``later_*``: maximum
+    over all other calls.
     """
 
     op: str
     group: str
     source: str  # driver | allocator | host
     calls: int
-    num_bytes: int
-    time_ns: int  # in the op
-    question_ns: int  # of one query of free memory
+    num_bytes: int  # payload of all calls
+    time_ns: int  # of all calls
+    query_ns: int  # of one query of free memory
     first_allocator: int
     first_driver: int
     later_allocator: int
@@ -62,26 +63,26 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 
 
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
-    """Yield a table row per op and kind of group: the maximum over all ranks; sizes in MiB."""
+    """Yield a Markdown table with a row per op and kind of group: maxima over all ranks, in MiB."""
     columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
     yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for (op, group), rows in sorted(_by(ranks, lambda row: (row.op, row.group)).items()):
-        worst = _worst(rows)
+    for (op, group), rows in sorted(_group_by(ranks, lambda row: (row.op, row.group)).items()):
+        maxima = _maxima(rows)
         calls = sum(row.calls for row in rows)
         size = sum(row.num_bytes for row in rows) / calls
-        drops = (worst.first_allocator, worst.first_driver, worst.later_allocator, worst.later_driver)
+        drops = (maxima.first_allocator, maxima.first_driver, maxima.later_allocator, maxima.later_driver)
         sizes = " | ".join(f"{drop / MIB:.2f}" for drop in drops)
-        yield f"| {op} | {group} | {len(rows)} | {calls} | {size:.0f} | {sizes} | {worst.question_ns / 1e3:.1f} |"
+        yield f"| {op} | {group} | {len(rows)} | {calls} | {size:.0f} | {sizes} | {maxima.query_ns / 1e3:.1f} |"
 
 
 def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
     """Return a policy for each measured op, over all groups and ranks."""
     advices: list[Advice] = []
-    for (op,), rows in sorted(_by(ranks, lambda row: (row.op,)).items()):
-        worst, calls = _worst(rows), sum(row.calls for row in rows)
-        first, later = _first(worst), _later(worst)
-        share = worst.question_ns * calls / max(1, sum(row.time_ns for row in rows))
+    for (op,), rows in sorted(_group_by(ranks, lambda row: (row.op,)).items()):
+        maxima, calls = _maxima(rows), sum(row.calls for row in rows)
+        first, later = _first_drop(maxima), _later_drop(maxima)
+        share = maxima.query_ns * calls / max(1, sum(row.time_ns for row in rows))
         if first <= NOISE and later <= NOISE:
             checks, reason = "never", f"takes no memory: at most {_mib(max(first, later))} in {calls} calls"
         elif later <= NOISE:
@@ -89,7 +90,7 @@ def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
                 "auto",
                 f"the first use of a size takes {_mib(first)}, no later one of {calls} calls more than {_mib(later)}",
             )
-        elif share <= CHEAP:
+        elif share <= MAX_QUERY_SHARE:
             reason = f"a later call took {_mib(later)}; a query before each is {share:.2%} of the op's own time"
             checks = "below"
         else:
@@ -102,14 +103,13 @@ def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
 def threshold(ranks: Mapping[str, list[MeasuredOp]]) -> tuple[int, str]:
     """Return the threshold in MiB and its reason: twice the largest drop of any op."""
     rows = [row for rank_rows in ranks.values() for row in rank_rows]
-    hungriest = max(rows, key=lambda row: max(_first(row), _later(row)))
-    max_drop = max(_first(hungriest), _later(hungriest))
-    if 2 * max_drop <= LEAST_THRESHOLD:
-        return LEAST_THRESHOLD // MIB, f"no op took more than {_mib(max_drop)}"
-    use = "at its first use" if _first(hungriest) == max_drop else "at a later call"
-    return -(
-        -2 * max_drop // MIB
-    ), f"twice the {_mib(max_drop)} that {hungriest.op} took in group {hungriest.group} {use}"
+    largest = max(rows, key=lambda row: max(_first_drop(row), _later_drop(row)))
+    max_drop = max(_first_drop(largest), _later_drop(largest))
+    if 2 * max_drop <= MIN_THRESHOLD:
+        return MIN_THRESHOLD // MIB, f"no op took more than {_mib(max_drop)}"
+    use = "at its first use" if _first_drop(largest) == max_drop else "at a later call"
+    reason = f"twice the {_mib(max_drop)} that {largest.op} took in group {largest.group} {use}"
+    return -(-2 * max_drop // MIB), reason
 
 
 def to_yaml(ranks: Mapping[str, list[MeasuredOp]], origin: str) -> str:
@@ -127,13 +127,13 @@ def to_yaml(ranks: Mapping[str, list[MeasuredOp]], origin: str) -> str:
 
 
 def _unmeasured(measured: Set[str]) -> Iterator[Advice]:
-    """Yield ``auto`` for every other op."""
+    """Yield ``auto`` for every op that is not in ``measured``."""
     for op in OPS:
         if op.name not in measured:
-            yield Advice(op.name, "auto", "not seen: nothing is known of what it takes")
+            yield Advice(op.name, "auto", "not measured: the op did not occur")
 
 
-def _by[K: tuple[str, ...]](
+def _group_by[K: tuple[str, ...]](
     ranks: Mapping[str, list[MeasuredOp]], key: Callable[[MeasuredOp], K]
 ) -> dict[K, list[MeasuredOp]]:
     grouped: dict[K, list[MeasuredOp]] = {}
@@ -143,17 +143,17 @@ def _by[K: tuple[str, ...]](
     return grouped
 
 
-def _worst(rows: list[MeasuredOp]) -> MeasuredOp:
-    names = ("question_ns", "first_allocator", "first_driver", "later_allocator", "later_driver")
+def _maxima(rows: list[MeasuredOp]) -> MeasuredOp:
+    names = ("query_ns", "first_allocator", "first_driver", "later_allocator", "later_driver")
     return dataclasses.replace(rows[0], **{name: max(getattr(row, name) for row in rows) for name in names})
 
 
-def _first(row: MeasuredOp) -> int:
-    """Return the drop at first use. On a host only this process's memory counts: free memory is shared by all processes."""
+def _first_drop(row: MeasuredOp) -> int:
+    """Return the drop at first use. On a host it counts only this process, because all processes share the free memory."""
     return row.first_allocator if row.source == "host" else max(row.first_allocator, row.first_driver)
 
 
-def _later(row: MeasuredOp) -> int:
+def _later_drop(row: MeasuredOp) -> int:
     return row.later_allocator if row.source == "host" else max(row.later_allocator, row.later_driver)
 
 

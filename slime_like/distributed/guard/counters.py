@@ -13,39 +13,39 @@ from slime_like.distributed.forensics.ring import GroupInfo
 from slime_like.metrics.types import Max, Metric, Min, Sum
 
 
-def one_by_one() -> Callable[[], int]:
+def sequence_counter() -> Callable[[], int]:
     """Return a function that counts its calls from 1."""
     return itertools.count(1).__next__
 
 
-class Group:
-    """A process group on this rank. Mutable, without dataclass: it changes with every op."""
+class GroupRecord:
+    """A process group on this rank, with the number of its next collective. Changes with every op."""
 
-    __slots__ = ("info", "next", "numbers")
+    __slots__ = ("info", "make_sequence", "next_sequence")
 
-    def __init__(self, info: GroupInfo, numbers: Callable[[], Callable[[], int]] = one_by_one) -> None:
-        """``numbers``: ``one_by_one``, or its equivalent in ``csrc/tally.h``."""
-        self.info, self.numbers = info, numbers
-        self.next = numbers()  # the number of its next collective
+    def __init__(self, info: GroupInfo, make_sequence: Callable[[], Callable[[], int]] = sequence_counter) -> None:
+        """``make_sequence``: ``sequence_counter``, or its equivalent in ``csrc/tally.h``."""
+        self.info, self.make_sequence = info, make_sequence
+        self.next_sequence = make_sequence()
 
 
 class Counter:
-    """One op in one group. Mutable: the wrapper adds to it with every call. ``counter_type`` makes its classes."""
+    """Counts of one op in one group. The wrapper adds to it at every call. ``counter_type`` creates its classes."""
 
     __slots__ = tuple[str, ...]()
 
-    # Changed by every op.
+    # Read or changed by every op.
     calls: int
     bytes: int
-    ns: int  # in the op and in waiting for it, on this rank's thread
-    due: float  # time of the guard's next check, in ns of perf_counter_ns
-    code: int  # op, phase and group, as the ring has them
-    next: Callable[[], int]  # the number of its next collective
-    peers: dict[int, Callable[[], int]]  # the number of its next send to, or receive from, each peer
-    target: Any  # the ProcessGroup that carries out its calls
-    # Changed by checks only.
+    ns: int  # in the op and in the wait for it, on the calling thread
+    check_at: float  # the guard checks the first op issued at or after this time, in ns of perf_counter_ns
+    code: int  # op, phase and group, encoded as in the ring
+    next_sequence: Callable[[], int]  # returns the number of the group's next collective
+    peers: dict[int, Callable[[], int]]  # peer -> returns the number of the next send to it or receive from it
+    target: Any  # the ProcessGroup that executes the op
+    # Changed only by the guard.
     op: Op
-    group: Group
+    group: GroupRecord
     policy: MemoryPolicy
     checks: int
     check_ns: int
@@ -53,24 +53,24 @@ class Counter:
     clears: int
     clear_ns: int
     freed: int
-    reported: tuple[int, ...]
+    last_totals: tuple[int, ...]  # at the last call of ``increments``
 
-    def __init__(self, op: Op, group: Group, policy: MemoryPolicy, code: int) -> None:
+    def __init__(self, op: Op, group: GroupRecord, policy: MemoryPolicy, code: int) -> None:
         self.op, self.group, self.policy, self.code = op, group, policy, code
-        self.next, self.peers, self.target = group.next, {}, None
-        self.due = 0
+        self.next_sequence, self.peers, self.target = group.next_sequence, {}, None
+        self.check_at = 0
         self.calls = self.bytes = self.ns = 0
         self.checks = self.check_ns = self.shortages = self.clears = self.clear_ns = self.freed = 0
-        self.reported = (0,) * 9
+        self.last_totals = (0,) * 9
 
-    def meet(self, peer: int) -> int:
-        """Return the number of the first send to, or receive from, ``peer``."""
-        self.peers[peer] = self.group.numbers()
+    def add_peer(self, peer: int) -> int:
+        """Start to number the sends to (or receives from) ``peer``; return the first number."""
+        self.peers[peer] = self.group.make_sequence()
         return self.peers[peer]()
 
-    def fresh(self) -> tuple[int, ...]:
-        """Return the increments since the last call."""
-        now = (
+    def increments(self) -> tuple[int, ...]:
+        """Return the increments since the last call, in the order in which ``metrics`` unpacks them."""
+        totals = (
             self.calls,
             self.bytes,
             self.ns,
@@ -81,36 +81,37 @@ class Counter:
             self.clear_ns,
             self.freed,
         )
-        new = tuple(a - b for a, b in zip(now, self.reported, strict=True))
-        self.reported = now
-        return new
+        increments = tuple(a - b for a, b in zip(totals, self.last_totals, strict=True))
+        self.last_totals = totals
+        return increments
 
 
-HOT = ("bytes", "calls", "code", "due", "next", "ns", "peers", "target")
-COLD = tuple(name for name in Counter.__annotations__ if name not in HOT)
+HOT_FIELDS = ("bytes", "calls", "check_at", "code", "next_sequence", "ns", "peers", "target")
+OTHER_FIELDS = tuple(name for name in Counter.__annotations__ if name not in HOT_FIELDS)
 
 
 class Tally:
-    """The fields that change with every op; ``csrc/tally.h`` defines the same type in C."""
+    """The fields of a ``Counter`` that every op reads or changes; ``csrc/tally.h`` defines the same type in C."""
 
-    __slots__ = HOT
+    __slots__ = HOT_FIELDS
 
 
 @functools.cache
 def counter_type(tally: type = Tally) -> type[Counter]:
-    """Return a counter class on top of ``tally``, which holds the fields that change with every op."""
-    return type("Counter", (Counter, tally), {"__slots__": COLD})
+    """Return a subclass of ``Counter`` whose hot fields are those of ``tally``."""
+    return type("Counter", (Counter, tally), {"__slots__": OTHER_FIELDS})
 
 
-def metrics(counters: Iterable[Counter], lowest: int | None) -> Iterator[Metric]:
-    """Yield ``comm/...`` and ``guard/...`` of one rank since the last call. Over ranks counts are summed, times are not."""
-    named: dict[str, list[int]] = {}  # two groups may have one label
+def metrics(counters: Iterable[Counter], min_free: int | None) -> Iterator[Metric]:
+    """Yield ``comm/...`` and ``guard/...`` of one rank since the last call.
+
+    Over ranks, counts are summed and times are reduced to their maximum. ``min_free``: lowest free memory in bytes.
+    """
+    sums: dict[str, list[int]] = {}  # by group label and op: several groups may have one label
     for counter in counters:
-        totals_so_far = named.setdefault(f"{counter.group.info.label}/{counter.op.name}", [0] * 9)
-        named[f"{counter.group.info.label}/{counter.op.name}"] = [
-            a + b for a, b in zip(totals_so_far, counter.fresh(), strict=True)
-        ]
-    for name, (calls, size, ns, checks, check_ns, _, clears, _, freed) in named.items():
+        name = f"{counter.group.info.label}/{counter.op.name}"
+        sums[name] = [a + b for a, b in zip(sums.get(name, [0] * 9), counter.increments(), strict=True)]
+    for name, (calls, size, ns, checks, check_ns, _, clears, _, freed) in sums.items():
         if not calls:
             continue
         yield Sum(f"comm/{name}/calls", calls)
@@ -122,12 +123,12 @@ def metrics(counters: Iterable[Counter], lowest: int | None) -> Iterator[Metric]
         if clears:
             yield Sum(f"comm/{name}/clears", clears)
             yield Sum(f"comm/{name}/freed_bytes", freed)
-    totals = [sum(values) for values in zip(*named.values(), strict=True)] or [0] * 9
+    totals = [sum(values) for values in zip(*sums.values(), strict=True)] or [0] * 9
     _, _, _, checks, check_ns, shortages, clears, clear_ns, freed = totals
     yield Sum("guard/checks", checks)
     yield Max("guard/time", (check_ns + clear_ns) / 1e9)
     yield Sum("guard/shortages", shortages)
     yield Sum("guard/clears", clears)
     yield Sum("guard/freed_bytes", freed)
-    if lowest is not None:
-        yield Min("guard/free_bytes", lowest)
+    if min_free is not None:
+        yield Min("guard/free_bytes", min_free)

@@ -1,4 +1,4 @@
-"""Sources of free memory for the guard, and how each releases memory: CUDA driver, torch's allocator, or host."""
+"""Memory sources of the guard (CUDA driver, torch's allocator, host): readings of free memory, and release of cached memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime_like.distributed.forensics.ring import Ring
 
 
 class MemorySource(Protocol):
-    """A source of free-memory readings. All numbers are bytes."""
+    """Readings and release of memory. All numbers are bytes."""
 
     name: str
     total: int
@@ -27,11 +27,11 @@ class MemorySource(Protocol):
         ...
 
     def held(self) -> int:
-        """Return the memory held by this process, whose growth predicts when memory runs out."""
+        """Return the memory held by this process."""
         ...
 
     def trim(self) -> None:
-        """Release cached memory, without waiting for anything."""
+        """Release cached memory without waiting for the device."""
         ...
 
     def clear(self) -> None:
@@ -40,7 +40,7 @@ class MemorySource(Protocol):
 
 
 class CudaDriver:
-    """The device as the driver sees it: all processes, communicators included. A query may cost from 7 us to 8 ms."""
+    """Memory of the device as counted by the driver, of all processes and communicators. A query takes 7 us to 8 ms."""
 
     name = "driver"
 
@@ -49,7 +49,7 @@ class CudaDriver:
         self.total = int(torch.cuda.mem_get_info(device)[1])
 
     def free(self) -> int:
-        """Return the free memory of ``cudaMemGetInfo``."""
+        """Return the free memory that ``cudaMemGetInfo`` reports."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def held(self) -> int:
@@ -68,17 +68,17 @@ class CudaDriver:
 
 
 class TorchAllocator(CudaDriver):
-    """The device as torch's allocator sees it: without communicators and other processes, and without a driver call."""
+    """Memory of the device as counted by torch's allocator, without a driver call; ignores communicators and other processes."""
 
     name = "allocator"
 
     def free(self) -> int:
-        """Return total memory minus live tensors: cached blocks count as free."""
+        """Return total memory minus live tensors. Cached blocks count as free."""
         return self.total - int(torch.cuda.memory_allocated(self._device))
 
 
 class HostMemory:
-    """Main memory within the limits of every control group (v1 and v2) that this process is in."""
+    """Main memory, within the limits of all control groups (v1 and v2) of this process."""
 
     name = "host"
 
@@ -89,20 +89,20 @@ class HostMemory:
         self._limits = list(_limits(proc, groups))
         files = [self._meminfo, self._statm, *(file for _, *pair in self._limits for file in pair)]
         weakref.finalize(self, _close, files)
-        physical = _kilobytes(_text(self._meminfo), "MemTotal:")
+        physical = _kilobytes(_read(self._meminfo), "MemTotal:")
         self.total = min([physical, *(limit for limit, _, _ in self._limits)])
 
     def free(self) -> int:
-        """Return the minimum over all limits; a group's reclaimable page cache counts as free."""
-        available = _kilobytes(_text(self._meminfo), "MemAvailable:")
+        """Return the free memory under the tightest limit. A control group's reclaimable page cache counts as free."""
+        available = _kilobytes(_read(self._meminfo), "MemAvailable:")
         for limit, usage, stat in self._limits:
-            reclaimable = next((int(n) for name, n in _pairs(_text(stat)) if name in _INACTIVE), 0)
-            available = min(available, limit - int(_text(usage)) + reclaimable)
+            reclaimable = next((int(n) for name, n in _pairs(_read(stat)) if name in _INACTIVE_FILE), 0)
+            available = min(available, limit - int(_read(usage)) + reclaimable)
         return max(0, available)
 
     def held(self) -> int:
         """Return the resident memory of this process."""
-        return int(_text(self._statm).split()[1]) * self._page
+        return int(_read(self._statm).split()[1]) * self._page
 
     def trim(self) -> None:
         """Return the C library's free memory to the kernel."""
@@ -121,11 +121,11 @@ def _close(files: list[int]) -> None:
         os.close(file)
 
 
-_INACTIVE = ("inactive_file", "total_inactive_file")
+_INACTIVE_FILE = ("inactive_file", "total_inactive_file")
 
 
 def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield limit and open files of usage and statistics of every control group above this process that has a limit."""
+    """Yield the limit, and open files with usage and statistics, of each control group of this process that has a limit."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -147,7 +147,7 @@ def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int, int]]:
                 continue
 
 
-def _text(file: int) -> str:
+def _read(file: int) -> str:
     return os.pread(file, 8192, 0).decode()
 
 
@@ -169,7 +169,7 @@ def _malloc_trim() -> Any:
 
 
 class RecordingMemorySource:
-    """A source that records its last readings in the rank's ring, where they can be read after the rank's death."""
+    """A source that also records its readings in the rank's ring, from which they can be read after the rank has died."""
 
     def __init__(self, source: MemorySource, ring: Ring) -> None:
         self._source, self._ring = source, ring
@@ -179,18 +179,18 @@ class RecordingMemorySource:
     def free(self) -> int:
         """Return and record the source's reading."""
         num_free = self._source.free()
-        self._ring.free(num_free, self.total)
+        self._ring.record_free(num_free, self.total)
         return num_free
 
     def held(self) -> int:
         """Return and record the source's reading."""
         num_held = self._source.held()
-        self._ring.held(num_held)
+        self._ring.record_held(num_held)
         return num_held
 
 
 def make_source(kind: str, device: torch.device) -> MemorySource:
-    """Return the source that ``guard.memory`` names; on a CPU always the host's."""
+    """Return the source for ``kind``, a value of ``guard.memory``. On a CPU it is always ``HostMemory``."""
     if device.type != "cuda" or kind == "host":
         return HostMemory()
     return TorchAllocator(device) if kind == "allocator" else CudaDriver(device)

@@ -1,4 +1,4 @@
-"""Memory check before an op, and the action on a shortage."""
+"""Memory check before an op, and the action if free memory is below the threshold."""
 
 from __future__ import annotations
 
@@ -8,108 +8,111 @@ from dataclasses import dataclass, field
 from slime_like.config.schema.guard_policy import MemoryPolicy
 from slime_like.distributed.guard.counters import Counter
 from slime_like.distributed.guard.memory import MemorySource
-from slime_like.distributed.guard.pace import Pace
+from slime_like.distributed.guard.query_schedule import QuerySchedule
 from slime_like.distributed.guard.requests import Requests
 from slime_like.errors import MemoryShortage
 
-NEVER = (1 << 63) - 1
+NEVER = (1 << 63) - 1  # a ``check_at`` that is not reached
 
 
 @dataclass(slots=True)
 class Guard:
-    """The guard of one rank. ``check`` is called before an op whose counter is due, and sets its next due time."""
+    """The memory guard of one rank. The wrapper calls ``check`` before an op once the counter's ``check_at`` has passed."""
 
     source: MemorySource
-    requests: Requests | None = None  # for group decisions
-    lowest: int | None = None  # free memory, since the last drain
-    last: int | None = None  # free memory at the last query
+    requests: Requests | None = None  # actions shared by all ranks (guard.symmetric)
+    min_free: int | None = None  # lowest free memory since the last drain
     _counters: list[Counter] = field(default_factory=list[Counter])
-    _paces: dict[MemoryPolicy, Pace] = field(default_factory=dict[MemoryPolicy, Pace])
-    _resting: set[MemoryPolicy] = field(default_factory=set[MemoryPolicy])  # acted, and memory has not recovered since
+    _schedules: dict[MemoryPolicy, QuerySchedule] = field(default_factory=dict[MemoryPolicy, QuerySchedule])
+    # Policies that acted on a shortage and whose memory has not recovered since.
+    _in_shortage: set[MemoryPolicy] = field(default_factory=set[MemoryPolicy])
 
-    def adopt(self, counter: Counter) -> None:
+    def add_counter(self, counter: Counter) -> None:
         """Register a new counter."""
         self._counters.append(counter)
-        pace = self._paces.get(counter.policy) if counter.policy.checks == "auto" else None
-        if self._polls:
-            counter.due = 0
-        elif pace is not None:  # ops inside a composite are not checked and would stay due
-            counter.due = pace.due
+        schedule = self._schedules.get(counter.policy) if counter.policy.checks == "auto" else None
+        if self._polls_requests:
+            counter.check_at = 0
+        elif schedule is not None:  # with 0, an op inside a composite, which is not checked, would stay slow
+            counter.check_at = schedule.next_reading_at
         else:
-            counter.due = NEVER if counter.policy.checks == "never" else 0
+            counter.check_at = NEVER if counter.policy.checks == "never" else 0
 
-    def forget(self, counter: Counter) -> None:
+    def remove_counter(self, counter: Counter) -> None:
         """Unregister a counter whose group was destroyed."""
         self._counters.remove(counter)
 
     @property
-    def _polls(self) -> bool:
-        """True if ``check`` must run before every op, because requests are seen only there."""
-        return self.requests is not None and not self.requests.watched
+    def _polls_requests(self) -> bool:
+        """True if ``check`` must run before every op because nothing else notices requests of other ranks."""
+        return self.requests is not None and not self.requests.is_watched
 
     def check(self, counter: Counter, now: int) -> None:
-        """Query memory if it is time to, and act by the op's policy. Raises ``MemoryShortage`` under ``action=raise``."""
-        if self.requests is not None and (request := self.requests.news()):
-            self._act(counter, request, f"requested by another rank ({self.source.name} memory)")
+        """Query free memory if the op's policy requires it, and act on a shortage. Sets ``counter.check_at``.
+
+        Raises ``MemoryShortage`` if the policy's action is ``raise``.
+        """
+        if self.requests is not None and (action := self.requests.next_action()):
+            self._act(counter, action, f"requested by another rank ({self.source.name} memory)")
         policy = counter.policy
         match policy.checks:
             case "never":
-                counter.due = 0 if self._polls else NEVER
+                counter.check_at = 0 if self._polls_requests else NEVER
             case "every_n" if (counter.calls - 1) % policy.every:
                 return
-            case "auto" if not self._is_time(counter, self._pace(policy), now):
+            case "auto" if not self._should_query(counter, self._schedule(policy), now):
                 return
             case _:
-                self._ask(counter, policy)
+                self._query(counter, policy)
 
-    def _is_time(self, counter: Counter, pace: Pace, now: int) -> bool:
-        """Return True if ``auto`` queries now; may first check the memory held by this process."""
-        if pace.due <= now < pace.question:
+    def _should_query(self, counter: Counter, schedule: QuerySchedule, now: int) -> bool:
+        """Return True if it is time for a query under ``auto``. Runs a cheap check first if it is time for one."""
+        if schedule.next_reading_at <= now < schedule.next_query_at:
             started = time.perf_counter_ns()
             num_held = self.source.held()
-            pace.glance(started, time.perf_counter_ns() - started, num_held)
-            self._share(counter.policy, pace)
+            schedule.record_cheap_check(started, time.perf_counter_ns() - started, num_held)
+            self._set_check_times(counter.policy, schedule)
             counter.check_ns += time.perf_counter_ns() - started
-        if now < pace.question:
-            counter.due = 0 if self._polls else pace.due
+        if now < schedule.next_query_at:
+            counter.check_at = 0 if self._polls_requests else schedule.next_reading_at
             return False
         return True
 
-    def _share(self, policy: MemoryPolicy, pace: Pace) -> None:
-        """Set the due time of all counters of a policy."""
+    def _set_check_times(self, policy: MemoryPolicy, schedule: QuerySchedule) -> None:
+        """Set ``check_at`` of all counters of a policy to the schedule's next reading."""
         started = time.perf_counter_ns()
-        for registered in () if self._polls else self._counters:
-            if registered.policy is policy or registered.policy == policy:
-                registered.due = pace.due
-        pace.spend(time.perf_counter_ns() - started)
+        for counter in () if self._polls_requests else self._counters:
+            if counter.policy is policy or counter.policy == policy:
+                counter.check_at = schedule.next_reading_at
+        schedule.charge(time.perf_counter_ns() - started)
 
-    def _pace(self, policy: MemoryPolicy) -> Pace:
-        pace = self._paces.get(policy)
-        if pace is None:
-            pace = self._paces[policy] = Pace(policy.budget)
-        return pace
+    def _schedule(self, policy: MemoryPolicy) -> QuerySchedule:
+        schedule = self._schedules.get(policy)
+        if schedule is None:
+            schedule = self._schedules[policy] = QuerySchedule(policy.budget)
+        return schedule
 
-    def _ask(self, counter: Counter, policy: MemoryPolicy) -> None:
+    def _query(self, counter: Counter, policy: MemoryPolicy) -> None:
+        """Query free memory, update the schedule, and act on a shortage."""
         started = time.perf_counter_ns()
-        free, threshold = self.source.free(), policy.threshold.of(self.source.total)
-        short = free < threshold
+        num_free, threshold = self.source.free(), policy.threshold.of(self.source.total)
+        short = num_free < threshold
         if policy.checks == "auto":
-            pace, held_started = self._pace(policy), time.perf_counter_ns()
+            schedule, held_started = self._schedule(policy), time.perf_counter_ns()
             num_held = self.source.held()
             ended = time.perf_counter_ns()
-            pace.learn(started, ended - started, free, num_held, threshold, ended - held_started)
-            short = short or pace.too_late
-            self._share(policy, pace)
-        self.last = free
-        self.lowest = free if self.lowest is None else min(self.lowest, free)
+            schedule.record_query(started, ended - started, num_free, num_held, threshold, ended - held_started)
+            short = short or schedule.too_late
+            self._set_check_times(policy, schedule)
+        self.min_free = num_free if self.min_free is None else min(self.min_free, num_free)
         counter.checks += 1
         counter.check_ns += time.perf_counter_ns() - started
-        if free >= threshold * (1 + policy.hysteresis):
-            self._resting.discard(policy)
-        if short and not (policy.checks in ("below", "auto") and policy in self._resting):
-            self._resting.add(policy)
+        if num_free >= threshold * (1 + policy.hysteresis):
+            self._in_shortage.discard(policy)
+        if short and not (policy.checks in ("below", "auto") and policy in self._in_shortage):
+            self._in_shortage.add(policy)
             if self.requests is not None and policy.action != "none":
-                self.requests.ask(policy.action)
+                self.requests.publish(policy.action)
             self._act(counter, policy.action, f"threshold {policy.threshold}")
 
     def _act(self, counter: Counter, action: str, reason: str) -> None:

@@ -1,107 +1,120 @@
-"""Schedule of ``auto``'s free-memory queries: as often as its budget allows, sooner if memory runs out."""
+"""Schedule of the free-memory queries of ``guard.checks=auto``: within a time budget, earlier if memory runs out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-OVERDRAFT = 16.0  # queries that may run ahead of the budget and are paid back before further ones
-CAUTION = 2.0  # memory is assumed to run out this many times as fast as measured
-STICKS = 0.9  # decay per query of the largest cost so far
-FADE = 0.5  # decay per query of the fastest loss so far
-DEAR = 4.0  # a query must cost this many cheap checks for these to be used
-SHARE = 0.25  # of the budget for cheap checks
+MAX_OVERDRAFT = 16.0  # queries that may run ahead of the budget; later queries wait until their cost is earned
+SAFETY_FACTOR = 2.0  # memory is assumed to shrink this many times as fast as measured
+COST_DECAY = 0.9  # decay of the maximum cost, per query or check
+RATE_DECAY = 0.5  # decay of the maximum rate at which memory shrinks, per query or check
+MIN_COST_RATIO = 4.0  # cheap checks are used if a query costs more than this many of them
+CHEAP_CHECK_SHARE = 0.25  # share of the budget that cheap checks may use
 
 
 @dataclass(slots=True)
-class Pace:
-    """Times of the next query of free memory and, between expensive queries, of the next look at this process's memory.
+class QuerySchedule:
+    """Times of the next free-memory query and, if queries are expensive, of the cheap checks before it.
 
-    A look reads only the memory held by this process, which is cheap. Times in ns, memory in bytes. Budget: over any
-    period, queries and looks cost at most the share ``budget`` of it plus ``OVERDRAFT`` queries. The next query runs before
-    memory lost ``CAUTION`` times as fast as measured reaches the threshold, and immediately after a look at which this
-    process has taken half of the remaining memory. If the budget allows no query in time, ``too_late`` is set and the
-    guard acts immediately.
+    A query reads the free memory. A cheap check reads only the memory held by this process (``MemorySource.held``).
+    Times are in ns, memory is in bytes.
+
+    - Over any period, queries and cheap checks cost at most the share ``budget`` of the time plus ``MAX_OVERDRAFT`` queries.
+    - The next query runs before memory that shrinks ``SAFETY_FACTOR`` times as fast as measured reaches the threshold. It
+      runs at once if a cheap check shows that this process has taken half of the remaining memory.
+    - If the budget allows no query in time, ``too_late`` is set, and the guard acts without waiting for a query.
     """
 
     budget: float
-    due: float = 0.0  # the next query or look
-    question: float = 0.0
+    next_reading_at: float = 0.0  # time of the next query or cheap check
+    next_query_at: float = 0.0
     too_late: bool = False
-    _asked: float = -1.0
-    _paid: float = -1.0  # the budget is credited up to this time
-    _free: int = 0
-    _held: int = 0
-    _room: int = 0
-    _loss: float = 0.0  # bytes per ns, the fastest lately
-    _growth: float = 0.0  # bytes per ns by which ``held`` grew since the look before
-    _seen: int = 0
-    _looked: float = 0.0
-    _cost: float = 0.0  # of one query
-    _look: float = 0.0  # cost of one look
-    _saved: float = 0.0  # ns that may be spent, negative when overdrawn
+    _queried_at: float = -1.0
+    _balance_at: float = -1.0  # time up to which the budget has been added to ``_balance``
+    _balance: float = 0.0  # ns that may be spent; negative if overdrawn
+    _free_bytes: int = 0  # at the last query
+    _held_at_query: int = 0
+    _headroom: int = 0  # free bytes above the threshold at the last query
+    _loss_rate: float = 0.0  # bytes per ns, recent maximum
+    _checked_at: float = 0.0
+    _held_at_check: int = 0
+    _growth_rate: float = 0.0  # of the held memory, bytes per ns, recent maximum
+    _query_cost: float = 0.0  # ns, recent maximum
+    _check_cost: float = 0.0  # ns, recent maximum
 
-    def learn(self, now: float, cost: float, free: int, num_held: int, threshold: int, look: float) -> None:
-        """Record a query at ``now`` that cost ``cost``, of which ``look`` for ``held``, and returned ``free``."""
-        first = self._asked < 0
+    def record_query(
+        self, now: float, cost: float, num_free: int, num_held: int, threshold: int, check_cost: float
+    ) -> None:
+        """Record a query at ``now`` that took ``cost`` and returned ``num_free``.
+
+        ``cost`` includes the ``check_cost`` of reading ``num_held``.
+        """
+        first = self._queried_at < 0
         if not first:
-            loss, grown = self._free - free, num_held - self._held
-            loss = (
-                loss - max(grown, 0) if self._takes_looks else max(loss, grown)
-            )  # growth of this process is tracked by looks
-            self._loss = max(loss / max(now - self._asked, 1.0), FADE * self._loss)
-        self._cost = cost if first else max(cost, STICKS * self._cost)
-        self._look = look if first else max(look, STICKS * self._look)
-        self._grow(now, num_held)
-        self._asked, self._free, self._held, self._room = now, free, num_held, free - threshold
-        self._pay(now, cost)
-        self._plan(now)
+            loss, growth = self._free_bytes - num_free, num_held - self._held_at_query
+            # With cheap checks, the growth of this process has a rate of its own.
+            loss = loss - max(growth, 0) if self._uses_cheap_checks else max(loss, growth)
+            self._loss_rate = max(loss / max(now - self._queried_at, 1.0), RATE_DECAY * self._loss_rate)
+        self._query_cost = cost if first else max(cost, COST_DECAY * self._query_cost)
+        self._check_cost = check_cost if first else max(check_cost, COST_DECAY * self._check_cost)
+        self._update_growth_rate(now, num_held)
+        self._queried_at, self._free_bytes, self._held_at_query = now, num_free, num_held
+        self._headroom = num_free - threshold
+        self._update_balance(now, cost)
+        self._schedule_query(now)
 
-    def glance(self, now: float, cost: float, num_held: int) -> None:
-        """Record a look at ``now`` that cost ``cost``; schedule an immediate query if ``held`` grew too much."""
-        self._pay(now, cost)
-        self._look = max(cost, STICKS * self._look)
-        self._grow(now, num_held)
-        if 0 < self._room <= 2 * (num_held - self._held) and self._affords:
-            self.question = self.due = now
+    def record_cheap_check(self, now: float, cost: float, num_held: int) -> None:
+        """Record a cheap check at ``now`` that took ``cost``. Schedules a query at ``now`` if ``num_held`` grew too much."""
+        self._update_balance(now, cost)
+        self._check_cost = max(cost, COST_DECAY * self._check_cost)
+        self._update_growth_rate(now, num_held)
+        if 0 < self._headroom <= 2 * (num_held - self._held_at_query) and self._can_afford_query:
+            self.next_query_at = self.next_reading_at = now
         else:
-            self.due = min(self.question, now + self._interval)
+            self.next_reading_at = min(self.next_query_at, now + self._check_interval)
 
-    def spend(self, cost: float) -> None:
-        """Charge further cost to the budget."""
-        self._saved = max(self._saved - cost, -OVERDRAFT * self._cost)
-
-    @property
-    def _takes_looks(self) -> bool:
-        return self._look * DEAR < self._cost
+    def charge(self, cost: float) -> None:
+        """Charge ``cost`` to the budget."""
+        self._balance = max(self._balance - cost, -MAX_OVERDRAFT * self._query_cost)
 
     @property
-    def _affords(self) -> bool:
-        return self._saved - self._cost >= -OVERDRAFT * self._cost
+    def _uses_cheap_checks(self) -> bool:
+        return self._check_cost * MIN_COST_RATIO < self._query_cost
 
-    def _pay(self, now: float, cost: float) -> None:
-        earned = self.budget * (now - self._paid) if self._paid >= 0 else 0.0
-        self._saved, self._paid = min(self._saved + earned, self._cost), now
-        self.spend(cost)
+    @property
+    def _can_afford_query(self) -> bool:
+        """True if a query now stays within the overdraft."""
+        return self._balance - self._query_cost >= -MAX_OVERDRAFT * self._query_cost
 
-    def _plan(self, now: float) -> None:
-        paid = now + max(0.0, self._cost - self._saved) / (self.budget * (1 - SHARE if self._takes_looks else 1))
-        self.question, self.too_late = paid, False
-        loss = max(self._loss, self._growth if self._takes_looks else 0.0)
-        if self._room > 0 and loss > 0:
-            needed = now + self._room / (CAUTION * loss)
-            if needed < paid:
-                if self._affords:
-                    self.question = max(needed, now + self._cost)
+    @property
+    def _check_interval(self) -> float:
+        """Time between two cheap checks."""
+        return self._check_cost / (CHEAP_CHECK_SHARE * self.budget)
+
+    def _update_balance(self, now: float, cost: float) -> None:
+        """Add the budget of the time since the last update, at most the cost of one query, and charge ``cost``."""
+        earned = self.budget * (now - self._balance_at) if self._balance_at >= 0 else 0.0
+        self._balance, self._balance_at = min(self._balance + earned, self._query_cost), now
+        self.charge(cost)
+
+    def _schedule_query(self, now: float) -> None:
+        query_budget = self.budget * (1 - CHEAP_CHECK_SHARE if self._uses_cheap_checks else 1)
+        affordable_at = now + max(0.0, self._query_cost - self._balance) / query_budget
+        self.next_query_at, self.too_late = affordable_at, False
+        loss_rate = max(self._loss_rate, self._growth_rate if self._uses_cheap_checks else 0.0)
+        if self._headroom > 0 and loss_rate > 0:
+            needed_at = now + self._headroom / (SAFETY_FACTOR * loss_rate)
+            if needed_at < affordable_at:
+                if self._can_afford_query:
+                    self.next_query_at = max(needed_at, now + self._query_cost)
                 else:
-                    self.too_late = self._room < CAUTION * self._loss * (paid - now)
-        self.due = min(self.question, now + self._interval) if self._takes_looks else self.question
+                    self.too_late = self._headroom < SAFETY_FACTOR * self._loss_rate * (affordable_at - now)
+        self.next_reading_at = self.next_query_at
+        if self._uses_cheap_checks:
+            self.next_reading_at = min(self.next_query_at, now + self._check_interval)
 
-    @property
-    def _interval(self) -> float:
-        """Time between two looks."""
-        return self._look / (SHARE * self.budget)
-
-    def _grow(self, now: float, num_held: int) -> None:
-        passed = max(now - self._looked, self._interval / 4, 1.0)  # one large tensor is no trend
-        self._growth = max((num_held - self._seen) / passed, FADE * self._growth) if self._looked else 0.0
-        self._looked, self._seen = now, num_held
+    def _update_growth_rate(self, now: float, num_held: int) -> None:
+        elapsed = max(now - self._checked_at, self._check_interval / 4, 1.0)  # one large tensor is not a trend
+        growth_rate = max((num_held - self._held_at_check) / elapsed, RATE_DECAY * self._growth_rate)
+        self._growth_rate = growth_rate if self._checked_at else 0.0
+        self._checked_at, self._held_at_check = now, num_held

@@ -1,9 +1,10 @@
-"""Memory actions of all ranks: when one rank acts on low memory, all ranks of its world do so before their next op.
+"""Requests that make all ranks of a world act on low memory before their next op when one rank does (``guard.symmetric``).
 
-No collective is used: a vote before every op would slow down every op. Instead the acting rank publishes a request, and
-all others poll a word of memory shared by the ranks of a node; one rank per node copies requests of other nodes into it
-from the world's store. No rank waits for another, so this cannot deadlock. All ranks of the world follow, not just the
-op's group: ranks outside it would soon wait for its members in another group.
+No collective is used, because a vote before every op would slow down every op. The acting rank publishes a request: it
+writes a word in memory shared by the ranks of the node, which they read before every op, and a key in the world's store.
+On each other node, one rank copies requests from the store into the node's word. No rank waits for another, so this cannot
+deadlock. All ranks of the world act, not only those of the op's group: a rank outside the group would soon wait for a
+member of it in another group.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 from slime_like.config.schema.guard_policy import ACTIONS
 from slime_like.util.private import open_lock, private_folder
 
-ACTION_BITS = 3  # of the word, for the action; the other bits are the request's number
+ACTION_BITS = 3  # bits of the word for the action; the other bits are the number of the request
 PERIOD_S = 0.1  # polling period of the store, by one thread per node
-KEY = "slime_like/memory/"
+KEY_PREFIX = "slime_like/memory/"
 
-_joined = itertools.count(1)  # equal on every rank: all install the wrapper equally often
+_wrapper_numbers = itertools.count(1)  # the same on every rank, because all ranks install the wrapper equally often
 
 
 class Requests:
-    """The shared word on one rank. Two simultaneous requests write the same value, which is one request, on all nodes."""
+    """The shared word on one rank. Two simultaneous requests for one action write the same value: they become one request."""
 
     def __init__(self, path: Path) -> None:
         private_folder(path.parent)  # no other user can place a link here
@@ -35,55 +36,57 @@ class Requests:
         self.memory = mmap.mmap(self._file.fileno(), 8)
         self._word = memoryview(self.memory).cast("q")
         self._path = path
-        self._key = f"{KEY}{next(_joined)}/"  # separate from requests of an earlier wrapper in this world
-        self._seen = self._word[0]
-        self._native: Any = None  # the hot path in C, where that looks at the word
+        self._key = (
+            f"{KEY_PREFIX}{next(_wrapper_numbers)}/"  # separate from requests of an earlier wrapper in this world
+        )
+        self._last_word = self._word[0]
+        self._native_ring: Any = None  # ring of the hot path in C, if that reads the word
         self._store: Any = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
     # ---- on this node ------------------------------------------------------------------------------------------------
-    def watched_by(self, native: Any) -> None:
-        """Let ``native`` compare the word with its ``seen`` before each op, so that ops need not be due to see a request."""
-        native.watch(self.memory)
-        self._native = native
-        self._see(self._seen)
+    def watch_with(self, native_ring: Any) -> None:
+        """Let the hot path in C compare the word with ``native_ring.last_request`` before each op, instead of ``Guard.check``."""
+        native_ring.watch(self.memory)
+        self._native_ring = native_ring
+        self._set_last_word(self._last_word)
 
     @property
-    def watched(self) -> bool:
-        """True if the C hot path watches the word."""
-        return self._native is not None
+    def is_watched(self) -> bool:
+        """True if the hot path in C watches the word."""
+        return self._native_ring is not None
 
-    def ask(self, action: str) -> None:
+    def publish(self, action: str) -> None:
         """Request ``action`` from all other ranks."""
-        number = (self._seen >> ACTION_BITS) + 1
-        self._see(number << ACTION_BITS | ACTIONS.index(action))
-        self._word[0] = self._seen
+        number = (self._last_word >> ACTION_BITS) + 1
+        self._set_last_word(number << ACTION_BITS | ACTIONS.index(action))
+        self._word[0] = self._last_word
         if self._store is not None:
             self._store.set(f"{self._key}{number}", action)
 
-    def news(self) -> str:
-        """Return the action requested since the last call, or "" if there is none."""
+    def next_action(self) -> str:
+        """Return the action that another rank has requested since the last call, or "" if there is none."""
         word = self._word[0]
-        if word == self._seen:
+        if word == self._last_word:
             return ""
-        self._see(word)
+        self._set_last_word(word)
         action = ACTIONS[word & ((1 << ACTION_BITS) - 1)]
         return "" if action == "none" else action
 
     @property
-    def _number(self) -> int:
-        """Number of the last request, whether this rank has seen it or not."""
+    def _current_number(self) -> int:
+        """Number of the request in the word, on which this rank may not have acted yet."""
         return self._word[0] >> ACTION_BITS
 
-    def _see(self, word: int) -> None:
-        self._seen = word
-        if self._native is not None:
-            self._native.seen = word
+    def _set_last_word(self, word: int) -> None:
+        self._last_word = word
+        if self._native_ring is not None:
+            self._native_ring.last_request = word
 
     # ---- on other nodes ----------------------------------------------------------------------------------------------
-    def join(self, store: Any) -> None:
-        """Exchange requests with other nodes through the world's ``store``. The first rank to join listens for its node."""
+    def connect(self, store: Any) -> None:
+        """Exchange requests with other nodes through the world's ``store``. The first rank of a node to connect polls it."""
         if self._store is not None:
             return
         self._store = store
@@ -91,33 +94,33 @@ class Requests:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        # Killed ranks may have left a number: requests of this world begin at 1.
-        if self._seen == self._word[0]:
+        # Requests of this world begin at 1; the file may contain the last number of killed ranks.
+        if self._last_word == self._word[0]:
             self._word[0] = 0
-        threading.Thread(target=self._listen, args=(store.clone(),), name="memory requests", daemon=True).start()
+        threading.Thread(target=self._poll_store, args=(store.clone(),), name="memory requests", daemon=True).start()
 
-    def _listen(self, store: Any) -> None:
+    def _poll_store(self, store: Any) -> None:
         while not self._closed.wait(PERIOD_S):
             try:
-                self._look(store)
+                self._copy_next(store)
             except RuntimeError:  # the store is closed at the end of the run
                 return
 
-    def _look(self, store: Any) -> None:
+    def _copy_next(self, store: Any) -> None:
         """Copy the next request of another node, if any, into the word."""
         with self._lock:
             if self._closed.is_set():
                 return
-            number = self._number + 1
+            number = self._current_number + 1
         if not store.check([f"{self._key}{number}"]):
             return
         action = ACTIONS.index(store.get(f"{self._key}{number}").decode())
         with self._lock:
-            if not self._closed.is_set() and self._number < number:
+            if not self._closed.is_set() and self._current_number < number:
                 self._word[0] = number << ACTION_BITS | action
 
     def close(self) -> None:
-        """Stop listening and remove the shared file."""
+        """Stop polling and remove the shared file."""
         with self._lock:
             self._closed.set()
             self._word.release()

@@ -1,6 +1,6 @@
-"""Replacements of torch's methods and functions: the hot path, in plain statements to be fast.
+"""Wrappers of torch's methods and functions. This is the hot path, therefore without helper functions.
 
-Each function here returns a wrapper with the signature of the original.
+Each function here takes torch's method or function (``raw``) and returns a wrapper with its signature.
 """
 
 # torch has no public registry of process groups and backends.
@@ -27,29 +27,32 @@ if TYPE_CHECKING:
     from slime_like.distributed.wrapper.wrapper import Wrapper
 
 ANY_PEER = -1
-PURGE_AT = 1024  # outstanding works from which dropped ones are removed
-SAY = frozenset(kind for name, kind in vars(c10d).items() if name.endswith("Options") and hasattr(kind, "asyncOp"))
-NONE: Any = object()  # an omitted argument
+MAX_PENDING = 1024  # with more pending works, those that have been deleted are removed
+ASYNC_OPTIONS = frozenset(
+    kind for name, kind in vars(c10d).items() if name.endswith("Options") and hasattr(kind, "asyncOp")
+)
+OMITTED: Any = object()  # an omitted argument
 
 
 def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
     """Return the wrapper of one method of ``ProcessGroup``."""
-    return _point(w, op, name, raw) if op.kind is Kind.POINT else _collective(w, op, raw)
+    return _point_to_point(w, op, name, raw) if op.kind is Kind.POINT else _collective(w, op, raw)
 
 
 def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an op of all ranks of a group. torch passes ``ops, opts`` or ``out, in, opts``; other arguments pass through."""
-    table, check, await_ = w.tables[op.name], w.guard.check, w.await_
-    pack, memory, words, take, payload = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.take, op.payload
+    """Wrap an op of all ranks of a group. torch passes ``(tensors, opts)`` or ``(outputs, inputs, opts)``."""
+    counters, check, torch_wait = w.counters_by_op[op.name], w.guard.check, w.torch_wait
+    pack, memory, words, next_record = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.next_record
+    payload = op.payload
 
-    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *more_args: Any, **kw: Any) -> Any:
+    def call(group: Any, a: Any = OMITTED, b: Any = OMITTED, c: Any = OMITTED, *more_args: Any, **kw: Any) -> Any:
         try:
-            counter = table[group]
+            counter = counters[group]
         except KeyError:
-            counter = w.adopt(op, group)
+            counter = w.add_counter(op, group)
         counter.calls += 1
         started = clock()
-        if started >= counter.due and w.composing != get_ident():
+        if started >= counter.check_at and w.composite_thread != get_ident():
             check(counter, started)
             started = clock()
         size = 0
@@ -59,78 +62,79 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
                 tensors = tensors[0]
             size = tensors.nbytes if tensors.__class__ is Tensor else size_of(tensors)
             counter.bytes += size
-        index, offset, end = take()
-        pack(memory, offset, index, started, 0, size, counter.code, counter.next(), NO_PEER)
+        index, offset, end = next_record()
+        pack(memory, offset, index, started, 0, size, counter.code, counter.next_sequence(), NO_PEER)
         try:
-            if more_args or kw or b is NONE:
+            if more_args or kw or b is OMITTED:
                 opts, work = _issue(raw, counter.target, (a, b, c, *more_args), kw)
-            elif c is NONE:
+            elif c is OMITTED:
                 opts, work = b, raw(counter.target, a, b)
             else:
                 opts, work = c, raw(counter.target, a, b, c)
             if work is not None:
-                if opts.asyncOp if opts.__class__ in SAY else getattr(opts, "asyncOp", True):
-                    return w.outstanding(work, counter, index, started)
-                await_(work)
-        except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
-            failed = w.failed(counter, index, error)
-            raise failed from failed.__cause__
+                if opts.asyncOp if opts.__class__ in ASYNC_OPTIONS else getattr(opts, "asyncOp", True):
+                    return w.add_pending(work, counter, index, started)
+                torch_wait(work)
+        except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
+            explained = w.record_failure(counter, index, error)
+            raise explained from explained.__cause__
         words[end] = ended = clock()
         counter.ns += ended - started
-        return None  # for torch: the op has been waited for
+        return None  # tells torch that the op has ended
 
     return call
 
 
 def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[str, Any]) -> tuple[Any, Any]:
-    """Return options and work of a call with other arguments, as ``barrier(opts=...)``."""
-    if args[0] is NONE:
+    """Issue an op that was called with other arguments, such as ``barrier(opts=...)``; return its options and work."""
+    if args[0] is OMITTED:
         return kw.get("opts"), raw(target, **kw)
-    present = [x for x in args if x is not NONE]
+    present = [x for x in args if x is not OMITTED]
     return kw.get("opts", present[-1] if present else None), raw(target, *present, **kw)
 
 
-def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap sends, receives, and batches of them: asynchronous, numbered per peer."""
-    table, check, carries, anyone = w.tables[op.name], w.guard.check, op.payload is not None, name == "recv_anysource"
-    pack, memory, words, take, loose = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.take, w.loose
+def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap sends, receives, and ends of batches of them. They are asynchronous and numbered per peer."""
+    counters, check, pending = w.counters_by_op[op.name], w.guard.check, w.pending_works
+    pack, memory, words, next_record = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.next_record
+    has_payload, any_source = op.payload is not None, name == "recv_anysource"
 
-    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *more_args: Any, **kw: Any) -> Any:
+    def call(group: Any, a: Any = OMITTED, b: Any = OMITTED, c: Any = OMITTED, *more_args: Any, **kw: Any) -> Any:
         try:
-            counter = table[group]
+            counter = counters[group]
         except KeyError:
-            counter = w.adopt(op, group)
+            counter = w.add_counter(op, group)
         counter.calls += 1
         started = clock()
-        if started >= counter.due and w.composing != get_ident():
+        if started >= counter.check_at and w.composite_thread != get_ident():
             check(counter, started)
             started = clock()
         size, peer = 0, NO_PEER
-        if carries:
+        if has_payload:
             tensors = a[0] if a.__class__ is list and len(a) == 1 else a
             size = tensors.nbytes if tensors.__class__ is Tensor else size_of(tensors)
             counter.bytes += size
-            peer = ANY_PEER if anyone else b
+            peer = ANY_PEER if any_source else b
         try:
             sequence = counter.peers[peer]()
         except KeyError:
-            sequence = counter.meet(peer)
-        index, offset, end = take()
+            sequence = counter.add_peer(peer)
+        index, offset, end = next_record()
         pack(memory, offset, index, started, 0, size, counter.code, sequence, peer)
         try:
-            if more_args or kw or c is NONE:
-                work = raw(counter.target, *[x for x in (a, b, c, *more_args) if x is not NONE], **kw)
+            if more_args or kw or c is OMITTED:
+                work = raw(counter.target, *[x for x in (a, b, c, *more_args) if x is not OMITTED], **kw)
             else:
                 work = raw(counter.target, a, b, c)
-        except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
-            failed = w.failed(counter, index, error)
-            raise failed from failed.__cause__
+        except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
+            explained = w.record_failure(counter, index, error)
+            raise explained from explained.__cause__
         if work is None:
             words[end] = clock()
-        elif id(work) in loose or len(loose) > PURGE_AT:
-            return w.outstanding(work, counter, index, started)
+        elif id(work) in pending or len(pending) > MAX_PENDING:
+            return w.add_pending(work, counter, index, started)
         else:
-            loose[id(work)] = (ref(work), counter, index)
+            pending[id(work)] = (ref(work), counter, index)
         counter.ns += clock() - started
         return work
 
@@ -138,72 +142,73 @@ def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
 
 
 def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper of ``GroupTask.wait``, in which asynchronous ops end and most of them fail."""
-    pop, words, base, mask, width = w.loose.pop, w.ring.words, w.ring.place(0), w.ring.slots - 1, RECORD.size // 8
+    """Return the wrapper of ``Work.wait``, in which asynchronous ops end."""
+    pop, words = w.pending_works.pop, w.ring.words
+    first_word, mask, width = w.ring.first_word(0), w.ring.slots - 1, RECORD.size // 8
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
-        issued = pop(id(work), None)
-        if issued is None or issued[0]() is not work:
+        pending = pop(id(work), None)
+        if pending is None or pending[0]() is not work:
             return raw(work, *args, **kwargs)
-        _, counter, index = issued
+        _, counter, index = pending
         started = clock()
         try:
             result = raw(work, *args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
-            failed = w.failed(counter, index, error)
-            raise failed from failed.__cause__
+        except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
+            explained = w.record_failure(counter, index, error)
+            raise explained from explained.__cause__
         ended = clock()
         counter.ns += ended - started
-        place = base + (index & mask) * width
-        if words[place] == index:  # else overwritten by a later op
-            words[place + ENDED] = ended
+        start = first_word + (index & mask) * width
+        if words[start] == index:  # else a later op has overwritten the record
+            words[start + ENDED] = ended
         return result
 
     return call
 
 
 def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper of a function made of several ops: counted and guarded as one; the ops inside are counted too."""
-    place = group_place(raw)
+    """Return the wrapper of a function that issues several ops: it is counted and guarded as one op; they are only counted."""
+    position = group_position(raw)
 
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
-        group = group_of(place, args, kwargs)
-        removed = not w.placed  # called by a name bound before the wrapper's removal
+        group = group_of(position, args, kwargs)
+        removed = not w.is_installed  # the caller bound this function before the wrapper was removed
         if removed or not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
             return raw(*args, **kwargs)
-        counter = w.tables[op.name].get(group) or w.adopt(op, group)
+        counter = w.counters_by_op[op.name].get(group) or w.add_counter(op, group)
         counter.calls += 1
         started = clock()
-        if started >= counter.due and w.composing != get_ident():
+        if started >= counter.check_at and w.composite_thread != get_ident():
             w.guard.check(counter, started)
             started = clock()
-        index, offset, _ = w.ring.take()
+        index, offset, _ = w.ring.next_record()
         RECORD.pack_into(w.ring.memory, offset, index, started, 0, 0, counter.code, counter.calls, NO_PEER)
-        with w.composing_op(counter, index, started):
+        with w.in_composite(counter, index, started):
             return raw(*args, **kwargs)
 
     return call
 
 
-def group_place(raw: Callable[..., Any]) -> int | None:
-    """Return the position of the argument ``group`` of a torch.distributed function; None for a batch of ops."""
+def group_position(raw: Callable[..., Any]) -> int | None:
+    """Return the position of the parameter ``group`` of a torch.distributed function; None for a batch of ops."""
     parameters = list(inspect.signature(raw).parameters)
     return parameters.index("group") if "group" in parameters else None
 
 
-def group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the group of a call of such a function; ``place`` is from ``group_place``."""
-    if place is None:  # batch_isend_irecv: all of a batch have one group
+def group_of(position: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the group of a call of a torch.distributed function; ``position`` is from ``group_position``."""
+    if position is None:  # batch_isend_irecv: all ops of a batch have one group
         batch = args[0] if args else kwargs["p2p_op_list"]
         group = batch[0].group if batch else None
     else:
-        group = kwargs.get("group", args[place] if place < len(args) else None)
+        group = kwargs.get("group", args[position] if position < len(args) else None)
     return c10d._get_default_group() if group is None else group
 
 
-def redirected(raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Redirect a method that is not an op to the group that executes the ops."""
+def redirect(raw: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that is not an op, so that it is called on the group that executes the ops."""
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         return raw(reload.target(group), *args, **kwargs)
@@ -212,7 +217,7 @@ def redirected(raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``destroy_process_group`` to drop the counters of destroyed groups."""
+    """Wrap ``destroy_process_group``, so that the counters of destroyed groups are dropped."""
 
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -220,8 +225,8 @@ def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
             return raw(*args, **kwargs)
         finally:
             for group in [group for group in w.groups if group not in c10d._world.pg_map]:
-                w.forget(group)
-            reload.forget()
+                w.drop_group(group)
+            reload.drop_destroyed_groups()
 
     return call
 

@@ -16,35 +16,35 @@ from slime_like.errors import CollectiveError
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper.wrapper import Wrapper
 
-PATIENCE_S = 2.0  # an op that fails at once may do so before its peers have arrived
+ARRIVAL_WAIT_S = 2.0  # an op can fail before its peers, which are not at fault, have issued it
 POLL_S = 0.1
 
 
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
     """Return the error of op ``index`` in the ring, with the state of all ranks of the node."""
-    place = w.ring.place(index)
-    size, sequence = w.ring.words[place + 3], w.ring.words[place + 5]
-    waited = (time.perf_counter_ns() - w.ring.words[place + 1]) / 1e9
+    start = w.ring.first_word(index)
+    size, sequence = w.ring.words[start + 3], w.ring.words[start + 5]
+    waited = (time.perf_counter_ns() - w.ring.words[start + 1]) / 1e9
     info = counter.group.info
     rank = dist.get_rank() if dist.is_initialized() else "?"
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    problems = _findings(w, patient=waited < PATIENCE_S)
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    problems = _findings(w, wait_for_peers=waited < ARRIVAL_WAIT_S)
     cause = f"; {problems[0].headline}" if problems else ""
     lines = [
         f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited:.1f} s, phase {w.phase_name}, "
         f"in group {info.label} (ranks {', '.join(map(str, info.ranks))}){cause}",
         *(str(finding) for finding in problems),
         memory(w),
-        f"{type(error).__name__}: {first}",
+        f"{type(error).__name__}: {first_line}",
     ]
     return CollectiveError("\n".join(lines))
 
 
-def _findings(w: Wrapper, *, patient: bool) -> list[CollectiveFinding]:
-    """Return the rings' findings; if ``patient``, once every living rank has arrived or ``PATIENCE_S`` has passed."""
+def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
+    """Return the findings of the rings. ``wait_for_peers``: first wait ``ARRIVAL_WAIT_S`` at most for all living ranks."""
     if w.ring.folder is None:
         return []
-    until = time.monotonic() + (PATIENCE_S if patient else 0.0)
+    until = time.monotonic() + (ARRIVAL_WAIT_S if wait_for_peers else 0.0)
     while True:
         problems = findings(read_rings(w.ring.folder))
         pending = any("running" in rank for finding in problems for rank in finding.absent)
@@ -62,8 +62,8 @@ def memory(w: Wrapper) -> str:
     )
 
 
-def memory_soon(w: Wrapper, seconds: float) -> str:
-    """Return ``memory(w)``, or the last recorded reading if a hung device gives no answer within ``seconds``."""
+def memory_or_last(w: Wrapper, seconds: float) -> str:
+    """Return ``memory(w)``, or the last recorded query if a hung device does not answer within ``seconds``."""
     answers: list[str] = []
     query = threading.Thread(target=lambda: answers.append(memory(w)), name="memory", daemon=True)
     query.start()

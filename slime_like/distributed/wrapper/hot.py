@@ -1,7 +1,7 @@
 """The hot path in C (``csrc/hot.c``), compiled once per machine and user if there is a compiler.
 
-Each object handles plain calls and passes all others to the equivalent Python function (``wrapper.calls``). Remove when
-torch offers hooks that are as cheap.
+Each object of the extension handles plain calls and passes all others to the equivalent Python function
+(``wrapper.calls``). Remove when torch offers hooks that are as cheap.
 """
 
 # torch has no public registry of process groups and backends.
@@ -36,7 +36,7 @@ NAME = "_hot"
 
 
 def recipe() -> Recipe:
-    """Return the recipe of the extension for this interpreter."""
+    """Return the build recipe of the extension for this interpreter."""
     include = f"-I{sysconfig.get_path('include')}"
     interpreter = f"-DINTERPRETER={sys.hexversion:#x}"  # makes the file name depend on the interpreter
     return Recipe(
@@ -68,26 +68,28 @@ class NativeHooks:
     ring: Any
 
     @classmethod
-    def on(cls, module: Any, ring: Ring) -> NativeHooks:
-        """Let the extension allocate the records of ``ring`` from now on."""
-        native = module.Ring(ring.memory, HEAD, ring.slots)
-        ring.take, ring.let_go = native.take, native.close
-        return cls(module, native)
+    def attach(cls, module: Any, ring: Ring) -> NativeHooks:
+        """Return the objects of ``module`` for ``ring``, whose records it allocates from now on."""
+        native_ring = module.Ring(ring.memory, HEAD, ring.slots)
+        ring.next_record, ring.before_close = native_ring.next_record, native_ring.close
+        return cls(module, native_ring)
 
-    def method(self, w: Wrapper, op: Op, name: str, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """Return the replacement of a method of ``ProcessGroup``; ``slow`` is the one in Python."""
+    def method(self, w: Wrapper, op: Op, name: str, raw: Callable[..., Any], fallback: Callable[..., Any]) -> Any:
+        """Return the replacement of a method of ``ProcessGroup``; ``fallback`` is the wrapper in Python."""
         kind = self.module.POINT if op.kind is Kind.POINT else self.module.COLLECTIVE
         payload = -1 if op.payload is None else op.payload
-        return self._call(w, kind, raw, slow, w.tables[op.name], payload, name == "recv_anysource")
+        return self._call(w, kind, raw, fallback, w.counters_by_op[op.name], payload, name == "recv_anysource")
 
-    def wait(self, w: Wrapper, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """Return the replacement of ``GroupTask.wait``."""
-        return self._call(w, self.module.WAIT, raw, slow)
+    def wait(self, w: Wrapper, raw: Callable[..., Any], fallback: Callable[..., Any]) -> Any:
+        """Return the replacement of ``Work.wait``."""
+        return self._call(w, self.module.WAIT, raw, fallback)
 
-    def composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """Return the replacement of a function made of several ops."""
-        place = calls.group_place(raw)
-        call = self._call(w, self.module.COMPOSITE, raw, slow, w.tables[op.name], -1 if place is None else place)
+    def composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], fallback: Callable[..., Any]) -> Any:
+        """Return the replacement of a function that issues several ops."""
+        position = calls.group_position(raw)
+        call = self._call(
+            w, self.module.COMPOSITE, raw, fallback, w.counters_by_op[op.name], -1 if position is None else position
+        )
         return functools.update_wrapper(call, raw)
 
     def _call(
@@ -95,27 +97,27 @@ class NativeHooks:
         w: Wrapper,
         kind: int,
         raw: Callable[..., Any],
-        slow: Callable[..., Any],
-        table: dict[Any, Any] | None = None,
+        fallback: Callable[..., Any],
+        counters: dict[Any, Any] | None = None,
         payload: int = -1,
-        anyone: bool = False,
+        any_source: bool = False,
     ) -> Any:
         return self.module.Call(
             kind=kind,
-            slow=slow,
+            fallback=fallback,
             raw=raw,
-            table={} if table is None else table,
+            counters={} if counters is None else counters,
             ring=self.ring,
-            loose=w.loose,
-            wait=w.await_,
-            failed=w.failed,
-            outstanding=w.outstanding,
-            size=calls.size_of,
+            works=w.pending_works,
+            wait=w.torch_wait,
+            record_failure=w.record_failure,
+            add_pending=w.add_pending,
+            size_of=calls.size_of,
             world=c10d._world,
             tensor=Tensor,
             nbytes=inspect.getattr_static(Tensor, "nbytes"),
-            counter=w.make_counter,
+            counter_class=w.counter_class,
             payload=payload,
-            anyone=anyone,
-            purge_at=calls.PURGE_AT,
+            any_source=any_source,
+            max_pending=calls.MAX_PENDING,
         )

@@ -1,4 +1,4 @@
-"""Installation of the process's wrapper: before its first collective, removable; nothing is wrapped if it is off."""
+"""Installation and removal of the wrapper of this process, and the calls that use it: phases, releases and metrics."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _watchdog: Watchdog | None = None
 def install(
     spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None, *, in_c: bool = True
 ) -> Wrapper | None:
-    """Wrap the collectives of this process by ``spec``, replacing an earlier wrapper. ``source``: for tests.
+    """Wrap the collectives of this process as ``spec`` says, and return the wrapper; None if ``spec.wrap`` is False.
 
-    ``in_c=False``: the hot path is in Python, as without a compiler.
+    An earlier wrapper is replaced. Call this before the process's first collective. ``source`` replaces the memory source in
+    tests. ``in_c=False``: the hot path is in Python, as on a machine without a compiler.
     """
     global _current, _watchdog
     _remove(replaced=spec.wrap and spec.release)
@@ -42,22 +43,21 @@ def install(
         name = f"{spec.name}_rank{rank}"
         ring = Ring(folder, name, spec.ring)
         requests = Requests(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None
-        guard = Guard(
-            RecordingMemorySource(source, ring) if source is not None else _asked(spec, device, ring), requests
-        )
+        memory = _recording_source(spec, device, ring) if source is None else RecordingMemorySource(source, ring)
+        guard = Guard(memory, requests)
         _current = Wrapper(spec, ring, guard, explain)
         _current.profile = Profile() if spec.profile is not None else None
         _current.name = name
-        _current.hot = NativeHooks.on(module, ring) if in_c and (module := load()) is not None else None
-        if requests is not None and _current.hot is not None:
-            requests.watched_by(_current.hot.ring)
-        _current.place()
+        _current.native = NativeHooks.attach(module, ring) if in_c and (module := load()) is not None else None
+        if requests is not None and _current.native is not None:
+            requests.watch_with(_current.native.ring)
+        _current.install()
         _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
     return _current
 
 
-def _asked(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
-    """Return the source of ``spec``, queried once so that the ring has a reading from the start."""
+def _recording_source(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
+    """Return the source of ``spec``, queried once so that the ring contains a reading from the start."""
     source = RecordingMemorySource(make_source(spec.memory, device), ring)
     source.free()
     source.held()
@@ -67,13 +67,13 @@ def _asked(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
 def remove() -> None:
     """Restore torch's methods and functions, and remove the files in shared memory.
 
-    Raises ``CollectiveError`` while there are groups with reloadable communicators: they would refuse every op.
+    Raises ``CollectiveError`` if a group with reloadable communicators exists, because it would refuse every op.
     """
     _remove(replaced=False)
 
 
 def _remove(*, replaced: bool) -> None:
-    """``replaced``: another wrapper follows immediately and takes over such groups."""
+    """Remove the wrapper. ``replaced``: the caller installs another one, which takes over groups with reloadable communicators."""
     global _current, _watchdog
     reload.check_removable(_current, replaced=replaced)
     if _watchdog is not None:
@@ -90,7 +90,10 @@ def current() -> Wrapper | None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Generator[None]:
-    """Assign collectives inside to a phase of the run: step, push, save ..."""
+    """Assign the collectives of the block to a phase of the run, such as step, push or save.
+
+    Rebuilds released communicators first.
+    """
     wrapper = _current
     if wrapper is None:
         yield
@@ -113,17 +116,17 @@ def release() -> None:
 
 
 def label_group(name: str, label: str) -> None:
-    """Set the label of a group whose other ranks are outside this world. Call it before the group's first op."""
+    """Set the label of a group whose other ranks are outside this world. Call this before the group's first op."""
     if _current is not None:
         _current.labels[name] = label
 
 
 def drain() -> list[Metric]:
-    """Return ``comm/...`` and ``guard/...`` of this rank since the last drain."""
+    """Return the metrics ``comm/...`` and ``guard/...`` of this rank since the last drain."""
     if _current is None:
         return []
-    metrics = list(counters.metrics(_current.counters(), _current.guard.lowest))
-    _current.guard.lowest = None
+    metrics = list(counters.metrics(_current.counters(), _current.guard.min_free))
+    _current.guard.min_free = None
     if _current.profile is not None and _current.spec.profile is not None:
         _current.profile.write(_current, Path(_current.spec.profile), _current.name)
     if _current.spec.release:

@@ -1,8 +1,8 @@
-"""Memory taken by each op: free memory of the driver and memory held by this process, before and after it.
+"""Measurement of the memory that each op takes (``guard.profile``): free and held memory before and after the op.
 
-Under ``guard.profile`` every op is measured, nothing is guarded, and each rank's rows go to a file that
-``slime_like.distributed.guard.advice`` reads. An asynchronous op is measured when it is issued, which creates communicators
-and buffers. A function made of several ops is measured as one, in addition to its ops.
+Every op is measured and none is guarded. Each rank writes its rows to a file that ``slime_like.distributed.guard.advice``
+reads. An asynchronous op is measured while it is issued, which is when communicators and buffers are created. A function that
+issues several ops is measured as one op, in addition to them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MemoryDelta:
-    """Memory taken by one op in one group, in bytes; released memory counts as 0.
+    """Maximum memory that one op in one group took, in bytes; a call that released memory counts as 0.
 
-    First use: the first call, and each call with a larger payload than any before it, for which buffers may grow.
+    ``first_*``: over the first call and each call with a larger payload than any before it, for which buffers may grow.
+    ``later_*``: over all other calls.
     """
 
     first_allocator: int = 0
@@ -35,15 +36,15 @@ class MemoryDelta:
     later_allocator: int = 0
     later_driver: int = 0
     calls: int = 0
-    question_ns: int = 0
-    largest: int = -1
+    query_ns: int = 0
+    max_num_bytes: int = -1  # largest payload so far
 
-    def add(self, allocator: int, driver: int, question_ns: int, num_bytes: int) -> None:
-        """Add a call with a payload of ``num_bytes``."""
+    def add(self, allocator: int, driver: int, query_ns: int, num_bytes: int) -> None:
+        """Add a call with a payload of ``num_bytes`` that took ``allocator`` and ``driver`` bytes."""
         self.calls += 1
-        self.question_ns += question_ns
-        if num_bytes > self.largest:
-            self.largest = num_bytes
+        self.query_ns += query_ns
+        if num_bytes > self.max_num_bytes:
+            self.max_num_bytes = num_bytes
             self.first_allocator = max(self.first_allocator, allocator)
             self.first_driver = max(self.first_driver, driver)
         else:
@@ -55,34 +56,38 @@ class MemoryDelta:
 class Profile:
     """The measurements of one rank."""
 
-    # By group and op.
+    # (group, op name) -> memory
     deltas: dict[tuple[Any, str], MemoryDelta] = field(default_factory=dict[tuple[Any, str], MemoryDelta])
 
     def measured(self, w: Wrapper, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``call``, a wrapped method of ``ProcessGroup``, in two memory queries."""
+        """Return ``call``, a wrapped method of ``ProcessGroup``, with a memory query before and after it."""
 
         @functools.wraps(call)
-        def around(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def measured_call(group: Any, *args: Any, **kwargs: Any) -> Any:
             with self._measuring(w, op, group):
                 return call(group, *args, **kwargs)
 
-        return around
+        return measured_call
 
     def measured_composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], call: Callable[..., Any]) -> Any:
-        """Wrap ``call``, the wrapper of the composite function ``raw``, in two memory queries."""
-        place = calls.group_place(raw)
+        """Return ``call``, the wrapper of the composite function ``raw``, with a memory query before and after it."""
+        position = calls.group_position(raw)
 
         @functools.wraps(raw)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            with self._measuring(w, op, calls.group_of(place, args, kwargs)) if w.placed else contextlib.nullcontext():
+        def measured_call(*args: Any, **kwargs: Any) -> Any:
+            with (
+                self._measuring(w, op, calls.group_of(position, args, kwargs))
+                if w.is_installed
+                else contextlib.nullcontext()
+            ):
                 return call(*args, **kwargs)
 
-        return around
+        return measured_call
 
     @contextlib.contextmanager
     def _measuring(self, w: Wrapper, op: Op, group: Any) -> Generator[None]:
-        source, table = w.guard.source, w.tables[op.name]
-        carried = table[group].bytes if group in table else 0
+        source, counters = w.guard.source, w.counters_by_op[op.name]
+        bytes_before = counters[group].bytes if group in counters else 0
         held_before = source.held()
         started = time.perf_counter_ns()
         free_before = source.free()
@@ -90,10 +95,11 @@ class Profile:
         try:
             yield
         finally:
-            if group in table:  # else not an op of this group, or refused
+            if group in counters:  # else the op was refused, or belongs to no group of the wrapper
                 free_after, held_after = source.free(), source.held()
                 delta = self.deltas.setdefault((group, op.name), MemoryDelta())
-                delta.add(held_after - held_before, free_before - free_after, query_ns, table[group].bytes - carried)
+                num_bytes = counters[group].bytes - bytes_before
+                delta.add(held_after - held_before, free_before - free_after, query_ns, num_bytes)
 
     def write(self, w: Wrapper, folder: Path, name: str) -> None:
         """Write all measurements so far to ``folder/<name>.json``."""
@@ -110,7 +116,7 @@ class Profile:
                         calls=counter.calls,
                         num_bytes=counter.bytes,
                         time_ns=counter.ns,
-                        question_ns=delta.question_ns // delta.calls,
+                        query_ns=delta.query_ns // delta.calls,
                         first_allocator=delta.first_allocator,
                         first_driver=delta.first_driver,
                         later_allocator=delta.later_allocator,

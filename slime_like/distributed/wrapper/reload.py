@@ -1,10 +1,10 @@
 """Reloadable communicators: destroyed while nothing is communicated, rebuilt before the next collective.
 
-megatron-core keeps its ``ProcessGroup`` objects, including the world: they persist with their ranks, names and stores.
-Under ``guard.release`` they never hold a communicator but a ``Slot``. A second group of the same ranks, known only to the
-wrapper, executes their ops. An op that bypasses the wrapper reaches the slot, which refuses it.
+megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
+and stores. With ``guard.release`` they contain no backend but a ``Slot``. A second group of the same ranks, which only the
+wrapper has a reference to, executes their ops. An op that bypasses the wrapper reaches the slot, which refuses it.
 
-Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``: in 2.14 not gloo's).
+Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``; in torch 2.14 gloo's cannot).
 """
 
 # torch has no public registry of process groups and backends.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_core
 from torch.distributed import distributed_c10d as c10d
 
-from slime_like.distributed.forensics.report import missing
+from slime_like.distributed.forensics.report import missing_ranks
 from slime_like.distributed.forensics.ring import read_rings
 from slime_like.distributed.wrapper.errors import memory
 from slime_like.errors import CollectiveError
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 NAMES = ("gloo", "nccl")
 # Methods that are not ops and must reach the group that executes the ops.
 REDIRECTED = ("_start_coalescing", "_get_backend")
-MARK = "rebuild"
-# Number of rebuilds, the same on every rank, to separate their addresses in the store.
-_numbers = itertools.count(1)
+KEY_PREFIX = "rebuild"  # of the store keys with the addresses of rebuilt communicators
+# Number of the next rebuild, the same on every rank. Each rebuild has keys of its own.
+_rebuild_numbers = itertools.count(1)
 
 
 class Slot(c10d_core.Backend):
-    """Placeholder in a ``ProcessGroup`` for a backend that may be released; ``live`` is the backend."""
+    """Placeholder in a ``ProcessGroup`` for a backend that can be released. ``live``: the backend, None while it is released."""
 
     def __init__(self, create: Callable[[Any, Any], Any], request: Any, options: Any) -> None:
         super().__init__(request.group_rank, request.group_size)
         self._create, self._options, self._store = create, options, request.store
-        self._asked = (request.group_rank, request.group_size, request.timeout, request.group_id)
+        self._group_args = (request.group_rank, request.group_size, request.timeout, request.group_id)
         self._ranks = list(request.global_ranks_in_group)
         self.live: Any = create(request, options)
 
     def build(self, number: int) -> None:
-        """Create communicators: a collective of the group's ranks if the backend connects eagerly, as gloo does."""
+        """Create the communicators. A collective of the group's ranks if the backend connects eagerly, as gloo does."""
         request: Any = c10d._DistributedBackendOptions()
-        request.store = dist.PrefixStore(f"{MARK}{number}/", self._store)
-        request.group_rank, request.group_size, request.timeout, request.group_id = self._asked
+        request.store = dist.PrefixStore(f"{KEY_PREFIX}{number}/", self._store)
+        request.group_rank, request.group_size, request.timeout, request.group_id = self._group_args
         request.global_ranks_in_group = self._ranks
         self.live = self._create(request, self._options)
 
     def drop(self) -> None:
-        """Destroy the communicators. Gloo's end with the last reference, NCCL's need a shutdown."""
+        """Destroy the communicators. Gloo's end with their last reference, NCCL's need ``shutdown``."""
         live, self.live = self.live, None
         if live is not None:
             live.shutdown()
@@ -90,18 +90,18 @@ class Slot(c10d_core.Backend):
 
 @dataclass(slots=True, eq=False)
 class Reloadable:
-    """The slots and the executing group of one ``ProcessGroup``."""
+    """The slots of one ``ProcessGroup``, and the group that executes its ops."""
 
     slots: dict[str, Slot] = field(default_factory=dict[str, Slot])  # by the backend's name
-    carrier: Any = None  # the group that executes the ops; created at the first op after a build
+    live_group: Any = None  # executes the ops; created at the first op after the slots were built
 
 
-_behind: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation, which is the same on all ranks
+_reloadables: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation, which is the same on all ranks
 
 
-def place() -> list[tuple[str, Any]]:
-    """Give slots to groups that are created from now on. Returns the argument of ``restore``."""
-    stock: list[tuple[str, Any]] = []
+def install_slots() -> list[tuple[str, Any]]:
+    """Let torch create groups with slots from now on. Return the argument of ``restore``."""
+    originals: list[tuple[str, Any]] = []
     for name in NAMES:
         c10d.Backend._ensure_backend_registered(name)
         plugins: Any = c10d.Backend._plugins
@@ -109,26 +109,26 @@ def place() -> list[tuple[str, Any]]:
         assert plugin.extended_api, (
             f"torch makes {name} groups in another way: review slime_like.distributed.wrapper.reload"
         )
-        stock.append((name.upper(), plugin))
+        originals.append((name.upper(), plugin))
         plugins[name.upper()] = plugin._replace(creator_fn=_creator(name, plugin.creator_fn))
-    return stock
+    return originals
 
 
-def restore(stock: list[tuple[str, Any]]) -> None:
-    """Let groups that are created from now on hold their communicators themselves."""
-    for name, plugin in stock:
+def restore(originals: list[tuple[str, Any]]) -> None:
+    """Let torch create groups without slots from now on."""
+    for name, plugin in originals:
         c10d.Backend._plugins[name] = plugin
 
 
-def _creator(name: str, stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a creator: torch's for groups with processes outside this world and split groups, a slot for all others."""
+def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a function that creates a slot, or a backend for split groups and groups with processes outside this world."""
 
     def create(request: Any, options: Any) -> Any:
         foreign = not request.global_ranks_in_group and dist.is_initialized()
         if foreign or request.split_from is not None:
-            return stock(request, options)
-        slot = Slot(stock, request, options)
-        _behind.setdefault(request.process_group, Reloadable()).slots[name] = slot
+            return original(request, options)
+        slot = Slot(original, request, options)
+        _reloadables.setdefault(request.process_group, Reloadable()).slots[name] = slot
         return slot
 
     return create
@@ -136,45 +136,45 @@ def _creator(name: str, stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
 
 def target(group: Any) -> Any:
     """Return the group that executes the ops of ``group``: itself, unless its communicators are reloadable."""
-    behind = _behind.get(group)
-    if behind is None or group not in c10d._world.pg_backend_config:
+    reloadable = _reloadables.get(group)
+    if reloadable is None or group not in c10d._world.pg_backend_config:
         return group
-    if behind.carrier is None and all(slot.live is not None for slot in behind.slots.values()):
-        behind.carrier = _carrier(group, behind)
-    return group if behind.carrier is None else behind.carrier
+    if reloadable.live_group is None and all(slot.live is not None for slot in reloadable.slots.values()):
+        reloadable.live_group = _create_live_group(group, reloadable)
+    return group if reloadable.live_group is None else reloadable.live_group
 
 
-def _carrier(group: Any, behind: Reloadable) -> Any:
-    """Create a group of the live backends of ``group``. No communication."""
-    carrier: Any = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
+def _create_live_group(group: Any, reloadable: Reloadable) -> Any:
+    """Return a group with the live backends of ``group``. Does not communicate."""
+    live_group: Any = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
     config = c10d.BackendConfig(c10d.Backend(c10d._world.pg_backend_config[group]))
     kinds = c10d.Backend.backend_type_map
     for device, name in config.get_device_backend_map().items():
-        carrier._register_backend(torch.device(device), kinds[name], behind.slots[name].live)
-    carrier._set_default_backend(kinds[group.name()])
-    carrier._set_group_name(group.group_name)
-    carrier._set_group_desc(group.group_desc)
-    return carrier
+        live_group._register_backend(torch.device(device), kinds[name], reloadable.slots[name].live)
+    live_group._set_default_backend(kinds[group.name()])
+    live_group._set_group_name(group.group_name)
+    live_group._set_group_desc(group.group_desc)
+    return live_group
 
 
-def forget() -> None:
-    """Drop groups that were destroyed."""
-    for group in [group for group in _behind if group not in c10d._world.pg_map]:
-        del _behind[group]
+def drop_destroyed_groups() -> None:
+    """Drop the slots of groups that were destroyed."""
+    for group in [group for group in _reloadables if group not in c10d._world.pg_map]:
+        del _reloadables[group]
 
 
 def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
     """Raise ``CollectiveError`` if removing the wrapper would leave groups unable to execute ops."""
-    forget()
-    if w is None or not w.spec.release or not _behind or (replaced and not w.released):
+    drop_destroyed_groups()
+    if w is None or not w.spec.release or not _reloadables or (replaced and not w.released):
         return
     fix = (
         "rebuild them first, in a phase of slime_like.distributed.wrapper.install.phase"
         if replaced
-        else ("destroy them first (torch.distributed.destroy_process_group)")
+        else "destroy them first (torch.distributed.destroy_process_group)"
     )
     raise CollectiveError(
-        f"the wrapper cannot be removed while {len(_behind)} groups have releasable communicators (guard.release=true), which "
+        f"the wrapper cannot be removed while {len(_reloadables)} groups have releasable communicators (guard.release=true), which "
         f"would refuse every op: {fix}"
     )
 
@@ -184,27 +184,29 @@ def release(w: Wrapper) -> None:
 
     Raises ``CollectiveError`` if an op has not ended.
     """
-    if w.released or not dist.is_initialized() or not _behind:
+    if w.released or not dist.is_initialized() or not _reloadables:
         return
-    w.settle()
-    works = [(counter, ref()) for _, (ref, counter, _) in w.loose.items()]
-    if flying := sorted({c.op.name for c, work in works if work is not None and not work.is_completed()}):
-        raise CollectiveError(f"communicators cannot be released while {', '.join(flying)} has not ended: wait for it")
+    w.record_completed()
+    works = [(counter, ref()) for _, (ref, counter, _) in w.pending_works.items()]
+    if in_flight := sorted({c.op.name for c, work in works if work is not None and not work.is_completed()}):
+        raise CollectiveError(
+            f"communicators cannot be released while {', '.join(in_flight)} has not ended: wait for it"
+        )
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     dist.barrier()
     started = time.perf_counter_ns()
-    _tidy(dist.distributed_c10d._get_default_store())
-    w.released = tuple(_behind)
-    for table in w.tables.values():
+    _delete_address_keys(dist.distributed_c10d._get_default_store())
+    w.released = tuple(_reloadables)
+    for counters in w.counters_by_op.values():
         for group in w.released:
-            counter = table.pop(group, None)
+            counter = counters.pop(group, None)
             if counter is not None:
-                w.parked[counter.op.name, group] = counter
+                w.released_counters[counter.op.name, group] = counter
                 counter.target = None
     for group in reversed(w.released):
-        _behind[group].carrier = None
-        for slot in _behind[group].slots.values():
+        _reloadables[group].live_group = None
+        for slot in _reloadables[group].slots.values():
             slot.drop()
     w.reload_ns += time.perf_counter_ns() - started
 
@@ -212,39 +214,40 @@ def release(w: Wrapper) -> None:
 def rebuild(w: Wrapper) -> None:
     """Rebuild the communicators, in the order in which their groups were created. A collective: every rank calls it.
 
-    All ranks created their groups in one order, so that common members of any two overlapping groups build the same one
+    All ranks created their groups in the same order. Ranks that two groups have in common therefore build the same group
     first, which excludes a deadlock. Raises ``CollectiveError`` if a rank does not join.
     """
-    started, number = time.perf_counter_ns(), next(_numbers)
-    w.ring.rebuilding(number)
+    started, number = time.perf_counter_ns(), next(_rebuild_numbers)
+    w.ring.record_rebuild(number)
     for group in w.released:
-        for slot in _behind[group].slots.values() if group in _behind else ():
+        for slot in _reloadables[group].slots.values() if group in _reloadables else ():
             try:
                 slot.build(number)
             except RuntimeError as error:
-                info = w.know(group).info
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                info = w.group_record(group).info
+                first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                role = w.name.rpartition("_rank")[0]
                 readings = {} if w.ring.folder is None else read_rings(w.ring.folder)
                 raise CollectiveError(
-                    f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be created again "
+                    f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be rebuilt "
                     f"for phase {w.phase_name} on rank {dist.get_rank()} (rebuild #{number}, no payload): "
-                    f"{missing(readings, info.ranks, w.name, number)}; {first}\n{memory(w)}"
+                    f"{missing_ranks(readings, info.ranks, role, number)}; {first_line}\n{memory(w)}"
                 ) from error
     w.released = ()
-    for (op, group), counter in w.parked.items():
-        if group in _behind:
+    for (op, group), counter in w.released_counters.items():
+        if group in _reloadables:
             counter.target = target(group)
-            w.tables[op][group] = counter
-    w.parked.clear()
+            w.counters_by_op[op][group] = counter
+    w.released_counters.clear()
     w.generation += 1
     w.reload_ns += time.perf_counter_ns() - started
 
 
-def _tidy(store: Any) -> None:
+def _delete_address_keys(store: Any) -> None:
     """Delete the addresses of the current communicators, which all ranks have read, from the store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
         for key in store.list_keys():
-            if f"/{MARK}" in key:
+            if f"/{KEY_PREFIX}" in key:
                 store.delete_key(key)

@@ -11,30 +11,31 @@ from typing import TYPE_CHECKING
 
 from slime_like.distributed.forensics.report import report
 from slime_like.distributed.forensics.ring import RECORD
-from slime_like.distributed.wrapper.errors import memory_soon
+from slime_like.distributed.wrapper.errors import memory_or_last
 from slime_like.printable import visible
 
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper.wrapper import Wrapper
 
 EXIT_CODE = 70
-GRACE = 1.1  # times the deadline: gloo and NCCL have the same deadline and should fail first
+LIMIT_FACTOR = 1.1  # times the deadline plus GRACE_S: gloo and NCCL have the same deadline and should fail first
 GRACE_S = 2.0
-ASK_S = 2.0  # limit of the final memory query
+MEMORY_QUERY_S = 2.0  # limit of the memory query for the report
 
 
 class Watchdog:
-    """Ends the process when an op has been in flight for longer than ``seconds``, and reports the state of all ranks.
+    """Thread that reports the state of all ranks and ends the process if an op is in flight for longer than ``seconds``.
 
-    Most hangs end earlier: the process group has the same deadline and raises. This covers hangs that it does not notice.
+    Most hangs end earlier, because the process group has the same deadline and raises an error. The watchdog covers hangs that
+    the process group does not notice.
     """
 
-    def __init__(self, wrapper: Wrapper, seconds: float, die: Callable[[], None] | None = None) -> None:
+    def __init__(self, wrapper: Wrapper, seconds: float, end_process: Callable[[], None] | None = None) -> None:
         self._wrapper = wrapper
-        self._limit = seconds * GRACE + GRACE_S
+        self._limit = seconds * LIMIT_FACTOR + GRACE_S
         self._period = min(10.0, max(0.2, seconds / 10))
         self._stopped = threading.Event()
-        self._die = die or (lambda: os._exit(EXIT_CODE))
+        self._end_process = end_process or (lambda: os._exit(EXIT_CODE))
         self._thread = threading.Thread(target=self._watch, name="collectives", daemon=True)
         self._thread.start()
 
@@ -45,18 +46,20 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._period):
-            self._wrapper.settle()
-            since = oldest_in_flight(self._wrapper)
-            if since is not None and (time.perf_counter_ns() - since) / 1e9 > self._limit:
+            self._wrapper.record_completed()
+            issued_ns = oldest_in_flight(self._wrapper)
+            if issued_ns is not None and (time.perf_counter_ns() - issued_ns) / 1e9 > self._limit:
                 try:
-                    _say(f"a collective did not end in {self._limit:.0f} s\n{report(self._wrapper.ring.folder)}")
-                    _say(memory_soon(self._wrapper, ASK_S))
+                    _print_error(
+                        f"a collective did not end in {self._limit:.0f} s\n{report(self._wrapper.ring.folder)}"
+                    )
+                    _print_error(memory_or_last(self._wrapper, MEMORY_QUERY_S))
                 finally:
-                    self._die()
+                    self._end_process()
                 return
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(visible(f"{text}\n"))
     sys.stderr.flush()
 
@@ -65,7 +68,7 @@ def oldest_in_flight(wrapper: Wrapper) -> int | None:
     """Return the issue time of this rank's oldest op that has not ended, in ns of ``perf_counter_ns``."""
     ring = wrapper.ring
     width = RECORD.size // 8
-    first, stop = ring.place(0), ring.place(0) + ring.slots * width
+    first, stop = ring.first_word(0), ring.first_word(0) + ring.slots * width
     words = ring.words
     issued = [words[at + 1] for at in range(first, stop, width) if words[at + 1] and not words[at + 2]]
     return min(issued, default=None)

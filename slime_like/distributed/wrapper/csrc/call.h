@@ -1,4 +1,4 @@
-/* Replacement of a method or function, and the code shared by all kinds. */
+/* Call: the replacement of a method or function of torch, and the code shared by all kinds of calls. */
 
 enum { COLLECTIVE, POINT, WAIT, COMPOSITE };
 
@@ -6,28 +6,28 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     Ring *ring;
-    PyObject *slow;        /* the Python function */
-    PyObject *raw;         /* torch's */
-    PyObject *table;       /* group -> Tally, of this op */
-    Works *loose;
-    PyObject *wait;        /* torch's Work.wait */
-    PyObject *failed;      /* (tally, index, error) -> what to raise */
-    PyObject *outstanding; /* (work, tally, index, started) -> work */
-    PyObject *size;        /* (value) -> bytes */
-    PyObject *world;       /* torch's, which knows the default group */
+    PyObject *fallback;       /* the wrapper in Python */
+    PyObject *raw;            /* torch's method or function */
+    PyObject *counters;       /* group -> Tally, of this op */
+    Works *works;             /* asynchronous ops that nobody has waited for */
+    PyObject *wait;           /* torch's Work.wait */
+    PyObject *record_failure; /* (tally, index, error) -> error to raise */
+    PyObject *add_pending;    /* (work, tally, index, started) -> work */
+    PyObject *size_of;        /* (tensor or list) -> bytes */
+    PyObject *world;          /* torch's registry, with the default group */
     PyTypeObject *tensor;
-    PyTypeObject *counter; /* type of the tables' values; a Tally */
-    PyObject *nbytes;      /* the tensor's attribute, and its getter if it is implemented in C */
-    getter read_nbytes;
+    PyTypeObject *counter_class; /* type of the values of ``counters``; a subtype of Tally */
+    PyObject *nbytes;         /* descriptor of the tensor's attribute */
+    getter read_nbytes;       /* its getter, or NULL if it is not implemented in C */
     PyObject *dict;
-    Py_ssize_t payload; /* index of the argument whose bytes count (composite: of the group); or -1 */
-    Py_ssize_t purge_at;
-    int kind, anyone;
+    Py_ssize_t payload; /* index of the argument whose bytes are counted, for a composite that of the group; -1: none */
+    Py_ssize_t max_pending; /* with more entries in ``works``, add_pending is called, which removes deleted works */
+    int kind, any_source;
 } Call;
 
 #define CALL_OBJECTS(DO) \
-    DO(slow) DO(raw) DO(table) DO(loose) DO(wait) DO(failed) DO(outstanding) DO(size) \
-    DO(world) DO(tensor) DO(counter) DO(nbytes) DO(ring) DO(dict)
+    DO(fallback) DO(raw) DO(counters) DO(works) DO(wait) DO(record_failure) DO(add_pending) DO(size_of) \
+    DO(world) DO(tensor) DO(counter_class) DO(nbytes) DO(ring) DO(dict)
 
 static int Call_traverse(Call *self, visitproc visit, void *arg)
 {
@@ -55,86 +55,88 @@ static PyObject *Call_get(PyObject *self, PyObject *object, PyObject *type)
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-/* Bytes of a tensor, or of a list; -1 with an error. */
+/* Return the bytes of a tensor or list; -1 with an error. */
 static int64_t bytes_of(Call *self, PyObject *value)
 {
     if (PyList_CheckExact(value) && PyList_GET_SIZE(value) == 1) value = PyList_GET_ITEM(value, 0);
     Py_INCREF(value);
     PyObject *size = self->read_nbytes != NULL && Py_IS_TYPE(value, self->tensor)
                          ? self->read_nbytes(value, NULL)
-                         : PyObject_CallOneArg(self->size, value);
+                         : PyObject_CallOneArg(self->size_of, value);
     Py_DECREF(value);
     if (size == NULL) return -1;
-    int64_t found = PyLong_AsLongLong(size);
+    int64_t num_bytes = PyLong_AsLongLong(size);
     Py_DECREF(size);
-    return found;
+    return num_bytes;
 }
 
-/* Return the counter of a group if its op is plain, a new reference; else NULL. */
-static Tally *plain(Call *self, PyObject *group, int64_t started)
+/* Return the counter of a group as a new reference if this file can handle the call; else NULL. */
+static Tally *plain_counter(Call *self, PyObject *group, int64_t started)
 {
     if (self->ring->words == NULL) return NULL;
-    PyObject *found = PyDict_GetItemWithError(self->table, group);
-    if (found == NULL || !Py_IS_TYPE(found, self->counter)) {
+    PyObject *counter = PyDict_GetItemWithError(self->counters, group);
+    if (counter == NULL || !Py_IS_TYPE(counter, self->counter_class)) {
         PyErr_Clear(); /* the Python function raises it again */
         return NULL;
     }
-    Tally *tally = (Tally *)found;
-    if (self->ring->word != NULL && *(volatile const int64_t *)self->ring->word != self->ring->seen)
-        tally->due = 0; /* so that the guard runs, which sets it again */
-    if (tally->target == NULL || tally->next == NULL || tally->peers == NULL || (double)started >= tally->due) return NULL;
-    return (Tally *)Py_NewRef(found);
+    Tally *tally = (Tally *)counter;
+    const int64_t *request = self->ring->request_word;
+    if (request != NULL && *(volatile const int64_t *)request != self->ring->last_request)
+        tally->check_at = 0; /* lets the guard run, which sets it again */
+    if (tally->target == NULL || tally->next_sequence == NULL || tally->peers == NULL || (double)started >= tally->check_at)
+        return NULL;
+    return (Tally *)Py_NewRef(counter);
 }
 
-/* Raise the error that ``failed`` returns for the current error. */
+/* Raise the error that ``record_failure`` returns for the current error. Return NULL. */
 static PyObject *fail(Call *self, PyObject *tally, int64_t index)
 {
-    PyObject *error = PyErr_GetRaisedException(), *number = PyLong_FromLongLong(index), *told = NULL;
-    if (number != NULL) {
-        PyObject *given[] = {tally, number, error};
-        told = PyObject_Vectorcall(self->failed, given, 3, NULL);
-        Py_DECREF(number);
+    PyObject *error = PyErr_GetRaisedException(), *index_object = PyLong_FromLongLong(index), *explained = NULL;
+    if (index_object != NULL) {
+        PyObject *arguments[] = {tally, index_object, error};
+        explained = PyObject_Vectorcall(self->record_failure, arguments, 3, NULL);
+        Py_DECREF(index_object);
     }
-    if (told != NULL && PyExceptionInstance_Check(told)) {
-        PyErr_SetRaisedException(told);
+    if (explained != NULL && PyExceptionInstance_Check(explained)) {
+        PyErr_SetRaisedException(explained);
         Py_DECREF(error);
     } else {
-        Py_XDECREF(told);
+        Py_XDECREF(explained);
         if (!PyErr_Occurred()) PyErr_SetRaisedException(error);
         else Py_DECREF(error);
     }
     return NULL;
 }
 
-/* Call torch's method with the same arguments except the group. */
-static PyObject *issue(Call *self, PyObject *target, PyObject *const *args, Py_ssize_t all, Py_ssize_t n, PyObject *names)
+/* Call torch's method with ``target`` in place of the group; ``n`` of the arguments are positional. */
+static PyObject *issue(Call *self, PyObject *target, PyObject *const *args, Py_ssize_t num_args, Py_ssize_t n, PyObject *names)
 {
-    PyObject *given[8];
-    given[1] = target;
-    for (Py_ssize_t i = 1; i < all; i++) given[i + 1] = args[i];
-    return PyObject_Vectorcall(self->raw, given + 1, n | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+    PyObject *arguments[8];
+    arguments[1] = target;
+    for (Py_ssize_t i = 1; i < num_args; i++) arguments[i + 1] = args[i];
+    return PyObject_Vectorcall(self->raw, arguments + 1, n | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
 }
 
-/* Record a work that may be waited for and return it; steals its reference. */
-static PyObject *keep(Call *self, PyObject *work, Tally *tally, int64_t index, int64_t started)
+/* Add the work of an asynchronous op to ``works`` and return it; steals its reference. */
+static PyObject *add_work(Call *self, PyObject *work, Tally *tally, int64_t index, int64_t started)
 {
     int64_t key = (int64_t)(intptr_t)work;
-    PyObject *ref = PyWeakref_NewRef(work, NULL), *result = NULL; /* before the slot is searched, because this may collect garbage */
-    if (ref != NULL && make_room(self->loose) == 0) {
-        Issued *at = place_of(self->loose, key);
-        if (at->ref == NULL && (Py_ssize_t)self->loose->used <= self->purge_at) {
-            *at = (Issued){key, ref, Py_NewRef((PyObject *)tally), index};
-            self->loose->used++;
+    PyObject *ref = PyWeakref_NewRef(work, NULL), *result = NULL; /* before the search for the slot, because it may collect garbage */
+    if (ref != NULL && make_room(self->works) == 0) {
+        PendingWork *slot = slot_of(self->works, key);
+        if (slot->ref == NULL && (Py_ssize_t)self->works->used <= self->max_pending) {
+            *slot = (PendingWork){key, ref, Py_NewRef((PyObject *)tally), index};
+            self->works->used++;
             tally->ns += now() - started;
             return work;
         }
-        PyObject *number = PyLong_FromLongLong(index), *since = PyLong_FromLongLong(started);
-        if (number != NULL && since != NULL) {
-            PyObject *given[] = {work, (PyObject *)tally, number, since};
-            result = PyObject_Vectorcall(self->outstanding, given, 4, NULL);
+        PyObject *index_object = PyLong_FromLongLong(index), *start = PyLong_FromLongLong(started);
+        if (index_object != NULL && start != NULL) {
+            PyObject *arguments[] = {work, (PyObject *)tally, index_object, start};
+            result = PyObject_Vectorcall(self->add_pending, arguments, 4, NULL);
         }
-        Py_XDECREF(number);
-        Py_XDECREF(since);
+        Py_XDECREF(index_object);
+        Py_XDECREF(start);
     }
     Py_XDECREF(ref);
     Py_DECREF(work);

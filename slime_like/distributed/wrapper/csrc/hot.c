@@ -1,10 +1,11 @@
-/* The plain case of an op in C: as slime_like.distributed.wrapper.calls, in a quarter of the time.
+/* The hot path of slime_like.distributed.wrapper.calls in C, which takes a quarter of the time.
 
-   An op is plain where its counter is known, the guard is not due, and its arguments are those that torch gives. All
-   other calls, and all errors, go to the Python function that each object has beside it; that function alone says what
-   an op means, and tests hold both against each other. Everything here runs under the interpreter's lock. One source of
-   several files: what is counted (tally.h), records (ring.h), ops that are waited for later (works.h), what all calls do
-   (call.h), and here the kinds of calls. */
+   It handles plain calls: the counter exists, the guard need not check, and the arguments are those that torch passes.
+   All other calls and all errors go to the equivalent function in Python (``fallback``), which defines the behaviour; a
+   test compares both. Everything here runs under the interpreter's lock.
+
+   This file has the four kinds of calls. It includes counters (tally.h), the ring's records (ring.h), asynchronous ops
+   (works.h), and the code that all kinds of calls share (call.h). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -12,15 +13,15 @@
 #include <time.h>
 
 #include "tally.h"
-/* each header uses the previous ones */
+/* each header uses those above it */
 #include "ring.h"
 #include "works.h"
 #include "call.h"
 
 static PyObject *name_async, *name_opts, *name_group, *name_default, *any_peer, *no_peer;
 
-/* Return 1 if the caller waits itself: opts.asyncOp, or if there is no such option. */
-static int asynchronous(PyObject *opts)
+/* Return 1 if the caller waits for the op itself (opts.asyncOp, or no such option), else 0; -1 with an error. */
+static int is_asynchronous(PyObject *opts)
 {
     PyObject *flag = PyObject_GetAttr(opts, name_async);
     if (flag == NULL) {
@@ -28,41 +29,43 @@ static int asynchronous(PyObject *opts)
         PyErr_Clear();
         return 1;
     }
-    int is = flag == Py_True ? 1 : flag == Py_False ? 0 : PyObject_IsTrue(flag);
+    int value = flag == Py_True ? 1 : flag == Py_False ? 0 : PyObject_IsTrue(flag);
     Py_DECREF(flag);
-    return is;
+    return value;
 }
 
 static PyObject *call_collective(PyObject *callable, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Call *self = (Call *)callable;
-    Py_ssize_t n = PyVectorcall_NARGS(nargsf), named = names == NULL ? 0 : PyTuple_GET_SIZE(names), all = n + named;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf), num_named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    Py_ssize_t num_args = n + num_named;
     int64_t started = now(), size = 0;
     Tally *tally;
-    if (all < 2 || all > 4 || named > 1 || (named && PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), name_opts))
-        || 1 + self->payload >= all || (tally = plain(self, args[0], started)) == NULL)
-        return PyObject_Vectorcall(self->slow, args, nargsf, names);
-    PyObject *opts = args[all - 1], *work = NULL, *result = NULL;
+    if (num_args < 2 || num_args > 4 || num_named > 1
+        || (num_named && PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), name_opts))
+        || 1 + self->payload >= num_args || (tally = plain_counter(self, args[0], started)) == NULL)
+        return PyObject_Vectorcall(self->fallback, args, nargsf, names);
+    PyObject *opts = args[num_args - 1], *work = NULL, *result = NULL;
     if (self->payload >= 0 && (size = bytes_of(self, args[1 + self->payload])) < 0) goto done;
-    int64_t sequence = count(tally->next);
+    int64_t sequence = next_number(tally->next_sequence);
     if (sequence < 0) goto done;
     tally->calls++;
     tally->bytes += size;
-    int64_t index = record(self->ring, started, size, tally->code, sequence, NO_PEER);
+    int64_t index = add_record(self->ring, started, size, tally->code, sequence, NO_PEER);
     PyObject *target = Py_NewRef(tally->target);
-    work = issue(self, target, args, all, n, names);
+    work = issue(self, target, args, num_args, n, names);
     Py_DECREF(target);
     if (work == NULL) {
         fail(self, (PyObject *)tally, index);
         goto done;
     }
     if (work != Py_None) {
-        int later = asynchronous(opts);
-        if (later > 0) {
-            result = keep(self, work, tally, index, started);
+        int async_op = is_asynchronous(opts);
+        if (async_op > 0) {
+            result = add_work(self, work, tally, index, started);
             goto done;
         }
-        PyObject *waited = later < 0 ? NULL : PyObject_CallOneArg(self->wait, work);
+        PyObject *waited = async_op < 0 ? NULL : PyObject_CallOneArg(self->wait, work);
         if (waited == NULL) {
             fail(self, (PyObject *)tally, index);
             Py_DECREF(work);
@@ -71,10 +74,10 @@ static PyObject *call_collective(PyObject *callable, PyObject *const *args, size
         Py_DECREF(waited);
     }
     Py_DECREF(work);
-    int64_t when = now();
-    ended(self->ring, index, when);
-    tally->ns += when - started;
-    result = Py_NewRef(Py_None); /* torch then assumes that the backend has waited */
+    int64_t end = now();
+    record_end(self->ring, index, end);
+    tally->ns += end - started;
+    result = Py_NewRef(Py_None); /* tells torch that the op has ended */
 done:
     Py_DECREF(tally);
     return result;
@@ -85,34 +88,36 @@ static PyObject *call_point(PyObject *callable, PyObject *const *args, size_t na
     Call *self = (Call *)callable;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     int64_t started = now(), size = 0, peer = NO_PEER;
-    PyObject *key = self->payload < 0 ? no_peer : self->anyone ? any_peer : n > 2 ? args[2] : NULL, *next, *result = NULL;
+    PyObject *key = self->payload < 0 ? no_peer : self->any_source ? any_peer : n > 2 ? args[2] : NULL;
+    PyObject *sequence_counter, *result = NULL;
     Tally *tally;
     if (names != NULL || n < 2 || n > 4 || key == NULL || !PyLong_CheckExact(key)
-        || (tally = plain(self, args[0], started)) == NULL)
-        return PyObject_Vectorcall(self->slow, args, nargsf, names);
-    if (self->payload >= 0 && (size = bytes_of(self, args[1])) < 0) goto done; /* may run Python, which may change peers */
-    if ((next = PyDict_GetItemWithError(tally->peers, key)) == NULL) { /* the first with this peer */
+        || (tally = plain_counter(self, args[0], started)) == NULL)
+        return PyObject_Vectorcall(self->fallback, args, nargsf, names);
+    /* Before the look-up of the peer, because it may run Python code that changes ``peers``. */
+    if (self->payload >= 0 && (size = bytes_of(self, args[1])) < 0) goto done;
+    if ((sequence_counter = PyDict_GetItemWithError(tally->peers, key)) == NULL) { /* first op with this peer */
         Py_DECREF(tally);
         PyErr_Clear();
-        return PyObject_Vectorcall(self->slow, args, nargsf, names);
+        return PyObject_Vectorcall(self->fallback, args, nargsf, names);
     }
     peer = PyLong_AsLongLong(key);
-    int64_t sequence = count(next);
+    int64_t sequence = next_number(sequence_counter);
     if (sequence < 0 || (peer == -1 && PyErr_Occurred())) goto done;
     tally->calls++;
     tally->bytes += size;
-    int64_t index = record(self->ring, started, size, tally->code, sequence, peer);
+    int64_t index = add_record(self->ring, started, size, tally->code, sequence, peer);
     PyObject *target = Py_NewRef(tally->target), *work = issue(self, target, args, n, n, NULL);
     Py_DECREF(target);
     if (work == NULL) {
         fail(self, (PyObject *)tally, index);
     } else if (work == Py_None) {
-        int64_t when = now();
-        ended(self->ring, index, when);
-        tally->ns += when - started;
+        int64_t end = now();
+        record_end(self->ring, index, end);
+        tally->ns += end - started;
         result = work;
     } else {
-        result = keep(self, work, tally, index, started);
+        result = add_work(self, work, tally, index, started);
     }
 done:
     Py_DECREF(tally);
@@ -122,32 +127,33 @@ done:
 static PyObject *call_wait(PyObject *callable, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Call *self = (Call *)callable;
-    Issued *at = PyVectorcall_NARGS(nargsf) < 1 ? NULL : known(self->loose, (int64_t)(intptr_t)args[0]);
-    if (at == NULL) return PyObject_Vectorcall(self->raw, args, nargsf, names);
-    if (!PyWeakref_CheckRefExact(at->ref) || PyWeakref_GetObject(at->ref) != args[0] || !Py_IS_TYPE(at->tally, self->counter))
-        return PyObject_Vectorcall(self->slow, args, nargsf, names);
-    Issued issued = *at;
-    vacate(self->loose, at);
-    Tally *tally = (Tally *)issued.tally;
+    PendingWork *slot = PyVectorcall_NARGS(nargsf) < 1 ? NULL : find(self->works, (int64_t)(intptr_t)args[0]);
+    if (slot == NULL) return PyObject_Vectorcall(self->raw, args, nargsf, names);
+    if (!PyWeakref_CheckRefExact(slot->ref) || PyWeakref_GetObject(slot->ref) != args[0]
+        || !Py_IS_TYPE(slot->tally, self->counter_class))
+        return PyObject_Vectorcall(self->fallback, args, nargsf, names);
+    PendingWork pending = *slot;
+    free_slot(self->works, slot);
+    Tally *tally = (Tally *)pending.tally;
     int64_t started = now();
-    PyObject *done = PyObject_Vectorcall(self->raw, args, nargsf, names);
-    if (done == NULL) {
-        fail(self, issued.tally, issued.index);
+    PyObject *result = PyObject_Vectorcall(self->raw, args, nargsf, names);
+    if (result == NULL) {
+        fail(self, pending.tally, pending.index);
     } else {
-        int64_t when = now();
-        ended(self->ring, issued.index, when);
-        tally->ns += when - started;
+        int64_t end = now();
+        record_end(self->ring, pending.index, end);
+        tally->ns += end - started;
     }
-    Py_DECREF(issued.ref);
-    Py_DECREF(issued.tally);
-    return done;
+    Py_DECREF(pending.ref);
+    Py_DECREF(pending.tally);
+    return result;
 }
 
-/* Return the group of a composite, a new reference; NULL without an error if it is not obvious. */
+/* Return the group of a composite as a new reference; NULL, without an error, if it is not in the usual place. */
 static PyObject *group_of(Call *self, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
     PyObject *group = NULL;
-    if (self->payload < 0) { /* a batch, all of one group */
+    if (self->payload < 0) { /* a batch, whose ops all have one group */
         if (n < 1 || !PyList_CheckExact(args[0]) || PyList_GET_SIZE(args[0]) == 0) return NULL;
         if ((group = PyObject_GetAttr(PyList_GET_ITEM(args[0], 0), name_group)) == NULL) PyErr_Clear();
     } else {
@@ -168,66 +174,67 @@ static PyObject *call_composite(PyObject *callable, PyObject *const *args, size_
     Call *self = (Call *)callable;
     int64_t started = now();
     PyObject *group = group_of(self, args, PyVectorcall_NARGS(nargsf), names);
-    Tally *tally = group == NULL ? NULL : plain(self, group, started);
+    Tally *tally = group == NULL ? NULL : plain_counter(self, group, started);
     Py_XDECREF(group);
-    if (tally == NULL) return PyObject_Vectorcall(self->slow, args, nargsf, names);
-    long long outer = self->ring->composing;
-    self->ring->composing = (long long)PyThread_get_thread_ident();
+    if (tally == NULL) return PyObject_Vectorcall(self->fallback, args, nargsf, names);
+    long long outer = self->ring->composite_thread;
+    self->ring->composite_thread = (long long)PyThread_get_thread_ident();
     tally->calls++;
-    int64_t index = record(self->ring, started, 0, tally->code, tally->calls, NO_PEER);
-    PyObject *done = PyObject_Vectorcall(self->raw, args, nargsf, names);
-    if (done == NULL) fail(self, (PyObject *)tally, index);
-    /* only this thread's; another one's may have ended */
-    self->ring->composing = outer == (long long)PyThread_get_thread_ident() ? outer : 0;
-    int64_t when = now();
-    if (done != NULL) ended(self->ring, index, when);
-    tally->ns += when - started;
+    int64_t index = add_record(self->ring, started, 0, tally->code, tally->calls, NO_PEER);
+    PyObject *result = PyObject_Vectorcall(self->raw, args, nargsf, names);
+    if (result == NULL) fail(self, (PyObject *)tally, index);
+    /* another thread may have left its composite since */
+    self->ring->composite_thread = outer == (long long)PyThread_get_thread_ident() ? outer : 0;
+    int64_t end = now();
+    if (result != NULL) record_end(self->ring, index, end);
+    tally->ns += end - started;
     Py_DECREF(tally);
-    return done;
+    return result;
 }
 
 static int Call_init(Call *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = {"kind", "slow", "raw", "table", "ring", "loose", "wait", "failed", "outstanding", "size",
-                            "world", "tensor", "nbytes", "counter", "payload", "anyone", "purge_at", NULL};
+    static char *names[] = {"kind", "fallback", "raw", "counters", "ring", "works", "wait", "record_failure", "add_pending",
+                            "size_of", "world", "tensor", "nbytes", "counter_class", "payload", "any_source", "max_pending",
+                            NULL};
     static const vectorcallfunc kinds[] = {call_collective, call_point, call_wait, call_composite};
-    PyObject *slow, *raw, *table, *ring, *loose, *wait, *failed, *outstanding, *size, *world, *tensor, *nbytes,
-        *counter;
-    if (self->slow != NULL) {
-        PyErr_SetString(PyExc_TypeError, "a Call is made once");
+    PyObject *fallback, *raw, *counters, *ring, *works, *wait, *record_failure, *add_pending, *size_of, *world, *tensor,
+        *nbytes, *counter_class;
+    if (self->fallback != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a Call is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "iOOO!O!O!OOOOOO!OO!npn", names, &self->kind, &slow, &raw, &PyDict_Type, &table,
-                                     &RingType, &ring, &WorksType, &loose, &wait, &failed, &outstanding, &size, &world,
-                                     &PyType_Type, &tensor, &nbytes, &PyType_Type, &counter, &self->payload,
-                                     &self->anyone, &self->purge_at))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "iOOO!O!O!OOOOOO!OO!npn", names, &self->kind, &fallback, &raw, &PyDict_Type,
+                                     &counters, &RingType, &ring, &WorksType, &works, &wait, &record_failure, &add_pending,
+                                     &size_of, &world, &PyType_Type, &tensor, &nbytes, &PyType_Type, &counter_class, &self->payload,
+                                     &self->any_source, &self->max_pending))
         return -1;
-    if (!PyType_IsSubtype((PyTypeObject *)counter, &TallyType)) {
-        PyErr_SetString(PyExc_TypeError, "counters are Tallies");
+    if (!PyType_IsSubtype((PyTypeObject *)counter_class, &TallyType)) {
+        PyErr_SetString(PyExc_TypeError, "counter_class must be a subtype of Tally");
         return -1;
     }
     if (self->kind < COLLECTIVE || self->kind > COMPOSITE) {
-        PyErr_SetString(PyExc_ValueError, "no such kind");
+        PyErr_SetString(PyExc_ValueError, "kind must be COLLECTIVE, POINT, WAIT or COMPOSITE");
         return -1;
     }
     self->vectorcall = kinds[self->kind];
-    self->slow = Py_NewRef(slow);
+    self->fallback = Py_NewRef(fallback);
     self->raw = Py_NewRef(raw);
-    self->table = Py_NewRef(table);
+    self->counters = Py_NewRef(counters);
     self->ring = (Ring *)Py_NewRef(ring);
-    self->loose = (Works *)Py_NewRef(loose);
+    self->works = (Works *)Py_NewRef(works);
     self->wait = Py_NewRef(wait);
-    self->failed = Py_NewRef(failed);
-    self->outstanding = Py_NewRef(outstanding);
-    self->size = Py_NewRef(size);
+    self->record_failure = Py_NewRef(record_failure);
+    self->add_pending = Py_NewRef(add_pending);
+    self->size_of = Py_NewRef(size_of);
     self->world = Py_NewRef(world);
     self->tensor = (PyTypeObject *)Py_NewRef(tensor);
-    self->counter = (PyTypeObject *)Py_NewRef(counter);
+    self->counter_class = (PyTypeObject *)Py_NewRef(counter_class);
     self->nbytes = Py_NewRef(nbytes);
-    PyGetSetDescrObject *found = (PyGetSetDescrObject *)nbytes;
-    if (Py_IS_TYPE(nbytes, &PyGetSetDescr_Type) && PyType_IsSubtype(self->tensor, PyDescr_TYPE(found))
-        && found->d_getset->closure == NULL)
-        self->read_nbytes = found->d_getset->get;
+    PyGetSetDescrObject *descriptor = (PyGetSetDescrObject *)nbytes;
+    if (Py_IS_TYPE(nbytes, &PyGetSetDescr_Type) && PyType_IsSubtype(self->tensor, PyDescr_TYPE(descriptor))
+        && descriptor->d_getset->closure == NULL)
+        self->read_nbytes = descriptor->d_getset->get;
     return 0;
 }
 
@@ -259,14 +266,15 @@ PyMODINIT_FUNC PyInit__hot(void)
     name_default = PyUnicode_InternFromString("_default_pg");
     any_peer = PyLong_FromLong(ANY_PEER);
     no_peer = PyLong_FromLong(NO_PEER);
-    PyObject *made = PyModule_Create(&module);
-    if (made == NULL || !name_async || !name_opts || !name_group || !name_default || !any_peer || !no_peer
-        || PyModule_AddType(made, &TallyType) || PyModule_AddType(made, &NumberType) || PyModule_AddType(made, &RingType)
-        || PyModule_AddType(made, &WorksType) || PyModule_AddType(made, &CallType)
-        || PyModule_AddIntMacro(made, COLLECTIVE) || PyModule_AddIntMacro(made, POINT) || PyModule_AddIntMacro(made, WAIT)
-        || PyModule_AddIntMacro(made, COMPOSITE)) {
-        Py_XDECREF(made);
+    PyObject *extension = PyModule_Create(&module);
+    if (extension == NULL || !name_async || !name_opts || !name_group || !name_default || !any_peer || !no_peer
+        || PyModule_AddType(extension, &TallyType) || PyModule_AddType(extension, &SequenceCounterType)
+        || PyModule_AddType(extension, &RingType) || PyModule_AddType(extension, &WorksType)
+        || PyModule_AddType(extension, &CallType) || PyModule_AddIntMacro(extension, COLLECTIVE)
+        || PyModule_AddIntMacro(extension, POINT) || PyModule_AddIntMacro(extension, WAIT)
+        || PyModule_AddIntMacro(extension, COMPOSITE)) {
+        Py_XDECREF(extension);
         return NULL;
     }
-    return made;
+    return extension;
 }

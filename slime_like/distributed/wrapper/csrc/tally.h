@@ -1,67 +1,67 @@
-/* State that changes with every op: the clock, numbers of ops, and the hot part of a counter. */
+/* State that changes with every op: the clock, sequence numbers, and the hot fields of a counter. */
 
 static inline int64_t now(void)
 {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t); /* as time.perf_counter_ns */
+    clock_gettime(CLOCK_MONOTONIC, &t); /* the clock of time.perf_counter_ns */
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* ---- Number: counts its calls from 1, as itertools.count(1).__next__ does ------------------------------------------- */
+/* ---- SequenceCounter: counts its calls from 1, as itertools.count(1).__next__ does ---------------------------------- */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     long long last;
-} Number;
+} SequenceCounter;
 
-static PyObject *Number_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static PyObject *SequenceCounter_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (PyVectorcall_NARGS(nargsf) || (names != NULL && PyTuple_GET_SIZE(names))) {
-        PyErr_SetString(PyExc_TypeError, "a Number takes no arguments");
+        PyErr_SetString(PyExc_TypeError, "a SequenceCounter takes no arguments");
         return NULL;
     }
-    return PyLong_FromLongLong(++((Number *)self)->last);
+    return PyLong_FromLongLong(++((SequenceCounter *)self)->last);
 }
 
-static PyObject *Number_new(PyTypeObject *type, PyObject *args, PyObject *kw)
+static PyObject *SequenceCounter_new(PyTypeObject *type, PyObject *args, PyObject *kw)
 {
-    Number *self = (Number *)type->tp_alloc(type, 0);
-    if (self != NULL) self->vectorcall = Number_call;
+    SequenceCounter *self = (SequenceCounter *)type->tp_alloc(type, 0);
+    if (self != NULL) self->vectorcall = SequenceCounter_call;
     return (PyObject *)self;
 }
 
-static PyTypeObject NumberType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.Number",
-    .tp_basicsize = sizeof(Number),
+static PyTypeObject SequenceCounterType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.SequenceCounter",
+    .tp_basicsize = sizeof(SequenceCounter),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_vectorcall_offset = offsetof(Number, vectorcall),
+    .tp_vectorcall_offset = offsetof(SequenceCounter, vectorcall),
     .tp_call = PyVectorcall_Call,
-    .tp_new = Number_new,
+    .tp_new = SequenceCounter_new,
 };
 
-/* Call a function without arguments that returns a count; -1 with an error. */
-static inline int64_t count(PyObject *next)
+/* Return the next number of a SequenceCounter or of a function without arguments; -1 with an error. */
+static inline int64_t next_number(PyObject *counter)
 {
-    if (Py_IS_TYPE(next, &NumberType)) return ++((Number *)next)->last;
-    PyObject *number = PyObject_CallNoArgs(next);
-    if (number == NULL) return -1;
-    int64_t found = PyLong_AsLongLong(number);
-    Py_DECREF(number);
-    return found;
+    if (Py_IS_TYPE(counter, &SequenceCounterType)) return ++((SequenceCounter *)counter)->last;
+    PyObject *object = PyObject_CallNoArgs(counter);
+    if (object == NULL) return -1;
+    int64_t number = PyLong_AsLongLong(object);
+    Py_DECREF(object);
+    return number;
 }
 
-/* ---- Tally: the part of a counter that changes with every op ------------------------------------------------------ */
+/* ---- Tally: the fields of slime_like.distributed.guard.counters.Counter that every op reads or changes ----------------- */
 typedef struct {
     PyObject_HEAD
     long long calls, bytes, ns, code;
-    double due;
-    PyObject *target, *next, *peers;
+    double check_at;
+    PyObject *target, *next_sequence, *peers;
 } Tally;
 
 static int Tally_traverse(Tally *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->target);
-    Py_VISIT(self->next);
+    Py_VISIT(self->next_sequence);
     Py_VISIT(self->peers);
     return 0;
 }
@@ -69,7 +69,7 @@ static int Tally_traverse(Tally *self, visitproc visit, void *arg)
 static int Tally_clear(Tally *self)
 {
     Py_CLEAR(self->target);
-    Py_CLEAR(self->next);
+    Py_CLEAR(self->next_sequence);
     Py_CLEAR(self->peers);
     return 0;
 }
@@ -82,10 +82,14 @@ static void Tally_dealloc(Tally *self)
 }
 
 static PyMemberDef Tally_members[] = {
-    {"calls", T_LONGLONG, offsetof(Tally, calls)},   {"bytes", T_LONGLONG, offsetof(Tally, bytes)},
-    {"ns", T_LONGLONG, offsetof(Tally, ns)},         {"code", T_LONGLONG, offsetof(Tally, code)},
-    {"due", T_DOUBLE, offsetof(Tally, due)},         {"target", T_OBJECT, offsetof(Tally, target)},
-    {"next", T_OBJECT, offsetof(Tally, next)},       {"peers", T_OBJECT, offsetof(Tally, peers)},
+    {"calls", T_LONGLONG, offsetof(Tally, calls)},
+    {"bytes", T_LONGLONG, offsetof(Tally, bytes)},
+    {"ns", T_LONGLONG, offsetof(Tally, ns)},
+    {"code", T_LONGLONG, offsetof(Tally, code)},
+    {"check_at", T_DOUBLE, offsetof(Tally, check_at)},
+    {"target", T_OBJECT, offsetof(Tally, target)},
+    {"next_sequence", T_OBJECT, offsetof(Tally, next_sequence)},
+    {"peers", T_OBJECT, offsetof(Tally, peers)},
     {NULL},
 };
 

@@ -1,80 +1,86 @@
-/* Asynchronous ops that may be waited for, by the address of their work: a dict of {id(work): (weak work, tally, index)}
-   to Python, of which it has the methods that slime_like.distributed uses. */
+/* Asynchronous ops that nobody has waited for, in a hash table by the address of their work. To Python it is a dict
+   {id(work): (weak reference to the work, tally, index in the ring)} with the methods that slime_like.distributed uses. */
 
 typedef struct {
     int64_t key;
-    PyObject *ref; /* NULL: the slot is free */
+    PyObject *ref; /* weak reference to the work; NULL: the slot is free */
     PyObject *tally;
     int64_t index;
-} Issued;
+} PendingWork;
 
 typedef struct {
     PyObject_HEAD
-    Issued *at;
-    size_t size, used; /* slots, a power of two; at most half are used */
+    PendingWork *slots;
+    size_t size, used; /* number of slots, a power of two; at most half of them are used */
     int shift;         /* 64 minus the bits of a slot's index */
 } Works;
 
-static inline size_t home(const Works *self, int64_t key)
+/* Return the slot at which the search for a key starts. */
+static inline size_t home_slot(const Works *self, int64_t key)
 {
     return (size_t)((uint64_t)key * 0x9E3779B97F4A7C15u >> self->shift); /* Fibonacci hashing: Knuth 6.4 */
 }
 
 /* Return the slot of a key, or the free slot for it. */
-static inline Issued *place_of(const Works *self, int64_t key)
+static inline PendingWork *slot_of(const Works *self, int64_t key)
 {
-    size_t i = home(self, key);
-    while (self->at[i].ref != NULL && self->at[i].key != key) i = (i + 1) & (self->size - 1);
-    return self->at + i;
+    size_t i = home_slot(self, key);
+    while (self->slots[i].ref != NULL && self->slots[i].key != key) i = (i + 1) & (self->size - 1);
+    return self->slots + i;
 }
 
-static inline Issued *known(const Works *self, int64_t key)
+/* Return the slot of a key, or NULL. */
+static inline PendingWork *find(const Works *self, int64_t key)
 {
-    Issued *found = place_of(self, key);
-    return found->ref == NULL ? NULL : found;
+    PendingWork *slot = slot_of(self, key);
+    return slot->ref == NULL ? NULL : slot;
 }
 
-/* Empty a slot, whose references pass to the caller; displaced entries move back. Knuth 6.4, R. */
-static void vacate(Works *self, Issued *gone)
+/* Free a slot without releasing its references, and move displaced entries back. Knuth 6.4, R. */
+static void free_slot(Works *self, PendingWork *slot)
 {
-    size_t mask = self->size - 1, hole = (size_t)(gone - self->at);
-    for (size_t i = (hole + 1) & mask; self->at[i].ref != NULL; i = (i + 1) & mask)
-        if (((i - home(self, self->at[i].key)) & mask) >= ((i - hole) & mask)) {
-            self->at[hole] = self->at[i];
+    size_t mask = self->size - 1, hole = (size_t)(slot - self->slots);
+    for (size_t i = (hole + 1) & mask; self->slots[i].ref != NULL; i = (i + 1) & mask)
+        if (((i - home_slot(self, self->slots[i].key)) & mask) >= ((i - hole) & mask)) {
+            self->slots[hole] = self->slots[i];
             hole = i;
         }
-    self->at[hole].ref = NULL;
+    self->slots[hole].ref = NULL;
     self->used--;
 }
 
-/* Make room for one more; -1 with an error. */
+/* Grow the table, if necessary, so that one entry can be added; -1 with an error. */
 static int make_room(Works *self)
 {
     if (2 * (self->used + 1) <= self->size) return 0;
-    Works more = {.size = self->size ? 2 * self->size : 64, .used = self->used, .shift = self->size ? self->shift - 1 : 58};
-    if ((more.at = PyMem_Calloc(more.size, sizeof(Issued))) == NULL) {
+    Works bigger = {.size = 64, .used = self->used, .shift = 58};
+    if (self->size) {
+        bigger.size = 2 * self->size;
+        bigger.shift = self->shift - 1;
+    }
+    if ((bigger.slots = PyMem_Calloc(bigger.size, sizeof(PendingWork))) == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     for (size_t i = 0; i < self->size; i++)
-        if (self->at[i].ref != NULL) *place_of(&more, self->at[i].key) = self->at[i];
-    PyMem_Free(self->at);
-    self->at = more.at;
-    self->size = more.size;
-    self->shift = more.shift;
+        if (self->slots[i].ref != NULL) *slot_of(&bigger, self->slots[i].key) = self->slots[i];
+    PyMem_Free(self->slots);
+    self->slots = bigger.slots;
+    self->size = bigger.size;
+    self->shift = bigger.shift;
     return 0;
 }
 
-/* Convert an entry to Python; steals the references. */
-static PyObject *told(PyObject *ref, PyObject *tally, int64_t index)
+/* Return an entry as a tuple; steals the references. */
+static PyObject *entry_tuple(PyObject *ref, PyObject *tally, int64_t index)
 {
     return Py_BuildValue("(NNL)", ref, tally, (long long)index);
 }
 
 /* Store the address of a key in *key; -1 with an error. */
-static int read_key(PyObject *given, int64_t *key)
+static int read_key(PyObject *object, int64_t *key)
 {
-    *key = PyLong_AsLongLong(given);
+    *key = PyLong_AsLongLong(object);
     return *key == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -88,9 +94,9 @@ static PyObject *Works_new(PyTypeObject *type, PyObject *args, PyObject *kw)
 static int Works_traverse(Works *self, visitproc visit, void *arg)
 {
     for (size_t i = 0; i < self->size; i++)
-        if (self->at[i].ref != NULL) {
-            Py_VISIT(self->at[i].ref);
-            Py_VISIT(self->at[i].tally);
+        if (self->slots[i].ref != NULL) {
+            Py_VISIT(self->slots[i].ref);
+            Py_VISIT(self->slots[i].tally);
         }
     return 0;
 }
@@ -98,11 +104,11 @@ static int Works_traverse(Works *self, visitproc visit, void *arg)
 static int Works_clear(Works *self)
 {
     for (size_t i = 0; i < self->size;)
-        if (self->at[i].ref != NULL) {
-            Issued gone = self->at[i]; /* another may move to its slot */
-            vacate(self, self->at + i);
-            Py_DECREF(gone.ref);
-            Py_DECREF(gone.tally);
+        if (self->slots[i].ref != NULL) {
+            PendingWork removed = self->slots[i]; /* a copy, because another entry may move to its slot */
+            free_slot(self, self->slots + i);
+            Py_DECREF(removed.ref);
+            Py_DECREF(removed.tally);
         } else {
             i++;
         }
@@ -113,60 +119,60 @@ static void Works_dealloc(Works *self)
 {
     PyObject_GC_UnTrack(self);
     Works_clear(self);
-    PyMem_Free(self->at);
+    PyMem_Free(self->slots);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static Py_ssize_t Works_length(Works *self) { return (Py_ssize_t)self->used; }
 
-static int Works_contains(Works *self, PyObject *given)
+static int Works_contains(Works *self, PyObject *key_object)
 {
     int64_t key;
-    return read_key(given, &key) ? -1 : known(self, key) != NULL;
+    return read_key(key_object, &key) ? -1 : find(self, key) != NULL;
 }
 
-static int Works_set(Works *self, PyObject *given, PyObject *value)
+static int Works_set(Works *self, PyObject *key_object, PyObject *value)
 {
     int64_t key;
     long long index;
     PyObject *ref, *tally, *old_ref = NULL, *old_tally = NULL;
     if (value == NULL || !PyTuple_Check(value) || !PyArg_ParseTuple(value, "OOL", &ref, &tally, &index)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "works[key] = (weak work, tally, index)");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "give works[key] = (weak reference to the work, tally, index)");
         return -1;
     }
-    if (read_key(given, &key) || make_room(self)) return -1;
-    Issued *at = place_of(self, key);
-    if (at->ref == NULL) {
+    if (read_key(key_object, &key) || make_room(self)) return -1;
+    PendingWork *slot = slot_of(self, key);
+    if (slot->ref == NULL) {
         self->used++;
     } else {
-        old_ref = at->ref;
-        old_tally = at->tally;
+        old_ref = slot->ref;
+        old_tally = slot->tally;
     }
-    *at = (Issued){key, Py_NewRef(ref), Py_NewRef(tally), index};
+    *slot = (PendingWork){key, Py_NewRef(ref), Py_NewRef(tally), index};
     Py_XDECREF(old_ref);
     Py_XDECREF(old_tally);
     return 0;
 }
 
-/* (key, default=None) -> its entry; ``remove``: also delete it. */
+/* Return the entry of args[0], else args[1] or None; ``remove``: also delete the entry. */
 static PyObject *look_up(Works *self, PyObject *const *args, Py_ssize_t n, int remove)
 {
     int64_t key;
     if (n < 1 || n > 2) {
-        PyErr_SetString(PyExc_TypeError, "a key, and what to return where there is none");
+        PyErr_SetString(PyExc_TypeError, "give a key and, optionally, a default value");
         return NULL;
     }
     if (read_key(args[0], &key)) return NULL;
-    Issued *at = known(self, key);
-    if (at == NULL) return Py_NewRef(n > 1 ? args[1] : Py_None);
-    Issued found = *at;
+    PendingWork *slot = find(self, key);
+    if (slot == NULL) return Py_NewRef(n > 1 ? args[1] : Py_None);
+    PendingWork entry = *slot;
     if (remove) {
-        vacate(self, at);
+        free_slot(self, slot);
     } else {
-        Py_INCREF(found.ref);
-        Py_INCREF(found.tally);
+        Py_INCREF(entry.ref);
+        Py_INCREF(entry.tally);
     }
-    return told(found.ref, found.tally, found.index);
+    return entry_tuple(entry.ref, entry.tally, entry.index);
 }
 
 static PyObject *Works_get(Works *self, PyObject *const *args, Py_ssize_t n) { return look_up(self, args, n, 0); }
@@ -175,22 +181,23 @@ static PyObject *Works_pop(Works *self, PyObject *const *args, Py_ssize_t n) { r
 
 static PyObject *Works_items(Works *self, PyObject *none)
 {
-    PyObject *all = PyList_New(0);
-    for (size_t i = 0; all != NULL && i < self->size; i++) { /* creating objects may run code that changes the table */
-        if (self->at[i].ref == NULL) continue;
-        Issued one = self->at[i];
-        PyObject *value = told(Py_NewRef(one.ref), Py_NewRef(one.tally), one.index);
-        PyObject *item = value == NULL ? NULL : Py_BuildValue("(LN)", (long long)one.key, value);
-        if (item == NULL || PyList_Append(all, item)) Py_CLEAR(all);
+    PyObject *items = PyList_New(0);
+    for (size_t i = 0; items != NULL && i < self->size; i++) { /* creating objects may run code that changes the table */
+        if (self->slots[i].ref == NULL) continue;
+        PendingWork entry = self->slots[i];
+        PyObject *value = entry_tuple(Py_NewRef(entry.ref), Py_NewRef(entry.tally), entry.index);
+        PyObject *item = value == NULL ? NULL : Py_BuildValue("(LN)", (long long)entry.key, value);
+        if (item == NULL || PyList_Append(items, item)) Py_CLEAR(items);
         Py_XDECREF(item);
     }
-    return all;
+    return items;
 }
 
 static PyMethodDef Works_methods[] = {
-    {"get", (PyCFunction)(void (*)(void))Works_get, METH_FASTCALL, "As a dict's."},
-    {"pop", (PyCFunction)(void (*)(void))Works_pop, METH_FASTCALL, "As a dict's; None where there is none."},
-    {"items", (PyCFunction)Works_items, METH_NOARGS, "A list of them."},
+    {"get", (PyCFunction)(void (*)(void))Works_get, METH_FASTCALL, "Return the entry of a key, else the default."},
+    {"pop", (PyCFunction)(void (*)(void))Works_pop, METH_FASTCALL,
+     "Remove and return the entry of a key, else return the default (None)."},
+    {"items", (PyCFunction)Works_items, METH_NOARGS, "Return a list of (key, entry)."},
     {NULL},
 };
 
