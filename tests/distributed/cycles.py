@@ -21,7 +21,7 @@ from slime_like.util.imports import heavy_imports
 from tests.train.ranks import World
 
 CYCLES = 20
-NUM_STABLE = 3  # consecutive readings without a decrease
+NUM_STABLE = 3  # consecutive readings without a decrease after which a count is stable
 SPEC = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), release=True)
 Resources = tuple[int, int]
 
@@ -29,20 +29,20 @@ Resources = tuple[int, int]
 def resources() -> Resources:
     """Return the numbers of threads and file descriptors, once stable: a joined thread may still be listed for a while."""
     gc.collect()
-    fewest, num_equal = _count_resources(), 0
+    minimum, num_equal = _count_resources(), 0
     while num_equal < NUM_STABLE:
         time.sleep(0.01)
         threads, files = _count_resources()
-        current = min(threads, fewest[0]), min(files, fewest[1])
-        num_equal, fewest = (num_equal + 1 if current == fewest else 0), current
-    return fewest
+        current = min(threads, minimum[0]), min(files, minimum[1])
+        num_equal, minimum = (num_equal + 1 if current == minimum else 0), current
+    return minimum
 
 
 def _count_resources() -> Resources:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def everything(
+def run_all(
     world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, str]]
 ) -> dict[str, Any]:
     """Run all checks of this file on the same ranks."""
@@ -54,12 +54,12 @@ def everything(
     out: dict[str, Any] = {"gloo alone": gloo_alone(world, scratch / "alone")}
     wrapper = install.install(SPEC, torch.device("cpu"), world.rank)
     assert wrapper is not None
-    out["nothing"] = resources()
+    out["before"] = resources()
     dist.init_process_group(
         "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
     )
     out |= cycles(world)
-    released = {name: trained(world, models[kind], layout, SPEC) for name, (layout, kind) in layouts.items()}
+    released = {name: train_releasing(world, models[kind], layout, SPEC) for name, (layout, kind) in layouts.items()}
     out["refused"]["removal"] = _error(install.remove)
     out["refused"]["no release"] = _error(
         lambda: install.install(GuardSpec(wrap=True), torch.device("cpu"), world.rank)
@@ -68,7 +68,9 @@ def everything(
     install.remove()
     store = dist.FileStore(str(scratch / "store"), world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    plain = {name: trained(world, models[kind], layout, GuardSpec()) for name, (layout, kind) in layouts.items()}
+    plain = {
+        name: train_releasing(world, models[kind], layout, GuardSpec()) for name, (layout, kind) in layouts.items()
+    }
     return {**out, "released training": released, "plain training": plain}
 
 
@@ -174,7 +176,7 @@ def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
 
 
 # ---- under megatron ----------------------------------------------------------------------------------------------------
-def trained(world: World, model: Path, layout: Layout, guard: GuardSpec) -> dict[str, Any]:
+def train_releasing(world: World, model: Path, layout: Layout, guard: GuardSpec) -> dict[str, Any]:
     """Return digests of weights and scores over two rollouts with a scoring between; communicators are released as ``guard`` says."""
     from tests.train.jobs import make_actor
     from tests.train.lifecycle import batch, digest, train

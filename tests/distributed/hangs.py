@@ -1,4 +1,4 @@
-"""Rank functions of test_forensics: in each world of three ranks, one rank fails the others."""
+"""Rank functions of test_forensics: worlds of three ranks in which one rank is at fault."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
     """Return {case: (error message of this rank's collective, seconds)}; the message is empty without an error."""
     store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)
     out: dict[str, tuple[str, float]] = {}
-    faults = {"stopped": _stopped, "skips": _skips, "no send": _no_send, "does not come": _does_not_come}
+    faults = {"stopped": _stopped, "skips": _skips, "no send": _no_send, "misses rebuild": _misses_rebuild}
     for name, fault in faults.items():
         rings = folder / name
-        guard = dataclasses.replace(spec(rings), release=fault is _does_not_come)
+        guard = dataclasses.replace(spec(rings), release=fault is _misses_rebuild)
         install.install(guard, torch.device("cpu"), world.rank)
         dist.init_process_group(
             "gloo",
@@ -63,7 +63,7 @@ def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
         except CollectiveError as error:
             message = str(error)
         out[name] = (message, time.monotonic() - started)
-        store.set(f"{name}{world.rank}", "done")
+        store.set(f"{name}{world.rank}", "ended")
         store.wait([f"{name}{rank}" for rank in range(world.size)])
         dist.destroy_process_group()
         install.remove()
@@ -94,7 +94,7 @@ def _no_send(rank: int, folder: Path) -> None:
         dist.recv(torch.zeros(4), src=1)
 
 
-def _does_not_come(rank: int, folder: Path) -> None:
+def _misses_rebuild(rank: int, folder: Path) -> None:
     """Release communicators; rank 1 does not take part in rebuilding them."""
     install.release()
     if rank != 1:
@@ -146,11 +146,11 @@ def _unnoticed(world: World, store: dist.Store, folder: Path) -> str:
             ended = watchdog_event(wrapper)
             work = dist.all_reduce(torch.zeros(4), async_op=True)
             assert ended.wait(60 * scale())
-        store.set("told", "")
+        store.set("reported", "")
         assert work is not None
         work.wait()
     else:
-        store.wait(["told"])
+        store.wait(["reported"])
         dist.all_reduce(torch.zeros(4))
     dist.destroy_process_group()
     install.remove()

@@ -54,7 +54,7 @@ def test_a_callers_error_is_unchanged_and_not_in_flight(wrapper: Wrapper) -> Non
     assert oldest_in_flight(wrapper) is None
 
 
-def dead() -> Any:
+def dead_reference() -> Any:
     """Return a reference to a dead object."""
     return weakref.ref(torch.zeros(1))
 
@@ -66,7 +66,7 @@ def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
     assert len(wrapper.pending_works) == 0
     (counter,) = wrapper.counters()
     for key in range(MAX_PENDING + 1):
-        wrapper.pending_works[key] = (dead(), counter, -1)
+        wrapper.pending_works[key] = (dead_reference(), counter, -1)
     pending = dist.all_reduce(torch.zeros(2), async_op=True)
     assert [key for key, _ in wrapper.pending_works.items()] == [id(pending)]
     assert pending is not None
@@ -81,7 +81,7 @@ def test_a_work_with_a_reused_id_is_not_timed(wrapper: Wrapper) -> None:
     dist.isend(torch.zeros(2), 1)
     (counter,) = wrapper.counters()
     ns_before, second = counter.ns, FakeWork()
-    wrapper.pending_works[id(second)] = (dead(), counter, 0)
+    wrapper.pending_works[id(second)] = (dead_reference(), counter, 0)
     second.wait()
     assert counter.ns == ns_before
     assert id(second) not in wrapper.pending_works
@@ -110,13 +110,13 @@ def test_a_send_reads_the_size_before_its_number(wrapper: Wrapper) -> None:
     dist.isend(torch.zeros(2), 1)
     (counter,) = wrapper.counters()
 
-    class Meeting(torch.Tensor):
+    class ReplacesCounter(torch.Tensor):
         @property
         def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
             counter.peers[1] = wrapper.make_sequence()
             return 8
 
-    dist.isend(torch.zeros(2).as_subclass(Meeting), 1)
+    dist.isend(torch.zeros(2).as_subclass(ReplacesCounter), 1)
     assert counter.peers[1]() == 2
 
 
@@ -133,8 +133,8 @@ def test_issue_and_wait_times_are_counted(wrapper: Wrapper) -> None:
         assert spent == sorted(set(spent))
 
 
-def test_settling_keeps_a_new_work_under_a_reused_id(wrapper: Wrapper) -> None:
-    """The watchdog thread settles while other threads issue ops."""
+def test_recording_completed_ops_keeps_a_new_work_under_a_reused_id(wrapper: Wrapper) -> None:
+    """The watchdog thread records completed ops while other threads issue ops."""
     dist.all_reduce(torch.zeros(2))
     (counter,) = wrapper.counters()
     later: Any = (lambda: counter, counter, 1)

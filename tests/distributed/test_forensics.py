@@ -80,7 +80,7 @@ def test_a_rank_missing_at_a_rebuild_of_communicators_is_named(
     cases: list[dict[str, tuple[str, float]]],
 ) -> None:
     for rank in (0, 2):
-        message, seconds = cases[rank]["does not come"]
+        message, seconds = cases[rank]["misses rebuild"]
         prefix = r"communicators of group world \(ranks 0, 1, 2\) could not be rebuilt for phase push on rank "
         pattern = r" \(rebuild #1, no payload\): did not arrive: rank 1 \(process \d+ running, last op barrier #4"
         assert re.match(f"{prefix}{rank}{pattern}", message), message

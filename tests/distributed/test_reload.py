@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("reload")
     models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
-    return run_forked("tests.distributed.cycles:everything", 4, models, folder, LAYOUTS)
+    return run_forked("tests.distributed.cycles:run_all", 4, models, folder, LAYOUTS)
 
 
 @pytest.mark.ranks
@@ -38,7 +38,7 @@ def test_overlapping_groups_compute_the_same_in_every_cycle(ranks: list[dict[str
 @pytest.mark.ranks
 def test_released_communicators_leave_no_thread_and_no_descriptor(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        threads, files = rank["nothing"]
+        threads, files = rank["before"]
         for now_threads, now_files in rank["released"]:
             # The store's connection stays; on rank 0, its server with a connection per rank.
             assert now_threads <= threads + 2

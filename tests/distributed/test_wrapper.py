@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Compared]]]:
     folder = tmp_path_factory.mktemp("wrapped")
     models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
-    return run_forked("tests.distributed.wrapped:everything", 2, models, folder, LAYOUTS)
+    return run_forked("tests.distributed.wrapped:run_all", 2, models, folder, LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_the_layouts_use_the_ops_they_should_cover(compared: list[dict[str, Comp
 
 
 # Ops that gloo lacks (all_to_all), only NCCL has (end_coalescing), or torch's functions on gloo do not reach.
-UNSEEN = {"all_gather_coalesced", "gather_into_tensor", "reduce_scatter_tensor_coalesced", "all_to_all"} | {
+NOT_ISSUED = {"all_gather_coalesced", "gather_into_tensor", "reduce_scatter_tensor_coalesced", "all_to_all"} | {
     "end_coalescing",
     "send_object_list",
     "recv_object_list",
@@ -85,9 +85,9 @@ UNSEEN = {"all_gather_coalesced", "gather_into_tensor", "reduce_scatter_tensor_c
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", [0, 1], ids=["in C", "in Python"])
-def test_every_way_of_calling_an_op_is_counted_once(way: int, every_op: list[dict[str, Any]]) -> None:
-    for rank, result in enumerate(report["ways"][way] for report in every_op):
+@pytest.mark.parametrize("path", [0, 1], ids=["in C", "in Python"])
+def test_an_op_is_counted_once_however_it_is_called(path: int, every_op: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(report["paths"][path] for report in every_op):
         assert all(result["same"])
         assert result["traced"] == result["counted"]
         calls = result["calls"]
@@ -101,7 +101,7 @@ def test_every_way_of_calling_an_op_is_counted_once(way: int, every_op: list[dic
         assert calls["isend"] + calls["irecv"] == 3
         assert result["no time"] == []
         assert result["in flight"] == 0
-        assert {op.name for op in OPS} - set(calls) <= UNSEEN | ({"recv"} if rank else {"send"})
+        assert {op.name for op in OPS} - set(calls) <= NOT_ISSUED | ({"recv"} if rank else {"send"})
 
 
 @pytest.mark.ranks
@@ -113,12 +113,12 @@ def test_a_removed_or_disabled_wrapper_leaves_torchs_methods(every_op: list[dict
 @pytest.mark.parametrize("action", ["trim", "clear", "raise"])
 def test_a_shortage_on_one_rank(action: str, every_op: list[dict[str, Any]]) -> None:
     """Without group decisions only the short rank acts; with them all ranks act before this op or the next one."""
-    peer, short = (rank["together"][f"{action} False"] for rank in every_op)
-    assert peer["done"] == []
-    assert [(text.split(":")[0], index) for text, index in short["done"]] == [(action, SHORT_AT)]
-    peer, short = (rank["together"][f"{action} True"] for rank in every_op)
-    assert [(text.split(":")[0], index) for text, index in short["done"]] == [(action, SHORT_AT)]
-    ((text, index),) = peer["done"]
+    peer, short = (rank["shortage"][f"{action} False"] for rank in every_op)
+    assert peer["actions"] == []
+    assert [(text.split(":")[0], index) for text, index in short["actions"]] == [(action, SHORT_AT)]
+    peer, short = (rank["shortage"][f"{action} True"] for rank in every_op)
+    assert [(text.split(":")[0], index) for text, index in short["actions"]] == [(action, SHORT_AT)]
+    ((text, index),) = peer["actions"]
     assert text.split(":")[0] == action
     assert index in (SHORT_AT, SHORT_AT + 1)
     assert action != "raise" or "requested by another rank" in text
@@ -129,7 +129,7 @@ def test_a_shortage_on_one_rank(action: str, every_op: list[dict[str, Any]]) -> 
 
 @pytest.mark.ranks
 def test_a_group_decision_reaches_other_nodes(every_op: list[dict[str, Any]]) -> None:
-    assert [rank["across nodes"] for rank in every_op] == [{"done": ["trim"], "clears": 1}] * 2
+    assert [rank["across nodes"] for rank in every_op] == [{"actions": ["trim"], "clears": 1}] * 2
 
 
 @pytest.mark.ranks

@@ -108,7 +108,7 @@ class Compared:
 WRAPPED = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"))
 
 
-def everything(
+def run_all(
     world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
 ) -> tuple[dict[str, Any], dict[str, Compared]]:
     """Run all checks of this file in one process group."""
@@ -166,7 +166,7 @@ def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[st
     return [*digests, sha.hexdigest()], metrics
 
 
-# ---- every op, in every way of calling it -------------------------------------------------------------------------------
+# ---- every op, by every function and method that issues it -------------------------------------------------------------
 def every_op(world: World, folder: Path) -> dict[str, Any]:
     """Run each op of the table with and without the wrapper; return results, counts and the state after removal."""
     dist.init_process_group(
@@ -176,7 +176,7 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
     functions = {name: getattr(dist, name) for op in OPS if op.kind is Kind.COMPOSITE for name in op.functions}
     wait, destroy = vars(c10d.Work)["wait"], dist.destroy_process_group
     plain = _every_op(world)
-    ways = [_seen(world, plain, in_c=in_c) for in_c in (True, False)]
+    paths = [_run_wrapped(world, plain, in_c=in_c) for in_c in (True, False)]
     restored = (
         all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
         and all(getattr(dist, n) is f and getattr(c10d, n) is f for n, f in functions.items())
@@ -186,11 +186,13 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
     off = install.install(GuardSpec(wrap=False), torch.device("cpu"), world.rank)
     untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
     return {
-        "ways": ways,
+        "paths": paths,
         "restored": restored,
         "untouched": untouched,
-        "together": {
-            f"{action} {symmetric}": together(world, folder / f"{action}{symmetric}", action, symmetric=symmetric)
+        "shortage": {
+            f"{action} {symmetric}": shortage_on_one_rank(
+                world, folder / f"{action}{symmetric}", action, symmetric=symmetric
+            )
             for action in ("trim", "clear", "raise")
             for symmetric in (False, True)
         },
@@ -199,7 +201,7 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
-def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
+def _run_wrapped(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
     """Run every op wrapped, with the hot path in C or in Python; compare results and return counts."""
     wrapper = install.install(WRAPPED, torch.device("cpu"), world.rank, in_c=in_c)
     assert wrapper is not None
@@ -251,7 +253,7 @@ class Memory:
         self.free_bytes = 8 * 2**30
 
 
-def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
+def shortage_on_one_rank(world: World, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
     """Run sums over all ranks with a shortage on one rank before one of them; return the actions, by sum, and counts."""
     memory = Memory()
     policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action=action)
@@ -273,7 +275,7 @@ def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dic
     counted = {metric.name: metric.value for metric in install.drain()}
     install.remove()
     return {
-        "done": memory.actions,
+        "actions": memory.actions,
         "sums": sums,
         "shortages": counted["guard/shortages"],
         "clears": counted["guard/clears"],
@@ -297,7 +299,7 @@ def across_nodes(world: World, folder: Path) -> dict[str, Any]:
         deadline.remaining("the other rank")
     clears = {metric.name: metric.value for metric in install.drain()}["guard/clears"]
     install.remove()
-    return {"done": [action for action, _ in memory.actions], "clears": clears}
+    return {"actions": [action for action, _ in memory.actions], "clears": clears}
 
 
 def every_third(world: World) -> int:
@@ -317,35 +319,35 @@ def _every_op(world: World) -> list[Any]:
     source = torch.arange(4, dtype=torch.float32) + 10 * rank
     out: list[Any] = []
 
-    def keep(value: torch.Tensor) -> torch.Tensor:
+    def output(value: torch.Tensor) -> torch.Tensor:
         out.append(value)
         return value
 
-    bound_before_install(keep(source.clone()))
-    dist.all_reduce(keep(source.clone()), async_op=True).wait()  # pyright: ignore[reportOptionalMemberAccess]
-    dist.group.WORLD.allreduce([keep(source.clone())]).wait()  # pyright: ignore[reportOptionalMemberAccess]
-    dist.broadcast(keep(source.clone()), src=1)
-    dist.reduce(keep(source.clone()), dst=0)
-    dist.all_gather([keep(torch.zeros(4)) for _ in range(size)], source)
-    gather_tensor(keep(torch.zeros(8)), source)
-    gather_base(keep(torch.zeros(8)), source)
-    dist.group.WORLD._allgather_base(keep(torch.zeros(8)), source).wait()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    dist.reduce_scatter(keep(torch.zeros(2)), [source[:2].clone(), source[2:].clone()])
-    scatter_tensor(keep(torch.zeros(2)), source)
-    dist.all_to_all_single(keep(torch.zeros(4)), source)
-    dist.gather(source, [keep(torch.zeros(4)) for _ in range(size)] if rank == 0 else None, dst=0)
-    dist.scatter(keep(torch.zeros(4)), [source, source + 1] if rank == 0 else None, src=0)
+    bound_before_install(output(source.clone()))
+    dist.all_reduce(output(source.clone()), async_op=True).wait()  # pyright: ignore[reportOptionalMemberAccess]
+    dist.group.WORLD.allreduce([output(source.clone())]).wait()  # pyright: ignore[reportOptionalMemberAccess]
+    dist.broadcast(output(source.clone()), src=1)
+    dist.reduce(output(source.clone()), dst=0)
+    dist.all_gather([output(torch.zeros(4)) for _ in range(size)], source)
+    gather_tensor(output(torch.zeros(8)), source)
+    gather_base(output(torch.zeros(8)), source)
+    dist.group.WORLD._allgather_base(output(torch.zeros(8)), source).wait()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    dist.reduce_scatter(output(torch.zeros(2)), [source[:2].clone(), source[2:].clone()])
+    scatter_tensor(output(torch.zeros(2)), source)
+    dist.all_to_all_single(output(torch.zeros(4)), source)
+    dist.gather(source, [output(torch.zeros(4)) for _ in range(size)] if rank == 0 else None, dst=0)
+    dist.scatter(output(torch.zeros(4)), [source, source + 1] if rank == 0 else None, src=0)
     dist.barrier()
     dist.monitored_barrier()
     with c10d._coalescing_manager(async_ops=True) as works:
-        gather_tensor(keep(torch.zeros(8)), source)
-        gather_tensor(keep(torch.zeros(8)), source + 1)
+        gather_tensor(output(torch.zeros(8)), source)
+        gather_tensor(output(torch.zeros(8)), source + 1)
     works.wait()
     with c10d._coalescing_manager():
-        dist.all_reduce(keep(source.clone()))
-        dist.all_reduce(keep(source.clone()))
-    (dist.send if rank else dist.recv)(keep(source.clone()), peer)
-    batch_ops = [dist.P2POp(dist.isend, source, peer), dist.P2POp(dist.irecv, keep(torch.zeros(4)), peer)]
+        dist.all_reduce(output(source.clone()))
+        dist.all_reduce(output(source.clone()))
+    (dist.send if rank else dist.recv)(output(source.clone()), peer)
+    batch_ops = [dist.P2POp(dist.isend, source, peer), dist.P2POp(dist.irecv, output(torch.zeros(4)), peer)]
     for work in dist.batch_isend_irecv(batch_ops):
         work.wait()
     objects: list[Any] = [None] * size
