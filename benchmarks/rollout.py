@@ -190,7 +190,7 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lengths = sorted(response_length(i, j) for i in range(5_000) for j in range(4))
     share = [lengths[int(q * len(lengths))] for q in (0.5, 0.9, 0.99)]
-    sizes = f"{options.batch} groups of {options.samples} samples are needed, over-sampling begins {options.begun}."
+    sizes = f"{options.batch} groups of {options.samples} samples per rollout; over-sampling starts {options.started}."
     text = (
         f"{sizes} Lengths: median {share[0]}, 90 % {share[1]}, 99 % {share[2]}, at most {MAX_LENGTH}, mean "
         f"{statistics.mean(lengths):.1f}. {options.rounds} rounds after {options.warm} that are not counted."
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16, help="groups of a rollout")
     parser.add_argument("--samples", type=int, default=4, help="samples of a group")
-    parser.add_argument("--begun", type=int, default=24, help="groups that over-sampling begins")
+    parser.add_argument("--begun", dest="started", type=int, default=24, help="groups that over-sampling starts")
     parser.add_argument("--out", type=Path, help="page whose part below the line of dashes is replaced")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -245,12 +245,12 @@ def main() -> None:
                 server.wait_ready()
             arms = [
                 make_arm("all waited for", servers, options),
-                make_arm("over-sampling", servers, options, over_sampling_batch_size=options.begun),
+                make_arm("over-sampling", servers, options, over_sampling_batch_size=options.started),
                 make_arm(
                     "over-sampling, partial",
                     servers,
                     options,
-                    over_sampling_batch_size=options.begun,
+                    over_sampling_batch_size=options.started,
                     partial_rollout=True,
                 ),
             ]

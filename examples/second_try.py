@@ -1,7 +1,7 @@
-"""Several turns: a wrong answer is called wrong, and the model may try again.
+"""Several turns: the environment rejects a wrong answer, and the model tries again.
 
-``rollout.generate=examples.second_try:generate``. It scores its own samples: a correct answer counts less with
-each try. Any environment that replies to a turn with text can be written like this.
+``rollout.generate=examples.second_try:generate``. It scores its own samples: the reward of a correct answer decreases
+with each try. Any environment that replies to a turn with text can be written like this.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace an existing recipe")
     args = parser.parse_args(argv)
     try:
-        if wrong := [text for text in args.set if not re.match(r"[A-Za-z_]\w*=", text)]:
-            raise ConfigError(f"--set {wrong[0]}: write a variable of the script as NAME=VALUE")
+        if malformed := [text for text in args.set if not re.match(r"[A-Za-z_]\w*=", text)]:
+            raise ConfigError(f"--set {malformed[0]}: write a variable of the script as NAME=VALUE")
         variables = dict(text.split("=", 1) for text in args.set)
         if args.check:
             sys.stdout.write(visible(check_folder(args.script, variables=variables)))

@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         for name, texts in (("--set", args.set), ("--with", args.user_overrides)):
-            if wrong := [text for text in texts if not re.match(r"[A-Za-z_][\w.]*=", text)]:
-                raise ConfigError(f"{name} {wrong[0]}: write NAME=VALUE")
+            if malformed := [text for text in texts if not re.match(r"[A-Za-z_][\w.]*=", text)]:
+                raise ConfigError(f"{name} {malformed[0]}: write NAME=VALUE")
         variables = dict(text.split("=", 1) for text in args.set)
         if args.check:
             sys.stdout.write(visible(check_verl(args.job, variables=variables, user_overrides=args.user_overrides)))

@@ -11,7 +11,7 @@ cd "$REPO"
 scratch=
 trap '[[ -z $scratch ]] || rm -rf "$scratch"' EXIT
 
-# Not setup.sh: the locks may be what is broken.
+# setup.sh is not called, because it needs correct locks.
 if [[ ! -x $VENV/bin/uv ]]; then
     scratch=$(mktemp -d)
     VENV=$scratch/venv PYTHON=$scratch/venv/bin/python

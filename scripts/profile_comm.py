@@ -149,7 +149,7 @@ def _every_op(device: Any, n: int) -> None:
     scatter(part, source)
     dist.all_to_all_single(torch.empty_like(source), source)
     dist.barrier()
-    with c10d._coalescing_manager(async_ops=True) as works:  # pyright: ignore[reportPrivateUsage]  the one that megatron uses
+    with c10d._coalescing_manager(async_ops=True) as works:  # pyright: ignore[reportPrivateUsage]  as megatron does
         for _ in range(2):
             gather(gathered, source)
     works.wait()

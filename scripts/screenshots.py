@@ -3,7 +3,7 @@
 python scripts/screenshots.py [--folder FOLDER] [--out docs/images] [train.py's arguments]
 
 Runs ``train.py +recipe=quickstart`` (or the given arguments) on a pseudo-terminal, requests a checkpoint and an evaluation
-halfway as scripts/control.py does, keeps the frame of the live view that shows them done, and takes pictures of it and of the
+halfway as scripts/control.py does, keeps the frame of the live view that shows both answered, and takes pictures of it and of the
 report in a headless browser. Fails if a page writes to the browser's console or requests another resource.
 tests/report/browser.py describes how the browser is found.
 """

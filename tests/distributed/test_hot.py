@@ -36,12 +36,12 @@ gather, scatter = (getattr(dist, name) for name in ("all_gather_into_tensor", "r
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Generator[None]:
     """Initialise torch's fake backend, with works that wait like those of gloo and NCCL."""
-    stock: Any = vars(FakeWork)["wait"]
+    original: Any = vars(FakeWork)["wait"]
     del FakeWork.wait
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
-    FakeWork.wait = stock
+    FakeWork.wait = original
 
 
 def small() -> torch.Tensor:

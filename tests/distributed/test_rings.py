@@ -29,12 +29,12 @@ def dead_ring(folder: Path) -> None:
 
 
 def test_a_process_that_ends_during_a_read_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, reads, started = Path.read_text, itertools.count(), start_time(os.getpid())
+    original, reads, started = Path.read_text, itertools.count(), start_time(os.getpid())
 
     def once(path: Path, *args: Any, **kwargs: Any) -> str:
         if next(reads):
             raise ProcessLookupError(path)
-        return stock(path, *args, **kwargs)
+        return original(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", once)
     assert process_state(os.getpid(), started) == "running"

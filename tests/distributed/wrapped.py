@@ -172,19 +172,19 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
     )
-    stock = {name: vars(dist.ProcessGroup)[name] for op in OPS for name in op.methods}
+    original = {name: vars(dist.ProcessGroup)[name] for op in OPS for name in op.methods}
     functions = {name: getattr(dist, name) for op in OPS if op.kind is Kind.COMPOSITE for name in op.functions}
     wait, destroy = vars(c10d.Work)["wait"], dist.destroy_process_group
     plain = _every_op(world)
     paths = [_run_wrapped(world, plain, in_c=in_c) for in_c in (True, False)]
     restored = (
-        all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
+        all(vars(dist.ProcessGroup)[name] is method for name, method in original.items())
         and all(getattr(dist, n) is f and getattr(c10d, n) is f for n, f in functions.items())
         and vars(c10d.Work)["wait"] is wait
         and dist.destroy_process_group is destroy
     )
     off = install.install(GuardSpec(wrap=False), torch.device("cpu"), world.rank)
-    untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
+    untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in original.items())
     return {
         "paths": paths,
         "restored": restored,
