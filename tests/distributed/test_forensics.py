@@ -194,7 +194,7 @@ def test_a_skipped_op_is_found_where_the_ranks_diverge(tmp_path: Path) -> None:
             write(ring, op, number, size, ended=0 if number > 1 else 5)
     (finding,) = findings(read_rings(tmp_path))
     assert finding.sequence == 2
-    assert finding.different == ("rank 1 issued all_reduce of 16 bytes", "ranks 0, 2 broadcast of 4 bytes")
+    assert finding.mismatches == ("rank 1 issued all_reduce of 16 bytes", "ranks 0, 2 broadcast of 4 bytes")
 
 
 def test_the_root_of_a_chain_of_waits_comes_first(tmp_path: Path) -> None:

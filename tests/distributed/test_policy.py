@@ -20,7 +20,7 @@ from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.config.schema.guard_policy import ACTIONS, CHECKS, GuardSpec, MemoryPolicy, Threshold
 from slime_like.distributed.forensics.ring import GroupInfo
 from slime_like.distributed.guard import memory_guard as guard_module
-from slime_like.distributed.guard.counters import Counter, Group, counter_type
+from slime_like.distributed.guard.counters import Counter, GroupRecord, counter_type
 from slime_like.distributed.guard.memory_guard import NEVER, Guard, Requests
 from slime_like.distributed.guard.query_schedule import MAX_OVERDRAFT
 from slime_like.errors import ConfigError, MemoryShortage
@@ -81,7 +81,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Simulated], Simulated]
 
 
 def counter(policy: MemoryPolicy, op: str = "all_reduce") -> Counter:
-    return counter_type()(canonical("test", op), Group(GroupInfo(0, "1", "tp", (0, 1))), policy, 0)
+    return counter_type()(canonical("test", op), GroupRecord(GroupInfo(0, "1", "tp", (0, 1))), policy, 0)
 
 
 def call(guard: Guard, op_counter: Counter, now: int = 1) -> None:

@@ -55,7 +55,7 @@ def test_checks_follow_the_measured_memory(tmp_path: Path) -> None:
     lines = {line.split(":")[0].strip(): line.partition("# ")[2] for line in text.splitlines() if line[:2] == "  "}
     assert lines["broadcast"].startswith("takes no memory")
     assert lines["all_reduce"].startswith("the first use of a size takes 300.0 MiB, no later one of 10 calls")
-    assert lines["broadcast_object_list"].startswith("not seen")
+    assert lines["broadcast_object_list"].startswith("not measured")
     assert lines["all_gather"].endswith("0.01% of the op's own time")
     assert lines["reduce_scatter"].endswith("8.0% of the op's own time")
 
