@@ -41,9 +41,8 @@ def draw_part(
     end = _least(rng, FINAL_FAULTS, ends) if max_faults else ""
     if end == STARTING:
         return DrawnFaults(layout, overrides, end, ())
-    spacing = (
-        (1, 2) if layout == "one engine" else (3, 9)
-    )  # in rollouts; with one engine, no rollout ends before the engine serves again
+    # Rollouts between two faults. With one engine, no rollout ends before the engine serves again.
+    spacing = (1, 2) if layout == "one engine" else (3, 9)
     rollout, last = rollouts.start, rollouts.stop - 1
     counts, faults = Counter(num_by_kind), list[Fault]()
     for _ in range(max_faults - 1):

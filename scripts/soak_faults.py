@@ -5,14 +5,15 @@ python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 4
 
 A part of the run is one call of train.py. Faults that a run survives (an engine or a part of it killed, stopped or slow, a
 reward worker killed) are injected in up to four of its rollouts, sometimes before an engine serves again after the previous
-fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT, SIGTERM or SIGHUP
-in a phase, or one or two signals during its start. The least tried kinds come first (``soak_draw.py``), so that 14 parts, with
-66 faults if each finds its target, include every kind. Parts differ in the number of engines and in the weight transport. A part is clean
-if its exit code is that of its final fault, and if it left one crash bundle that names the target, or none if it ended by a
-signal or by itself. After each part, leftover processes, listening ports, named shared memory and scratch folders are counted.
-At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the final weights are compared
-with the undisturbed run, bit for bit. The folder keeps the progress: the same command continues where it stopped, with up to
---most faults per call, and rewrites the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
+fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT,
+SIGTERM or SIGHUP in a phase, or one or two signals during its start. The least tried kinds come first (``soak_draw.py``), so
+that 14 parts, with 66 faults if each finds its target, include every kind. Parts differ in the number of engines and in the
+weight transport. A part is clean if its exit code is that of its final fault, and if it left one crash bundle that names the
+target, or none if it ended by a signal or by itself. After each part, leftover processes, listening ports, named shared
+memory and scratch folders are counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every
+loss and the final weights are compared with the undisturbed run, bit for bit. The folder keeps the progress: the same command
+continues where it stopped, with up to --most faults per call, and rewrites the table. ``--write`` puts the counts by kind
+into docs/measurements/robustness.md.
 """
 
 from __future__ import annotations

@@ -35,9 +35,8 @@ from slime_like.distributed.wrapper.profile import Profile
 from slime_like.errors import CollectiveError
 
 PHASE_MASK = ((1 << PHASE_BITS) - 1) << OP_BITS
-PendingWork = tuple[
-    Any, Counter, int
-]  # a weak reference to the work of an asynchronous op, the counter, the index in the ring
+# An asynchronous op: weak reference to its work, its counter, its index in the ring.
+PendingWork = tuple[Any, Counter, int]
 
 
 @dataclass(slots=True)
@@ -55,9 +54,8 @@ class Wrapper:
     pending_works: dict[int, PendingWork] = field(default_factory=dict[int, PendingWork])
     torch_wait: Callable[[Any], Any] = c10d.Work.wait
     name: str = ""  # role and rank, such as trainer_rank0
-    labels: dict[str, str] = field(
-        default_factory=dict[str, str]
-    )  # of groups with ranks outside this world, by group name
+    # Labels of groups with ranks outside this world, by group name.
+    labels: dict[str, str] = field(default_factory=dict[str, str])
     released: tuple[Any, ...] = ()  # groups without communicators, in order of creation
     released_counters: dict[tuple[str, Any], Counter] = field(default_factory=dict[tuple[str, Any], Counter])
     generation: int = 0  # number of times that communicators were rebuilt
