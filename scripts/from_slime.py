@@ -14,8 +14,9 @@ from pathlib import Path
 
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.printable import complaint, visible
+from slime_like_compat.conversion import NONE
 from slime_like_compat.slime.check import check_folder
-from slime_like_compat.slime.job import NONE, convert_script
+from slime_like_compat.slime.job import convert_script
 
 
 def main(argv: list[str]) -> int:

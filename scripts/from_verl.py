@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.printable import visible
-from slime_like_compat.slime.job import NONE
+from slime_like_compat.conversion import NONE
 from slime_like_compat.verl.check import check_verl
 from slime_like_compat.verl.convert import VerlSource, convert_verl
 

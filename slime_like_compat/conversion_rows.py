@@ -1,4 +1,4 @@
-"""A job of another project in our terms: a row for each of its settings, and the overrides that say the same here."""
+"""A job of another project in our keys: a report row for each of its settings, and the equivalent overrides."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ VERDICTS = {
     "mapped": "mapped to a key with the same meaning",
     "always": "always done here, no key",
     "default": "not given, and the defaults of the two projects differ",
-    "code": "code of your own, named in the recipe: no run starts until it can be imported, ported to this project's signature",
+    "code": "your code, named in the recipe: port it to this project's signature; no run starts until it can be imported",
     "dropped": "left out, with the reason: the job is the same without it",
     "refused": "changes the job and has no equivalent here",
     "needed": "its value is not in the script",
     "unknown": "unknown to both projects",
 }
 ESSENTIAL = frozenset({"--hf-checkpoint", "--prompt-data", "actor_rollout_ref.model.path"})
-"""Settings that every job needs: dropping them is of no use."""
+"""Settings that every job needs, so that ``--drop`` is not suggested for them."""
 BLOCKING = ("refused", "needed", "unknown")
-"""Verdicts without which the job would be another one: no recipe is written."""
+"""Verdicts that block a recipe, because it would describe a different job."""
+
+MAX_ENGINE_MEMORY = 0.5
+"""Share of a GPU's memory above which an engine leaves too little for a trainer on the same GPU."""
+ENGINE_MEMORY_NOTE = (
+    "trainer and engines both stay on the GPUs here: lower it to the memory that train.py --plan leaves"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Report row of one setting."""
 
-    flag: str  # as written there: ``--lr`` in slime, ``actor.optim.lr`` in verl
-    value_text: str  # its values as written
-    file_line: str  # file:line, empty for a setting that is not there
-    verdict: str  # of VERDICTS
+    flag: str  # name as written in the job: ``--lr`` in slime, ``actor.optim.lr`` in verl
+    value_text: str  # values as written in the job
+    file_line: str  # file:line; empty for a setting that the job does not contain
+    verdict: str  # a key of VERDICTS
     keys: tuple[str, ...] = ()
     note: str = ""
 
@@ -53,28 +59,33 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A job of another project in our terms."""
+    """A job of another project in our keys."""
 
     rows: tuple[Row, ...]
     overrides: tuple[str, ...]
-    config: TrainConfig | None  # what they compose to; None where a row of BLOCKING blocks a recipe
+    config: TrainConfig | None  # composed from the overrides; None if a row blocks a recipe
 
-    def of(self, verdicts: Sequence[str]) -> tuple[Row, ...]:
+    def rows_with(self, verdicts: Sequence[str]) -> tuple[Row, ...]:
         """Return the rows with one of ``verdicts``."""
         return tuple(row for row in self.rows if row.verdict in verdicts)
 
     @property
     def blocked(self) -> tuple[Row, ...]:
         """Rows that block a recipe."""
-        return self.of(BLOCKING)
+        return self.rows_with(BLOCKING)
 
 
-def in_the_way(rows: Sequence[Row]) -> str:
-    """Return the message about settings without which a job would be another one."""
+def refusal_message(rows: Sequence[Row]) -> str:
+    """Return the error about ``rows``, which block a recipe, with the options that drop them."""
     lines = [f"  {row.flag} {row.value_text}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
     flags = dict.fromkeys(row.flag for row in rows)
     drops = " ".join(f"--drop={flag}" for flag in flags if flag not in ESSENTIAL)
     if drops:
-        them = "the others" if ESSENTIAL & flags.keys() else "them"
-        lines.append(f"To convert the job without {them}, add: {drops}")
-    return "\n".join(["no recipe is written, because it would be another job:", *lines])
+        settings = "the others" if ESSENTIAL & flags.keys() else "them"
+        lines.append(f"To convert the job without {settings}, add: {drops}")
+    return "\n".join(["no recipe is written, because it would describe a different job:", *lines])
+
+
+def same_value(a: object, b: object) -> bool:
+    """Return whether two values of a key are equal; ``True`` and 1 are not."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)

@@ -1,4 +1,4 @@
-"""Names that slime and verl have for metrics, with our name for each; verl's keys are in ``verl.keys``.
+"""Metrics of slime and verl with our name of each; ``verl.keys`` has verl's keys.
 
 Sources: ``slime/observability`` and ``slime/backends/megatron_utils`` of slime 0.3.1,
 ``verl/trainer/ppo/metric_utils.py`` of verl 0.9.0.
@@ -38,7 +38,7 @@ SLIME_METRICS: dict[str, str] = {
     "eval/<name>-pass@k": "eval/<dataset>-pass@<k>",
     "eval/<name>/response_len/mean": "eval/<dataset>/response_len/mean",
 }
-"""slime's metric -> ours; most have slime's name."""
+"""slime's metric -> ours; most have the same name."""
 
 VERL_METRICS: dict[str, str] = {
     "critic/score/mean, critic/rewards/mean": "rollout/raw_reward",
@@ -69,4 +69,4 @@ VERL_METRICS: dict[str, str] = {
     "timing_s/step, perf/time_per_step": "perf/step_time",
     "perf/total_num_tokens": "train/num_tokens",
 }
-"""verl's metric -> ours. verl's difference of probabilities is one of log-probabilities here."""
+"""verl's metric -> ours. verl compares probabilities, and this project log-probabilities."""

@@ -1,6 +1,6 @@
-"""The generated tables of docs/coming_from_slime.md, docs/coming_from_verl.md and docs/defaults_verl.md.
+"""Generated tables of docs/coming_from_slime.md, docs/coming_from_verl.md and docs/defaults_verl.md.
 
-A page marks their places: ``<!-- table: NAME -->``, the table, ``<!-- end -->``; everything else is written by hand.
+A page has ``<!-- table: NAME -->`` before and ``<!-- end -->`` after each table; the rest is written by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
-    """Return ``page`` with every table as the code has it now. Raises ``KeyError`` on a table of no such name."""
+    """Return ``page`` with its tables generated again. Raises ``KeyError`` for the name of an unknown table."""
     return _PLACE.sub(lambda match: match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3], page)
 
 

@@ -1,4 +1,4 @@
-"""A translated run as a recipe's YAML and as a table for people."""
+"""Recipe (YAML) and report (plain text) of a converted job."""
 
 from __future__ import annotations
 
@@ -19,27 +19,32 @@ from slime_like_compat.shell.launch_script import Launch
 
 
 def recipe_path(script: Path, out: Path | None, project: str) -> Path:
-    """Return ``out`` or from_<project>/recipe/<name>.yaml. Raises ``ConfigError`` where Hydra would find no recipe there."""
+    """Return ``out`` or from_<project>/recipe/<name>.yaml. Raises ``ConfigError`` if Hydra cannot find a recipe there."""
     name = re.sub(r"\W+", "_", script.stem.removeprefix("run-").removeprefix("run_")).strip("_").lower() or "run"
     path = out or Path(f"from_{project}") / "recipe" / f"{name}.yaml"
     if path.parent.name != "recipe" or path.suffix != ".yaml":
         raise ConfigError(
-            f"--out {path}: a recipe is a .yaml in a folder named recipe, as in my_configs/recipe/{name}.yaml"
+            f"--out {path}: a recipe is a .yaml file in a folder named recipe, such as my_configs/recipe/{name}.yaml"
         )
     return path
 
 
 def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> None:
-    """Compose the recipe again and write it. Raises ``ConfigError`` where the file exists or composes to another run."""
+    """Compose the recipe as a check, and write it.
+
+    Raises ``ConfigError`` if the file exists and ``force`` is false, or if the recipe composes to another configuration.
+    """
     if path.exists() and not force:
-        raise ConfigError(f"{path} exists: give another --out, or --force")
+        raise ConfigError(f"{path} exists: give another --out, or --force to replace it")
     text = recipe_text(mapped, launch, project)
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder) / "recipe" / path.name
         trial.parent.mkdir()
         trial.write_text(text)
         if load_config(_arguments(trial), files=False, machine=False, code=False) != mapped.config:
-            raise ConfigError(f"{path} does not compose to what {launch.script} does; please report it")
+            raise ConfigError(
+                f"{path} does not compose to the configuration of {launch.script}, which is a bug: please report it"
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
@@ -47,7 +52,7 @@ def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, for
 def plan_command(path: Path) -> str:
     """Return the command that shows the plan of a recipe."""
     command = " ".join(_arguments(path))
-    return f"python train.py {command} --plan\n(--plan-for 8xNAME in place of --plan: on a machine with 8 such GPUs, if this one is another)\n"
+    return f"python train.py {command} --plan\n(--plan-for 8xNAME in place of --plan: the plan for a machine with 8 GPUs of that name)\n"
 
 
 def _arguments(path: Path) -> list[str]:
@@ -55,12 +60,12 @@ def _arguments(path: Path) -> list[str]:
 
 
 def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
-    """Return the recipe: every key that the script sets, with the flag that it comes from."""
+    """Return the recipe: every key that the script sets, with the flag that sets it."""
     return "\n".join(_lines(mapped, launch, project)) + "\n"
 
 
 def key_values(mapped: Mapped) -> dict[str, Any]:
-    """Return the keys that the recipe sets -> their values, free mappings key by key; none where there is no recipe."""
+    """Return the value of each key that the recipe sets, free mappings key by key; empty without a recipe."""
     if mapped.config is None:
         return {}
     tree: dict[str, Any] = dataclasses.asdict(mapped.config)
@@ -80,25 +85,26 @@ def key_values(mapped: Mapped) -> dict[str, Any]:
     return values
 
 
-def _shown(mapped: Mapped) -> dict[str, Any]:
+def _report_values(mapped: Mapped) -> dict[str, Any]:
+    """Return ``key_values`` and the algorithm, for the report."""
     return {} if mapped.config is None else {"algo": mapped.config.algo.name, **key_values(mapped)}
 
 
 def _lines(mapped: Mapped, launch: Launch, project: str) -> Iterator[str]:
     assert mapped.config is not None, "a job with blocking settings has no recipe"
     yield "# @package _global_"
-    yield f"# {launch.script.name} of {project}, translated by scripts/from_{project}.py. Its report names what was left out."
+    yield f"# {launch.script.name} of {project}, translated by scripts/from_{project}.py. Its report lists the settings that were left out."
     yield "defaults:"
     yield f"  - override /algo: {mapped.config.algo.name}"
     flags = {key: row for row in mapped.rows for key in row.keys if row.verdict in ("mapped", "default", "code")}
     tree: dict[str, Any] = {}
     for key, value in key_values(mapped).items():
         _put(tree, _path(key), (value, flags.get(key) or flags.get(free_root(key) or "")))
-    yield from _tree(tree, "", project)
+    yield from _tree_lines(tree, "", project)
 
 
 def _path(key: str) -> list[str]:
-    """Return the names of a key; the part in a free mapping is one name, dots included."""
+    """Return the parts of a key; the part inside a free mapping is one name, dots included."""
     root = free_root(key)
     return [*root.split("."), key[len(root) + 1 :]] if root is not None else key.split(".")
 
@@ -109,11 +115,11 @@ def _put(tree: dict[str, Any], path: list[str], leaf: tuple[Any, Row | None]) ->
     tree[path[-1]] = leaf
 
 
-def _tree(tree: dict[str, Any], indent: str, project: str) -> Iterator[str]:
+def _tree_lines(tree: dict[str, Any], indent: str, project: str) -> Iterator[str]:
     for name, item in tree.items():
         if isinstance(item, dict):
             yield f"{indent}{_scalar(name)}:"
-            yield from _tree(cast("dict[str, Any]", item), indent + "  ", project)
+            yield from _tree_lines(cast("dict[str, Any]", item), indent + "  ", project)
         else:
             value, row = item
             yield f"{indent}{_scalar(name)}: {_scalar(value)}" + (
@@ -134,14 +140,14 @@ def _scalar(value: Any) -> str:
 
 def report(mapped: Mapped, launch: Launch, recipe: Path | None) -> str:
     """Return the report on every flag as plain text."""
-    return "\n".join(_report(mapped, launch, recipe)) + "\n"
+    return "\n".join(_report_lines(mapped, launch, recipe)) + "\n"
 
 
-def _report(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str]:
+def _report_lines(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str]:
     counts = {verdict: sum(row.verdict == verdict for row in mapped.rows) for verdict in VERDICTS}
     yield f"{launch.script} ({launch.program} at {launch.file_line}) -> {recipe or 'no recipe'}"
     yield ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number or verdict not in BLOCKING)
-    values = _shown(mapped)
+    values = _report_values(mapped)
     for verdict, meaning in VERDICTS.items():
         rows = [row for row in mapped.rows if row.verdict == verdict]
         if rows:
@@ -150,14 +156,14 @@ def _report(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str
         for row in rows:
             place = row.file_line.rpartition("/")[2]
             setting = f"  {row.flag} {row.value_text}".rstrip()
-            right = "; ".join(text for text in (row.text(values), row.note) if text)
-            yield f"{setting}  ->  {right}" + (f"  [{place}]" if place else "")
+            outcome = "; ".join(text for text in (row.text(values), row.note) if text)
+            yield f"{setting}  ->  {outcome}" + (f"  [{place}]" if place else "")
     yield ""
     yield from launch.notes
     if names := ", ".join(launch.environment):
-        yield f"variables of the job, set them in the environment of train.py if needed: {names}"
+        yield f"environment variables of the job, to be set for train.py if needed: {names}"
     if launch.skipped:
-        yield f"not read, as requested: {', '.join(launch.skipped)}"
+        yield f"not read, because of --skip: {', '.join(launch.skipped)}"
     if launch.commands:
         other_commands = ", ".join(
             f"{name} ({times})" if times > 1 else name for name, times in launch.commands.items()

@@ -1,4 +1,4 @@
-"""Flags of ``table.COMBINED``, whose keys depend on other flags too."""
+"""Overrides of the flags in ``table.COMBINED``, which also depend on other flags."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def combine(flags: FlagValues) -> Iterator[str]:
     if (text := _last(flags, "--eval-config")) is not None:  # takes precedence over --eval-prompt-data, as in slime
         yield from eval_config_overrides(Path(text))
     elif "--eval-prompt-data" in flags:
-        yield from _eval_sets(flags["--eval-prompt-data"])
+        yield from _eval_datasets(flags["--eval-prompt-data"])
 
 
 def _algorithm(flags: FlagValues) -> Iterator[str]:
@@ -68,13 +68,13 @@ def _loss(flags: FlagValues) -> Iterator[str]:
     kind = _last(flags, "--loss-type") or "policy_loss"
     if kind not in ("policy_loss", "custom_loss", "sft_loss"):
         raise ConfigError(f"--loss-type {kind} is not supported yet: policy_loss, custom_loss or sft_loss (algo=sft)")
-    yield from _own_functions(flags, kind)
+    yield from _user_functions(flags, kind)
     kind = "policy_loss" if kind == "custom_loss" else kind
     function = _last(flags, "--rollout-function-path")
     if function is not None and ROLLOUT_FUNCTIONS.get(function) != kind:
         raise ConfigError(
-            f"--rollout-function-path {function} with --loss-type {kind} is not supported yet: a generate function per "
-            "group is the seam (--custom-generate-function-path)"
+            f"--rollout-function-path {function} with --loss-type {kind} is not supported yet: write a generate "
+            "function, which is called once per group (--custom-generate-function-path)"
         )
     if "--disable-compute-advantages-and-returns" in flags and kind != "sft_loss":
         raise ConfigError("--disable-compute-advantages-and-returns is supported with --loss-type sft_loss only")
@@ -82,7 +82,7 @@ def _loss(flags: FlagValues) -> Iterator[str]:
         yield "algo=sft"
 
 
-def _own_functions(flags: FlagValues, loss: str) -> Iterator[str]:
+def _user_functions(flags: FlagValues, loss: str) -> Iterator[str]:
     """Yield the paths of a user's loss and correction.
 
     Raises ``ConfigError`` if one is missing, or if slime would not call it.
@@ -102,7 +102,7 @@ def _own_functions(flags: FlagValues, loss: str) -> Iterator[str]:
 
 
 def _batches(flags: FlagValues) -> Iterator[str]:
-    """Yield optimizer steps per rollout from the batch sizes, and epochs, as in slime."""
+    """Yield the optimizer steps per rollout, which slime derives from the batch sizes, and the epochs."""
     sizes = [_last(flags, f) for f in ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")]
     numbers = [int(text) for text in sizes if text is not None and text.isdecimal()]
     if len(numbers) == 3 and "--num-steps-per-rollout" not in flags:
@@ -114,7 +114,7 @@ def _batches(flags: FlagValues) -> Iterator[str]:
 
 
 def _dp_attention(flags: FlagValues) -> Iterator[str]:
-    """Yield SGLang's attention data parallelism inside one engine, now named attn_dp_size."""
+    """Yield the override of SGLang's data parallel attention within an engine, whose current name is attn_dp_size."""
     text = _last(flags, "--sglang-dp-size") or _last(flags, "--sglang-data-parallel-size")
     size = integer("--sglang-dp-size", text) if text is not None else 1
     if size > 1 and "--sglang-enable-dp-attention" not in flags:
@@ -155,7 +155,7 @@ def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
 def _load(path: str, save: str | None) -> str:
     """Return the override of --load: run.resume=auto if --save names the same folder, as slime resumes.
 
-    Weights without a trainer's state, as slime's converters write them, become the start of the run.
+    A folder of weights only, as slime's converters write, becomes the start of the run.
     """
     try:
         source = megatron_folder(Path(path))
@@ -163,8 +163,8 @@ def _load(path: str, save: str | None) -> str:
         raise ConfigError(f"--load {shown(path)} cannot be read ({reason(error)}): name a folder") from error
     if source is not None and not (source / MANIFEST).is_file():
         return f"model.megatron_checkpoint={render(path)}"
-    same = save is not None and path.rstrip("/") == save.rstrip("/")
-    return f"run.resume={render('auto' if same else path)}"
+    is_saved_there = save is not None and path.rstrip("/") == save.rstrip("/")
+    return f"run.resume={render('auto' if is_saved_there else path)}"
 
 
 def _last(flags: FlagValues, flag: str) -> str | None:
@@ -172,8 +172,8 @@ def _last(flags: FlagValues, flag: str) -> str | None:
 
 
 def _engines(flags: FlagValues) -> Iterator[str]:
-    """Yield the number of engines from slime's rollout GPUs, which are separate without --colocate."""
-    per = count("--rollout-num-gpus-per-engine", _last(flags, "--rollout-num-gpus-per-engine") or "1")
+    """Yield the number of engines from slime's rollout GPUs, and the placement: without --colocate they have GPUs of their own."""
+    gpus_per_engine = count("--rollout-num-gpus-per-engine", _last(flags, "--rollout-num-gpus-per-engine") or "1")
     gpus, nodes = _last(flags, "--rollout-num-gpus"), _last(flags, "--actor-num-nodes") or "1"
     if gpus is None and "--colocate" in flags and "--actor-num-gpus-per-node" in flags:
         per_node = count("--actor-num-gpus-per-node", flags["--actor-num-gpus-per-node"][-1])
@@ -181,12 +181,12 @@ def _engines(flags: FlagValues) -> Iterator[str]:
     if gpus is None:
         return
     total = count("--rollout-num-gpus", gpus)
-    if total % per:
+    if total % gpus_per_engine:
         raise ConfigError(
-            f"{total} rollout GPUs do not make whole engines of --rollout-num-gpus-per-engine {per}: "
-            f"give --rollout-num-gpus as a multiple of {per}"
+            f"--rollout-num-gpus {total} does not divide into engines of --rollout-num-gpus-per-engine {gpus_per_engine}: "
+            f"give a multiple of {gpus_per_engine}"
         )
-    yield f"rollout.num_engines={total // per}"
+    yield f"rollout.num_engines={total // gpus_per_engine}"
     if "--colocate" not in flags:
         yield "placement.mode='split'"
 
@@ -205,14 +205,14 @@ def _chat_template_kwargs(text: str) -> Iterator[str]:
         yield f"data.chat_template_kwargs.{name}={render(value)}"
 
 
-def _eval_sets(words: list[str]) -> Iterator[str]:
+def _eval_datasets(words: list[str]) -> Iterator[str]:
     words = ["aime", *words] if len(words) == 1 else words  # as slime reads a single path
     if len(words) % 2:
         raise ConfigError(
-            f"--eval-prompt-data {' '.join(words)}: expected pairs of a name and a path, such as aime data/aime.jsonl"
+            f"--eval-prompt-data {' '.join(words)}: expected pairs of name and path, such as aime data/aime.jsonl"
         )
     yield "evaluation.datasets={}"
     for name, path in zip(words[::2], words[1::2], strict=True):
         if not re.fullmatch(r"[\w-]+", name):
-            raise ConfigError(f"--eval-prompt-data {name} {path}: a name has letters, digits, - and _ only")
+            raise ConfigError(f"--eval-prompt-data {name} {path}: a name consists of letters, digits, - and _")
         yield f"evaluation.datasets.{name}={render(path)}"

@@ -1,6 +1,6 @@
-"""Defaults of slime that differ from ours: the meaning of a missing flag, in our keys.
+"""Defaults of slime that differ from ours: the effect of a missing flag, in our keys.
 
-Source of the values: ``slime/utils/arguments.py`` of slime 0.3.1, and Megatron-LM's parser where slime leaves it alone.
+Source of the values: ``slime/utils/arguments.py`` of slime 0.3.1, and Megatron-LM's parser for flags that slime does not change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class SlimeDefault:
     """Behaviour of slime without ``flag``.
 
-    ``override`` is the equivalent here in Hydra's grammar; None keeps our default.
+    ``override`` is the equivalent value of ``key`` in Hydra's grammar; None keeps our default.
     """
 
     flag: str
@@ -73,7 +73,7 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
 """Ordered like slime's groups of arguments."""
 
 NEEDED: dict[str, str] = {
-    flag: f"a script without it trains with Megatron's dropout of 0.1, and there is none here: add {flag} 0.0 to it"
+    flag: f"without it slime trains with Megatron's dropout of 0.1, which is not supported here: add {flag} 0.0 to the script"
     for flag in ("--attention-dropout", "--hidden-dropout")
 }
 """Flags that slime needs, because its default has no equivalent here."""

@@ -36,16 +36,16 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
     tree: Any = file.yaml()
     tree = tree.get("eval", tree) if isinstance(tree, dict) else tree
     if not isinstance(tree, dict):
-        raise file.refused("holds no mapping")
+        raise file.refused("is not a mapping")
     config = cast("dict[str, Any]", tree)
     shared = config.get("defaults") or {}
     if not isinstance(shared, Mapping):
-        raise file.refused(f"has defaults={shown(shared)}, which is no mapping")
-    sets = list(_sets(config.get("datasets"), file))
-    if not sets:
+        raise file.refused(f"has defaults={shown(shared)}, which is not a mapping")
+    datasets = list(_datasets(config.get("datasets"), file))
+    if not datasets:
         raise file.refused("names no datasets")
     yield "evaluation.datasets={}"
-    for fields in sets:
+    for fields in datasets:
         name, data = fields["name"], fields["path"]
         merged = {**cast("Mapping[str, Any]", shared), **fields}
         if reference := next((field for field, value in merged.items() if "${" in str(value)), ""):
@@ -56,8 +56,8 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
             yield f"evaluation.overrides.{name}={render(settings)}"
 
 
-def _sets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
-    """Yield the datasets, given as a list or as a mapping by name, each with a name and a path."""
+def _datasets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each dataset of a list or a mapping by name. Raises ``ConfigError`` for one without name or path."""
     if isinstance(value, Mapping):
         by_name = cast("Mapping[str, Any]", value)
         items: list[Any] = [
@@ -69,7 +69,9 @@ def _sets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
         fields = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
         name, path = fields.get("name"), fields.get("path")
         if not (isinstance(name, str) and re.fullmatch(r"[\w-]+", name) and isinstance(path, str) and path):
-            raise file.refused(f"has a set {shown(item)}: a set needs a name (letters, digits, - and _) and a path")
+            raise file.refused(
+                f"has a dataset {shown(item)}: a dataset needs a name (letters, digits, - and _) and a path"
+            )
         yield fields
 
 
@@ -79,6 +81,6 @@ def _settings(name: str, fields: Mapping[str, Any], file: InputFile) -> Iterator
             continue
         if field not in SETTINGS:
             raise file.refused(
-                f"has {name}.{field}={shown(value)}, which has no equivalent here: a set may have {', '.join(SETTINGS)}"
+                f"has {name}.{field}={shown(value)}, which has no equivalent here: a dataset may have {', '.join(SETTINGS)}"
             )
         yield SETTINGS[field], value

@@ -1,4 +1,4 @@
-"""slime's and Megatron's flags: the key that each one sets, with value converters."""
+"""Flags of slime and Megatron: the key that each flag sets, and the converter of its value."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Command:
 
 
 def translate(argv: Sequence[str]) -> Command:
-    """Read ``argv``: flags become overrides, everything else is an override as it stands.
+    """Read ``argv``: flags become overrides, other words are overrides already.
 
     Example: ``["--lr", "1e-6", "run.name=a"]`` gives overrides ``("optim.lr=1e-06", "run.name=a")``.
     Raises ``ConfigError`` on a flag that is unknown (naming the nearest), not supported or without its value.
@@ -54,7 +54,7 @@ def translate(argv: Sequence[str]) -> Command:
         if not token.startswith("-"):
             overrides.append(token)
         elif token in ("--help", "-h"):
-            action, topic = "help", tokens.word()
+            action, topic = "help", tokens.optional_value()
         elif token in ("--plan", "--doctor"):
             action = token[2:]
         elif token == "--plan-for":
@@ -67,9 +67,9 @@ def translate(argv: Sequence[str]) -> Command:
         elif token in COMBINED:
             combined[token] = _combined_values(token, tokens)
         else:
-            overrides += _simple(token, tokens)
+            overrides += _simple_overrides(token, tokens)
         if token in VALUES or token in SWITCHES:
-            combined[token] = [tokens.last]
+            combined[token] = [tokens.current_token]
     # Overrides of combined flags come first, so that an explicit key wins.
     return Command(action, (*combine(combined), *overrides), topic, config_dir, machine)
 
@@ -90,7 +90,7 @@ class _Tokens:
 
     def __init__(self, argv: list[str]) -> None:
         self._remaining: list[str] = []
-        self.last = ""
+        self.current_token = ""
         for text in argv:
             flag, equals, value = text.partition("=")
             self._remaining += [flag, f"\0{value}"] if text.startswith("--") and equals else [text]
@@ -99,35 +99,35 @@ class _Tokens:
         while self._remaining:
             token = self._remaining.pop(0)
             if token.startswith("\0"):
-                raise ConfigError(f"{self.last} takes no value, but got {token[1:]!r}")
-            self.last = token
+                raise ConfigError(f"{self.current_token} takes no value, but got {token[1:]!r}")
+            self.current_token = token
             yield token
 
-    def word(self) -> str | None:
-        """Take the next token if it is a value."""
+    def optional_value(self) -> str | None:
+        """Consume and return the next token if it is a value, else return None."""
         if not self._remaining or self._remaining[0].startswith("--"):
             return None
         if not self._remaining[0].startswith("\0") and _OVERRIDE.match(self._remaining[0]):
             return None
-        self.last = self._remaining.pop(0).removeprefix("\0")
-        return self.last
+        self.current_token = self._remaining.pop(0).removeprefix("\0")
+        return self.current_token
 
     def value(self, flag: str) -> str:
-        """Take the value of ``flag``."""
-        text = self.word()
+        """Consume and return the value of ``flag``. Raises ``ConfigError`` if it is missing."""
+        text = self.optional_value()
         if text is None:
             raise ConfigError(f"{flag} needs a value: {flag} VALUE or {flag}=VALUE")
         return text
 
     def values(self, flag: str) -> list[str]:
-        """Take one or more values of ``flag``."""
+        """Consume and return one or more values of ``flag``."""
         texts = [self.value(flag)]
-        while (text := self.word()) is not None:
+        while (text := self.optional_value()) is not None:
             texts.append(text)
         return texts
 
 
-def _simple(flag: str, tokens: _Tokens) -> list[str]:
+def _simple_overrides(flag: str, tokens: _Tokens) -> list[str]:
     """Return the overrides of a flag that does not depend on other flags."""
     if flag in VALUES:
         key, convert = VALUES[flag]
@@ -137,7 +137,7 @@ def _simple(flag: str, tokens: _Tokens) -> list[str]:
         return [f"{key}={render([convert(flag, text) for text in tokens.values(flag)])}"]
     if flag in SWITCHES:
         key, value = SWITCHES[flag]
-        if flag == "--save-debug-rollout-data" and (path := tokens.word()) is not None:
+        if flag == "--save-debug-rollout-data" and (path := tokens.optional_value()) is not None:
             raise ConfigError(f"{flag} {path}: rollouts are written to run.dir/rollouts; give the flag without a path")
         return [f"{key}={render(value)}"]
     if flag in ALWAYS:
@@ -148,9 +148,9 @@ def _simple(flag: str, tokens: _Tokens) -> list[str]:
     if flag in REFUSED:
         raise ConfigError(f"{flag} is not supported yet: {REFUSED[flag] or 'remove it'}")
     if flag.startswith("--sglang-"):
-        return [_foreign(flag, flag.removeprefix("--sglang-"), "rollout.sglang", tokens)]
+        return [_foreign_override(flag, flag.removeprefix("--sglang-"), "rollout.sglang", tokens)]
     if flag.startswith("--") and flag[2:].replace("-", "_") in foreign.table(foreign.MEGATRON):
-        return [_foreign(flag, flag[2:], "model.megatron", tokens)]
+        return [_foreign_override(flag, flag[2:], "model.megatron", tokens)]
     raise ConfigError(f"{flag} is unknown: {nearest_flag(flag)}")
 
 
@@ -160,8 +160,8 @@ def nearest_flag(flag: str) -> str:
     return hint if hint.startswith("did you mean") else "python train.py --help lists flags and keys"
 
 
-def _foreign(flag: str, name: str, root: str, tokens: _Tokens) -> str:
-    """Return a flag of SGLang or Megatron as an override of a free mapping; a boolean needs no value."""
+def _foreign_override(flag: str, name: str, root: str, tokens: _Tokens) -> str:
+    """Return the override of a flag of SGLang or Megatron in the mapping ``root``; a boolean flag needs no value."""
     table = foreign.table(foreign.ROOTS[root])
     aliases = {alias: key for key, entry in table.items() for alias in entry.get("flags", [])}
     key = aliases.get(f"--{name}", name.replace("-", "_"))
@@ -174,29 +174,29 @@ def _foreign(flag: str, name: str, root: str, tokens: _Tokens) -> str:
         raise ConfigError(foreign.owned(flag, foreign.OWNED[foreign.ROOTS[root]][key], "the flag"))
     annotation = table[key]["type"]
     if annotation in ("bool", "Optional[bool]"):
-        return f"{root}.{key}={render(_truth(flag, tokens.word()))}"
+        return f"{root}.{key}={render(_parsed_bool(flag, tokens.optional_value()))}"
     texts = tokens.values(flag) if "List[" in annotation else [tokens.value(flag)]
-    values = [_fitting(annotation, text) for text in texts]
+    values = [_converted(annotation, text) for text in texts]
     single = "List[" not in annotation or (len(values) == 1 and foreign.accepts(annotation, values[0]))
     return f"{root}.{key}={render(values[0] if single else values)}"
 
 
-def _truth(flag: str, text: str | None) -> bool:
+def _parsed_bool(flag: str, text: str | None) -> bool:
     if text is None:
         return True
     return one_of("true", "false")(flag, text.lower()) == "true"
 
 
-def _fitting(annotation: str, text: str) -> Any:
+def _converted(annotation: str, text: str) -> Any:
     """Return ``text`` as the first of int, float, JSON and str that ``annotation`` (or a list of it) accepts."""
-    readings: list[Any] = []
     for read in (int, float, parse_strict_json, str):
         try:
-            readings.append(read(text))
+            value: Any = read(text)
         except ValueError:
             continue
-    fits = (r for r in readings if foreign.accepts(annotation, r) or foreign.accepts(annotation, [r]))
-    return next(fits, text)
+        if foreign.accepts(annotation, value) or foreign.accepts(annotation, [value]):
+            return value
+    return text
 
 
 def _combined_values(flag: str, tokens: _Tokens) -> list[str]:

@@ -1,16 +1,15 @@
-"""Flags of slime and Megatron without a key here: answered by a model's config.json, or of missing features.
+"""Flags of slime and Megatron without a key here: config.json of the model has the value, or the feature is missing.
 
-``table`` includes them in its refused flags. Flags in ``HARMLESS`` do not change a job; a script with any other one is not
-converted.
+``table.REFUSED`` includes them. Flags in ``HARMLESS`` do not change a job; a script with any other of them is refused.
 """
 
 from __future__ import annotations
 
 _SHAPE = "config.json of --hf-checkpoint has this value: remove the flag"
 _KERNELS = "the trainer chooses its kernels: remove it"
-_HOOK = "there is no such hook; docs/coming_from_slime.md lists the available interfaces"
+_HOOK = "there is no such hook; docs/coming_from_slime.md lists the interfaces"
 _DISK = "weights are sent to the engines through memory or a broadcast, never through files"
-_OWN = "its signature differs: port it to algo.loss, algo.token_advantage or algo.off_policy (docs/extending.md)"
+_PORT = "its signature differs: port it to algo.loss, algo.token_advantage or algo.off_policy (docs/extending.md)"
 _BUFFER = "there is no external rollout buffer: write a data source (data.source) or a generate function"
 _OUTPUT = "see metrics.jsonl and the report of a run"
 _MEMORY = "memory is measured by guard.memory and the report"
@@ -92,7 +91,7 @@ NOT_HERE: dict[str, str] = {
         [
             "--custom-pg-loss-reducer-function-path",
         ],
-        _OWN,
+        _PORT,
     ),
     **dict.fromkeys(
         [
@@ -246,7 +245,7 @@ HARMLESS: frozenset[str] = frozenset(
         "--wandb-mode",
         "--wandb-dir",
         "--disable-wandb-random-suffix",
-        # another random sequence, checks that are always made, switches without an effect of their own
+        # another random sequence, checks that always run, switches without an effect by themselves
         "--rollout-seed",
         "--no-check-for-nan-in-loss-and-grad",
         "--num-experts",

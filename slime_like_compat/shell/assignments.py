@@ -22,12 +22,12 @@ _SET_IF_UNSET = re.compile(r"([A-Za-z_]\w*)(:?)=")  # ${NAME:=word}
 class Assignments:
     """Effects of a command of ``script`` on the variables of ``scope``.
 
-    ``inside`` is the condition under which the command runs; if not empty, its variables become unknown.
+    ``condition_text`` is the condition under which the command runs; if not empty, its variables become unknown.
     """
 
     scope: Scope
     script: Path
-    inside: str
+    condition_text: str
 
     def expand(self, words: Sequence[Token]) -> None:
         """Apply expansions that set variables, such as ``${NAME:=word}`` and ``$((NAME++))``."""
@@ -40,8 +40,8 @@ class Assignments:
     def assign(self, item: Word | Array) -> None:
         """Set ``NAME=word``, ``NAME+=word``, ``NAME[0]=word`` or an array; ignore a name without a value."""
         if isinstance(item, Array):
-            if self.inside:
-                self.scope.taint(item.name, f"is set {self.inside}")
+            if self.condition_text:
+                self.scope.taint(item.name, f"is set {self.condition_text}")
             else:
                 self.scope.assign_array(item, self.script)
             return
@@ -49,8 +49,8 @@ class Assignments:
         if match is None:  # export NAME
             return
         name, index, append = match[1], match[2], bool(match[3])
-        if self.inside:
-            self.scope.taint(name, f"is set {self.inside}")
+        if self.condition_text:
+            self.scope.taint(name, f"is set {self.condition_text}")
             return
         value = self.scope.text(_without(item, match.end()), self.script)
         if index is None:
@@ -59,18 +59,18 @@ class Assignments:
             raise ConfigError(
                 f"{item.file_line}: {name}[{index}] is not read: an array has at most {MAX_WORDS} words here"
             )
-        elif name not in self.scope.unreadable:
+        elif name not in self.scope.unknown_reasons:
             values = list(self.scope.values.get(name, ()))
             values += [Value("", value.file_line)] * (int(index) + 1 - len(values))
             values[int(index)] = value
             self.scope.assign(name, tuple(values))
 
     def declare(self, words: Sequence[Word | Array]) -> None:
-        """Apply ``declare``, ``export`` and the like. Raises ``ConfigError`` for an option that changes an assignment."""
+        """Apply ``declare``, ``export`` and the like. Raises ``ConfigError`` for an option that changes the meaning of values."""
         plain = [word.literal or "" for word in words if isinstance(word, Word)]
         options = [word for word in plain[1:] if word.startswith("-")]
         if plain[0] not in ("export", "readonly") and (changing := [item for item in options if set(item) & {*"nilu"}]):
-            problem = "changes what an assignment means, which is not read: write the values out"
+            problem = "changes the meaning of an assignment, which is not supported: write the values out"
             raise ConfigError(f"{words[0].file_line}: {plain[0]} {changing[0]} {problem}")
         for item in words[1:]:
             self.assign(item)
@@ -98,13 +98,13 @@ class Assignments:
         """Mark the variables that ``words`` name as unknown."""
         for word in words:
             if isinstance(word, Word) and re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
-                reason = f"is set {self.inside}" if self.inside else f"is read at {word.file_line}"
+                reason = f"is set {self.condition_text}" if self.condition_text else f"is read at {word.file_line}"
                 self.scope.taint(word.literal or "", reason)
 
     def _unset(self, word: Word) -> None:
         name, bracket, _ = (word.literal or "").partition("[")
-        if self.inside or bracket:
-            self.scope.taint(name, f"is unset {self.inside or f'in part at {word.file_line}'}")
+        if self.condition_text or bracket:
+            self.scope.taint(name, f"is unset {self.condition_text or f'in part at {word.file_line}'}")
         else:
             self.scope.assign(name, ())
 
@@ -122,8 +122,8 @@ class Assignments:
             values = self.scope.lookup(match[1], word.file_line)
             if values and (values[0].text or values[0].problem or not match[2]):
                 continue
-            if self.inside:
-                self.scope.taint(match[1], f"is set {self.inside}")
+            if self.condition_text:
+                self.scope.taint(match[1], f"is set {self.condition_text}")
             else:
                 self.scope.assign(match[1], (self.scope.text(Word((part,), word.file_line), self.script),))
 
@@ -136,28 +136,28 @@ class Assignments:
             self.scope.values[ARGUMENTS] = (Value("", words[0].file_line, problem),)
         elif words[0].literal == "shift":
             number = int(texts[0]) if texts and texts[0].isdigit() else 1
-            if self.inside and arguments:
-                self.scope.taint(ARGUMENTS, f"is set {self.inside}")
+            if self.condition_text and arguments:
+                self.scope.taint(ARGUMENTS, f"is set {self.condition_text}")
             elif arguments and not arguments[0].problem and number <= len(arguments):
                 self.scope.assign(ARGUMENTS, arguments[number:])
         else:
             index = 0
             while index < len(texts) and texts[index][:1] in "-+" and texts[index] not in ("--", "-", ""):
                 index += 2 if texts[index].endswith("o") else 1
-            ends = texts[index : index + 1] == ["--"]
-            if not ends and index >= len(texts):
+            has_end_mark = texts[index : index + 1] == ["--"]
+            if not has_end_mark and index >= len(texts):
                 return
-            if self.inside:
-                self.scope.taint(ARGUMENTS, f"is set {self.inside}")
+            if self.condition_text:
+                self.scope.taint(ARGUMENTS, f"is set {self.condition_text}")
             else:
-                self.scope.assign(ARGUMENTS, tuple(values[index + ends :]))
+                self.scope.assign(ARGUMENTS, tuple(values[index + has_end_mark :]))
 
 
 def _without(word: Word, length: int) -> Word:
     """Return ``word`` without its first ``length`` characters, which belong to one part."""
     first = word.parts[0]
-    cut = type(first)(first.kind, first.text[length:], first.quoted)
-    return Word((cut, *word.parts[1:]), word.file_line)
+    shortened = type(first)(first.kind, first.text[length:], first.quoted)
+    return Word((shortened, *word.parts[1:]), word.file_line)
 
 
 def leading_assignments(words: Sequence[Token]) -> tuple[list[Word | Array], list[Word | Array]]:

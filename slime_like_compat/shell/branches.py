@@ -1,5 +1,8 @@
-"""Control flow of bash scripts: ``if``, ``case``, ``&&`` and ``||`` are followed if variables decide them; variables of
-subshells are dropped; other commands may or may not run."""
+"""Control flow of bash scripts.
+
+``if``, ``case``, ``&&`` and ``||`` are followed if variables decide them, and variables of a subshell are dropped at its
+end. Commands under any other condition may or may not run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like_compat.shell.assignments import Assignments
-from slime_like_compat.shell.conditions import both, decide, either, fits, negated, variables
+from slime_like_compat.shell.conditions import both, decide, either, matches, negated, variables
 from slime_like_compat.shell.tree import (
     AndOr,
     CaseBranch,
@@ -43,7 +46,7 @@ class Branches:
     script: Path
     run: Run
     starts: Callable[[Sequence[Token]], bool]  # whether the words of a command start training
-    inside: str = ""  # condition under which the current commands run
+    condition_text: str = ""  # condition under which the current commands run, for messages; empty if they run
     repeats: bool = False  # in a loop or function: a variable may have another value when its commands run again
 
     def follow(self, commands: Commands) -> bool | None:
@@ -61,9 +64,9 @@ class Branches:
             runs = result if sign == "&&" else negated(result)
             if runs is False:
                 continue
-            # a command before ``&&`` and the training command prepares it
+            # a command before ``&& python train.py`` prepares training, so its success is assumed
             starts = sign == "&&" and any(self.starts(command.words) for command in simple_commands_of(pipeline))
-            condition = self.inside or f"only if another command succeeds{self._decided_by(words)}"
+            condition = self.condition_text or f"only if another command succeeds{self._decided_by(words)}"
             with self._under(condition) if runs is None and not starts else nullcontext():
                 second = self._pipeline(pipeline)
             result = both(result, second) if sign == "&&" else either(result, second)
@@ -100,54 +103,54 @@ class Branches:
 
     def _simple(self, words: Sequence[Token]) -> bool | None:
         plain = [word for word in words if isinstance(word, Word)]
-        is_constant = len(plain) == len(words) and self._stays(plain)
+        is_constant = len(plain) == len(words) and self._is_constant(plain)
         result = decide(plain, self.scope, self.script) if is_constant else None
-        self.run(words, self.inside)
+        self.run(words, self.condition_text)
         return result
 
     def _if(self, command: IfCommand) -> bool | None:
-        earlier: bool | None = False  # whether an earlier branch ran
+        earlier_ran: bool | None = False  # whether an earlier branch ran
         result: bool | None = True
         words: list[Word] = []
         for condition, body in (*command.branches, ((), command.otherwise)):
             words += _words(simple_commands(condition))
             reason = _block(command.file_line) + self._decided_by(words)
-            holds = self._body(negated(earlier), condition, reason)
-            runs = both(negated(earlier), holds)
+            holds = self._body(negated(earlier_ran), condition, reason)
+            runs = both(negated(earlier_ran), holds)
             if runs is not False:
-                of_body = self._body(runs, body, reason)
-                result = of_body if runs else None
-            earlier = either(earlier, holds)
+                body_result = self._body(runs, body, reason)
+                result = body_result if runs else None
+            earlier_ran = either(earlier_ran, holds)
         return result
 
     def _case(self, command: CaseCommand) -> bool | None:
-        earlier: bool | None = False
-        through: bool | None = False  # whether the previous branch ran and ends in ``;&``
+        has_matched: bool | None = False  # whether an earlier pattern matched
+        falls_through: bool | None = False  # whether the previous branch ran and ends in ``;&``
         result: bool | None = True
         reason = _block(command.file_line) + self._decided_by([command.subject])
         subject = self.scope.text(command.subject, self.script)
-        if not self._stays([command.subject]):
+        if not self._is_constant([command.subject]):
             subject = Value("", subject.file_line, "may change")
         for branch in command.branches:
-            fitting = self._fits(subject, branch)
-            runs = either(both(negated(earlier), fitting), through)
+            is_match = self._matches(subject, branch)
+            runs = either(both(negated(has_matched), is_match), falls_through)
             if runs is not False:
-                of_body = self._body(runs, branch.body, reason)
-                result = of_body if runs else None
-            earlier = both(earlier, negated(runs)) if branch.end == ";;&" else either(earlier, fitting)
-            through = runs if branch.end == ";&" else False
+                body_result = self._body(runs, branch.body, reason)
+                result = body_result if runs else None
+            has_matched = both(has_matched, negated(runs)) if branch.end == ";;&" else either(has_matched, is_match)
+            falls_through = runs if branch.end == ";&" else False
         return result
 
-    def _fits(self, subject: Value, branch: CaseBranch) -> bool | None:
+    def _matches(self, subject: Value, branch: CaseBranch) -> bool | None:
         result: bool | None = False
         for pattern in branch.patterns:
-            fitting = fits(subject, pattern, self.scope, self.script) if self._stays([pattern]) else None
-            result = either(result, fitting)
+            is_match = matches(subject, pattern, self.scope, self.script) if self._is_constant([pattern]) else None
+            result = either(result, is_match)
         return result
 
     def _loop(self, command: LoopCommand) -> bool | None:
         with self._under(_block(command.file_line), repeats=True):
-            variables_of_head = Assignments(self.scope, self.script, self.inside)
+            variables_of_head = Assignments(self.scope, self.script, self.condition_text)
             variables_of_head.expand(command.head)
             variables_of_head.taint(command.head[:1])
             holds = self.follow(command.condition)
@@ -156,7 +159,7 @@ class Branches:
         return None
 
     def _body(self, runs: bool | None, body: Commands, reason: str) -> bool | None:
-        """Follow ``body`` unless ``runs`` is False. Return its result if it runs."""
+        """Follow ``body`` unless ``runs`` is False, and return its result; None if it does not run."""
         if runs is False:
             return None
         with self._under(reason) if runs is None else nullcontext():
@@ -164,21 +167,21 @@ class Branches:
 
     @contextmanager
     def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
-        """Follow commands that run only under the condition ``reason``."""
-        outer = self.inside, self.repeats
-        self.inside, self.repeats = reason, self.repeats or repeats
+        """Follow the commands of the ``with`` block as running only under the condition ``reason``."""
+        outer = self.condition_text, self.repeats
+        self.condition_text, self.repeats = reason, self.repeats or repeats
         try:
             yield
         finally:
-            self.inside, self.repeats = outer
+            self.condition_text, self.repeats = outer
 
-    def _stays(self, words: Sequence[Word]) -> bool:
+    def _is_constant(self, words: Sequence[Word]) -> bool:
         """Return whether ``words`` expand to the same text whenever their command runs."""
         parts = [part for word in words for part in word.parts]
-        return not self.repeats or all(part.kind == "text" or part.text in self.scope.fixed for part in parts)
+        return not self.repeats or all(part.kind == "text" or part.text in self.scope.user_values for part in parts)
 
     def _decided_by(self, words: Sequence[Word]) -> str:
-        """Return the end of a message that names the first variable in ``words`` without a known value."""
+        """Return a hint, to be appended to a message, at the first variable in ``words`` whose value is unknown."""
         for name in variables(words):
             values = self.scope.lookup(name, "")
             if values is None or any(value.problem for value in values):

@@ -1,4 +1,4 @@
-"""Conditions of a bash script that variables decide: ``[ ... ]``, ``[[ ... ]]``, ``true``, ``false`` and patterns of ``case``.
+"""Conditions of a bash script: ``[ ... ]``, ``[[ ... ]]``, ``true``, ``false`` and patterns of ``case``.
 
 A result is True or False, or None if it depends on a command or an unknown variable.
 """
@@ -51,12 +51,12 @@ def decide(words: Sequence[Word], scope: Scope, script: Path) -> bool | None:
         if not inner or inner[-1].literal != _ENDS[name]:
             return None
         inner.pop()
-    turned = bool(inner) and inner[0].keyword == "!"
-    result = _test(inner[turned:], scope, script, patterns=name == "[[")
-    return negated(result) if turned else result
+    is_negated = bool(inner) and inner[0].keyword == "!"
+    result = _test(inner[is_negated:], scope, script, patterns=name == "[[")
+    return negated(result) if is_negated else result
 
 
-def fits(value: Value, pattern: Word, scope: Scope, script: Path) -> bool | None:
+def matches(value: Value, pattern: Word, scope: Scope, script: Path) -> bool | None:
     """Return whether ``value`` matches a pattern of ``case`` or ``[[``, in which quoted text is literal."""
     if pattern.keyword == "*":
         return True
@@ -82,8 +82,8 @@ def _test(words: Sequence[Word], scope: Scope, script: Path, *, patterns: bool) 
         return bool(texts[1]) == (texts[0] == "-n") if texts[0] in ("-n", "-z") else None
     lhs, sign, rhs = texts
     if sign in ("=", "==", "!="):
-        same = fits(values[0], words[2], scope, script) if patterns else lhs == rhs
-        return same if sign != "!=" else negated(same)
+        is_equal = matches(values[0], words[2], scope, script) if patterns else lhs == rhs
+        return is_equal if sign != "!=" else negated(is_equal)
     if sign in _NUMBERS and all(text.lstrip("+-").isdigit() for text in (lhs, rhs)):
         a, b = int(lhs), int(rhs)
         return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[sign]

@@ -31,7 +31,7 @@ class Launch:
     skipped: tuple[str, ...]  # files skipped on request
     commands: Mapping[str, int]  # other commands, not run: name -> count
     environment: Mapping[str, str] = field(default_factory=dict[str, str])  # from --runtime-env-json
-    notes: tuple[str, ...] = ()  # about files read from another place, or missing
+    notes: tuple[str, ...] = ()  # on files that were missing or read from another folder
 
 
 def read_launch(
@@ -39,7 +39,7 @@ def read_launch(
 ) -> Launch:
     """Find the one training command of ``script``.
 
-    ``variables`` are given from outside and override the script's; ``skip`` names sourced files to leave out, by file name
+    ``variables`` (``--set``) override the script's; ``skip`` names sourced files to leave out, by file name
     or path; ``programs`` are files, or modules that ``python -m`` runs. Raises ``ConfigError`` with file and line for
     anything that cannot be read.
     """
@@ -51,10 +51,12 @@ def read_launch(
     except RecursionError as error:
         raise ConfigError(f"{script}: its blocks and the files that it sources are nested too deeply") from error
     if not reader.starts:
-        raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that does")
+        raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that starts it")
     if len(reader.starts) > 1:
         places = ", ".join(start.file_line for start in reader.starts)
-        raise ConfigError(f"{script} starts training {len(reader.starts)} times ({places}): keep one of them in a copy")
+        raise ConfigError(
+            f"{script} starts training {len(reader.starts)} times ({places}): keep one start in a copy of the script"
+        )
     start = reader.starts[0]
     return Launch(
         script,
@@ -70,7 +72,7 @@ def read_launch(
 
 
 def python_launcher(script: Path) -> str:
-    """Return the line that prints the commands of a Python launcher of miles or slime without running them."""
+    """Return the error about a Python launcher of miles or slime, with a command line that prints its commands."""
     text = script.read_text(errors="replace") if script.is_file() else ""
     match = re.search(r"import ([\w.]+\.command_utils) as U", text)
     commands = match[1] if match else "miles.utils.external_utils.command_utils"
@@ -79,6 +81,6 @@ def python_launcher(script: Path) -> str:
     )
     run = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     return (
-        f"{script} builds its command line when it runs. In its checkout this prints its commands and runs none: "
+        f"{script} builds its command line when it runs. In its checkout, this line prints its commands without running them: "
         f'python -c "{patch}; {run}" {script} > launch.sh; give launch.sh'
     )

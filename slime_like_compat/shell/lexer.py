@@ -42,7 +42,7 @@ class _Lexer:
     fixed_place: bool = False
     at: int = 0
     nesting: int = 0
-    testing: bool = False  # between ``[[`` and ``]]``
+    in_test: bool = False  # between ``[[`` and ``]]``
     _documents: list[tuple[str, bool]] = field(
         default_factory=list[tuple[str, bool]]
     )  # (end marker, whether leading tabs are stripped)
@@ -63,7 +63,7 @@ class _Lexer:
                 self.at = _end(self.text.find("\n", self.at), self.text)
             elif self.text[self.at : self.at + 2] in ("<(", ">("):
                 return Word((Part("command", self._substitution(2), False),), self.file_line)
-            elif self.testing and char in "<>":
+            elif self.in_test and char in "<>":
                 self.at += 1
                 return Operator(char, self.file_line)
             elif match := _REDIRECTION.match(self.text, self.at):
@@ -95,13 +95,13 @@ class _Lexer:
         if match[0].lstrip("0123456789") in ("<<", "<<-"):
             self._documents.append((target.literal or "", match[0].endswith("-")))
 
-    def _skip_document(self, end: str, cut: bool) -> None:
+    def _skip_document(self, end: str, strip_tabs: bool) -> None:
         file_line = self.file_line
         while self.at < len(self.text):
             stop = _end(self.text.find("\n", self.at), self.text)
             line = self.text[self.at : stop]
             self.at = min(stop + 1, len(self.text))
-            if (line.lstrip("\t") if cut else line) == end:
+            if (line.lstrip("\t") if strip_tabs else line) == end:
                 return
         raise ConfigError(f"{file_line}: the here-document never ends: no line is {end!r}")
 
@@ -119,10 +119,10 @@ class _Lexer:
         if self.at == start:
             raise ConfigError(f"{file_line}: {self.text[start]!r} is not understood here")
         word = Word(parts, file_line)
-        self.testing = word.keyword == "[[" or (self.testing and word.keyword != "]]")
+        self.in_test = word.keyword == "[[" or (self.in_test and word.keyword != "]]")
         return word
 
-    def _elements(self, opened: str) -> Iterator[Word]:
+    def _elements(self, start_line: str) -> Iterator[Word]:
         while (token := self.token()) is not None:
             match token:
                 case Operator(text=")"):
@@ -133,12 +133,12 @@ class _Lexer:
                     yield token
                 case _:
                     raise ConfigError(
-                        f"{token.file_line}: an array holds words, as in ARGS=(--lr 1e-6); quote the others"
+                        f"{token.file_line}: an array consists of words, as in ARGS=(--lr 1e-6): quote other characters"
                     )
-        raise ConfigError(f"{opened}: the array that begins here has no closing parenthesis")
+        raise ConfigError(f"{start_line}: the array that begins here has no closing parenthesis")
 
     def parts(self, stop: str) -> tuple[Part, ...]:
-        """Read parts up to an unquoted character of ``stop``."""
+        """Return the parts up to an unquoted character of ``stop``."""
         collected: list[Part] = []
         while self.at < len(self.text) and self.text[self.at] not in (stop or "\0"):
             char = self.text[self.at]
@@ -151,8 +151,8 @@ class _Lexer:
             elif self.text.startswith("$'", self.at):
                 collected.append(self._ansi_quoted())
             elif char == "\\":
-                skipped = self.text[self.at + 1 : self.at + 2]
-                collected += [] if skipped == "\n" else [Part("text", skipped, True)]
+                escaped = self.text[self.at + 1 : self.at + 2]
+                collected += [] if escaped == "\n" else [Part("text", escaped, True)]
                 self.at += 2
             elif char in "$`":
                 collected.append(self._expansion(quoted=False))
@@ -222,7 +222,7 @@ class _Lexer:
         start, depth = self.at, 0
         self.nesting += 1
         if self.nesting > MAX_NESTING:
-            raise ConfigError(f"{file_line}: more than {MAX_NESTING} commands within one another")
+            raise ConfigError(f"{file_line}: commands are nested more than {MAX_NESTING} deep")
         while (token := self.token()) is not None:
             depth += {"(": 1, ")": -1}.get(token.text, 0) if isinstance(token, Operator) else 0
             if depth < 0:
@@ -261,7 +261,7 @@ def _end(position: int, text: str) -> int:
 
 
 def _merged(parts: list[Part]) -> Iterator[Part]:
-    """Join neighbouring pieces of text."""
+    """Yield the parts, with neighbouring pieces of text joined."""
     last: Part | None = None
     for part in parts:
         if last is not None and last.kind == part.kind == "text" and last.quoted == part.quoted:

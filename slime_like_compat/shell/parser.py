@@ -31,7 +31,7 @@ def parse(text: str, name: str) -> Commands:
     """Parse the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line of a syntax error."""
     parser = _Parser((*tokens(text, name), Operator("", f"{name}:{text.count('\n') + 1}")))
     commands = parser.commands()
-    if not parser.ended:
+    if not parser.at_end:
         raise parser.unexpected()
     return commands
 
@@ -46,7 +46,7 @@ class _Parser:
         return self.tokens[self.at]
 
     @property
-    def ended(self) -> bool:
+    def at_end(self) -> bool:
         return self.at == len(self.tokens) - 1
 
     @property
@@ -66,18 +66,18 @@ class _Parser:
         return ConfigError(f"{self.next.file_line}: {text!r} is not expected here: give a script that bash can read")
 
     def commands(self, *ends: str) -> Commands:
-        """Parse up to one of ``ends``, or up to the script's end."""
+        """Parse commands up to one of ``ends`` or the end of the script."""
         parsed: list[AndOr] = []
         while True:
             self._skip("\n", ";")
-            if self.ended or self.sign in ends:
+            if self.at_end or self.sign in ends:
                 return tuple(parsed)
             parsed.append(self._and_or())
 
     def _accept(self, *signs: str) -> str:
-        """Take and return the next token if it is one of ``signs``."""
+        """Consume and return the next token if it is one of ``signs``, else return an empty text."""
         sign = self.sign
-        if self.ended or sign not in signs:
+        if self.at_end or sign not in signs:
             return ""
         self.at += 1
         return sign
@@ -86,10 +86,10 @@ class _Parser:
         while self._accept(*signs):
             pass
 
-    def _take(self, sign: str, opener: Token, name: str) -> None:
-        """Take ``sign``, which the block that begins at ``opener`` requires."""
-        if self.ended:
-            raise ConfigError(f"{opener.file_line}: the {name!r} here has no {sign!r}")
+    def _expect(self, sign: str, opener: Token, name: str) -> None:
+        """Consume ``sign``, or raise ``ConfigError``: the block ``name`` that begins at ``opener`` needs it here."""
+        if self.at_end:
+            raise ConfigError(f"{opener.file_line}: this {name!r} has no {sign!r}")
         if self.sign != sign:
             raise self.unexpected()
         self.at += 1
@@ -143,19 +143,19 @@ class _Parser:
         opener, name = self.next, self.sign
         self.at += 1
         body = self.commands(closer)
-        self._take(closer, opener, name)
+        self._expect(closer, opener, name)
         return CommandGroup(body, subshell=closer == ")")
 
     def _if(self) -> IfCommand:
         opener, branches = self.next, list[tuple[Commands, Commands]]()
         while self._accept("if", "elif"):
             condition = self.commands("then")
-            self._take("then", opener, "if")
+            self._expect("then", opener, "if")
             branches.append((condition, self.commands("elif", "else", "fi")))
         otherwise: Commands = ()
         if self._accept("else"):
             otherwise = self.commands("fi")
-        self._take("fi", opener, "if")
+        self._expect("fi", opener, "if")
         return IfCommand(tuple(branches), otherwise, opener.file_line)
 
     def _case(self) -> CaseCommand:
@@ -166,25 +166,25 @@ class _Parser:
             raise self.unexpected()
         self.at += 1
         self._skip("\n")
-        self._take("in", opener, "case")
+        self._expect("in", opener, "case")
         branches: list[CaseBranch] = []
         self._skip("\n")
-        while not self.ended and self.sign != "esac":
+        while not self.at_end and self.sign != "esac":
             branches.append(self._branch(opener))
             self._skip("\n")
-        self._take("esac", opener, "case")
+        self._expect("esac", opener, "case")
         return CaseCommand(subject, tuple(branches), opener.file_line)
 
     def _branch(self, opener: Token) -> CaseBranch:
         self._accept("(")
         patterns: list[Word] = []
-        while not self.ended and self.sign != ")":
+        while not self.at_end and self.sign != ")":
             if isinstance(self.next, Word):
                 patterns.append(self.next)
             elif self.sign != "|":
                 raise self.unexpected()
             self.at += 1
-        self._take(")", opener, "case")
+        self._expect(")", opener, "case")
         body = self.commands(*_BRANCH_ENDS, "esac")
         return CaseBranch(tuple(patterns), body, self._accept(*_BRANCH_ENDS))
 
@@ -192,10 +192,10 @@ class _Parser:
         opener = self.next
         self.at += 1
         head = [self.next]
-        self.at += not self.ended
+        self.at += not self.at_end
         self._skip("\n")
         if self._accept("in"):
-            while not self.ended and self.sign not in _COMMAND_ENDS:
+            while not self.at_end and self.sign not in _COMMAND_ENDS:
                 head.append(self.next)
                 self.at += 1
         self._skip(";", "\n")
@@ -209,37 +209,37 @@ class _Parser:
 
     def _body(self, opener: Token, name: str) -> Commands:
         closer = "}" if self.sign == "{" else "done"  # for ((...)) { ...; }
-        self._take("{" if closer == "}" else "do", opener, name)
+        self._expect("{" if closer == "}" else "do", opener, name)
         body = self.commands(closer)
-        self._take(closer, opener, name)
+        self._expect(closer, opener, name)
         return body
 
     def _function(self) -> Function:
         """Parse a function, starting at its name."""
         file_line = self.next.file_line
-        self.at += not self.ended
+        self.at += not self.at_end
         if self._accept("("):
-            self._take(")", self.tokens[self.at - 1], "(")
+            self._expect(")", self.tokens[self.at - 1], "(")
         self._skip("\n")
         return Function(self._command(), file_line)
 
     def _coprocess(self) -> CommandGroup:
         self.at += 1
-        following = self.tokens[self.at + 1] if not self.ended else None
+        following = self.tokens[self.at + 1] if not self.at_end else None
         self.at += isinstance(following, Word) and following.keyword == "{"  # coproc NAME { ...; }
         return CommandGroup((AndOr(Pipeline((self._command(),), negated=False), (), background=True),), subshell=True)
 
     def _test(self) -> SimpleCommand:
         """Parse ``[[ ... ]]``, in which operators have a different meaning."""
         opener, start = self.next, self.at
-        while not self.ended and self.sign != "]]":
+        while not self.at_end and self.sign != "]]":
             self.at += 1
-        self._take("]]", opener, "[[")
+        self._expect("]]", opener, "[[")
         return SimpleCommand(tuple(self.tokens[start : self.at]))
 
     def _simple(self) -> Command:
         start, words = self.at, list[Token]()
-        while not self.ended and not (isinstance(self.next, Operator) and self.next.text in _COMMAND_ENDS):
+        while not self.at_end and not (isinstance(self.next, Operator) and self.next.text in _COMMAND_ENDS):
             if self.sign != "(":
                 words.append(self.next)
                 self.at += 1
@@ -257,9 +257,9 @@ class _Parser:
     def _skip_parentheses(self) -> None:
         """Skip ``( ... )`` inside a command: a pattern of ``shopt -s extglob``, which sets no variable."""
         opener, depth = self.next, 0
-        while not self.ended:
+        while not self.at_end:
             depth += {"(": 1, ")": -1}.get(self.sign, 0)
             self.at += 1
             if not depth:
                 return
-        self._take(")", opener, "(")
+        self._expect(")", opener, "(")

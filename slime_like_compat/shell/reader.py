@@ -47,27 +47,33 @@ class ScriptReader:
         """Read a file and the files it sources. Raises ``ConfigError`` with file and line if a part cannot be read."""
         self.files.append(script)
         if len(self.files) > MAX_SOURCED:
-            raise ConfigError(f"{script}: more than {MAX_SOURCED} files source one another")
+            raise ConfigError(f"{script}: more than {MAX_SOURCED} files are sourced")
         try:
             text = script.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{script} cannot be read ({error}): give a bash script") from error
         branches = Branches(
-            self.scope, script, lambda words, inside: self._effects(words, script, inside), starts=self._starts
+            self.scope,
+            script,
+            lambda words, condition_text: self._effects(words, script, condition_text),
+            starts=self._starts,
         )
         branches.follow(parse(text, str(script)))
 
     def _starts(self, words: Sequence[Token]) -> bool:
         return training(plain_words(leading_assignments(words)[1]), self.programs) is not None
 
-    def _effects(self, words: Sequence[Token], script: Path, inside: str) -> None:
-        """Apply a command's assignments, sourced files or training start. ``inside``: its condition if it may not run."""
-        variables = Assignments(self.scope, script, inside)
+    def _effects(self, words: Sequence[Token], script: Path, condition_text: str) -> None:
+        """Apply the assignments, the sourced file or the training start of a command.
+
+        ``condition_text`` is the condition under which the command runs; empty if it runs.
+        """
+        variables = Assignments(self.scope, script, condition_text)
         variables.expand(words)
         assignments, command = leading_assignments(words)
         name = command[0].literal if command and isinstance(command[0], Word) else ""
         if name in ("source", "."):
-            self._source(command, assignments, script, inside)
+            self._source(command, assignments, script, condition_text)
             return
         for item in assignments if not command else []:
             variables.assign(item)
@@ -84,14 +90,18 @@ class ScriptReader:
             variables.declare(words)
         elif plain and variables.builtin(plain):
             if name in READ and any(word.literal == "MODEL_ARGS" for word in plain[1:]):
-                self._leave_model_args(
+                self._clear_model_args(
                     f"MODEL_ARGS is read from a command ({plain[0].file_line}): it describes the model"
                 )
         elif name == "eval":
-            raise ConfigError(f"{plain[0].file_line}: eval may set anything, and nothing is run here: write it out")
+            raise ConfigError(
+                f"{plain[0].file_line}: eval may set any variable, and no command is run here: write the assignments out"
+            )
         elif (program_index := training(plain, self.programs)) is not None:
-            if inside := variables.inside:
-                raise ConfigError(f"{plain[0].file_line}: training starts {inside}, and whether it runs is not known")
+            if variables.condition_text:
+                raise ConfigError(
+                    f"{plain[0].file_line}: training starts {variables.condition_text}, and whether it runs is not known"
+                )
             arguments = tuple(value for word in plain[program_index + 1 :] for value in self.scope.expand(word, script))
             for word in plain[:program_index]:
                 self._environment(self.scope.text(word, script).text)
@@ -99,7 +109,7 @@ class ScriptReader:
         else:
             self._count(name)
 
-    def _leave_model_args(self, reason: str) -> None:
+    def _clear_model_args(self, reason: str) -> None:
         """Clear MODEL_ARGS, which give the model's shape in slime; config.json gives it here."""
         self.notes.append(f"{reason}, as config.json of --hf-checkpoint does")
         self.scope.assign("MODEL_ARGS", ())
@@ -109,29 +119,35 @@ class ScriptReader:
         if text.startswith("--runtime-env-json="):
             self.environment |= dict(_VARIABLE.findall(text))
 
-    def _source(self, words: list[Word | Array], assignments: list[Word | Array], script: Path, inside: str) -> None:
+    def _source(
+        self, words: list[Word | Array], assignments: list[Word | Array], script: Path, condition_text: str
+    ) -> None:
         word = words[1] if len(words) > 1 else None
         if not isinstance(word, Word):
             raise ConfigError(f"{words[0].file_line}: source without a file")
         value = self.scope.text(word, script)
-        last = "".join(p.text for p in word.parts[-1:] if p.kind == "text").rpartition("/")[2]
-        if self.skip and (Path(value.text).name in self.skip or value.text in self.skip or last in self.skip):
-            self.skipped.append(f"{value.text or last} ({word.file_line})")
+        file_name = "".join(p.text for p in word.parts[-1:] if p.kind == "text").rpartition("/")[2]
+        if self.skip and {Path(value.text).name, value.text, file_name} & {*self.skip}:
+            self.skipped.append(f"{value.text or file_name} ({word.file_line})")
             self.scope.incomplete = True
             return
-        skip_hint = f"--skip {last or 'NAME'} leaves it out"
-        if inside:
+        skip_hint = f"--skip {file_name or 'NAME'} leaves it out"
+        if condition_text:
             raise ConfigError(
-                f"{word.file_line}: a file is sourced {inside}, and whether it runs is not known; {skip_hint}"
+                f"{word.file_line}: a file is sourced {condition_text}, and whether it runs is not known; {skip_hint}"
             )
         path = self._sourced(value, script)
         if path is None and _MODEL_FILE.search(value.text):
-            self._leave_model_args(f"{value.text} ({word.file_line}) is not there: its MODEL_ARGS describe the model")
+            self._clear_model_args(f"{value.text} ({word.file_line}) is not there: its MODEL_ARGS describe the model")
             return
         if path is None and value.problem:
-            raise ConfigError(f"{word.file_line}: which file is sourced is not known: {value.problem}; {skip_hint}")
+            raise ConfigError(
+                f"{word.file_line}: the name of the sourced file is unknown: {value.problem}; {skip_hint}"
+            )
         if path is None:
-            raise ConfigError(f"{word.file_line}: there is no {value.text} to source: put it there; {skip_hint}")
+            raise ConfigError(
+                f"{word.file_line}: the sourced file {value.text} does not exist: put it there; {skip_hint}"
+            )
         arguments = [value for word in words[2:] if isinstance(word, Word) for value in self.scope.expand(word, script)]
         saved = {name: self.scope.values.get(name) for name in names_of(assignments)}
         if arguments:
@@ -146,7 +162,7 @@ class ScriptReader:
                 self.scope.values[name] = values
 
     def _sourced(self, value: Value, script: Path) -> Path | None:
-        """Return the file that ``source`` names: as written, or by its last path components in a folder above the script."""
+        """Return the file that ``source`` names: its path as written, or its last parts in a folder above the script."""
         named = Path(value.text)
         path = named if named.is_absolute() else script.parent / named
         if not value.problem and path.is_file():
@@ -164,10 +180,10 @@ class ScriptReader:
 def training(words: Sequence[Word], programs: Sequence[str]) -> int | None:
     """Return the index of one of ``programs`` in a command that starts it; None for any other command."""
     for index, word in enumerate(words):
-        last = word.parts[-1] if word.parts else None
-        if not index or last is None or last.kind != "text":
+        last_part = word.parts[-1] if word.parts else None
+        if not index or last_part is None or last_part.kind != "text":
             continue
-        name = last.text if words[index - 1].literal == "-m" else last.text.rpartition("/")[2]
+        name = last_part.text if words[index - 1].literal == "-m" else last_part.text.rpartition("/")[2]
         runner = (words[0].literal or "").rpartition("/")[2]
         if name in programs and (runner.startswith(_RUNNERS) or words[0].literal is None):
             return index

@@ -1,7 +1,6 @@
 """Values of bash expansions known without running a command: variables, arrays, arithmetic.
 
-A value that only a command prints (``$(nvidia-smi ...)``), or that is set under an unknown condition, has a ``problem``;
-its user refuses it.
+A value that only a command prints (``$(nvidia-smi ...)``), or that is set under an unknown condition, has a ``problem``.
 """
 
 from __future__ import annotations
@@ -45,31 +44,31 @@ class Value:
 
 @dataclass(slots=True)
 class Scope:
-    """Variables of a script. ``fixed`` are given from outside and override the script's."""
+    """Variables of a script. ``user_values`` come from ``--set`` and override the script's."""
 
-    fixed: Mapping[str, str]
+    user_values: Mapping[str, str]
     values: dict[str, tuple[Value, ...]] = field(default_factory=dict[str, tuple[Value, ...]])
-    unreadable: dict[str, str] = field(default_factory=dict[str, str])  # name -> reason
+    unknown_reasons: dict[str, str] = field(default_factory=dict[str, str])  # name of an unknown variable -> why
     incomplete: bool = False  # a skipped file may set more variables
 
     @contextmanager
     def subshell(self) -> Generator[None]:
         """Restore all variables at the end of the block."""
-        saved = dict(self.values), dict(self.unreadable), self.incomplete
+        saved = dict(self.values), dict(self.unknown_reasons), self.incomplete
         try:
             yield
         finally:
-            self.values, self.unreadable, self.incomplete = saved
+            self.values, self.unknown_reasons, self.incomplete = saved
 
     def assign(self, name: str, values: tuple[Value, ...], *, append: bool = False) -> None:
         """Set a variable (one value) or an array."""
         self.values[name] = (self.values.get(name, ()) if append else ()) + values
         if not append:
-            self.unreadable.pop(name, None)
+            self.unknown_reasons.pop(name, None)
 
     def assign_text(self, name: str, value: Value, *, append: bool = False) -> None:
         """Set ``NAME=text``, or append to it; an unknown text stays unknown."""
-        if append and name in self.unreadable:
+        if append and name in self.unknown_reasons:
             return
         old = self.values.get(name, ())
         first = old[0] if append and old else Value("", value.file_line)
@@ -85,27 +84,27 @@ class Scope:
     def taint(self, name: str, reason: str) -> None:
         """Mark ``name`` as unknown until it is set again."""
         self.values.pop(name, None)
-        self.unreadable[name] = reason
+        self.unknown_reasons[name] = reason
 
     def lookup(self, name: str, file_line: str) -> tuple[Value, ...] | None:
         """Return the values of a variable; None if it is not set, one value with a problem if it is unknown."""
-        if name in self.fixed:
-            return (Value(self.fixed[name], file_line),)
-        if name in self.unreadable:
-            reason = self.unreadable[name]
-            named = (
+        if name in self.user_values:
+            return (Value(self.user_values[name], file_line),)
+        if name in self.unknown_reasons:
+            reason = self.unknown_reasons[name]
+            problem = (
                 f"the list of arguments {reason}: write it out"
                 if name == ARGUMENTS
                 else f"{name} {reason}: give --set {name}=VALUE"
             )
-            return (Value("", file_line, named),)
+            return (Value("", file_line, problem),)
         return self.values.get(name)
 
     def expand(self, word: Word, script: Path) -> tuple[Value, ...]:
         """Return the words of an expansion: unquoted text is split at blanks, an array gives one per element."""
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
             raise ConfigError(f"{word.file_line}: braces that bash expands are not read: write the words out")
-        finished: list[Value] = []
+        words: list[Value] = []
         current: Value | None = None
         for part in word.parts:
             if part.kind == "text":
@@ -118,12 +117,12 @@ class Scope:
                 values = tuple(piece for value in values for piece in _split(value))
             for index, value in enumerate(values):
                 if index and current is not None:
-                    finished.append(current)
+                    words.append(current)
                     current = None
                 current = _joined(current, value, word.file_line)
-            if len(finished) > MAX_WORDS:
+            if len(words) > MAX_WORDS:
                 raise ConfigError(f"{word.file_line}: more than {MAX_WORDS} words")
-        return (*finished, current) if current is not None else tuple(finished)
+        return (*words, current) if current is not None else tuple(words)
 
     def text(self, word: Word, script: Path) -> Value:
         """Return ``word`` as one value without splitting, as on the right of ``=``."""
@@ -185,18 +184,18 @@ class Scope:
         elif values is not None and not several:
             values = values[:1]
         if operation:
-            return self._altered(name, values, operation, Place(file_line, script)) or unknown
+            return self._with_operation(name, values, operation, Place(file_line, script)) or unknown
         if values is None and several and not self.incomplete:
             return ()  # as in bash; an array cannot be inherited
         if values is None:
             problem = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
             return (Value("", file_line, f"{name} {problem}: give --set {name}=VALUE"),)
-        if several and values and (name in self.fixed or name in self.unreadable):
+        if several and values and (name in self.user_values or name in self.unknown_reasons):
             return values if values[0].problem else tuple(Value(w, file_line) for w in values[0].text.split())
         return values
 
     def _positional(self, name: str, operation: str, place: Place) -> tuple[Value, ...] | None:
-        """Return ``$1``, ``$@``, ``$*`` or ``$#``; None if the script sets no arguments, or for an unsupported form."""
+        """Return the value of ``$1``, ``$@``, ``$*`` or ``$#``; None for an unsupported form or without arguments."""
         values = self.lookup(ARGUMENTS, place.file_line)
         if values is None or (operation and not name.isdigit()):
             return (
@@ -212,13 +211,15 @@ class Scope:
             return (Value(str(len(values)), place.file_line),)
         argument = values[int(name) - 1 : int(name)]
         return (
-            self._altered(name, argument, operation, place) if operation else argument or (Value("", place.file_line),)
+            self._with_operation(name, argument, operation, place)
+            if operation
+            else argument or (Value("", place.file_line),)
         )
 
-    def _altered(
+    def _with_operation(
         self, name: str, values: tuple[Value, ...] | None, operation: str, place: Place
     ) -> tuple[Value, ...] | None:
-        """Return ``${X:-word}`` and the like; None for an unsupported form."""
+        """Return the value of ``${X:-word}`` and the like; None for an unsupported form."""
         sign = next(
             (s for s in (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#") if operation.startswith(s)),
             "",

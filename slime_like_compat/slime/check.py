@@ -1,4 +1,4 @@
-"""A table of the outcome of every launch script of slime below a folder."""
+"""Table of the outcome of every launch script of slime below a folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime_like.errors import ConfigError
+from slime_like_compat.outcome_table import class_table, first_line, outcome
 from slime_like_compat.shell.launch_script import TRAIN, read_launch
-from slime_like_compat.slime.classes import class_table, first_line, outcome
 from slime_like_compat.slime.job import convert_script
 
 CLASSES = {
@@ -17,7 +17,7 @@ CLASSES = {
     "code": "a recipe of the same job, once the functions that it names are ported",
     "value": "no recipe: values that the script takes from outside are needed (--set)",
     "refused": "no recipe: flags without a counterpart, each named (--drop)",
-    "config": "no recipe: no configuration says it",
+    "config": "no recipe: its settings do not compose to a configuration",
     "python": "a Python launcher: one line prints its command line",
     "unread": "no recipe: the script cannot be read",
 }
@@ -38,7 +38,7 @@ def _starts_training(path: Path) -> bool:
 
 
 def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
-    """Return a name of ``CLASSES`` for a script, and why it is not ``same``."""
+    """Return the name of a script's class, and the reason if the class is not ``same``."""
     if path.suffix == ".py":
         return "python", ""
     try:

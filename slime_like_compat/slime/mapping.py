@@ -1,27 +1,27 @@
-"""slime's arguments -> overrides, with a report row for each. The flags are ``flags.table``'s."""
+"""Translation of slime's arguments to overrides, with a report row for each argument; ``flags.table`` has the flags."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slime_like.config.load.loader import load_config, unchecked_config
+from slime_like.config.load.loader import unchecked_config
 from slime_like.config.schema.render import render
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row
+from slime_like_compat.conversion import compose
+from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row, same_value
 from slime_like_compat.flags.defaults import DEFAULTS, NEEDED, SlimeDefault
 from slime_like_compat.flags.translate import translate
 from slime_like_compat.shell.values import Value
-from slime_like_compat.slime.given import Flags, Given, grouped
+from slime_like_compat.slime.occurrences import FlagOccurrence, Flags, group_by_flag
 from slime_like_compat.slime.rows import keys_of, row_of
-from slime_like_compat.slime.weights import starts_elsewhere
+from slime_like_compat.slime.weights import start_checkpoint
 
-ENVIRONMENT = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "quantisation-aware training is not here"}
-"""Variables of a job's environment that are part of what it does."""
-WITHOUT_VALUE = ("--save-debug-rollout-data",)  # their path is run.dir here
+ENVIRONMENT = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "there is no quantisation-aware training"}
+"""Environment variables that change the job, with the reason to refuse each."""
+FLAGS_WITHOUT_PATH = ("--save-debug-rollout-data",)  # slime's path is left out: run.dir
 
 
 def map_arguments(
@@ -34,13 +34,13 @@ def map_arguments(
 ) -> Mapped:
     """Translate the arguments of slime's ``train.py`` (``train_async.py`` with ``asynchronous``).
 
-    ``drop`` are flags to leave out, ``environment`` the variables that the job is started with. A row of ``rows.BLOCKING``
-    leaves ``config`` None. Raises ``ConfigError``, naming the place in the script, for a word that belongs to no flag,
-    and for a job that no configuration of ours describes.
+    ``drop`` are flags to leave out, ``environment`` the variables that the job is started with. ``config`` is None if a
+    row has a verdict of ``BLOCKING``. Raises ``ConfigError`` with the place in the script for a value that belongs to no
+    flag, and for settings that do not compose to a configuration.
     """
-    items = grouped(arguments)
+    items = group_by_flag(arguments)
     flags = Flags.of([item for item in items if item.flag not in drop])
-    kept_flags, rows = _sorted(items, flags, drop)
+    kept_flags, rows = _kept_flags(items, flags, drop)
     rows += [
         Row(name, value, "", "refused", note=ENVIRONMENT[name])
         for name, value in (environment or {}).items()
@@ -52,48 +52,57 @@ def map_arguments(
         if flag not in flags and flag not in drop
     ]
     start_overrides = [f"run.name={render(run_name)}", "placement.device=cuda"]
-    for key, row in _started(flags, asynchronous):
+    for key, row in _start_overrides(flags, asynchronous):
         start_overrides += [key] if key else []
         rows.append(row)
     if any(row.verdict in BLOCKING for row in rows):
         return Mapped(tuple(rows), (), None)
-    overrides = [*start_overrides, *_translated(kept_flags, flags)]
+    overrides = [*start_overrides, *_flag_overrides(kept_flags, flags)]
     defaults = list(_defaults(flags, unchecked_config(overrides)))
-    overrides += [f"{default.key}={default.override}" for default in defaults if default.override is not None]
+    overrides += [f"{item.key}={item.override}" for item in defaults if item.override is not None]
     rows += [
-        Row(d.flag, d.value, "", "default", (d.key,), d.note or "slime's default is written into the recipe")
-        for d in defaults
+        Row(
+            item.flag, item.value, "", "default", (item.key,), item.note or "slime's default is written into the recipe"
+        )
+        for item in defaults
     ]
-    return Mapped(tuple(rows), tuple(overrides), _load(overrides, kept_flags))
+    hint = "The script sets these keys here, and --drop FLAG leaves a flag out"
+    config = compose(overrides, rows, hint, project="slime", sign=" ")
+    return Mapped(tuple(rows), tuple(overrides), config)
 
 
-def _started(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Row]]:
-    """Yield the overrides that follow from how slime is started, not from a flag."""
+def _start_overrides(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Row]]:
+    """Yield an override (or an empty text) and a row for each choice that slime's start command implies."""
     yield "", Row("train.py", "", "", "mapped", ("placement.device",), "slime runs on GPUs")
-    if asynchronous and not flags.supervised:
+    if asynchronous and not flags.is_supervised:
         note = "one rollout ahead of the trainer"
         yield "loop.max_staleness=1", Row("train_async.py", "", "", "mapped", ("loop.max_staleness",), note)
     elif asynchronous:
         yield "", Row("train_async.py", "", "", "always", (), "algo=sft has no rollout to wait for")
     if (text := flags.text("--actor-num-nodes", "1")).isdecimal() and int(text) > 1:
-        note = "joins the cluster that ray start made"
+        note = "joins the cluster that ray start has started"
         yield "placement.ray_address=auto", Row("ray job submit", "", "", "mapped", ("placement.ray_address",), note)
 
 
-def _translated(kept_flags: Sequence[Given], flags: Flags) -> list[str]:
-    """Return the overrides of the flags that a recipe can say, with slime's defaults of the flags that they are read with."""
-    implied = [
+def _flag_overrides(kept_flags: Sequence[FlagOccurrence], flags: Flags) -> list[str]:
+    """Return the overrides of the flags that a recipe can express.
+
+    slime's defaults of missing flags are added while translating, because other flags are read together with them.
+    """
+    default_flags = [
         text
         for flag, value in (("--actor-num-gpus-per-node", "8"), ("--n-samples-per-prompt", "1"))
         if flag not in flags
         for text in (flag, value)
     ]
-    argv = [text for item in kept_flags for text in ([item.flag] if item.flag in WITHOUT_VALUE else item.argv)]
+    argv = [text for item in kept_flags for text in ([item.flag] if item.flag in FLAGS_WITHOUT_PATH else item.argv)]
     overrides = [
-        text for text in translate([*implied, *argv]).overrides if text.partition("=")[0] not in _keys_of(implied[::2])
+        text
+        for text in translate([*default_flags, *argv]).overrides
+        if text.partition("=")[0] not in _keys_of(default_flags[::2])
     ]
-    if (start := starts_elsewhere(flags)) is not None:
-        has_reference = flags.has_kl and not flags.supervised
+    if (start := start_checkpoint(flags)) is not None:
+        has_reference = flags.has_kl and not flags.is_supervised
         overrides = [text for text in overrides if has_reference or not text.startswith("model.ref_checkpoint=")]
         if not any(text.startswith("model.megatron_checkpoint=") for text in overrides):
             overrides.append(f"model.megatron_checkpoint={render(start)}")
@@ -104,27 +113,19 @@ def _keys_of(flags: Sequence[str]) -> set[str]:
     return {key for flag in flags for key in keys_of(flag)}
 
 
-def _load(overrides: list[str], kept_flags: Sequence[Given]) -> TrainConfig:
-    try:
-        return load_config(overrides, files=False, machine=False, code=False)
-    except ConfigError as error:
-        keys = re.findall(r"[a-z]+(?:\.\w+)+", str(error))
-        about = [item for item in kept_flags if set(keys_of(item.flag)) & set(keys)]
-        places = "".join(f"\n  {item.file_line}: {item.flag} {item.text}" for item in about)
-        raise ConfigError(f"{error}\nThe script says so here, and --drop FLAG leaves a flag out:{places}") from error
-
-
-def _sorted(items: Sequence[Given], flags: Flags, drop: Sequence[str]) -> tuple[list[Given], list[Row]]:
-    """Return the flags that a recipe can say, and a row for every flag."""
+def _kept_flags(
+    items: Sequence[FlagOccurrence], flags: Flags, drop: Sequence[str]
+) -> tuple[list[FlagOccurrence], list[Row]]:
+    """Return the flags that a recipe can express, and a row for every flag."""
     if absent := sorted(set(drop) - {item.flag for item in items} - {*NEEDED, *ENVIRONMENT}):
         raise ConfigError(f"--drop {absent[0]}: the script does not give it")
-    kept_flags: list[Given] = []
+    kept_flags: list[FlagOccurrence] = []
     rows: list[Row] = []
     for item in items:
         if item.flag in drop:
             row = Row(item.flag, item.text, item.file_line, "dropped", note="by --drop")
-        elif flags.last[item.flag] is not item:
-            place = flags.last[item.flag].file_line
+        elif flags.by_name[item.flag] is not item:
+            place = flags.by_name[item.flag].file_line
             row = Row(item.flag, item.text, item.file_line, "dropped", note=f"given again at {place}")
         else:
             row = row_of(item, flags)
@@ -134,7 +135,7 @@ def _sorted(items: Sequence[Given], flags: Flags, drop: Sequence[str]) -> tuple[
 
 
 def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
-    """Yield the defaults of slime that count in this run and differ from ours."""
+    """Yield the defaults of slime that this run uses and that differ from ours."""
     for default in DEFAULTS:
         if default.flag in flags or (default.needs and not any(flag in flags for flag in default.needs)):
             continue
@@ -143,7 +144,7 @@ def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
             continue
         group, _, name = default.key.partition(".")
         owner = getattr(cfg, group)
-        if not hasattr(owner, name) or _equal(getattr(owner, name), _value(default.override, cfg)):
+        if not hasattr(owner, name) or same_value(getattr(owner, name), _value(default.override, cfg)):
             continue
         if default.key == "algo.aggregation" and cfg.algo.name in ("dr_grpo", "gspo"):
             continue
@@ -153,7 +154,7 @@ def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
 
 
 def _value(override: str, cfg: TrainConfig) -> Any:
-    """Return the value of the right side of an override of ``DEFAULTS`` in the run."""
+    """Return the value that an override of ``DEFAULTS`` has in the run."""
     if override.startswith("${"):
         group, _, name = override[2:-1].partition(".")
         return getattr(getattr(cfg, group), name)
@@ -163,7 +164,3 @@ def _value(override: str, cfg: TrainConfig) -> Any:
         return float(override) if "." in override else int(override)
     except ValueError:
         return override.strip("'")
-
-
-def _equal(value: object, default: object) -> bool:
-    return value == default and isinstance(value, bool) == isinstance(default, bool)

@@ -1,4 +1,4 @@
-"""Report row of one flag of slime's ``train.py``, judged together with the other flags of the job."""
+"""Report row of one flag of slime's ``train.py``, which may depend on the other flags of the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from slime_like.config.rules import foreign
 from slime_like.errors import ConfigError
-from slime_like_compat.conversion_rows import Row
+from slime_like_compat.conversion_rows import ENGINE_MEMORY_NOTE, MAX_ENGINE_MEMORY, Row
 from slime_like_compat.flags.table import (
     ALWAYS,
     COMBINED,
@@ -17,32 +17,33 @@ from slime_like_compat.flags.table import (
 )
 from slime_like_compat.flags.translate import translate
 from slime_like_compat.flags.without_key import HARMLESS
-from slime_like_compat.slime.given import Flags, Given
-from slime_like_compat.slime.special import SPECIAL
+from slime_like_compat.slime.occurrences import FlagOccurrence, Flags
+from slime_like_compat.slime.special import VERDICT_FUNCTIONS
 
-OFFLOADED = 0.5
 SECRETS = ("--wandb-key",)
 SFT_FLAGS = ("--loss-type", "--rollout-function-path", "--disable-compute-advantages-and-returns")
 
 
-def row_of(item: Given, flags: Flags) -> Row:
-    """Return the row of ``item``. Raises ``ConfigError`` for a word that belongs to no flag."""
-    shown = item.text if item.flag not in SECRETS else "(not shown)"
-    row = Row(item.flag, shown, item.file_line, "mapped", keys_of(item.flag))
-    if flags.supervised and _of_a_policy(item.flag):
-        return replace(row, verdict="dropped", keys=(), note="has no effect on --loss-type sft_loss, in slime as well")
-    if special := SPECIAL.get(item.flag):
-        verdict_note = special(item, flags)
+def row_of(item: FlagOccurrence, flags: Flags) -> Row:
+    """Return the row of ``item``. Raises ``ConfigError`` for a value that belongs to no flag."""
+    value_text = item.text if item.flag not in SECRETS else "(not shown)"
+    row = Row(item.flag, value_text, item.file_line, "mapped", keys_of(item.flag))
+    if flags.is_supervised and _is_policy_option(item.flag):
+        return replace(
+            row, verdict="dropped", keys=(), note="has no effect with --loss-type sft_loss, in slime as well"
+        )
+    if verdict_function := VERDICT_FUNCTIONS.get(item.flag):
+        verdict_note = verdict_function(item, flags)
         if verdict_note is not None:
             verdict, note = verdict_note
             return replace(row, verdict=verdict, keys=row.keys if verdict in ("mapped", "code") else (), note=note)
     if item.flag in REFUSED:
         verdict = "dropped" if item.flag in HARMLESS else "refused"
-        return replace(row, verdict=verdict, keys=(), note=_reason(REFUSED[item.flag], item.flag))
+        return replace(row, verdict=verdict, keys=(), note=_shortened(REFUSED[item.flag], item.flag))
     if item.problem:
-        return _unknown_value(row, item)
-    if reason := _refusal(item, [value.text for value in item.values]):
-        return replace(row, verdict=_refused(item.flag, reason), keys=(), note=_reason(reason, item.flag))
+        return _row_of_unknown_value(row, item)
+    if error := _translation_error(item, [value.text for value in item.values]):
+        return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))
     if item.flag in ALWAYS:
         return replace(row, verdict="always", note=ALWAYS[item.flag][1])
     if not row.keys:
@@ -61,21 +62,21 @@ def keys_of(flag: str) -> tuple[str, ...]:
     return ()
 
 
-def _of_a_policy(flag: str) -> bool:
-    """Return whether a flag sets an option of an algorithm that supervised fine-tuning does not read."""
+def _is_policy_option(flag: str) -> bool:
+    """Return whether a flag sets an option of a policy loss, which supervised fine-tuning does not read."""
     keys = keys_of(flag) if flag not in SFT_FLAGS else ()
     return bool(keys) and all(key.partition(".")[0] == "algo" and key != "algo.aggregation" for key in keys)
 
 
-def _unknown_value(row: Row, item: Given) -> Row:
-    """Return the row of a value that only a command prints: needed if the recipe would hold it."""
-    if keys_of(item.flag) or item.flag in ALWAYS or not (reason := _refusal(Given(item.flag), ["1"])):
+def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
+    """Return the row of a flag whose value only a command prints: needed if the recipe would contain the value."""
+    if keys_of(item.flag) or item.flag in ALWAYS or not (error := _translation_error(FlagOccurrence(item.flag), ["1"])):
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
-    return replace(row, verdict=_refused(item.flag, reason), keys=(), note=_reason(reason, item.flag))
+    return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))
 
 
-def _refused(flag: str, reason: str) -> str:
-    """Return the verdict on a flag that ``train.py`` would refuse."""
+def _verdict_on_error(flag: str, error: str) -> str:
+    """Return the verdict on a flag that ``train.py`` would refuse with ``error``."""
     owner = foreign.OWNED[foreign.MEGATRON].get(flag.removeprefix("--").replace("-", "_"))
     if flag in HARMLESS or owner in (foreign.SHAPE, foreign.TE_EXPERTS):
         return "dropped"
@@ -83,21 +84,21 @@ def _refused(flag: str, reason: str) -> str:
         owner = foreign.OWNED[foreign.SGLANG].get(flag.removeprefix("--sglang-").replace("-", "_"), "")
         if owner.startswith("the "):
             return "dropped"
-    return "unknown" if "is unknown" in reason and flag not in VALUES else "refused"
+    return "unknown" if "is unknown" in error and flag not in VALUES else "refused"
 
 
-def _reason(message: str, flag: str) -> str:
-    """Shorten a refusal of ``train.py`` for a table whose row begins with the flag."""
+def _shortened(message: str, flag: str) -> str:
+    """Return an error of ``train.py`` in short, for a table whose row begins with the flag."""
     message = message.removeprefix(f"{flag} ").removeprefix("is unknown: ")
     if message.startswith("belongs to config.json"):
-        return "config.json of --hf-checkpoint says it"
+        return "config.json of --hf-checkpoint has this value"
     for text in (": remove the flag, and set it there", ": remove the flag", "; remove the flag"):
         message = message.removesuffix(text)
     return message or "there is no such feature here"
 
 
-def _refusal(item: Given, values: list[str]) -> str:
-    """Return why ``train.py`` would refuse the flag alone; empty if it would not, or if the flag is read with others."""
+def _translation_error(item: FlagOccurrence, values: list[str]) -> str:
+    """Return the error of ``train.py`` about the flag alone; empty without an error or if other flags affect it."""
     if item.flag in COMBINED:
         return ""
     try:
@@ -114,12 +115,12 @@ def _above(text: str, bound: float) -> bool:
     try:
         return float(text) > bound
     except ValueError:
-        return False  # refused at load, by flag and place
+        return False  # load_config refuses the value
 
 
-def _note(item: Given, flags: Flags) -> str:
-    if item.flag == "--sglang-mem-fraction-static" and "--colocate" in flags and _above(item.text, OFFLOADED):
-        return "slime moves the trainer out while engines sample; here both stay on the GPUs: lower it to what train.py --plan leaves"
+def _note(item: FlagOccurrence, flags: Flags) -> str:
+    if item.flag == "--sglang-mem-fraction-static" and "--colocate" in flags and _above(item.text, MAX_ENGINE_MEMORY):
+        return ENGINE_MEMORY_NOTE
     if item.flag.startswith("--sglang-") and item.flag not in VALUES and item.flag not in COMBINED:
         return f"a field of {foreign.source(foreign.SGLANG)}"
     return ""

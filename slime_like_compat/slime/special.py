@@ -21,7 +21,7 @@ from slime_like_compat.flags.table import (
     SLIME_FILTERS,
     dotted,
 )
-from slime_like_compat.slime.given import Flags, Given
+from slime_like_compat.slime.occurrences import FlagOccurrence, Flags
 from slime_like_compat.slime.weights import hf_checkpoint, load, ref_load, teacher
 
 CODE = {
@@ -34,36 +34,41 @@ CODE = {
     "--dynamic-sampling-filter-path": "rollout.filters",
 }
 SLIME_SOURCES = [f"{project}.rollout.data_source.RolloutDataSourceWithBuffer" for project in ("slime", "miles")]
-QUIET = re.compile(r"(NCCL|CUDA|PYTORCH|TORCH|NVSHMEM|GLOO|RAY|WANDB|HF|TOKENIZERS|OMP|MASTER)_\w+|PYTHON\w+|no_proxy")
+HARMLESS_VARIABLE = re.compile(
+    r"(NCCL|CUDA|PYTORCH|TORCH|NVSHMEM|GLOO|RAY|WANDB|HF|TOKENIZERS|OMP|MASTER)_\w+|PYTHON\w+|no_proxy"
+)
 
-type Special = Callable[[Given, Flags], tuple[str, str] | None]  # -> (verdict, note); None: as any other flag
+type VerdictFunction = Callable[[FlagOccurrence, Flags], tuple[str, str] | None]
+"""Returns the verdict and its note; None to treat the flag like any other."""
 
 
-def _needs(switch: str, file_line: str = "slime") -> Special:
-    def without_effect(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _needs(switch: str, project: str = "slime") -> VerdictFunction:
+    """Return a function that drops a flag without ``switch``."""
+
+    def drop_without_switch(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
         del item
-        return None if switch in flags else ("dropped", f"has no effect without {switch}, in {file_line} as well")
+        return None if switch in flags else ("dropped", f"has no effect without {switch}, in {project} as well")
 
-    return without_effect
+    return drop_without_switch
 
 
-def _kl_loss_type(item: Given, flags: Flags) -> tuple[str, str] | None:
-    if "--use-kl-loss" not in flags or flags.supervised:
+def _kl_loss_type(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    if "--use-kl-loss" not in flags or flags.is_supervised:
         return "dropped", "has no effect without --use-kl-loss, in slime as well"
-    if item.text != PolicyConfig.kl_loss_type and not flags.positive("--kl-loss-coef"):
+    if item.text != PolicyConfig.kl_loss_type and not flags.is_positive("--kl-loss-coef"):
         return "dropped", "has no effect without --kl-loss-coef above 0, in slime as well"
     return None
 
 
-def _rm_type(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _rm_type(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     if "--custom-rm-path" in flags:
-        return "dropped", "has no effect beside --custom-rm-path, in slime as well"
+        return "dropped", "has no effect with --custom-rm-path, in slime as well"
     if item.problem or split_prefix(item.text)[1] in names.REWARDS:
         return None
-    return "refused", f"there is no reward of this name (there are {', '.join(names.REWARDS)})"
+    return "refused", f"there is no reward of this name: one of {', '.join(names.REWARDS)}"
 
 
-def _code(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _code(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     if item.flag == "--custom-loss-function-path" and flags.text("--loss-type") != "custom_loss":
         return "dropped", "has no effect without --loss-type custom_loss, in slime as well"
     if item.flag == "--custom-tis-function-path" and "--use-tis" not in flags:
@@ -71,14 +76,14 @@ def _code(item: Given, flags: Flags) -> tuple[str, str] | None:
     if item.problem or item.text in SLIME_FILTERS:
         return None
     if item.text in SLIME_SOURCES:
-        return "always", "data.source=file, with its cursor in the checkpoint"
+        return "always", "data.source=file, whose cursor is in the checkpoint"
     try:
         path = dotted(item.flag, item.text)
     except ConfigError as error:
         return "refused", str(error)
     try:
         resolve("", path, {})
-    except Exception as error:  # noqa: BLE001  fault boundary: importing a module runs code of whoever wrote it
+    except Exception as error:  # noqa: BLE001  fault boundary: importing a module runs user code
         reason = "" if isinstance(error, ConfigError) else f" ({type(error).__name__}: {error})"
         signature = "with the signature that docs/extending.md names"
         return "code", f"cannot be imported here{reason}: put it on PYTHONPATH, {signature}"
@@ -89,60 +94,62 @@ def _code(item: Given, flags: Flags) -> tuple[str, str] | None:
     return None
 
 
-def _rollout_function(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _rollout_function(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     kind = ROLLOUT_FUNCTIONS.get(item.text)
-    if kind == "sft_loss" and flags.supervised:
-        return "always", "algo=sft reads the rows, and no engine runs"
-    if kind == "policy_loss" and not flags.supervised:
-        return "always", "slime's own rollout function is the loop here"
+    if kind == "sft_loss" and flags.is_supervised:
+        return "always", "algo=sft reads the rows and starts no engine"
+    if kind == "policy_loss" and not flags.is_supervised:
+        return "always", "the training loop here replaces slime's rollout function"
     if "fully_async" in item.text:
         return (
             "refused",
-            "rollouts that go on while the trainer works are loop.max_staleness: 1 with train_async.py, more for rollouts "
-            "further ahead; add it to the recipe of the job without this flag",
+            "loop.max_staleness lets rollouts run during training: 1 as with train_async.py, more for rollouts further "
+            "ahead; convert the job without this flag and add the key to the recipe",
         )
-    return "refused", "a generate function per group is the seam: write rollout.generate (docs/coming_from_slime.md)"
+    return (
+        "refused",
+        "write a generate function, which is called once per group: rollout.generate (docs/coming_from_slime.md)",
+    )
 
 
-def _loss_type(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _loss_type(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     if item.text == "policy_loss":
-        return "always", "a policy loss is what --advantage-estimator chooses"
+        return "always", "--advantage-estimator chooses the policy loss"
     if item.text == "sft_loss" or item.problem:
         return None
     if item.text == "custom_loss" and "--custom-loss-function-path" in flags:
         return "mapped", "--custom-loss-function-path names the loss"
-    return "refused", "there are policy_loss, sft_loss, and custom_loss with --custom-loss-function-path"
+    return "refused", "one of policy_loss, sft_loss, and custom_loss with --custom-loss-function-path"
 
 
-def _sft_only(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _disable_advantages(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del item
-    if flags.supervised:
-        return "always", "algo=sft computes none"
-    return "refused", "advantages are computed for every algo but sft"
+    if flags.is_supervised:
+        return "always", "algo=sft computes no advantages"
+    return "refused", "every algo except sft computes advantages"
 
 
-def _num_epoch(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _num_epoch(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del item
-    return ("dropped", "has no effect beside --num-rollout, in slime as well") if "--num-rollout" in flags else None
+    return ("dropped", "has no effect with --num-rollout, in slime as well") if "--num-rollout" in flags else None
 
 
-def _loss_mask(item: Given, flags: Flags) -> tuple[str, str] | None:
-    if not flags.supervised:
+def _loss_mask(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    if not flags.is_supervised:
         return "dropped", "has no effect without --loss-type sft_loss, in slime as well"
     return (
         None
         if item.text in ("qwen", "qwen3_5")
-        else ("refused", "there are qwen (data.conversation=turns) and qwen3_5 (whole)")
+        else ("refused", "one of qwen (data.conversation=turns) and qwen3_5 (data.conversation=whole)")
     )
 
 
-def _eval_context(item: Given, flags: Flags) -> tuple[str, str] | None:
-    if item.text and item.text == flags.text("--rollout-max-context-len"):
-        return "always", "held-out prompts have the context of rollout.max_context_len"
-    return "refused", "held-out prompts have the context of rollout.max_context_len"
+def _eval_context(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    is_same = bool(item.text) and item.text == flags.text("--rollout-max-context-len")
+    return "always" if is_same else "refused", "held-out prompts have the context of rollout.max_context_len"
 
 
-def _eval_config(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _eval_config(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
     if item.problem:
         return None
@@ -153,69 +160,76 @@ def _eval_config(item: Given, flags: Flags) -> tuple[str, str] | None:
     return None
 
 
-def _eval_sets(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _eval_prompt_data(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del item
-    return ("dropped", "has no effect beside --eval-config, in slime as well") if "--eval-config" in flags else None
+    return ("dropped", "has no effect with --eval-config, in slime as well") if "--eval-config" in flags else None
 
 
-def _max_prompt_len(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _max_prompt_len(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del item, flags
-    return "mapped", "longer prompts are left out, here held-out ones as well, and so are rows that cannot be used"
+    return "mapped", "longer prompts are left out, here also held-out prompts and rows that cannot be used"
 
 
-def _environment(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _environment(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
     try:
         parsed = parse_strict_json(item.text)
     except ValueError:
         parsed = None
     variables = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"?": ""}
-    if all(QUIET.fullmatch(name) for name in variables):
+    if all(HARMLESS_VARIABLE.fullmatch(name) for name in variables):
         return "dropped", "set the variables in the environment of train.py"
-    return "refused", "what these variables change is not known: set them where train.py is started, if they are needed"
+    return (
+        "refused",
+        "the effect of these variables is unknown: set them in the environment of train.py if they are needed",
+    )
 
 
-def _spec(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _spec(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
     if any(f".{name} " in f"{item.text} " for name in names.FAMILIES):  # slime_plugins.models.<name>
         return None
-    return "refused", f"no supported model family is built by it (supported: {', '.join(names.FAMILIES)})"
+    return "refused", f"it builds no supported model family: one of {', '.join(names.FAMILIES)}"
 
 
-def _positions(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _positions(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
     if item.text != "rope" and not item.problem:
-        return "refused", "attention of the families here has rotary positions"
+        return "refused", "the supported model families have rotary positions"
     return None
 
 
-def _num_layers(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _num_layers(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del item
-    return None if "--swiglu" in flags else ("refused", "feed-forward layers of the families here are gated (--swiglu)")
+    return (
+        None
+        if "--swiglu" in flags
+        else ("refused", "the supported model families have gated feed-forward layers (--swiglu)")
+    )
 
 
-def _norm_after(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _post_norm(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del item, flags
     return "refused", "no supported model family normalises after attention or feed-forward layers"
 
 
-def _router_scores(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _router_scores(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
-    return None if item.text in ("softmax", "") else ("refused", "routers of the families here choose by softmax")
+    return None if item.text in ("softmax", "") else ("refused", "routers of the supported model families use softmax")
 
 
-def _balancing(item: Given, flags: Flags) -> tuple[str, str] | None:
-    if item.text in ("none", "aux_loss") or not flags.positive("--moe-aux-loss-coeff"):
-        return "dropped", "--moe-aux-loss-coeff weighs it, by 0 where it is not given"
-    return "refused", "the loss that balances experts is aux_loss"
+def _balancing(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    if item.text in ("none", "aux_loss") or not flags.is_positive("--moe-aux-loss-coeff"):
+        return "dropped", "has no effect without --moe-aux-loss-coeff above 0"
+    return "refused", "the only load-balancing loss is aux_loss"
 
 
-def _dump(item: Given, flags: Flags) -> tuple[str, str] | None:
+def _save_rollouts(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del item, flags
     return "mapped", "into run.dir/rollouts"
 
 
-SPECIAL: dict[str, Special] = {
+VERDICT_FUNCTIONS: dict[str, VerdictFunction] = {
     **dict.fromkeys(CODE, _code),
     "--hf-checkpoint": hf_checkpoint,
     "--rm-type": _rm_type,
@@ -229,10 +243,10 @@ SPECIAL: dict[str, Special] = {
     "--rollout-function-path": _rollout_function,
     "--loss-type": _loss_type,
     "--opd-teacher-load": teacher,
-    "--disable-compute-advantages-and-returns": _sft_only,
+    "--disable-compute-advantages-and-returns": _disable_advantages,
     "--num-epoch": _num_epoch,
     "--eval-config": _eval_config,
-    "--eval-prompt-data": _eval_sets,
+    "--eval-prompt-data": _eval_prompt_data,
     "--rollout-max-prompt-len": _max_prompt_len,
     "--loss-mask-type": _loss_mask,
     "--eval-max-context-len": _eval_context,
@@ -240,14 +254,14 @@ SPECIAL: dict[str, Special] = {
     "--spec": _spec,
     "--num-layers": _num_layers,
     "--position-embedding-type": _positions,
-    "--post-self-attn-layernorm": _norm_after,
-    "--post-mlp-layernorm": _norm_after,
+    "--post-self-attn-layernorm": _post_norm,
+    "--post-mlp-layernorm": _post_norm,
     "--moe-router-score-function": _router_scores,
     "--moe-router-load-balancing-type": _balancing,
-    "--save-debug-rollout-data": _dump,
+    "--save-debug-rollout-data": _save_rollouts,
     "--advantage-estimator": lambda item, flags: (
         ("refused", f"one of {', '.join(ESTIMATORS)}")
-        if item.text not in ESTIMATORS and not item.problem and not flags.supervised
+        if item.text not in ESTIMATORS and not item.problem and not flags.is_supervised
         else None
     ),
 }

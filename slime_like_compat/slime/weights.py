@@ -1,4 +1,4 @@
-"""Verdicts on flags of slime's ``train.py`` that name a checkpoint: of the policy, its reference or its teacher."""
+"""Verdicts on the flags of slime's ``train.py`` that name a checkpoint of the policy, its reference or its teacher."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from pathlib import Path
 
 from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile
-from slime_like_compat.slime.given import Flags, Given
+from slime_like_compat.slime.occurrences import FlagOccurrence, Flags
 
 QUANTISED = re.compile(r"(?<![a-z0-9])(fp8|fp4|nvfp4|mxfp4|int4|int8|awq|gptq|w\da\d+)(?![a-z0-9])", re.IGNORECASE)
 
 
-def ref_load(item: Given, flags: Flags) -> tuple[str, str] | None:
-    """Judge --ref-load, from which slime's policy starts where --load has no checkpoint yet."""
-    same = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
-    if not same and not item.problem and "--hf-checkpoint" in flags:
-        reference = ", and is the reference" if flags.has_kl and not flags.supervised else ""
+def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    """Return the verdict on --ref-load, from which slime's policy starts if --load has no checkpoint."""
+    is_same_model = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
+    if not is_same_model and not item.problem and "--hf-checkpoint" in flags:
+        reference = ", and is the reference" if flags.has_kl and not flags.is_supervised else ""
         return "mapped", f"other weights than those of --hf-checkpoint: the policy starts from them{reference}"
-    if flags.supervised or not flags.has_kl:
+    if flags.is_supervised or not flags.has_kl:
         return (
             "dropped",
-            "no KL to a reference is asked for; the policy starts from --hf-checkpoint, which holds the same weights",
+            "the job has no KL to a reference; the policy starts from --hf-checkpoint, which holds the same weights",
         )
     return None
 
 
-def load(item: Given, flags: Flags) -> tuple[str, str] | None:
-    """Judge --load: the reference's checkpoint, where the run saves into another folder, is the start of a new run."""
+def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    """Return the verdict on --load, which starts a new run if it names the reference and --save names another folder."""
     if item.text.rstrip("/") == flags.text("--ref-load").rstrip("/") != flags.text("--save").rstrip("/"):
         return "dropped", "the weights of --ref-load, from which a new run starts"
     return None
 
 
-def starts_elsewhere(flags: Flags) -> str | None:
-    """Return the checkpoint that the policy starts from, where that is not --hf-checkpoint."""
-    item = flags.last.get("--ref-load")
+def start_checkpoint(flags: Flags) -> str | None:
+    """Return the checkpoint that the policy starts from; None for --hf-checkpoint."""
+    item = flags.by_name.get("--ref-load")
     verdict_note = ref_load(item, flags) if item is not None else None
     return item.text if item is not None and verdict_note is not None and verdict_note[0] == "mapped" else None
 
@@ -46,28 +46,28 @@ def _model_name(path: str) -> str:
     return re.sub(r"[-_](torch_dist|torch-dist|mcore|megatron|dist)$", "", name)
 
 
-def hf_checkpoint(item: Given, flags: Flags) -> tuple[str, str] | None:
-    """Refuse --hf-checkpoint where its weights are quantised."""
+def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    """Return the verdict on --hf-checkpoint: refused if its weights are quantised."""
     del flags
     config = Path(item.text) / "config.json"
     try:
         stored = InputFile(config, ConfigError).json_object() if config.is_file() else None
     except (OSError, ConfigError):
-        return None  # refused at load, by file and place
+        return None  # load_config refuses the file and names the place
     quantised = (
         "quantization_config" in stored if stored is not None else bool(QUANTISED.search(_model_name(item.text)))
     )
     if not quantised or item.problem:
         return None
-    return "refused", "quantised weights are not read: name the model's 16-bit checkpoint, in a copy of the script"
+    return "refused", "quantised weights cannot be read: name the model's 16-bit checkpoint in a copy of the script"
 
 
-def teacher(item: Given, flags: Flags) -> tuple[str, str] | None:
-    """Refuse --opd-teacher-load where it names a Megatron checkpoint."""
+def teacher(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    """Return the verdict on --opd-teacher-load: refused if it names a Megatron checkpoint."""
     del flags
     if item.problem or not re.search(r"[-_]torch[-_]dist/?$", item.text):
         return None
     return (
         "refused",
-        "a teacher is read from an HF folder: name the one that this was converted from, in a copy of the script",
+        "a teacher is read from an HF folder: name the HF folder of this checkpoint in a copy of the script",
     )

@@ -1,4 +1,4 @@
-"""Algorithm, loss and off-policy corrections of a verl job in our keys: the same mathematics, or refused."""
+"""Algorithm, loss and off-policy corrections of a verl job in our keys. A different mathematics is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "dr_grpo",
 }
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k2+": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
-"""verl's estimators; both its names of k3 are clamped at 10, as ``low_var_kl`` is here."""
+"""verl's KL estimators -> ours; verl clamps k3 at 10 under both of its names, like our ``low_var_kl``."""
 REJECTIONS = {"seq_sum_k1": "product", "seq_mean_k1": "geometric"}
 _MODE, _ESTIMATOR = f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"
 
@@ -42,19 +42,19 @@ def _choose(job: Job) -> None:
     job.algo = TOKEN_ESTIMATORS.get(estimator, "rloo" if group == "rloo" else "grpo")
     if estimator not in GROUP_ESTIMATORS | TOKEN_ESTIMATORS:
         known_names = ", ".join(GROUP_ESTIMATORS | TOKEN_ESTIMATORS)
-        job.refuse(_ESTIMATOR, f"no such advantage here: there are {known_names}")
+        job.refuse(_ESTIMATOR, f"the advantage is not supported: one of {known_names}")
     if mode in ("gspo", "cispo") and group is not None:
         job.algo = mode
-        job.tell(_MODE, "mapped", "", "algo")
+        job.report(_MODE, "mapped", "", "algo")
     elif mode != "vanilla":
-        reason = "its advantages are those of a group here" if mode in ("gspo", "cispo") else "no such loss here"
+        reason = "supported with group advantages only" if mode in ("gspo", "cispo") else "the loss is not supported"
         job.refuse(_MODE, reason)
     else:
-        job.tell(_MODE, "mapped", "", "algo")
+        job.report(_MODE, "mapped", "", "algo")
     job.set("algo", job.algo, _ESTIMATOR)
     std = job.switch("algorithm.norm_adv_by_std_in_grpo")
     if group is None or group == "rloo":
-        job.leave(f"adv_estimator={estimator} does not read it", "algorithm.norm_adv_by_std_in_grpo")
+        job.leave_out(f"adv_estimator={estimator} does not read it", "algorithm.norm_adv_by_std_in_grpo")
         if group == "rloo":
             job.set("algo.group_advantage", "rloo", _ESTIMATOR)
     else:
@@ -63,7 +63,7 @@ def _choose(job: Job) -> None:
         if name in ("gamma", "lambd")[: {"ppo": 2, "reinforce_pp": 1}.get(job.algo, 0)]:
             job.set(f"algo.{name}", float(job.number(key)), key)
         else:
-            job.leave(f"adv_estimator={estimator} does not read it", key)
+            job.leave_out(f"adv_estimator={estimator} does not read it", key)
 
 
 def _clip(job: Job) -> None:
@@ -74,10 +74,10 @@ def _clip(job: Job) -> None:
             job.set(our_key, float(plain), key, "clip_ratio")
         else:
             job.set(our_key, float(job.number(key)), key)
-    job.leave("verl reads it only where clip_ratio_low or clip_ratio_high is null", both)
+    job.leave_out("verl reads it only where clip_ratio_low or clip_ratio_high is null", both)
     bound = f"{ACTOR}.clip_ratio_c"
     if job.algo in ("gspo", "cispo"):
-        job.leave(f"verl's {job.algo} does not read it", bound)
+        job.leave_out(f"verl's {job.algo} does not read it", bound)
     else:
         job.set("algo.eps_clip_c", float(job.number(bound)), bound)
 
@@ -91,13 +91,13 @@ def _aggregate(job: Job, max_response_len: int) -> None:
             job.switch(f"{ACTOR}.use_kl_loss") or job.number(f"{ACTOR}.entropy_coeff")
         )
         if differs and not job.has(key):
-            job.refuse(key, "gspo weighs KL and entropy as it weighs the loss here: loss_agg_mode=seq-mean-token-mean")
+            job.refuse(key, "gspo aggregates KL and entropy like the loss here: give loss_agg_mode=seq-mean-token-mean")
         elif differs:
-            job.refuse(key, "gspo weighs KL and entropy as it weighs the loss here: by seq-mean-token-mean")
-        job.tell(key, "mapped", "gspo's loss is a mean of sequences in verl as well", "algo.aggregation")
+            job.refuse(key, "gspo aggregates KL and entropy like the loss here: by seq-mean-token-mean")
+        job.report(key, "mapped", "gspo's loss is a mean over sequences in verl as well", "algo.aggregation")
     elif mode not in AGGREGATIONS:
-        near = ": seq-mean-token-sum-norm is this over max_response_len" if mode == "seq-mean-token-sum" else ""
-        job.refuse(key, f"no such aggregation here{near}")
+        hint = ": seq-mean-token-sum-norm divides it by max_response_len" if mode == "seq-mean-token-sum" else ""
+        job.refuse(key, f"the aggregation is not supported{hint}")
     elif mode == "seq-mean-token-sum-norm" and scale not in (None, max_response_len):
         job.refuse(factor, f"token losses are divided by rollout.max_response_len={max_response_len}")
     else:
@@ -105,22 +105,22 @@ def _aggregate(job: Job, max_response_len: int) -> None:
         if mode == "seq-mean-token-sum-norm" and scale is None:
             note = "verl divides by the longest response of a micro-batch, here by rollout.max_response_len"
         job.set("algo.aggregation", AGGREGATIONS[mode], key, note)
-        job.tell(factor, "mapped", "rollout.max_response_len", "algo.aggregation")
-    job.leave(f"loss_agg_mode={mode} does not read it", factor)
+        job.report(factor, "mapped", "rollout.max_response_len", "algo.aggregation")
+    job.leave_out(f"loss_agg_mode={mode} does not read it", factor)
 
 
 def _kl_in_loss(job: Job) -> None:
     coef, kind, on = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", f"{ACTOR}.use_kl_loss"
     if not job.switch(on) or not job.number(coef):
         off = "use_kl_loss=True" if not job.switch(on) else "a kl_loss_coef above 0"
-        job.leave(f"has no effect without {off}, in verl as well", coef, kind)
-        job.tell(on, "mapped", "no KL to the reference in the loss", "algo.kl_loss_coef")
+        job.leave_out(f"has no effect without {off}, in verl as well", coef, kind)
+        job.report(on, "mapped", "no KL to the reference in the loss", "algo.kl_loss_coef")
         return
     job.set("algo.kl_loss_coef", float(job.number(coef)), coef)
-    job.tell(on, "mapped", "", "algo.kl_loss_coef")
+    job.report(on, "mapped", "", "algo.kl_loss_coef")
     estimator = KL.get(str(job.value(kind)))
     if estimator is None:
-        job.refuse(kind, f"no such estimator here: there are {', '.join(KL)}")
+        job.refuse(kind, f"the estimator is not supported: one of {', '.join(KL)}")
     else:
         job.set("algo.kl_loss_type", estimator, kind)
 
@@ -135,22 +135,22 @@ def _kl_in_reward(job: Job) -> None:
     other_keys = (kind, control, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
     if not job.switch(on) or not job.number(coef):
         off = "use_kl_in_reward=True" if not job.switch(on) else "a kl_coef above 0"
-        job.leave(f"has no effect without {off}, in verl as well", coef, *other_keys)
-        job.leave("no KL in the reward", on)
+        job.leave_out(f"has no effect without {off}, in verl as well", coef, *other_keys)
+        job.leave_out("no KL in the reward", on)
         return
     if job.algo not in ("ppo", "reinforce_pp"):
-        job.refuse(on, f"algo={job.algo} takes no KL off the reward: use_kl_loss=True puts it into the loss")
+        job.refuse(on, f"algo={job.algo} does not subtract a KL from the reward: use_kl_loss=True adds it to the loss")
     else:
         job.set("algo.kl_coef", float(job.number(coef)), coef)
         estimator = KL.get(str(job.value(kind)).removesuffix("+"))
         if estimator is None:
-            job.refuse(kind, f"no such estimator here: there are {', '.join(KL)}")
+            job.refuse(kind, f"the estimator is not supported: one of {', '.join(KL)}")
         else:
             job.set("algo.kl_reward_type", estimator, kind)
-        job.tell(on, "mapped", "", "algo.kl_coef")
+        job.report(on, "mapped", "", "algo.kl_coef")
     if job.value(control) != "fixed":
-        job.refuse(control, "the weight of the KL is fixed")
-    job.leave("part of the above", coef, *other_keys)
+        job.refuse(control, "the KL coefficient is constant")
+    job.leave_out("part of use_kl_in_reward", coef, *other_keys)
 
 
 def _correct(job: Job) -> None:
@@ -158,42 +158,42 @@ def _correct(job: Job) -> None:
     weight, limit, normal, reject, bounds = (f"{CORRECTION}.{name}" for name in names)
     bypass, kind = f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"
     logprobs = f"{ROLLOUT}.calculate_log_probs"
-    measured = job.switch(logprobs)
-    job.leave("the engine reports log-probabilities of every token", logprobs)
-    if not measured and job.switch(bypass):
+    has_logprobs = job.switch(logprobs)
+    job.leave_out("the engine reports log-probabilities of every token", logprobs)
+    if not has_logprobs and job.switch(bypass):
         raise job.wrong(bypass, f"needs {logprobs}=True")
-    if not measured:
+    if not has_logprobs:
         off = f"has no effect with {logprobs}=False, in verl as well"
-        job.leave(off, bypass, kind, weight, limit, normal, reject, bounds)
+        job.leave_out(off, bypass, kind, weight, limit, normal, reject, bounds)
         return
     if job.switch(bypass):
         _bypass(job, bypass, kind, reject)
-        job.leave("has no effect with bypass_mode and loss_type=ppo_clip, in verl as well", weight, limit, normal)
-        job.leave("rollout_rs is off", reject, bounds)
+        job.leave_out("has no effect with bypass_mode and loss_type=ppo_clip, in verl as well", weight, limit, normal)
+        job.leave_out("rollout_rs is off", reject, bounds)
         return
-    job.leave("old log-probabilities are the trainer's", bypass, kind)
+    job.leave_out("old log-probabilities are the trainer's", bypass, kind)
     match job.value(weight):
         case None:
-            job.leave("off", weight, limit, normal)
+            job.leave_out("off", weight, limit, normal)
         case "token":
             _importance(job, weight, limit)
         case _:
-            job.refuse(weight, "weights are those of tokens here: rollout_is=token")
+            job.refuse(weight, "importance weights are per token here: rollout_is=token")
     if job.switch(normal) and job.value(weight) is not None:
         job.refuse(normal, "importance weights are not normalised over the batch")
-    job.leave("off", normal)
+    job.leave_out("off", normal)
     _reject(job, reject, bounds)
 
 
 def _bypass(job: Job, bypass: str, kind: str, reject: str) -> None:
     if job.value(kind) != "ppo_clip":
-        job.refuse(kind, "no REINFORCE without clipping here: loss_type=ppo_clip")
+        job.refuse(kind, "REINFORCE without clipping is not supported: loss_type=ppo_clip")
     if job.value(reject) is not None:
         job.refuse(reject, "rejection compares the trainer's old policy with the engine's: bypass_mode=False")
     if job.value(_MODE) != "vanilla":
-        job.refuse(bypass, f"verl then trains with the loss of PPO in place of {job.value(_MODE)}")
+        job.refuse(bypass, f"with it, verl trains with the loss of PPO instead of {job.value(_MODE)}")
     job.set("algo.use_rollout_logprobs", True, bypass)
-    job.tell(kind, "mapped", "", "algo.use_rollout_logprobs")
+    job.report(kind, "mapped", "", "algo.use_rollout_logprobs")
 
 
 def _importance(job: Job, weight: str, limit: str) -> None:
@@ -210,20 +210,20 @@ def _importance(job: Job, weight: str, limit: str) -> None:
 def _reject(job: Job, reject: str, bounds: str) -> None:
     criteria = [name.strip() for name in ",".join(job.texts(reject)).split(",") if name.strip()]
     if not criteria:
-        job.leave("off", reject, bounds)
+        job.leave_out("off", reject, bounds)
         return
     texts = [text.strip() for text in ",".join(job.texts(bounds)).split(",") if text.strip()]
     if not texts:
         raise job.needs(reject, bounds, "0.5_2.0")
     if len(criteria) > 1 or criteria[0] not in REJECTIONS or len(texts) != 1:
         known_names = " or ".join(REJECTIONS)
-        job.refuse(reject, f"one criterion for whole sequences here: {known_names}; others would be dropped in silence")
-        job.leave("read only with rollout_rs", bounds)
+        job.refuse(reject, f"only one criterion, for sequences, is supported: {known_names}")
+        job.leave_out("read only with rollout_rs", bounds)
         return
     low, high = _bounds(job, bounds, texts[0])
     low = 1 / high if low is None else low
     job.set("algo.rejection", REJECTIONS[criteria[0]], reject)
-    note = "verl bounds rollout over old policy, here old over rollout"
+    note = "verl bounds the ratio rollout / old policy, this project old policy / rollout"
     job.set("algo.rejection_low", 1 / high, bounds, note)
     job.set("algo.rejection_high", 1 / low, bounds, note)
 
@@ -232,9 +232,9 @@ def _bounds(job: Job, key: str, value: Any) -> tuple[float | None, float]:
     """Parse ``2.0`` or ``0.5_2.0``. Raises ``ConfigError`` on anything else."""
     low, _, high = str(value).rpartition("_")
     try:
-        bounds_pair = (float(low) if low else None, float(high))
+        bounds = (float(low) if low else None, float(high))
     except ValueError as error:
-        raise job.wrong(key, "is neither a number nor two, as in 0.5_2.0") from error
-    if not all(0 < bound < math.inf for bound in bounds_pair if bound is not None):
+        raise job.wrong(key, "is neither a number nor two numbers, as in 0.5_2.0") from error
+    if not all(0 < bound < math.inf for bound in bounds if bound is not None):
         raise job.wrong(key, "must be finite and above 0")
-    return bounds_pair
+    return bounds

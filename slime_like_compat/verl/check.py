@@ -1,4 +1,4 @@
-"""A table of the outcome of every launch script of verl below a folder."""
+"""Table of the outcome of every launch script of verl below a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_like.errors import ConfigError
-from slime_like_compat.slime.classes import class_table, first_line, outcome
+from slime_like_compat.outcome_table import class_table, first_line, outcome
 from slime_like_compat.verl.convert import VerlSource, convert_verl
 from slime_like_compat.verl.launch import OTHERS, PROGRAMS
 
@@ -17,7 +17,7 @@ CLASSES = {
     "code": "a recipe of the same job, once the functions that it names are ported",
     "refused": "no recipe: keys without a counterpart, each named (--drop, --with)",
     "value": "no recipe: values that the script takes from outside or from a command are needed (--set)",
-    "config": "no recipe: a file of settings is needed, or no configuration says it",
+    "config": "no recipe: a file of settings is needed, or its settings do not compose to a configuration",
     "program": "no recipe: another program of verl, named with what to do",
     "unread": "no recipe: the script cannot be read",
 }
@@ -33,7 +33,7 @@ def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Se
 
 
 def _classify(path: Path, variables: Mapping[str, str], user_overrides: Sequence[str]) -> tuple[str, str]:
-    """Return a name of ``CLASSES`` for a script, and why it is not ``same``."""
+    """Return the name of a script's class, and the reason if the class is not ``same``."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return outcome(
@@ -45,12 +45,13 @@ def _classify(path: Path, variables: Mapping[str, str], user_overrides: Sequence
                 "=",
             )
         except ConfigError as error:
-            return _failed(str(error)), first_line(error, path)
+            return _class_of_error(str(error)), first_line(error, path)
 
 
-def _failed(text: str) -> str:
+def _class_of_error(text: str) -> str:
+    """Return the name of the class of a script whose conversion raised an error with this text."""
     if "is not translated" in text:
         return "program"
     if "--set " in text or "no command is run" in text:
         return "value"
-    return "config" if "--config FILE" in text or "The job says so here" in text else "unread"
+    return "config" if "--config FILE" in text or "The job sets these keys here" in text else "unread"

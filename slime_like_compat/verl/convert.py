@@ -1,4 +1,4 @@
-"""A launch script or YAML file of verl -> a recipe."""
+"""Conversion of a launch script or YAML file of verl to a recipe."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime_like_compat.conversion_rows import in_the_way
-from slime_like_compat.recipe_file import plan_command, recipe_path, report, save_recipe
-from slime_like_compat.slime.job import CODE, NONE, SAME, Converted
+from slime_like_compat.conversion import Conversion, save_conversion
+from slime_like_compat.recipe_file import recipe_path
 from slime_like_compat.verl.launch import read_verl
 from slime_like_compat.verl.mapping import map_settings
 
 
 @dataclass(frozen=True, slots=True)
 class VerlSource:
-    """A job as ``read_verl`` takes it."""
+    """Arguments of ``read_verl``: the job, and how to read it."""
 
     job: Path
     extra: Sequence[str] = ()
@@ -31,18 +30,14 @@ def convert_verl(
     user_overrides: Sequence[str] = (),
     drop: Sequence[str] = (),
     force: bool = False,
-) -> Converted:
-    """Read a job and write its recipe; ``ours`` and ``drop`` are those of ``map_settings``.
+) -> Conversion:
+    """Read a job and write its recipe; ``user_overrides`` and ``drop`` are passed to ``map_settings``.
 
-    Raises ``ConfigError`` where it cannot be read or no configuration says it.
+    Raises ``ConfigError`` if the job cannot be read or its settings do not compose.
     """
     launch, settings = read_verl(
         source.job, source.extra, variables=source.variables, skip=source.skip, config=source.config
     )
     path = recipe_path(source.job, out, "verl")
     mapped = map_settings(settings, run_name=path.stem, user_overrides=user_overrides, drop=drop)
-    if mapped.config is None:
-        return Converted(NONE, report(mapped, launch, None), mapped.rows, in_the_way(mapped.blocked))
-    save_recipe(mapped, launch, path, "verl", force=force)
-    report_text = f"{report(mapped, launch, path)}\n{plan_command(path)}"
-    return Converted(CODE if mapped.of(["code"]) else SAME, report_text, mapped.rows)
+    return save_conversion(mapped, launch, path, "verl", force=force)

@@ -1,4 +1,4 @@
-"""Defaults of verl that are not ours: what a launch script means by leaving a key out, in our keys.
+"""Defaults of verl: the effect of a key that a launch script leaves out, in our keys.
 
 Source of the values: ``verl/trainer/config`` of verl 0.10.0.dev (``ppo_trainer.yaml`` and the files that it includes).
 """
@@ -27,12 +27,12 @@ SCHEDULE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class VerlDefault:
-    """A key of verl whose default is another one than that of our key of the same meaning."""
+    """Key of verl whose default differs from the default of the corresponding key of ours."""
 
     key: str
     value: Any
-    our_key: str  # our key
-    our_value: Any  # its default
+    our_key: str
+    our_value: Any  # our default
     note: str = ""
 
 
@@ -66,7 +66,7 @@ DIFFERENT: tuple[VerlDefault, ...] = (
     VerlDefault("trainer.logger", ["console", "wandb"], "metrics.wandb", False),
     VerlDefault("trainer.project_name", "verl_examples", "metrics.wandb_project", "slime_like", "read only with wandb"),
 )
-"""In the order of verl's groups."""
+"""Keys in the order of verl's groups."""
 
 SAME: dict[str, Any] = {
     "data.val_files": None,
@@ -148,6 +148,6 @@ SAME: dict[str, Any] = {
     "trainer.v1.separate_async.parameter_sync_step": 4,
     "trainer.v1.sampler.max_off_policy_threshold": 8,
 }
-"""The other defaults of verl that decide what a script means."""
+"""Other defaults of verl that the translation reads."""
 
 VALUES: dict[str, Any] = {item.key: item.value for item in DIFFERENT} | SAME

@@ -1,4 +1,4 @@
-"""Keys of verl's features that are not here, each with what serves instead.
+"""Keys of verl's features that this project lacks, each with the alternative.
 
 A pattern is a key in which ``*`` stands for any text.
 """
@@ -15,11 +15,11 @@ from slime_like_compat.verl.defaults import ROLLOUT as _R
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A feature of verl that is not here: the values that leave it off, and what serves instead."""
+    """Missing feature of verl: the values that switch it off, and the alternative here."""
 
     off: tuple[Any, ...]
     instead: str
-    settles: tuple[str, ...] = ()  # our keys that answer it, given with --with
+    alternatives: tuple[str, ...] = ()  # our keys that may replace it, set with --with
 
 
 _LORA = Feature((0, None, "", False), "all weights are trained: no LoRA")
@@ -51,9 +51,9 @@ NOT_HERE: dict[str, Feature] = {
     f"{_M}.hf_config_path": Feature((None,), "config.json is that of model.hf_checkpoint"),
     f"{_M}.override_config.*": Feature((), "config.json of model.hf_checkpoint has this value: change it there"),
     f"{_A}.ppo_epochs": Feature((1,), "each sample is trained on once"),
-    f"{_A}.policy_loss.*": Feature((None,), "read by a loss that is not here"),
-    f"{_A}.tau_*": Feature((), "read by a loss that is not here"),
-    f"{_A}.calculate_sum_pi_squared": Feature((False,), "read by an advantage that is not here"),
+    f"{_A}.policy_loss.*": Feature((None,), "read by a loss that is not supported"),
+    f"{_A}.tau_*": Feature((), "read by a loss that is not supported"),
+    f"{_A}.calculate_sum_pi_squared": Feature((False,), "read by an advantage that is not supported"),
     f"{_A}.freeze_vision_tower": Feature((False,), "text only"),
     f"{_A}.*router_replay.*": _REPLAY,
     f"{_A}.*qat.*": Feature((False, None), "no quantisation-aware training"),
@@ -62,7 +62,7 @@ NOT_HERE: dict[str, Feature] = {
     f"{_A}.megatron.override_mcore_model_config.*": Feature((), "model.megatron.*"),
     f"{_A}.optim.optimizer": Feature(("AdamW", "adam", "adamw", "Adam"), "the optimizer is AdamW"),
     f"{_A}.optim.optimizer_impl": Feature(("torch.optim",), "the optimizer is AdamW"),
-    f"{_A}.optim.num_cycles": Feature((0.5,), "a cosine falls once"),
+    f"{_A}.optim.num_cycles": Feature((0.5,), "a cosine schedule has half a period"),
     f"{_A}.optim.min_lr_factor": Feature((1.0,), "optim.min_lr"),
     f"{_A}.optim.weight_decay_incr_style": Feature(("constant",), "weight decay is constant"),
     f"{_A}.optim.*_dtype": Feature(("fp32",), "gradients and moments are float32"),
@@ -78,7 +78,7 @@ NOT_HERE: dict[str, Feature] = {
     f"{_R}.enable_rollout_routing_replay": _REPLAY,
     f"{_R}.engine_kwargs.vllm.*": Feature((), "the engine is SGLang: rollout.sglang.*"),
     f"{_R}.multi_turn.*": _AGENT,
-    f"{_R}.agent.default_agent_loop": Feature(("single_turn_agent", None), _AGENT.instead, _AGENT.settles),
+    f"{_R}.agent.default_agent_loop": Feature(("single_turn_agent", None), _AGENT.instead, _AGENT.alternatives),
     f"{_R}.agent.*": _AGENT,
     f"{_R}.disaggregation.*": Feature((False, None), "all engines have the same settings: no prefill servers"),
     f"{_R}.checkpoint_engine.custom_backend_module": Feature((None,), "weights.transport"),
@@ -112,9 +112,9 @@ NOT_HERE: dict[str, Feature] = {
     "trainer.v1.sampler.custom_sampler.*": Feature((None,), "the loop takes rollouts in order"),
     "skip.*.enable": Feature((False,), "run.replay_from trains on dumped rollouts"),
 }
-"""Pattern -> feature; the longest pattern that fits counts."""
+"""Pattern -> feature; the longest pattern that matches counts."""
 
-COUNT_WITH: dict[str, str] = {
+READ_WITH: dict[str, str] = {
     **{
         f"reward.reward_model.{name}": "reward.reward_model.enable"
         for name in (
@@ -141,4 +141,4 @@ COUNT_WITH: dict[str, str] = {
     f"{_R}.multi_turn.*": f"{_R}.multi_turn.enable",
     "algorithm.pf_ppo.*": "algorithm.use_pf_ppo",
 }
-"""Pattern -> the switch without which its keys have no effect."""
+"""Pattern -> the switch without which the matching keys have no effect."""

@@ -1,7 +1,6 @@
-"""Keys of verl with a counterpart here, and how the values differ: the table of docs/coming_from_verl.md.
+"""Keys of verl with a counterpart here, and the differences between values: the table of docs/coming_from_verl.md.
 
-``keys.tsv`` has a line for each; ``mapping`` translates them. Source: ``verl/trainer/config`` of verl
-0.10.0.dev.
+``keys.tsv`` has a line per key; ``mapping`` translates them. Source: ``verl/trainer/config`` of verl 0.10.0.dev.
 """
 
 from __future__ import annotations
@@ -17,4 +16,4 @@ def _read() -> dict[str, tuple[str, str]]:
 
 
 VERL_KEYS = _read()
-"""verl's key (or several, joined by commas) -> ours, and how values differ."""
+"""Key of verl (or several, joined by commas) -> our key, and a note on the values."""

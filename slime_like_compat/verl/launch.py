@@ -1,4 +1,4 @@
-"""The settings of a verl job: of a launch script, read without running it, or of a YAML file."""
+"""Settings of a verl job, from a launch script, which is not run, or from a YAML file."""
 
 from __future__ import annotations
 
@@ -25,78 +25,82 @@ OTHERS = {
     "recipe.dapo.main_dapo": "give its overrides to verl.trainer.main_ppo, which has algorithm.filter_groups",
     "verl.trainer.main_generation_server": "generation alone is run.mode=rollout_only",
 }
-"""Programs of verl that are no job of ``main_ppo`` -> what to do."""
+"""Other programs of verl than ``main_ppo`` -> the alternative."""
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 
 
 def read_verl(
     path: Path, extra: Sequence[str], *, variables: Mapping[str, str], skip: Sequence[str], config: Path | None = None
 ) -> tuple[Launch, tuple[Setting, ...]]:
-    """Return what ``path`` starts, and its settings in the order in which Hydra takes them.
+    """Return the training command of ``path`` and its settings in the order in which Hydra applies them.
 
-    ``path`` is a launch script or a YAML file; ``extra`` are overrides that come last, as those behind a script do;
-    ``config`` is the file that the script's ``--config-name`` names. Raises ``ConfigError`` on what cannot be read.
+    ``path`` is a launch script or a YAML file; ``extra`` are overrides that are applied last; ``config`` is the file of the
+    script's ``--config-name``. Raises ``ConfigError`` with file and line for anything that cannot be read.
     """
-    last = [setting_of_text(text, "the command line") for text in extra]
+    extra_settings = [setting_of_text(text, "the command line") for text in extra]
     if path.suffix in (".yaml", ".yml"):
         launch = Launch(path, PROGRAMS[0], (), str(path), (), (), {})
-        return launch, (*_yaml(path), *last)
+        return launch, (*_yaml_settings(path), *extra_settings)
     launch = read_launch(path, variables=variables, skip=skip, programs=(*PROGRAMS, *OTHERS))
     if launch.program in OTHERS:
         raise ConfigError(f"{launch.file_line}: {launch.program} is not translated: {OTHERS[launch.program]}")
-    named, words = _hydra_flags(launch)
+    flags, words = _hydra_flags(launch)
     settings = [setting_of_text(value.text, value.file_line, value.problem) for value in words]
-    return launch, (*_base(path, named, config), *settings, *last)
+    return launch, (*_base_settings(path, flags, config), *settings, *extra_settings)
 
 
 def _hydra_flags(launch: Launch) -> tuple[dict[str, str], list[Any]]:
-    """Return ``--config-name=X`` and the like, and the other words."""
-    named: dict[str, str] = {}
-    words_left: list[Any] = []
+    """Return the values of ``--config-name`` and Hydra's other flags, and the other words."""
+    flags: dict[str, str] = {}
+    other_words: list[Any] = []
     words = iter(launch.arguments)
     for value in words:
         flag, equals, text = value.text.partition("=")
         if flag in ("--config-path", "--config-name", "--config-dir", "-cn", "-cp"):
             following = value if equals else next(words, value)
-            named[{"-cn": "--config-name", "-cp": "--config-path"}.get(flag, flag)] = text if equals else following.text
+            flags[{"-cn": "--config-name", "-cp": "--config-path"}.get(flag, flag)] = text if equals else following.text
         elif value.text.startswith("--"):
-            raise ConfigError(f"{value.file_line}: {value.text} is no setting of verl: take it out in a copy")
+            raise ConfigError(
+                f"{value.file_line}: {value.text} is not a setting of verl: remove it in a copy of the script"
+            )
         else:
-            words_left.append(value)
-    return named, words_left
+            other_words.append(value)
+    return flags, other_words
 
 
-def _base(script: Path, named: Mapping[str, str], config: Path | None) -> tuple[Setting, ...]:
-    name = named.get("--config-name", "ppo_trainer").removesuffix(".yaml")
+def _base_settings(script: Path, flags: Mapping[str, str], config: Path | None) -> tuple[Setting, ...]:
+    name = flags.get("--config-name", "ppo_trainer").removesuffix(".yaml")
     if config is not None:
-        return _yaml(config)
+        return _yaml_settings(config)
     if name == "ppo_megatron_trainer":
         return (Setting("model_engine", "megatron", "megatron", "--config-name"),)
     if name == "ppo_trainer":
         return ()
-    folder = Path(named.get("--config-path", named.get("--config-dir", ".")))
-    beside = script.parent / folder / f"{name}.yaml"
-    if beside.is_file():
-        return _yaml(beside)
+    folder = Path(flags.get("--config-path", flags.get("--config-dir", ".")))
+    path = script.parent / folder / f"{name}.yaml"
+    if path.is_file():
+        return _yaml_settings(path)
     raise ConfigError(
-        f"{script} takes its settings from {folder / name}.yaml, which is not there: --config FILE gives it"
+        f"{script} reads its settings from {folder / name}.yaml, which does not exist: give it with --config FILE"
     )
 
 
-def _yaml(path: Path) -> tuple[Setting, ...]:
+def _yaml_settings(path: Path) -> tuple[Setting, ...]:
     file = InputFile(path, ConfigError, "give a YAML file of verl's keys")
     tree: Any = file.yaml()
     if not isinstance(tree, dict):
-        raise file.refused("holds no settings")
+        raise file.refused("contains no settings")
     keys = cast("dict[str, Any]", tree)
     settings: list[Setting] = []
     defaults = keys.pop("defaults", [])
     if not isinstance(defaults, list):
-        raise file.refused(f"holds defaults: {shown(defaults)}, which is no list; only {', '.join(BASES)} are read")
+        raise file.refused(f"has defaults: {shown(defaults)}, which is not a list; only {', '.join(BASES)} are read")
     for item in cast("list[Any]", defaults):
         name = item if isinstance(item, str) else ""
         if name not in BASES:
-            raise ConfigError(f"{path}: defaults holds {item!r}; only {', '.join(BASES)} are read: write its keys out")
+            raise ConfigError(
+                f"{path}: defaults contains {item!r}; only {', '.join(BASES)} are read: write its keys out"
+            )
         if name == "ppo_megatron_trainer":
             settings.append(Setting("model_engine", "megatron", "megatron", str(path)))
     keys.pop("hydra", None)

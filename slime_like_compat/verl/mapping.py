@@ -1,7 +1,7 @@
-"""Settings of a verl job -> overrides, with a report row for each.
+"""Translation of the settings of a verl job to overrides, with a report row for each setting.
 
-A setting that carries meaning and has no counterpart is refused; a recipe is written only if no setting is refused, or if
-the user dropped each by name.
+A setting that changes the job and has no counterpart is refused. A recipe is written only if no setting is refused, or if
+the user dropped each refused setting by name.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from slime_like.config.load.loader import load_config, read_override
+from slime_like.config.load.loader import read_override
 from slime_like.config.rules import foreign
 from slime_like.config.schema.render import render
-from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row
+from slime_like_compat.conversion import compose
+from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row, same_value
 from slime_like_compat.verl.algo import map_algorithm
 from slime_like_compat.verl.critic import map_critic
 from slime_like_compat.verl.data import map_data, map_evaluation
@@ -67,10 +67,10 @@ _KERNELS = (
 def map_settings(
     settings: Sequence[Setting], *, run_name: str, user_overrides: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Mapped:
-    """Translate the settings of ``verl.trainer.main_ppo`` and compose what they say.
+    """Translate the settings of ``verl.trainer.main_ppo`` and compose their overrides.
 
-    ``ours`` are overrides of our own keys, which win; ``drop`` are keys of verl to leave out. A row of ``rows.BLOCKING``
-    leaves ``config`` None. Raises ``ConfigError`` for a job that no configuration of ours describes.
+    ``user_overrides`` set our keys and take precedence; ``drop`` are keys of verl to leave out. ``config`` is None if a row
+    has a verdict of ``BLOCKING``. Raises ``ConfigError`` if the settings do not compose to a configuration.
     """
     job = translate_settings(settings, user_overrides=user_overrides, drop=drop)
     base = {"run.name": render(run_name), "placement.device": "cuda"}
@@ -81,7 +81,9 @@ def map_settings(
     )
     if any(row.verdict in BLOCKING for row in job.rows):
         return Mapped(tuple(job.rows), (), None)
-    return Mapped(tuple(job.rows), tuple(overrides), _load(overrides, job))
+    hint = "The job sets these keys here; --drop KEY leaves a key out, --with KEY=VALUE sets a key of ours"
+    config = compose(overrides, job.rows, hint, project="verl", sign="=")
+    return Mapped(tuple(job.rows), tuple(overrides), config)
 
 
 def translate_settings(
@@ -102,9 +104,9 @@ def translate_settings(
             note = f"given again at {by_key[setting.key].file_line}"
             job.rows.append(Row(setting.name, setting.text, setting.file_line, "dropped", note=note))
     _map(job)
-    job.ask()
+    job.report_needed()
     for text in user_overrides:
-        job.rows.append(Row("--with", text, "", "mapped", (text.partition("=")[0],), "as asked"))
+        job.rows.append(Row("--with", text, "", "mapped", (text.partition("=")[0],), "by --with"))
     return job
 
 
@@ -130,77 +132,61 @@ def _map(job: Job) -> None:
         try:
             part()
         except ConfigError:
-            if not job.needed:  # what stands in place of a value that is not known may contradict the others
+            if not job.needed:  # the placeholder of an unknown value may contradict other settings
                 raise
     for key in job.settings:
         if job.has(key) and key not in job.reported:
-            _rest(job, key)
+            _report_other(job, key)
 
 
-def _rest(job: Job, key: str) -> None:
-    """Report a setting that no part above has read."""
+def _report_other(job: Job, key: str) -> None:
+    """Report a setting that no function of ``_map`` has read."""
     setting = job.settings[key]
     if key.startswith((_TRANSFORMER, _SGLANG)) and not setting.problem:
-        _foreign(job, key)
+        _set_foreign(job, key)
         return
-    counts_with = switch(key)
-    if counts_with is not None and not fnmatchcase(key, counts_with):
-        job.leave(f"read only with {counts_with}", key)
+    needed_switch = switch(key)
+    if needed_switch is not None and not fnmatchcase(key, needed_switch):
+        job.leave_out(f"read only with {needed_switch}", key)
         return
-    reason, missing = without_effect(key), feature(key)
+    reason, missing_feature = without_effect(key), feature(key)
     if reason is not None:
-        job.leave(reason, key)
+        job.leave_out(reason, key)
     elif setting.value == {} and not setting.problem:
-        job.leave("empty", key)
-    elif setting.problem and (missing is not None or key in VALUES or key.startswith(_FREE)):
+        job.leave_out("empty", key)
+    elif setting.problem and (missing_feature is not None or key in VALUES or key.startswith(_FREE)):
         job.needed.add(key)
-    elif key in VALUES and _equal(setting.value, VALUES[key]):
-        job.leave("verl's default", key)
-    elif missing is None:
-        job.tell(key, "unknown", "verl's own configuration has no such key that is known here")
-    elif any(_equal(setting.value, off) for off in missing.off):
-        job.leave(missing.instead if missing.off == () else f"off, as here ({missing.instead})", key)
+    elif key in VALUES and same_value(setting.value, VALUES[key]):
+        job.leave_out("verl's default", key)
+    elif missing_feature is None:
+        job.report(key, "unknown", "this version of verl is not known to have the key")
+    elif any(same_value(setting.value, off) for off in missing_feature.off):
+        job.leave_out(
+            missing_feature.instead if missing_feature.off == () else f"off, as here ({missing_feature.instead})", key
+        )
     else:
-        job.refuse(key, missing.instead, missing.settles)
+        job.refuse(key, missing_feature.instead, missing_feature.alternatives)
 
 
-def _equal(a: object, b: object) -> bool:
-    return a == b and isinstance(a, bool) == isinstance(b, bool)
-
-
-def _foreign(job: Job, key: str) -> None:
+def _set_foreign(job: Job, key: str) -> None:
     """Set a field of Megatron's TransformerConfig or of SGLang's ServerArgs."""
-    user_overrides, prefix = (
-        ("model.megatron", _TRANSFORMER) if key.startswith(_TRANSFORMER) else ("rollout.sglang", _SGLANG)
-    )
+    root, prefix = ("model.megatron", _TRANSFORMER) if key.startswith(_TRANSFORMER) else ("rollout.sglang", _SGLANG)
     name, value = key.removeprefix(prefix), job.value(key)
-    if user_overrides == "model.megatron" and name in _STAGES:
+    if root == "model.megatron" and name in _STAGES:
         job.set(_STAGES[name], value, key)
         return
-    if user_overrides == "model.megatron" and any(fnmatchcase(name, pattern) for pattern in _KERNELS):
-        job.leave("the trainer chooses its kernels and its layout (parallel.*)", key)
+    if root == "model.megatron" and any(fnmatchcase(name, pattern) for pattern in _KERNELS):
+        job.leave_out("the trainer chooses its kernels and its layout (parallel.*)", key)
         return
     try:
-        foreign.check_foreign(user_overrides, {name: value})
+        foreign.check_foreign(root, {name: value})
     except ConfigError as error:
         if f"belongs to {foreign.SHAPE}" in str(error) or name == "swiglu":
-            job.leave(f"{foreign.SHAPE} says it", key)
+            job.leave_out(f"{foreign.SHAPE} has this value", key)
         else:
             job.refuse(key, str(error))
     else:
-        job.set(f"{user_overrides}.{name}", value, key, f"a field of {foreign.source(foreign.ROOTS[user_overrides])}")
-
-
-def _load(overrides: list[str], job: Job) -> TrainConfig:
-    try:
-        return load_config(overrides, files=False, machine=False, code=False)
-    except ConfigError as error:
-        keys = re.findall(r"[a-z]+(?:\.\w+)+", str(error))
-        about = [row for row in job.rows if set(row.keys) & set(keys) and row.verdict in ("mapped", "default", "code")]
-        places = "".join(f"\n  {row.file_line or 'verl default'}: {row.flag}={row.value_text}" for row in about)
-        raise ConfigError(
-            f"{error}\nThe job says so here; --drop KEY leaves a key out, --with KEY=VALUE sets one of ours:{places}"
-        ) from error
+        job.set(f"{root}.{name}", value, key, f"a field of {foreign.source(foreign.ROOTS[root])}")
 
 
 def settings_of_tree(tree: dict[str, Any], file_line: str, prefix: str = "") -> list[Setting]:
@@ -212,21 +198,21 @@ def settings_of_tree(tree: dict[str, Any], file_line: str, prefix: str = "") -> 
             settings += settings_of_tree(cast("dict[str, Any]", value), file_line, f"{key}.")
         else:
             if isinstance(value, str) and _EXPONENT.fullmatch(value):
-                value = float(value)  # YAML 1.1 reads 1e-6 as text, Hydra as a number
+                value = float(value)  # YAML 1.1 parses 1e-6 as text, Hydra as a number
             problem = "refers to another key: write its value" if "${" in str(value) else ""
             settings.append(Setting(key, value, str(value), file_line, problem))
     return settings
 
 
 def _leaves(setting: Setting) -> list[Setting]:
-    """Return a setting whose value is a mapping, key by key."""
+    """Return a setting key by key if its value is a mapping."""
     if not isinstance(setting.value, dict) or not setting.value:
         return [setting]
     return settings_of_tree(cast("dict[str, Any]", setting.value), setting.file_line, f"{setting.name}.")
 
 
 def setting_of_text(text: str, file_line: str, problem: str = "") -> Setting:
-    """Parse one ``key=value`` of a command line. Raises ``ConfigError`` with its place where it is none."""
+    """Parse ``key=value`` of a command line. Raises ``ConfigError`` with the place of any other text."""
     name, equals, value = text.lstrip("+").partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.@/-]*", name):
         raise ConfigError(f"{file_line}: {problem or repr(text)}: key=value was expected here")

@@ -1,13 +1,10 @@
-"""Names of verl's keys, and the tables that a name belongs to.
-
-Keys with a counterpart are those of ``keys.VERL_KEYS``.
-"""
+"""Other names of verl's keys, and lookup of a key in the tables; ``keys.VERL_KEYS`` has the keys with a counterpart."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from slime_like_compat.verl.features import COUNT_WITH, NOT_HERE, Feature
+from slime_like_compat.verl.features import NOT_HERE, READ_WITH, Feature
 from slime_like_compat.verl.without_effect import WITHOUT_EFFECT
 
 LEGACY = {
@@ -42,7 +39,7 @@ LEGACY = {
     "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     "critic.grad_clip": "critic.optim.clip_grad",
 }
-"""Other and older names of a key: a whole key, or the begin of one that ends with a dot -> the name used here."""
+"""Other and older names: a key, or a prefix that ends with a dot -> the name in the tables."""
 
 
 def canonical(key: str) -> str:
@@ -64,10 +61,11 @@ def feature(key: str) -> Feature | None:
 
 
 def switch(key: str) -> str | None:
-    """Return the key without which ``key`` has no effect."""
-    return _longest(COUNT_WITH, key)
+    """Return the switch without which ``key`` has no effect; None without such a switch."""
+    return _longest(READ_WITH, key)
 
 
 def _longest[T](table: dict[str, T], key: str) -> T | None:
-    fitting = [pattern for pattern in table if fnmatchcase(key, pattern)]
-    return table[max(fitting, key=len)] if fitting else None
+    """Return the entry of the longest pattern that matches ``key``."""
+    patterns = [pattern for pattern in table if fnmatchcase(key, pattern)]
+    return table[max(patterns, key=len)] if patterns else None

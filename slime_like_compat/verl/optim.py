@@ -9,7 +9,7 @@ from slime_like_compat.verl.job import Job
 
 
 def map_batches(job: Job) -> None:
-    """Set prompts, samples, optimizer steps and rollouts. verl counts mini-batches in prompts, and a step is a rollout."""
+    """Set prompts, samples, optimizer steps and rollouts. verl counts mini-batches in prompts, and its step is a rollout."""
     prompts, mini = job.count("data.train_batch_size"), job.count(f"{ACTOR}.ppo_mini_batch_size")
     if prompts % mini:
         raise job.wrong(f"{ACTOR}.ppo_mini_batch_size", f"does not divide data.train_batch_size={prompts}")
@@ -25,17 +25,17 @@ def map_batches(job: Job) -> None:
 def _rollouts(job: Job, prompts: int) -> None:
     steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
     if job.value(steps) is not None:
-        job.set("loop.num_rollout", job.whole(steps), steps, "a step of verl is a rollout")
+        job.set("loop.num_rollout", job.integer(steps), steps, "a step of verl is a rollout")
         if job.has(epochs):
-            job.leave(
-                f"total_training_steps counts; verl would stop before it only after {job.value(epochs)} epochs", epochs
+            job.leave_out(
+                f"total_training_steps counts; verl would stop earlier only after {job.value(epochs)} epochs", epochs
             )
         return
     if "loop.num_rollout" in job.user_overrides:
-        job.settle(epochs, ["loop.num_rollout"])
+        job.set_by_user(epochs, ["loop.num_rollout"])
         return
     note = f"epochs * (rows of the file // {prompts}) rollouts, as in verl"
-    job.set("loop.num_epoch", job.whole(epochs), epochs, note)
+    job.set("loop.num_epoch", job.integer(epochs), epochs, note)
 
 
 def steps_per_rollout(job: Job) -> int:
@@ -60,37 +60,39 @@ def map_optimizer(job: Job) -> None:
             if job.sets(key):
                 job.set("optim.cpu_offload_fraction", float(job.number(key)), key)
     off = "read only with optimizer_cpu_offload=True"
-    job.leave(off, offload, *(f"{OPTIM}.override_optimizer_config.{n}offload_fraction" for n in ("", "optimizer_")))
+    job.leave_out(off, offload, *(f"{OPTIM}.override_optimizer_config.{n}offload_fraction" for n in ("", "optimizer_")))
 
 
 def _warm_up(job: Job) -> None:
-    steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
-    each = steps_per_rollout(job)
-    if job.value(steps) is not None and job.whole(steps) > 0:
-        job.set("optim.warmup_steps", job.whole(steps) * each, steps, f"{each} optimizer steps per step of verl")
-        job.leave("lr_warmup_steps counts", share)
+    steps, ratio_key = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
+    num_steps = steps_per_rollout(job)
+    if job.value(steps) is not None and job.integer(steps) > 0:
+        job.set(
+            "optim.warmup_steps", job.integer(steps) * num_steps, steps, f"{num_steps} optimizer steps per step of verl"
+        )
+        job.leave_out("lr_warmup_steps counts", ratio_key)
         return
-    ratio = job.number(share) if job.value(share) is not None else 0.0
-    older = "; 0 is no warm-up in fsdp_workers.py of verl 0.8.0.dev" if job.value(steps) == 0 < ratio else ""
-    job.leave(f"lr_warmup_steps_ratio counts{older}", steps)
+    ratio = job.number(ratio_key) if job.value(ratio_key) is not None else 0.0
+    note = "; 0 is no warm-up in fsdp_workers.py of verl 0.8.0.dev" if job.value(steps) == 0 < ratio else ""
+    job.leave_out(f"lr_warmup_steps_ratio counts{note}", steps)
     if ratio > 0:
-        job.set("optim.warmup_fraction", float(ratio), share)
-    job.leave("no warm-up", share)
+        job.set("optim.warmup_fraction", float(ratio), ratio_key)
+    job.leave_out("no warm-up", ratio_key)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The schedule of the actor's or the critic's learning rate, in verl's own steps."""
+    """Schedule of the actor's or the critic's learning rate, in steps of verl."""
 
     shape: str
-    key: str  # that says the shape: Megatron's lr_decay_style or FSDP's lr_scheduler_type
+    key: str  # key of the shape: Megatron's lr_decay_style or FSDP's lr_scheduler_type
     floor: float = 0.0
     decay_steps: int | None = None
-    tail: tuple[str, int | None] = ("", None)  # of wsd
+    tail: tuple[str, int | None] = ("", None)  # style and steps of the decay of wsd
 
 
 def schedule_of(job: Job, optim: str) -> Schedule:
-    """Return the schedule that the keys below ``optim`` describe; keys that its shape does not read have no part in it."""
+    """Return the schedule that the keys below ``optim`` describe, without keys that its shape does not read."""
     kind, style = f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style"
     key = kind if job.has(kind) and not job.has(style) else style
     shape = job.text(key).lower()
@@ -103,10 +105,10 @@ def schedule_of(job: Job, optim: str) -> Schedule:
     steps = job.count(decay) if job.value(decay) is not None else None
     if shape != "wsd":
         return Schedule(shape, key, float(floor), steps)
-    last = f"{optim}.lr_wsd_decay_steps"
-    if job.value(last) is None and last not in job.needed:
-        raise job.needs(key, last, 10)
-    tail = job.text(f"{optim}.lr_wsd_decay_style").lower(), job.count(last)
+    tail_steps = f"{optim}.lr_wsd_decay_steps"
+    if job.value(tail_steps) is None and tail_steps not in job.needed:
+        raise job.needs(key, tail_steps, 10)
+    tail = job.text(f"{optim}.lr_wsd_decay_style").lower(), job.count(tail_steps)
     return Schedule(shape, key, float(floor), steps, tail)
 
 
@@ -114,17 +116,19 @@ def _schedule(job: Job) -> None:
     kind, ratio = f"{OPTIM}.lr_scheduler_type", f"{OPTIM}.min_lr_ratio"
     style, floor_key, decay = f"{OPTIM}.lr_decay_style", f"{OPTIM}.min_lr", f"{OPTIM}.lr_decay_steps"
     tail_style, tail = f"{OPTIM}.lr_wsd_decay_style", f"{OPTIM}.lr_wsd_decay_steps"
-    schedule, each = schedule_of(job, OPTIM), steps_per_rollout(job)
+    schedule, num_steps = schedule_of(job, OPTIM), steps_per_rollout(job)
     if schedule.shape not in ("constant", "linear", "cosine", "wsd"):
-        job.refuse(schedule.key, "no such schedule here: constant, linear, cosine or wsd")
+        job.refuse(schedule.key, "the schedule is not supported: one of constant, linear, cosine and wsd")
         return
     job.set("optim.schedule", schedule.shape, schedule.key)
     if schedule.shape != "constant":
         job.set("optim.min_lr", schedule.floor, floor_key if job.has(floor_key) else ratio)
         if schedule.decay_steps is not None:
-            job.set("optim.decay_steps", schedule.decay_steps * each, decay)
+            job.set("optim.decay_steps", schedule.decay_steps * num_steps, decay)
     if schedule.shape == "wsd":
         job.set("optim.wsd_decay_style", schedule.tail[0], tail_style)
         if schedule.tail[1] is not None:
-            job.set("optim.wsd_decay_steps", schedule.tail[1] * each, tail)
-    job.leave(f"a {schedule.shape} schedule does not read it", style, floor_key, ratio, decay, tail_style, tail, kind)
+            job.set("optim.wsd_decay_steps", schedule.tail[1] * num_steps, tail)
+    job.leave_out(
+        f"a {schedule.shape} schedule does not read it", style, floor_key, ratio, decay, tail_style, tail, kind
+    )

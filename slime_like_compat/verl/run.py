@@ -12,24 +12,26 @@ def map_run(job: Job) -> None:
         job.set("model.hf_checkpoint", job.text(f"{MODEL}.path"), f"{MODEL}.path")
     for our_key, key in (("run.dir", "trainer.default_local_dir"), ("run.name", "trainer.experiment_name")):
         if job.has(key) and job.settings[key].problem:
-            job.leave(f"{job.settings[key].problem}: --with {our_key}=...; it has no effect on what is trained", key)
+            job.leave_out(
+                f"{job.settings[key].problem}: --with {our_key}=...; it has no effect on what is trained", key
+            )
         elif job.sets(key):
             job.set(our_key, job.text(key), key)
-        job.leave("as verl's default, none", key)
+        job.leave_out("as verl's default, none", key)
     for our_key, key in (
         ("run.save_interval", "trainer.save_freq"),
         ("run.keep_checkpoints", "trainer.max_actor_ckpt_to_keep"),
     ):
-        if job.sets(key) and job.whole(key) > 0:
-            job.set(our_key, job.whole(key), key)
-    job.tell("trainer.save_freq", "mapped", "here always after the last rollout too", "run.save_interval")
-    job.leave("all are kept", "trainer.max_actor_ckpt_to_keep")
+        if job.sets(key) and job.integer(key) > 0:
+            job.set(our_key, job.integer(key), key)
+    job.report("trainer.save_freq", "mapped", "here also after the last rollout", "run.save_interval")
+    job.leave_out("all are kept", "trainer.max_actor_ckpt_to_keep")
     _resume(job)
     _loggers(job)
     dump = "trainer.rollout_data_dir"
     if job.sets(dump) and job.text(dump):
         job.set("run.dump_rollouts", True, dump, "into run.dir/rollouts")
-    job.leave("no dump", dump)
+    job.leave_out("no dump", dump)
 
 
 def _loggers(job: Job) -> None:
@@ -38,19 +40,19 @@ def _loggers(job: Job) -> None:
         if name in loggers or name == "wandb":
             job.set(f"metrics.{name}", name in loggers, "trainer.logger")
     if other_loggers := sorted(set(loggers) - {"console", "wandb", "tensorboard"}):
-        job.tell(
+        job.report(
             "trainer.logger",
             "mapped",
             f"no logger {', '.join(other_loggers)}; metrics.jsonl is always written",
             "metrics.wandb",
         )
-    job.tell("trainer.logger", "mapped", "", "metrics.wandb")
+    job.report("trainer.logger", "mapped", "", "metrics.wandb")
     project = "trainer.project_name"
     if job.has(project) and job.settings[project].problem:
-        job.leave(f"{job.settings[project].problem}: --with metrics.wandb_project=...", project)
+        job.leave_out(f"{job.settings[project].problem}: --with metrics.wandb_project=...", project)
     elif "wandb" in loggers:
         job.set("metrics.wandb_project", job.text(project), project)
-    job.leave("read only with wandb", project)
+    job.leave_out("read only with wandb", project)
 
 
 def _resume(job: Job) -> None:
@@ -59,7 +61,7 @@ def _resume(job: Job) -> None:
         job.refuse("trainer.resume_mode", "verl's checkpoints cannot be read: export HF weights", ("run.resume",))
         return
     if mode not in ("auto", "disable"):
-        job.refuse("trainer.resume_mode", "there are auto and disable", ("run.resume",))
+        job.refuse("trainer.resume_mode", "one of auto and disable", ("run.resume",))
         return
     job.set("run.resume", "never" if mode == "disable" else "auto", "trainer.resume_mode")
-    job.leave("read only with resume_mode=resume_path", "trainer.resume_from_path")
+    job.leave_out("read only with resume_mode=resume_path", "trainer.resume_from_path")

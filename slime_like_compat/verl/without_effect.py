@@ -1,4 +1,4 @@
-"""Keys of verl that have no effect on what is trained here, each with the reason.
+"""Keys of verl without an effect on training here, each with the reason.
 
 A pattern is a key in which ``*`` stands for any text.
 """

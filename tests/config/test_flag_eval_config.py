@@ -10,8 +10,9 @@ import yaml
 
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError
+from slime_like_compat.conversion import NONE, SAME
 from slime_like_compat.flags.eval_config import eval_config_overrides
-from slime_like_compat.slime.job import NONE, SAME, convert_script
+from slime_like_compat.slime.job import convert_script
 
 SETS: dict[str, Any] = {
     "eval": {

@@ -16,8 +16,9 @@ from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_files
 from slime_like.errors import ConfigError
 from slime_like_compat import recipe_file
+from slime_like_compat.conversion import NONE, SAME
 from slime_like_compat.shell.launch_script import read_launch
-from slime_like_compat.slime.job import NONE, SAME, convert_script
+from slime_like_compat.slime.job import convert_script
 from slime_like_compat.slime.mapping import map_arguments
 from tests.config.model_folder import write_model
 from tests.convert.slime_lines import NEEDED, row

@@ -132,7 +132,7 @@ def test_unknown_command_outputs_are_listed_in_one_error(tmp_path: Path) -> None
     for key in (f"{A}.optim.lr", f"{R}.n", "data.train_batch_size"):
         assert (
             f"  {key} ?: needed; is what $(" in converted.problem
-            and f"give {key}=VALUE behind the job" in converted.problem
+            and f"give {key}=VALUE after the job" in converted.problem
         )
     assert f"{A}.ppo_epochs 2: refused" in converted.problem and "project_name" not in converted.problem
     overrides = ("data.train_batch_size=64", f"{R}.n=4", f"{A}.optim.lr=1e-6", f"{A}.ppo_epochs=1")
@@ -184,7 +184,7 @@ REFUSED_PROGRAMS = {
     "torchrun -m verl.trainer.sft_trainer data.x=1": "algo=sft",
     "python3 -m verl.experimental.fully_async_policy.fully_async_main": "by hand",
     "python3 -m verl.trainer.main_ppo --config-name=other": "--config FILE",
-    "python3 -m verl.trainer.main_ppo --multirun": "no setting of verl",
+    "python3 -m verl.trainer.main_ppo --multirun": "not a setting of verl",
     "python3 train.py": "starts no verl.trainer.main_ppo",
 }
 

@@ -15,9 +15,9 @@ from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWIT
 from slime_like_compat.flags.translate import translate
 from slime_like_compat.shell.launch_script import read_launch
 from slime_like_compat.shell.values import Value
-from slime_like_compat.slime.given import Flags, grouped
+from slime_like_compat.slime.occurrences import Flags, group_by_flag
 from slime_like_compat.slime.rows import row_of
-from slime_like_compat.slime.special import CODE, SPECIAL
+from slime_like_compat.slime.special import CODE, VERDICT_FUNCTIONS
 from tests.config.bad_input import refusal
 from tests.convert.slime_lines import NEEDED, composed, mapped, row
 
@@ -128,9 +128,9 @@ ROWS = {
 def test_the_verdict_of_a_flag(line: str, expected: tuple[str, str, str], tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 train.py {NEEDED} \\\n {line}")
-    flags = Flags.of(grouped(read_launch(script, variables={}).arguments))
+    flags = Flags.of(group_by_flag(read_launch(script, variables={}).arguments))
     flag, verdict, words = expected
-    flag_row = row_of(flags.last[flag], flags) if flag in flags else row(mapped(tmp_path, line), flag)
+    flag_row = row_of(flags.by_name[flag], flags) if flag in flags else row(mapped(tmp_path, line), flag)
     assert (flag_row.verdict, words in flag_row.note) == (verdict, True), flag_row
 
 
@@ -178,13 +178,13 @@ ODD = ("0", "null", "text", "[]", "{}", "", "nan", "-1", "[" * 2000, "1" * 400)
 
 def test_no_value_of_a_flag_ends_in_a_traceback(tmp_path: Path) -> None:
     base = [Value(text, "run.sh:1") for text in f"{NEEDED} --colocate --actor-num-gpus-per-node 8".split()]
-    flags = dict.fromkeys([*VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS, *REFUSED, *SPECIAL, *CODE])
+    flags = dict.fromkeys([*VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS, *REFUSED, *VERDICT_FUNCTIONS, *CODE])
     flags |= dict.fromkeys(
         ("--sglang-mem-fraction-static", "--sglang-json-model-override-args", "--moe-aux-loss-coeff")
     )
     assert len(flags) > 300
     for flag, text in itertools.product(flags, ODD):
-        groups = grouped([*base, Value(flag, "run.sh:2"), Value(text, "run.sh:2")])
+        groups = group_by_flag([*base, Value(flag, "run.sh:2"), Value(text, "run.sh:2")])
         with contextlib.suppress(ConfigError):
             flag_row = row_of(groups[-1], Flags.of(groups))
             if flag_row.verdict in ("mapped", "code"):

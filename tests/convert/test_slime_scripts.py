@@ -9,8 +9,9 @@ import pytest
 
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError
+from slime_like_compat.conversion import CODE, NONE, SAME
 from slime_like_compat.slime.check import check_folder
-from slime_like_compat.slime.job import CODE, NONE, SAME, convert_script
+from slime_like_compat.slime.job import convert_script
 from tests.convert.slime_lines import NEEDED
 
 FOLDER = Path(__file__).parent / "slime"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_like.config.load.loader import read_override
-from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row, in_the_way
+from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row, refusal_message
 from slime_like_compat.verl.job import Job, Setting
 from slime_like_compat.verl.mapping import map_settings, setting_of_text, translate_settings
 
@@ -39,7 +39,7 @@ def mapped(line: str) -> Mapped:
 
 def refused(rows: Sequence[Row]) -> str:
     blocking = [row for row in rows if row.verdict in BLOCKING]
-    return in_the_way(blocking) if blocking else ""
+    return refusal_message(blocking) if blocking else ""
 
 
 def value(job: Job, key: str) -> Any:

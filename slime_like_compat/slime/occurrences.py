@@ -1,4 +1,4 @@
-"""The flags of a launch script with the values that follow them."""
+"""Flags of a launch script with the values that follow them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from slime_like.errors import ConfigError
 from slime_like_compat.shell.values import Value
 
-_SHAPE = re.compile(r"--|-[A-Za-z](?!nf(inity)?$|an$)")  # of a flag, as argparse sees it: a number is a value
+_FLAG = re.compile(r"--|-[A-Za-z](?!nf(inity)?$|an$)")  # start of a flag for argparse; -1 and -inf are values
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """One flag as a script gives it."""
+class FlagOccurrence:
+    """One use of a flag in a script, with its values."""
 
     flag: str
     values: tuple[Value, ...] = ()
@@ -22,40 +22,40 @@ class Given:
 
     @property
     def text(self) -> str:
-        """Its values as in the script, ``?`` for one that is not known."""
+        """Values as written in the script, with ``?`` for an unknown value."""
         return " ".join(value.text if not value.problem else "?" for value in self.values)
 
     @property
     def problem(self) -> str:
-        """Reason why a value of it is not known; empty if all are."""
+        """Reason why a value is unknown; empty if all values are known."""
         return next((value.problem for value in self.values if value.problem), "")
 
     @property
     def argv(self) -> list[str]:
-        """The flag and its values as arguments."""
+        """Flag and values as command-line arguments."""
         return [self.flag, *(value.text for value in self.values)]
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """All flags of a script, by name: where one is given twice, the last one counts."""
+    """Flags of a script by name. Of a flag that is given several times, the last occurrence counts."""
 
-    last: dict[str, Given]
+    by_name: dict[str, FlagOccurrence]
 
     @classmethod
-    def of(cls, items: Sequence[Given]) -> Flags:
-        """Return the flags of a script in its order."""
+    def of(cls, items: Sequence[FlagOccurrence]) -> Flags:
+        """Return the flags of ``items``, which are in the order of the script."""
         return cls({item.flag: item for item in items})
 
     def __contains__(self, flag: str) -> bool:
-        return flag in self.last
+        return flag in self.by_name
 
     def text(self, flag: str, default: str = "") -> str:
         """Return the values of ``flag`` as text."""
-        return self.last[flag].text if flag in self.last else default
+        return self.by_name[flag].text if flag in self.by_name else default
 
-    def positive(self, flag: str) -> bool:
-        """Return whether ``flag`` has a number above 0; a value that is not known counts as one."""
+    def is_positive(self, flag: str) -> bool:
+        """Return whether ``flag`` has a number above 0; an unknown value counts as such a number."""
         try:
             return float(self.text(flag, "0")) > 0
         except ValueError:
@@ -64,27 +64,27 @@ class Flags:
     @property
     def has_kl(self) -> bool:
         """True if the job uses a reference model."""
-        return ("--use-kl-loss" in self and self.positive("--kl-loss-coef")) or self.positive("--kl-coef")
+        return ("--use-kl-loss" in self and self.is_positive("--kl-loss-coef")) or self.is_positive("--kl-coef")
 
     @property
-    def supervised(self) -> bool:
+    def is_supervised(self) -> bool:
         """True if the job is supervised fine-tuning."""
         return self.text("--loss-type") == "sft_loss"
 
 
-def grouped(arguments: Sequence[Value]) -> list[Given]:
-    """Return flags with the values that follow them. Raises ``ConfigError`` for a word that follows no flag."""
-    return list(_grouped(arguments))
+def group_by_flag(arguments: Sequence[Value]) -> list[FlagOccurrence]:
+    """Return each flag with the values that follow it. Raises ``ConfigError`` for a value before the first flag."""
+    return list(_occurrences(arguments))
 
 
-def _grouped(arguments: Sequence[Value]) -> Iterator[Given]:
-    current: Given | None = None
+def _occurrences(arguments: Sequence[Value]) -> Iterator[FlagOccurrence]:
+    current: FlagOccurrence | None = None
     for value in arguments:
         flag, equals, text = value.text.partition("=")
-        if _SHAPE.match(value.text) and not value.problem:
+        if _FLAG.match(value.text) and not value.problem:
             if current is not None:
                 yield current
-            current = Given(flag, (Value(text, value.file_line),) if equals else (), value.file_line)
+            current = FlagOccurrence(flag, (Value(text, value.file_line),) if equals else (), value.file_line)
         elif current is not None:
             current = replace(current, values=(*current.values, value))
         else:

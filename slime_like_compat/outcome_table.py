@@ -1,4 +1,4 @@
-"""Launch scripts by outcome: one table for scripts of every project."""
+"""Table of launch scripts by the outcome of their conversion, for scripts of every project."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slime_like.errors import ConfigError
-from slime_like_compat.slime.job import CODE, SAME, Converted
+from slime_like_compat.conversion import CODE, SAME, Conversion
 
 
 def class_table(folder: Path, classes: Mapping[str, str], outcomes: Mapping[Path, tuple[str, str]]) -> str:
-    """Return a table of counts by class, then a line per script. ``found``: script -> name of its class, and the reason."""
+    """Return a table of counts by class, then a line per script.
+
+    ``classes`` maps the name of a class to its meaning, ``outcomes`` a script to the name of its class and the reason.
+    """
     return "\n".join(_lines(folder, classes, outcomes)) + "\n"
 
 
@@ -27,18 +30,17 @@ def _lines(folder: Path, classes: Mapping[str, str], outcomes: Mapping[Path, tup
         yield f"{name:8}{path.relative_to(folder)}" + (f": {reason}" if reason else "")
 
 
-def outcome(converted: Converted, sign: str) -> tuple[str, str]:
-    """Return the class of a script that could be read, and the settings that are the reason, each with ``sign`` before its
-    value."""
-    if converted.code == SAME:
+def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
+    """Return the class of a converted script, and the settings that are the reason, each with ``sign`` before its value."""
+    if conversion.code == SAME:
         return "same", ""
-    name = "code" if converted.code == CODE else "refused"
-    rows = [row for row in converted.rows if row.verdict in (("code",) if name == "code" else ("refused", "unknown"))]
+    name, verdicts = ("code", ("code",)) if conversion.code == CODE else ("refused", ("refused", "unknown"))
+    rows = [row for row in conversion.rows if row.verdict in verdicts]
     if not rows:
-        name, rows = "value", [row for row in converted.rows if row.verdict == "needed"]
+        name, rows = "value", [row for row in conversion.rows if row.verdict == "needed"]
     return name, ", ".join(f"{row.flag}{sign}{row.value_text}".strip() for row in rows)
 
 
 def first_line(error: ConfigError, path: Path) -> str:
-    """Return the first line of a message about ``path``, without its folder."""
+    """Return the first line of an error about ``path``, without the folder of ``path``."""
     return str(error).splitlines()[0].replace(f"{path}:", "line ").replace(str(path), path.name)

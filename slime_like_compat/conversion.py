@@ -1,0 +1,59 @@
+"""Steps that the conversions of slime's and verl's jobs share once each setting has a row: compose, save, report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like_compat.conversion_rows import Mapped, Row, refusal_message
+from slime_like_compat.recipe_file import plan_command, report, save_recipe
+from slime_like_compat.shell.launch_script import Launch
+
+SAME, CODE, NONE = 0, 1, 2
+"""Exit codes: a recipe of the same job; a recipe that needs user code to be ported; no recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Outcome of a conversion."""
+
+    code: int  # SAME, CODE or NONE
+    report: str
+    rows: tuple[Row, ...]
+    problem: str = ""  # why there is no recipe
+
+
+def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
+    """Return the configuration of a converted job.
+
+    Raises ``ConfigError`` with ``hint`` and the settings of the job that set the keys in question, each with ``sign``
+    before its value.
+    """
+    try:
+        return load_config(overrides, files=False, machine=False, code=False)
+    except ConfigError as error:
+        keys = set(re.findall(r"[a-z]+(?:\.\w+)+", str(error)))
+        settings = [row for row in rows if keys & set(row.keys) and (row.file_line or row.verdict == "default")]
+        lines = "".join(
+            f"\n  {row.file_line or f'{project} default'}: {row.flag}{sign}{row.value_text}"
+            for row in settings
+            if row.verdict in ("mapped", "default", "code")
+        )
+        raise ConfigError(f"{error}\n{hint}:{lines}") from error
+
+
+def save_conversion(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> Conversion:
+    """Write the recipe of a job to ``path`` unless settings block it, and return the outcome.
+
+    Raises ``ConfigError`` if the file exists and ``force`` is false.
+    """
+    if mapped.config is None:
+        return Conversion(NONE, report(mapped, launch, None), mapped.rows, refusal_message(mapped.blocked))
+    save_recipe(mapped, launch, path, project, force=force)
+    text = f"{report(mapped, launch, path)}\n{plan_command(path)}"
+    return Conversion(CODE if mapped.rows_with(["code"]) else SAME, text, mapped.rows)
