@@ -22,7 +22,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 
 from slime_like.train.megatron.platform import host
-from slime_like_plugins.qwen_gdn.fla import FLASH_QLA_SWITCH, FlaGDN, active_dispatch, handed_over
+from slime_like_plugins.qwen_gdn.fla import FLASH_QLA_SWITCH, FlaGDN, active_dispatch, dispatched_functions
 from tests.gdn.recurrence import Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
 from tests.train.ranks import World, fork_ranks
 from tests.train.state_passing import Case, meet, range_errors
@@ -121,7 +121,7 @@ def main() -> dict[str, Any]:
     results["conv"] = {}
     for name, (lengths, tail, halo) in CONVOLUTIONS.items():
         results["conv"][name] = conv_errors(backend, make_conv(lengths, 4, tail=tail, halo=halo), torch.float32)
-    results |= {"kernels": backend.kernels(), "handed over": handed_over()}
+    results |= {"kernels": backend.kernels(), "dispatched": dispatched_functions()}
     return results
 
 

@@ -86,7 +86,7 @@ def test_a_gradient_that_stops_at_a_rank_border_is_detected(measured: dict[str, 
 def test_fla_does_not_dispatch_to_flashqla(measured: dict[str, Any]) -> None:
     assert measured["dispatch before"] == "flash_qla"  # fla's default dispatch
     assert measured["dispatch after"] is None and measured["switch"] == "0"
-    assert measured["handed over"] == []
+    assert measured["dispatched"] == []
     assert "fla-core 0.6.0" in measured["kernels"] and "triton" in measured["kernels"]
 
 

@@ -227,7 +227,7 @@ def test_scores_beside_the_torch_path() -> None:
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
     for target in ([0, 4], [-1, 0]):
-        with pytest.raises(AssertionError, match="tokens outside 4 logits"):
+        with pytest.raises(AssertionError, match="a target is outside the 4 logits"):
             C().log_probs(torch.zeros(2, 4), torch.tensor(target), 1.0, entropy=False)
 
 

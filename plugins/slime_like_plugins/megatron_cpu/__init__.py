@@ -1,5 +1,6 @@
-"""Megatron's layers on a plain CPU: attention, norms, rotation, SwiGLU and log-probabilities as one pass over memory each, in C compiled where it runs.
+"""Layers of Megatron on a plain CPU: attention, norms, rotation, SwiGLU and log-probabilities in C, compiled on the machine.
 
-Once matrix products run in bfloat16, such passes are half of a small model's training step; torch makes five to ten of
-each. ``layer`` has the parts that ``model.cpu_kernels`` puts into the layer specs; nothing here is loaded otherwise.
+Each kernel is one pass over memory, for which torch needs five to ten. With matrix products in bfloat16, these passes take
+half of a small model's training step. ``layer`` has the parts that ``model.cpu_kernels`` puts into the layer specs; with
+other settings this package is not imported.
 """

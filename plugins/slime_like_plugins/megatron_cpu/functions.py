@@ -1,4 +1,4 @@
-"""Autograd functions over the C kernels. Backward keeps the input and one number per row or head."""
+"""Autograd functions over the C kernels. They save their inputs and one number per row or head for backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like_plugins.megatron_cpu.kernels import QkvHeads, TrainKernels
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """(x [..., H], weight [H], eps, kernels) -> [..., H]"""
+    """RMSNorm: (x [..., H], weight [H], eps, kernels) -> [..., H]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, kernels: TrainKernels) -> Tensor:
@@ -30,7 +30,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """(gate and up [..., 2 F], kernels) -> [..., F]"""
+    """SwiGLU: (gate and up [..., 2 F], kernels) -> [..., F]."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, kernels: TrainKernels) -> Tensor:
@@ -47,13 +47,16 @@ class SwiGLUFunction(torch.autograd.Function):
 
 
 class SplitRotateFunction(torch.autograd.Function):
-    """(mixed [N, G (R + 2) D], weights of query and key norm [D] or None, cos_sin [N, D], heads, eps, kernels)
-    -> F32 queries [N, G R, D], keys and values [N, G, D]"""
+    """Split, norms and rotation of projected queries, keys and values.
+
+    (qkv [N, G (R + 2) D], weights of query and key norm [D] or None, cos_sin [N, D], heads, eps, kernels) ->
+    F32 queries [N, G R, D], keys and values [N, G, D].
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        mixed: Tensor,
+        qkv: Tensor,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         cos_sin_ND: Tensor,
@@ -61,27 +64,30 @@ class SplitRotateFunction(torch.autograd.Function):
         eps: float,
         kernels: TrainKernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mixed = mixed.contiguous()
+        qkv = qkv.contiguous()
         norms = None if q_weight is None or k_weight is None else (q_weight, k_weight)
-        *out, inverse = kernels.split_rotate(mixed, norms, cos_sin_ND, heads, eps)
-        ctx.save_for_backward(mixed, q_weight, k_weight, cos_sin_ND, inverse)
+        *out, inverse = kernels.split_rotate(qkv, norms, cos_sin_ND, heads, eps)
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos_sin_ND, inverse)
         ctx.heads, ctx.kernels = heads, kernels
         queries, keys, values = out
         return queries, keys, values
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        mixed, q_weight, k_weight, cos_sin_ND, inverse = ctx.saved_tensors
+        qkv, q_weight, k_weight, cos_sin_ND, inverse = ctx.saved_tensors
         norms = None if q_weight is None else (q_weight, k_weight)
         grad_queries, grad_keys, grad_values = (grad.contiguous() for grad in grads)
         outputs = (grad_queries, grad_keys, grad_values)
-        grad_mixed, grad_norms = ctx.kernels.split_rotate_back(mixed, norms, cos_sin_ND, inverse, outputs, ctx.heads)
-        of_norms = (None, None) if norms is None else grad_norms.to(mixed.dtype).unbind(0)
-        return grad_mixed, *of_norms, None, None, None, None
+        grad_qkv, grad_norms = ctx.kernels.split_rotate_back(qkv, norms, cos_sin_ND, inverse, outputs, ctx.heads)
+        norm_grads = (None, None) if norms is None else grad_norms.to(qkv.dtype).unbind(0)
+        return grad_qkv, *norm_grads, None, None, None, None
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(F32 queries [N, H, D], keys and values [N, G, D], cu_seqlens, scale, dtype of the result, kernels) -> [N, H, D]"""
+    """Causal attention over packed sequences.
+
+    (F32 queries [N, H, D], keys and values [N, G, D], cu_seqlens, scale, dtype of the result, kernels) -> [N, H, D].
+    """
 
     @staticmethod
     def forward(
@@ -94,9 +100,9 @@ class AttentionFunction(torch.autograd.Function):
         dtype: torch.dtype,
         kernels: TrainKernels,
     ) -> Tensor:
-        columns = (query.contiguous(), key.contiguous(), value.contiguous())
-        out, log_sums = kernels.attention(columns, cu_seqlens, scale, dtype)
-        ctx.save_for_backward(*columns, cu_seqlens, log_sums)
+        qkv = (query.contiguous(), key.contiguous(), value.contiguous())
+        out, log_sums = kernels.attention(qkv, cu_seqlens, scale, dtype)
+        ctx.save_for_backward(*qkv, cu_seqlens, log_sums)
         ctx.scale, ctx.kernels = scale, kernels
         return out
 

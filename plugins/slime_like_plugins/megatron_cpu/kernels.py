@@ -1,6 +1,7 @@
-"""The C leaf kernels of training (``csrc``), for contiguous host tensors. What could read foreign memory is checked here.
+"""C leaf kernels of training (``csrc``) for contiguous host tensors. Arguments that could make C read outside its memory
+are checked here.
 
-Axes: N tokens, H hidden, F half of what SwiGLU reads, G groups (KV heads), R query heads per group, D head dimension,
+Axes: N tokens, H hidden, F output features of SwiGLU, G groups (KV heads), R query heads per group, D head dimension,
 V vocabulary.
 """
 
@@ -17,21 +18,21 @@ from torch import Tensor
 from slime_like_plugins.sglang_cpu.build import build
 
 SOURCE = Path(__file__).parent / "csrc"
-LANES = 16  # head dimensions of attention are multiples of it
-QUERIES = 8  # rows of attention that are computed at a time, as csrc/rows.h has it
+LANES = 16  # attention needs head dimensions that are multiples of this number
+QUERIES = 8  # queries that attention computes together; the same constant is in csrc/rows.h
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_POINTER, _WHOLE, _REAL, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
-    "rms_norm": [*[_POINTER] * 4, *[_WHOLE] * 2, _REAL, _INT],
-    "rms_norm_back": [*[_POINTER] * 6, *[_WHOLE] * 2, _INT],
-    "swiglu": [*[_POINTER] * 2, *[_WHOLE] * 2, _INT],
-    "swiglu_back": [*[_POINTER] * 3, *[_WHOLE] * 2, _INT],
-    "split_rotate": [*[_POINTER] * 8, *[_WHOLE] * 4, _REAL, _INT],
-    "split_rotate_back": [*[_POINTER] * 11, *[_WHOLE] * 4, _INT],
-    "attention": [*[_POINTER] * 7, *[_WHOLE] * 5, _REAL, _INT],
-    "attention_back": [*[_POINTER] * 10, *[_WHOLE] * 5, _REAL, _INT],
-    "log_probs": [*[_POINTER] * 5, *[_WHOLE] * 2, _REAL, _INT],
-    "log_probs_back": [*[_POINTER] * 7, *[_WHOLE] * 2, _REAL, _INT],
+    "rms_norm": [*[_POINTER] * 4, *[_INT64] * 2, _FLOAT, _INT],
+    "rms_norm_back": [*[_POINTER] * 6, *[_INT64] * 2, _INT],
+    "swiglu": [*[_POINTER] * 2, *[_INT64] * 2, _INT],
+    "swiglu_back": [*[_POINTER] * 3, *[_INT64] * 2, _INT],
+    "split_rotate": [*[_POINTER] * 8, *[_INT64] * 4, _FLOAT, _INT],
+    "split_rotate_back": [*[_POINTER] * 11, *[_INT64] * 4, _INT],
+    "attention": [*[_POINTER] * 7, *[_INT64] * 5, _FLOAT, _INT],
+    "attention_back": [*[_POINTER] * 10, *[_INT64] * 5, _FLOAT, _INT],
+    "log_probs": [*[_POINTER] * 5, *[_INT64] * 2, _FLOAT, _INT],
+    "log_probs_back": [*[_POINTER] * 7, *[_INT64] * 2, _FLOAT, _INT],
 }
 
 
@@ -50,7 +51,7 @@ class QkvHeads:
 
 
 class TrainKernels:
-    """Bindings to the shared object at ``path``. Weights have the dtype of what they multiply."""
+    """Bindings to the shared object at ``path``. A weight has the dtype of the tensor that it multiplies."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -62,7 +63,7 @@ class TrainKernels:
                 self._functions[name, dtype] = function
 
     def rms_norm(self, x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm [N, H], and one over the root mean square F32 [N]."""
+        """Return the norm [N, H], and one over the root mean square F32 [N]."""
         n, h = x_NH.shape
         _check(x_NH.dtype, (x_NH, (n, h)), (weight_H, (h,)))
         out_NH, inverse_N = torch.empty_like(x_NH), x_NH.new_empty(n, dtype=torch.float32)
@@ -72,16 +73,16 @@ class TrainKernels:
     def rms_norm_back(
         self, x_NH: Tensor, weight_H: Tensor, inverse_N: Tensor, grad_NH: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of ``x`` [N, H] and of the weight [H]."""
+        """Return the gradients of ``x`` [N, H] and of the weight [H]."""
         n, h = x_NH.shape
         _check(x_NH.dtype, (x_NH, (n, h)), (weight_H, (h,)), (grad_NH, (n, h)))
         _check(torch.float32, (inverse_N, (n,)))
-        grad_x_NH, shares = torch.empty_like(x_NH), x_NH.new_zeros((_threads(), h), dtype=torch.float32)
+        grad_x_NH, shares = torch.empty_like(x_NH), x_NH.new_zeros((_num_threads(), h), dtype=torch.float32)
         self._call("rms_norm_back", x_NH.dtype, (x_NH, weight_H, inverse_N, grad_NH, grad_x_NH, shares), n, h)
         return grad_x_NH, shares.sum(0).to(weight_H.dtype)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[N, 2 F], gate before up, -> silu(gate) * up [N, F]."""
+        """Return silu(gate) * up [N, F] of [N, 2 F] with gate, then up."""
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         _check(gate_up.dtype, (gate_up, (n, 2 * f)))
         out_NF = gate_up.new_empty((n, f))
@@ -89,7 +90,7 @@ class TrainKernels:
         return out_NF
 
     def swiglu_back(self, gate_up: Tensor, grad_NF: Tensor) -> Tensor:
-        """Gradient [N, 2 F]."""
+        """Return the gradient of ``gate_up`` [N, 2 F]."""
         n, f = grad_NF.shape
         _check(gate_up.dtype, (gate_up, (n, 2 * f)), (grad_NF, (n, f)))
         grad_gate_up = torch.empty_like(gate_up)
@@ -97,78 +98,79 @@ class TrainKernels:
         return grad_gate_up
 
     def split_rotate(
-        self, mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads, eps: float
+        self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """F32 queries [N, G R, D], keys and values [N, G, D] of ``mixed`` [N, G (R + 2) D]; and [N, G, R + 1] for the way back.
+        """Split ``qkv`` [N, G (R + 2) D]. Returns F32 queries [N, G R, D], keys and values [N, G, D], and the norms' scales.
 
-        Queries and keys get their norm (weights [D] each), where there is one, and the rotation of halves by angles whose
-        D / 2 cosines, then sines, are ``cos_sin``.
+        Queries and keys are normed (optional weights [D] each) and rotated by halves; ``cos_sin`` has D / 2 cosines, then
+        sines. The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
         """
-        n, g, r, d = len(mixed), heads.groups, heads.queries, heads.dim
-        _check_mixed(mixed, norms, cos_sin_ND, heads)
-        empty = lambda *shape: mixed.new_empty(shape, dtype=torch.float32)  # noqa: E731
+        n, g, r, d = len(qkv), heads.groups, heads.queries, heads.dim
+        _check_qkv(qkv, norms, cos_sin_ND, heads)
+        empty = lambda *shape: qkv.new_empty(shape, dtype=torch.float32)  # noqa: E731
         out = (empty(n, g * r, d), empty(n, g, d), empty(n, g, d), empty(n, g, r + 1))
-        self._call("split_rotate", mixed.dtype, (mixed, *(norms or (None, None)), cos_sin_ND, *out), n, g, r, d, eps)
+        self._call("split_rotate", qkv.dtype, (qkv, *(norms or (None, None)), cos_sin_ND, *out), n, g, r, d, eps)
         return out
 
     def split_rotate_back(
         self,
-        mixed: Tensor,
+        qkv: Tensor,
         norms: tuple[Tensor, Tensor] | None,
         cos_sin_ND: Tensor,
         inverse: Tensor,
         grads: tuple[Tensor, Tensor, Tensor],
         heads: QkvHeads,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of ``mixed`` [N, G (R + 2) D] and F32 [2, D] of the norms' weights (0 where there are none)."""
-        n, g, r, d = len(mixed), heads.groups, heads.queries, heads.dim
-        _check_mixed(mixed, norms, cos_sin_ND, heads)
+        """Return the gradients of ``qkv`` [N, G (R + 2) D] and of the norms' weights F32 [2, D] (0 without norms)."""
+        n, g, r, d = len(qkv), heads.groups, heads.queries, heads.dim
+        _check_qkv(qkv, norms, cos_sin_ND, heads)
         shapes = ((n, g * r, d), (n, g, d), (n, g, d), (n, g, r + 1))
         _check(torch.float32, *zip((*grads, inverse), shapes, strict=True))
-        grad_mixed = torch.empty_like(mixed)
-        shares = mixed.new_zeros((_threads(), 2, d), dtype=torch.float32)
-        scratch = mixed.new_empty((_threads(), d), dtype=torch.float32)
-        arrays = (mixed, *(norms or (None, None)), cos_sin_ND, inverse, *grads)
-        self._call("split_rotate_back", mixed.dtype, (*arrays, grad_mixed, shares, scratch), n, g, r, d)
-        return grad_mixed, shares.sum(0)
+        grad_qkv = torch.empty_like(qkv)
+        shares = qkv.new_zeros((_num_threads(), 2, d), dtype=torch.float32)
+        scratch = qkv.new_empty((_num_threads(), d), dtype=torch.float32)
+        arrays = (qkv, *(norms or (None, None)), cos_sin_ND, inverse, *grads)
+        self._call("split_rotate_back", qkv.dtype, (*arrays, grad_qkv, shares, scratch), n, g, r, d)
+        return grad_qkv, shares.sum(0)
 
     def attention(
-        self, columns: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float, dtype: torch.dtype
+        self, qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention [N, H, D] in ``dtype`` and log-sum-exps F32 [N, H] of F32 queries [N, H, D], keys and values [N, G, D].
+        """Return causal attention [N, H, D] in ``dtype``, and its log-sum-exps F32 [N, H].
 
-        ``cu_seqlens`` I32 [S + 1]: bounds of the sequences, from 0 to N.
+        ``qkv``: F32 queries [N, H, D], keys and values [N, G, D]. ``cu_seqlens`` I32 [S + 1]: bounds of the sequences, from
+        0 to N.
         """
-        n, h, d = columns[0].shape
-        sizes = _check_attention(columns, cu_seqlens)
-        out, log_sums = columns[0].new_empty((n, h, d), dtype=dtype), columns[0].new_empty((n, h))
-        scratch = _scratch(columns[0], sizes, 1)
-        self._call("attention", dtype, (*columns, cu_seqlens, out, log_sums, scratch), *sizes, scale)
+        n, h, d = qkv[0].shape
+        sizes = _check_attention(qkv, cu_seqlens)
+        out, log_sums = qkv[0].new_empty((n, h, d), dtype=dtype), qkv[0].new_empty((n, h))
+        scratch = _scratch(qkv[0], sizes, 1)
+        self._call("attention", dtype, (*qkv, cu_seqlens, out, log_sums, scratch), *sizes, scale)
         return out, log_sums
 
     def attention_back(
         self,
-        columns: tuple[Tensor, Tensor, Tensor],
+        qkv: tuple[Tensor, Tensor, Tensor],
         cu_seqlens: Tensor,
         log_sums: Tensor,
         grad: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients F32 of queries, keys and values."""
-        sizes = _check_attention(columns, cu_seqlens)
-        _check(torch.float32, (log_sums, tuple(columns[0].shape[:2])))
-        _check(grad.dtype, (grad, tuple(columns[0].shape)))
-        query, key, value = columns
+        """Return the F32 gradients of queries, keys and values."""
+        sizes = _check_attention(qkv, cu_seqlens)
+        _check(torch.float32, (log_sums, tuple(qkv[0].shape[:2])))
+        _check(grad.dtype, (grad, tuple(qkv[0].shape)))
+        query, key, value = qkv
         grads = (torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
         scratch = _scratch(query, sizes, 2)
-        self._call("attention_back", grad.dtype, (*columns, cu_seqlens, log_sums, grad, *grads, scratch), *sizes, scale)
+        self._call("attention_back", grad.dtype, (*qkv, cu_seqlens, log_sums, grad, *grads, scratch), *sizes, scale)
         return grads
 
     def log_probs(
         self, logits_NV: Tensor, target_N: Tensor, temperature: float, *, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """F32 [N] each: log-probabilities of tokens ``target`` I64 under ``softmax(logits / temperature)``, the scaled logits'
-        log-sum-exps, and where asked for the entropies."""
+        """Return the log-probabilities of ``target`` (I64) under ``softmax(logits / temperature)``, the log-sum-exps of the
+        scaled logits, and with ``entropy`` the entropies: F32 [N] each."""
         n, v = _check_logits(logits_NV, target_N)
         columns = tuple(logits_NV.new_empty(n, dtype=torch.float32) for _ in range(3 if entropy else 2))
         logprobs_N, log_sums_N, entropies_N = columns if entropy else (*columns, None)
@@ -187,18 +189,18 @@ class TrainKernels:
     ) -> None:
         """Write the logits' gradient to ``out``, which may be ``logits`` itself.
 
-        ``found``: log-sum-exps and entropies F32 [N] of the way there; ``grads``: of log-probabilities and entropies.
+        ``scores``: log-sum-exps and entropies F32 [N] of ``log_probs``; ``grads``: of log-probabilities and entropies.
         """
         n, v = _check_logits(logits_NV, target_N)
         _check(logits_NV.dtype, (out_NV, (n, v)))
-        assert grads[1] is None or scores[1] is not None, "a gradient of entropies that nothing computed"
+        assert grads[1] is None or scores[1] is not None, "a gradient of entropies needs the entropies"
         _check(torch.float32, *((column, (n,)) for column in (*scores, *grads) if column is not None))
         arrays = (logits_NV, target_N, *scores, *grads, out_NV)
         self._call("log_probs_back", logits_NV.dtype, arrays, n, v, 1 / temperature)
 
     def _call(self, name: str, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
         pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        self._functions[name, dtype](*pointers, *numbers, _threads())
+        self._functions[name, dtype](*pointers, *numbers, _num_threads())
 
 
 def make_kernels() -> TrainKernels:
@@ -212,43 +214,45 @@ def kernels() -> TrainKernels:
     return make_kernels()
 
 
-def _threads() -> int:
+def _num_threads() -> int:
     return torch.get_num_threads()
 
 
 def _check(dtype: torch.dtype, *pairs: tuple[Tensor, tuple[int, ...]]) -> None:
     for tensor, shape in pairs:
-        assert tensor.dtype is dtype, f"{tensor.dtype} beside {dtype}"
-        assert tensor.shape == shape, f"{tuple(tensor.shape)} where {shape} is needed"
+        assert tensor.dtype is dtype, f"the tensor is {tensor.dtype}, expected {dtype}"
+        assert tensor.shape == shape, f"the shape is {tuple(tensor.shape)}, expected {shape}"
         assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tensor.device}, strides {tensor.stride()}"
 
 
-def _check_mixed(mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads) -> None:
-    assert heads.dim % 2 == 0, f"no halves of {heads.dim}"
-    _check(mixed.dtype, (mixed, (len(mixed), heads.width)), *((weight, (heads.dim,)) for weight in norms or ()))
-    _check(torch.float32, (cos_sin_ND, (len(mixed), heads.dim)))
+def _check_qkv(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads) -> None:
+    assert heads.dim % 2 == 0, f"the head dimension {heads.dim} is odd"
+    _check(qkv.dtype, (qkv, (len(qkv), heads.width)), *((weight, (heads.dim,)) for weight in norms or ()))
+    _check(torch.float32, (cos_sin_ND, (len(qkv), heads.dim)))
 
 
 def _check_logits(logits_NV: Tensor, target_N: Tensor) -> tuple[int, int]:
     n, v = logits_NV.shape
     _check(logits_NV.dtype, (logits_NV, (n, v)))
     _check(torch.int64, (target_N, (n,)))
-    assert n == 0 or 0 <= int(target_N.min()) <= int(target_N.max()) < v, f"tokens outside {v} logits"
+    assert n == 0 or 0 <= int(target_N.min()) <= int(target_N.max()) < v, f"a target is outside the {v} logits"
     return n, v
 
 
-def _check_attention(columns: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Sequences, room for the longest in rows of weights, KV heads, query heads of each, head dimension."""
-    (n, h, d), g = columns[0].shape, columns[1].shape[1]
-    assert d % LANES == 0 and h % g == 0, f"{h} heads of {d} over {g} KV heads"
-    _check(torch.float32, *zip(columns, ((n, h, d), (n, g, d), (n, g, d)), strict=True))
+def _check_attention(qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return the number of sequences, the longest length rounded up, KV heads, query heads per KV head and head dimension."""
+    (n, h, d), g = qkv[0].shape, qkv[1].shape[1]
+    assert d % LANES == 0 and h % g == 0, f"{h} query heads of dimension {d} with {g} KV heads"
+    _check(torch.float32, *zip(qkv, ((n, h, d), (n, g, d), (n, g, d)), strict=True))
     _check(torch.int32, (cu_seqlens, (len(cu_seqlens),)))
     lengths = cu_seqlens.diff()
-    assert int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == n and int(lengths.min()) >= 0, f"bounds of {n} tokens"
+    assert int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == n and int(lengths.min()) >= 0, (
+        f"cu_seqlens {cu_seqlens.tolist()} are not the bounds of {n} tokens"
+    )
     return len(lengths), -(-int(lengths.max()) // (2 * LANES)) * 2 * LANES, g, h // g, d
 
 
 def _scratch(like: Tensor, sizes: tuple[int, ...], copies: int) -> Tensor:
-    """Return the size of each attention thread's scratch: a KV head's keys, and rows of weights and results."""
-    _, num_rows, _, _, d = sizes
-    return like.new_empty((_threads(), copies * (d * num_rows + QUERIES * (num_rows + d))))
+    """Return scratch memory of each thread of attention: a KV head's keys, and rows of weights and results."""
+    _, capacity, _, _, d = sizes
+    return like.new_empty((_num_threads(), copies * (d * capacity + QUERIES * (capacity + d))))

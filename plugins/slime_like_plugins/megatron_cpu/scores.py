@@ -1,7 +1,7 @@
-"""Log-probability and entropy from hidden states over the C kernels: one pass over the logits of a chunk each way.
+"""Log-probability and entropy from hidden states over the C kernels, with one pass over a chunk's logits per direction.
 
-Where one chunk holds all tokens its logits are kept for the way back, in the model's own precision; several are computed
-again there, as in ``slime_like.train.megatron.model.vocab``, which also has what these kernels do not do.
+If a single chunk has all tokens, its logits are saved for backward, in the model's dtype. Otherwise backward computes the
+logits again, as ``slime_like.train.megatron.model.vocab`` does, which also covers the cases that these kernels do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from slime_like_plugins.megatron_cpu.kernels import SUFFIX, kernels
 
 
 class ScoresFunction(torch.autograd.Function):
-    """(hidden [N, H], weight [V, H], of which ``real`` rows are tokens, target I64 [N], ...) -> F32 [N] twice"""
+    """Log-probabilities and entropies.
+
+    (hidden [N, H], weight [V, H], number of its rows that are tokens, target I64 [N], ...) -> F32 [N], F32 [N] or None.
+    """
 
     @staticmethod
     def forward(
@@ -47,18 +50,18 @@ class ScoresFunction(torch.autograd.Function):
         hidden_NH, weight_VH, target_N, lse_N, entropy_N, saved_logits = ctx.saved_tensors
         size: int = ctx.chunk
         grad_logprob_N = torch.zeros_like(lse_N) if grads[0] is None else grads[0].contiguous()
-        of_entropy = None if grads[1] is None else grads[1].contiguous()
+        grad_entropy_N = None if grads[1] is None else grads[1].contiguous()
         real_VH, grad_hidden_NH, shares = weight_VH[: ctx.real], torch.empty_like(hidden_NH), None
         for start in range(0, len(hidden_NH), size):
             rows = slice(start, start + size)
             pick = lambda column, rows=rows: None if column is None else column[rows]  # noqa: E731
             logits_nV = hidden_NH[rows] @ real_VH.T if saved_logits is None else saved_logits
             out_nV = logits_nV if saved_logits is None else torch.empty_like(saved_logits)
-            stats, of_scores = (lse_N[rows], pick(entropy_N)), (grad_logprob_N[rows], pick(of_entropy))
-            kernels().log_probs_back(logits_nV, target_N[rows], stats, of_scores, ctx.temperature, out_nV)
+            scores, score_grads = (lse_N[rows], pick(entropy_N)), (grad_logprob_N[rows], pick(grad_entropy_N))
+            kernels().log_probs_back(logits_nV, target_N[rows], scores, score_grads, ctx.temperature, out_nV)
             torch.mm(out_nV, real_VH, out=grad_hidden_NH[rows])
             share_VH = out_nV.T @ hidden_NH[rows]
-            if saved_logits is None:  # several shares: their sum in float32
+            if saved_logits is None:  # sum several shares in float32
                 share_VH = share_VH.float() if shares is None else shares.add_(share_VH)
             shares = share_VH
         assert shares is not None
@@ -80,10 +83,10 @@ def fused_vocab_scores(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``vocab_scores``, which is also what runs where tensor parallel ranks share the vocabulary or no token is asked for."""
-    alone = part.group is None or part.group.size() == 1
+    """Return the results of ``vocab_scores``, which runs if ranks share the vocabulary, without tokens and for other dtypes."""
+    is_unshared = part.group is None or part.group.size() == 1
     fits = hidden_NH.dtype in SUFFIX and weight_VH.dtype is hidden_NH.dtype
-    if not (alone and part.real and len(hidden_NH) and fits):
+    if not (is_unshared and part.real and len(hidden_NH) and fits):
         return vocab_scores(
             hidden_NH, weight_VH, target_N, part=part, temperature=temperature, chunk=chunk, entropy=entropy
         )

@@ -1,4 +1,4 @@
-"""Interface between the Gated DeltaNet layer and its kernels: one class per backend, chosen by ``select``."""
+"""Interface between the Gated DeltaNet layer and its kernels. Each backend is a class; ``select`` chooses one."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from typing import Any, Protocol
 from torch import Tensor
 
 NORM_EPS = 1e-6
-"""Added to the sum of squares when queries and keys are normalised; what the models were trained with."""
+"""Added to the sum of squares in the normalisation of queries and keys, as in the models' own code."""
 
 
 class RangeRule(Protocol):
-    """The gated delta rule over a stream of packed sequences of which each rank of a group holds consecutive tokens."""
+    """Gated delta rule over a stream of packed sequences. Each rank of a group has consecutive tokens of the stream."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """This rank's L tokens, as ``GDNBackend.chunk_rule`` takes them -> [1, L, HV, V]; states and their gradients cross
-        ranks in collectives of the group, one forward and one backward."""
+        """Return [1, L, HV, V] of this rank's L tokens; the arguments are those of ``GDNBackend.chunk_rule``.
+
+        States and their gradients are exchanged by collectives of the group, one in forward and one in backward.
+        """
         ...
 
 
 class GDNBackend(Protocol):
     """Kernels of one backend. Axes: T packed tokens, N sequences, H key heads, HV value heads, K, V head sizes.
 
-    ``cu_seqlens`` [N+1] are the starts of the sequences and their common end, on the device of the data, and
-    ``cu_seqlens_cpu`` the same numbers on the host, so that no call waits for the device. Sequences may be empty; rows
-    from ``cu_seqlens[-1]`` on are padding: their outputs and gradients are 0 for any content.
+    ``cu_seqlens`` [N+1] are the starts of the sequences and the end of the last one, on the device of the data, and
+    ``cu_seqlens_cpu`` the same numbers on the host, so that no call waits for the device. Sequences may be empty. Rows
+    from ``cu_seqlens[-1]`` on are padding, whose outputs and gradients are 0 for any content.
     """
 
     name: str
@@ -42,15 +44,15 @@ class GDNBackend(Protocol):
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The gated delta rule (Yang et al., "Gated Delta Networks", 2024), over packed sequences::
+        """Apply the gated delta rule (Yang et al., "Gated Delta Networks", 2024) to packed sequences::
 
             S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,   o_t = S_t^T q_t / sqrt(K)
 
         ``q``, ``k`` [1, T, H, K] are normalised to length 1 inside; ``v`` [1, T, HV, V] with HV a multiple of H: value
         head i reads key head i // (HV / H). ``g`` [1, T, HV] is the logarithm of the decay (<= 0, float32), ``beta``
-        [1, T, HV]. ``initial_state`` [N, HV, K, V], zero where None. Returns the output [1, T, HV, V] in ``v``'s dtype
-        and, if asked for, the states after each sequence [N, HV, K, V], in float32 (float64 if the inputs are); the
-        state of an empty sequence is its initial one. Differentiable in every tensor, through both results.
+        [1, T, HV]. ``initial_state`` [N, HV, K, V]; None: zero. Returns the output [1, T, HV, V] in ``v``'s dtype
+        and with ``output_final_state`` the states after each sequence [N, HV, K, V], in float32 (float64 if the inputs are); the
+        final state of an empty sequence is its initial state. Differentiable in every tensor, through both results.
         """
         ...
 
@@ -64,20 +66,21 @@ class GDNBackend(Protocol):
         activation: str | None = "silu",
         halo: Tensor | None = None,
     ) -> Tensor:
-        """Depthwise causal convolution over time, sequence by sequence, then ``activation`` (silu or None).
+        """Apply a depthwise causal convolution over time to each sequence, then ``activation`` (silu or None).
 
-        ``x`` [1, T, D]; ``weight`` [D, W], whose last column meets the current token. ``halo`` [N, W-1, D] are the
-        inputs before each sequence (oldest first), zero where None. Returns [1, T, D]. Differentiable in all three.
+        ``x`` [1, T, D]; ``weight`` [D, W], whose last column is multiplied with the current token. ``halo`` [N, W-1, D]
+        are the inputs before each sequence, oldest first; None: zero. Returns [1, T, D]. Differentiable in all three.
         """
         ...
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """The backend's own way of passing states on over the ranks of ``group``; None: it has none that is used.
+        """Return the backend's own rule that passes states over the ranks of ``group``; None to use ``state_passing``.
 
-        The bounds are those of the whole stream, whose P tokens the ranks share in equal parts. Called once per micro-batch.
+        The bounds are those of the entire stream, whose P tokens are split evenly over the ranks. Called once per
+        micro-batch.
         """
         ...
 
     def kernels(self) -> str:
-        """Return the kernels that actually run, with versions, for the log."""
+        """Return the kernels that run, with their versions, for the log."""
         ...

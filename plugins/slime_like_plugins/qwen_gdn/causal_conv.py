@@ -1,4 +1,4 @@
-"""Depthwise causal convolution over packed sequences in torch, with its backward."""
+"""Depthwise causal convolution over packed sequences in torch, with a hand-written backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slime_like_plugins.qwen_gdn.packing import lengths
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Sequences, each preceded by W-1 separate rows, so that no window reaches into the previous sequence."""
+    """Places of the sequences, each after W-1 rows of its own, so that no window overlaps the previous sequence."""
 
-    num_places: int  # R, total of the rows
-    row: Tensor  # I64 [tokens] place of each token
+    num_places: int  # R, of tokens and rows before sequences
+    token: Tensor  # I64 [tokens] place of each token
     halo: Tensor  # I64 [N * (W - 1)] places of the rows before the sequences
 
 
@@ -31,7 +31,7 @@ def causal_conv(
     activation: str | None = "silu",
     halo: Tensor | None = None,
 ) -> Tensor:
-    """See ``backend.GDNBackend.causal_conv``. 16-bit inputs are summed in float32."""
+    """Convolve as ``backend.GDNBackend.causal_conv`` describes. 16-bit inputs are summed in float32."""
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r} is not silu or None")
     if x.dim() != 3 or x.shape[0] != 1 or weight.shape[0] != x.shape[2]:
@@ -53,13 +53,13 @@ def _grid(lengths_N: tuple[int, ...], width: int, device: torch.device) -> _Grid
 
 
 class _CausalConv(torch.autograd.Function):
-    """``W`` shifted multiply-adds over the grid; saves the sums before the activation."""
+    """``W`` shifted multiply-adds over the grid. Saves the sums before the activation."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, halo: Tensor | None, grid: _Grid, silu: bool) -> Tensor:
         dtype = torch.promote_types(rows.dtype, torch.float32)
         places = rows.new_zeros(grid.num_places, rows.shape[1], dtype=dtype)
-        places.index_copy_(0, grid.row, rows[: len(grid.row)].to(dtype))
+        places.index_copy_(0, grid.token, rows[: len(grid.token)].to(dtype))
         if halo is not None:
             places.index_copy_(0, grid.halo, halo.flatten(0, 1).to(dtype))
         taps, width = weight.to(dtype).T.contiguous(), weight.shape[1]
@@ -72,8 +72,8 @@ class _CausalConv(torch.autograd.Function):
         ctx.dtypes = (rows.dtype, weight.dtype, None if halo is None else halo.dtype)
         ctx.halo_shape = None if halo is None else halo.shape
         out = torch.zeros_like(rows)
-        row_sums = sums.index_select(0, grid.row - (width - 1))
-        out[: len(grid.row)] = F.silu(row_sums) if silu else row_sums
+        row_sums = sums.index_select(0, grid.token - (width - 1))
+        out[: len(grid.token)] = F.silu(row_sums) if silu else row_sums
         return out
 
     @staticmethod
@@ -83,7 +83,7 @@ class _CausalConv(torch.autograd.Function):
         grid, width = ctx.grid, len(taps)
         rows_dtype, weight_dtype, halo_dtype = ctx.dtypes
         dsums = torch.zeros_like(sums)
-        dsums.index_copy_(0, grid.row - (width - 1), grads[0][: len(grid.row)].to(sums.dtype))
+        dsums.index_copy_(0, grid.token - (width - 1), grads[0][: len(grid.token)].to(sums.dtype))
         if ctx.silu:
             dsums = torch.ops.aten.silu_backward(dsums, sums)
         windows = len(sums)
@@ -92,7 +92,7 @@ class _CausalConv(torch.autograd.Function):
             dplaces[tap : tap + windows].addcmul_(dsums, taps[tap])
             torch.sum(places[tap : tap + windows] * dsums, 0, out=dtaps[tap])
         drows = torch.zeros_like(grads[0], dtype=rows_dtype)
-        drows[: len(grid.row)] = dplaces.index_select(0, grid.row)
+        drows[: len(grid.token)] = dplaces.index_select(0, grid.token)
         dhalo = None
         if halo_dtype is not None:
             dhalo = dplaces.index_select(0, grid.halo).view(ctx.halo_shape).to(halo_dtype)

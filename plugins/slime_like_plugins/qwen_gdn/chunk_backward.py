@@ -1,4 +1,4 @@
-"""Backward of ``chunk_forward``, by hand: autograd would keep every intermediate of every chunk.
+"""Hand-written backward of ``chunk_forward``; autograd would save every intermediate tensor of every chunk.
 
 With dS' the gradient of the state after a chunk and the names of ``chunk_forward``::
 
@@ -6,7 +6,7 @@ With dS' the gradient of the state after a chunk and the names of ``chunk_forwar
     dS  = exp(gamma_C) dS' + k^T (-exp(gamma) dv) + q^T (exp(gamma) do)
     dL  = -dy v'^T                                  dP = do v'^T
 
-where P are the masked, decayed scores q k^T. The rest are products of these with what forward kept.
+where P are the masked, decayed scores q k^T. The other gradients are products of these with tensors saved by forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class _Scan:
 def backward(
     x: ChunkInputs, blocks: tuple[ChunkBlock, ...], dout: Tensor, dfinal: Tensor, order: ChunkOrder
 ) -> Gradients:
-    """``dout`` [M, HV, C, V] and ``dfinal`` [N, HV, K, V], the gradients of the output and of the final states."""
+    """Return the gradients of the inputs from those of the output ``dout`` [M, HV, C, V] and final states ``dfinal``
+    [N, HV, K, V]."""
     grads = Gradients(
         keys=torch.empty_like(x.keys),
         v=torch.empty_like(x.v),
@@ -51,56 +52,58 @@ def backward(
         gamma=torch.empty_like(x.gamma),
         state=dfinal.clone(),
     )
-    runs = list(order.blocks(x.v.shape[1], MATRICES))
-    for steps, block in zip(reversed(runs), reversed(blocks), strict=True):
-        within = order.within(steps)
-        scan = _walk(x, block, dout[within], grads.state, steps, order)
-        _gradients(x, block, scan, dout[within], grads, within)
+    blocks_of_steps = list(order.blocks(x.v.shape[1], MATRICES))
+    for steps, block in zip(reversed(blocks_of_steps), reversed(blocks), strict=True):
+        chunks = order.chunks_of(steps)
+        scan = _reverse_scan(x, block, dout[chunks], grads.state, steps, order)
+        _gradients(x, block, scan, dout[chunks], grads, chunks)
     return grads
 
 
 def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
-    """Gradient through the normalisation; ``dkeys`` [M, H, 2C, K] is overwritten and returned."""
+    """Return the gradient before the normalisation; overwrites ``dkeys`` [M, H, 2C, K]."""
     chunk = keys.shape[2] // 2
     dkeys[:, :, chunk:] *= scale
-    along = torch.linalg.vecdot(dkeys, keys)
-    along[:, :, chunk:] /= scale * scale  # both factors hold queries of length scale
-    dkeys -= keys * along.unsqueeze(-1)
+    dots = torch.linalg.vecdot(dkeys, keys)
+    dots[:, :, chunk:] /= scale * scale  # both factors have queries of length scale
+    dkeys -= keys * dots.unsqueeze(-1)
     dkeys *= rstd.unsqueeze(-1)
     return dkeys
 
 
-def _walk(x: ChunkInputs, block: ChunkBlock, dout: Tensor, dstate: Tensor, steps: range, order: ChunkOrder) -> _Scan:
-    """The recurrence of dS through a block; ``dstate`` [N, HV, K, V] goes from the block's end to its start."""
+def _reverse_scan(
+    x: ChunkInputs, block: ChunkBlock, dout: Tensor, dstate: Tensor, steps: range, order: ChunkOrder
+) -> _Scan:
+    """Run the recurrence of dS through a block; updates ``dstate`` [N, HV, K, V] from the block's end to its start."""
     m, heads, chunk, size = dout.shape
-    within = order.within(steps)
-    decay, write_back = x.decay[within], (x.beta[within] * x.decay[within]).neg_()
-    keys, queries = x.keys[within, :, :chunk], x.keys[within, :, chunk:]
+    chunks = order.chunks_of(steps)
+    decay, write_back = x.decay[chunks], (x.beta[chunks] * x.decay[chunks]).neg_()
+    keys, queries = x.keys[chunks, :, :chunk], x.keys[chunks, :, chunk:]
     drive = dout.new_empty(m, heads, 2 * chunk, size)
     scan = _Scan(dy=torch.empty_like(dout), drive=drive, dstates=torch.empty_like(block.states))
     sizes = [order.counts[step] * heads for step in steps]
     dout = dout.flatten(0, 1)
     dwritten = torch.bmm(masked_scores(x, block).mT, dout).split(sizes)
     from_queries = torch.bmm(scaled(queries, decay).mT, dout).split(sizes)
-    writes, reads = scaled(keys, x.to_end[within]).split(sizes), scaled(keys, write_back).mT.split(sizes)
+    writes, reads = scaled(keys, x.to_end[chunks]).split(sizes), scaled(keys, write_back).mT.split(sizes)
     ends = decay[..., -1].reshape(-1, 1, 1).split(sizes)
     solves, dstates = block.solve.flatten(0, 1).mT.split(sizes), scan.dstates.flatten(0, 1).split(sizes)
     dys, flat = scan.dy.flatten(0, 1).split(sizes), dstate.flatten(0, 1)
     for i in reversed(range(len(sizes))):
-        now = flat[: sizes[i]]
-        dstates[i].copy_(now)
-        torch.bmm(solves[i], torch.baddbmm(dwritten[i], writes[i], now), out=dys[i])
-        torch.addcmul(from_queries[i], now, ends[i], out=now).baddbmm_(reads[i], dys[i])
+        current = flat[: sizes[i]]
+        dstates[i].copy_(current)
+        torch.bmm(solves[i], torch.baddbmm(dwritten[i], writes[i], current), out=dys[i])
+        torch.addcmul(from_queries[i], current, ends[i], out=current).baddbmm_(reads[i], dys[i])
     torch.mul(scan.dy, write_back.unsqueeze(-1), out=drive[:, :, :chunk])
     torch.mul(dout.view_as(scan.dy), decay.unsqueeze(-1), out=drive[:, :, chunk:])
     return scan
 
 
-def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, grads: Gradients, within: slice) -> None:
-    """Fill ``grads`` with all terms that are independent of time order, for an entire block in one batch."""
+def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, grads: Gradients, chunks: slice) -> None:
+    """Fill ``grads`` with the terms outside the recurrence, for an entire block in one batch."""
     m, heads, chunk, _ = dout.shape
-    keys = grouped(x.keys[within], x)
-    beta, to_end = x.beta[within], x.to_end[within]
+    keys = grouped(x.keys[chunks], x)
+    beta, to_end = x.beta[chunks], x.to_end[chunks]
     # Through the state: d(k, q) of exp(gamma) (k, q) S, and dk of k^T exp(gamma_C - gamma) v'.
     from_read = grouped(torch.matmul(scan.drive, block.states.mT), x)
     from_write = torch.matmul(block.written, scan.dstates.mT).mul_(to_end.unsqueeze(-1))
@@ -109,10 +112,10 @@ def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, gra
     written = (from_write * keys[..., :chunk, :]).sum(-1).view(m, heads, chunk)
     dgamma -= written
     carried = torch.linalg.vecdot(scan.dstates.flatten(2), block.states.flatten(2))
-    dgamma[..., -1] += written.sum(-1) + carried * x.decay[within][..., -1]
-    torch.mul(scan.dy, beta.unsqueeze(-1), out=grads.v[within])
+    dgamma[..., -1] += written.sum(-1) + carried * x.decay[chunks][..., -1]
+    torch.mul(scan.dy, beta.unsqueeze(-1), out=grads.v[chunks])
     dbeta = torch.linalg.vecdot(scan.dy, block.delta)
-    # Within the chunk: d(gram) of L (the diagonal is no part of it) and of the scores.
+    # Within the chunk: d(gram) of L (without its diagonal) and of the scores.
     dgram = dout.new_empty(m, heads, 2 * chunk, chunk)
     dgram[:, :, :chunk] = torch.matmul(scan.dy, block.written.mT).neg_()
     dgram[:, :, chunk:] = torch.matmul(dout, block.written.mT)
@@ -122,23 +125,24 @@ def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, gra
     lower, scores = products[:, :, :chunk], products[:, :, chunk:]
     dlower = lower.sum(-1)
     dbeta += dlower
-    # The diagonal of the scores cancels in rows minus columns: left out, it does not round.
+    # The diagonal of the scores cancels in rows minus columns; without it there is no rounding error.
     scores.diagonal(dim1=-2, dim2=-1).zero_()
     dgamma += dlower * beta
     dgamma -= torch.matmul(beta.unsqueeze(-2), lower).squeeze(-2)
     dgamma += scores.sum(-1) - scores.sum(-2)
     dgram[:, :, :chunk] *= beta.unsqueeze(-1)
-    _keys_gradient(x, dgram, from_read, from_write, grads.keys[within], within)
-    grads.beta[within] = dbeta
-    grads.gamma[within] = dgamma
+    _keys_gradient(x, dgram, from_read, from_write, grads.keys[chunks], chunks)
+    grads.beta[chunks] = dbeta
+    grads.gamma[chunks] = dgamma
 
 
 def _keys_gradient(
-    x: ChunkInputs, dgram: Tensor, from_read: Tensor, from_write: Tensor, out: Tensor, within: slice
+    x: ChunkInputs, dgram: Tensor, from_read: Tensor, from_write: Tensor, out: Tensor, chunks: slice
 ) -> None:
-    """``out`` [m, H, 2C, K]: both sides of the gram matrix and what went through the state, summed over value heads."""
+    """Write ``out`` [m, H, 2C, K]: gradients through both sides of the gram matrix and through the state, summed over
+    value heads."""
     chunk = dgram.shape[-1]
-    keys = x.keys[within].flatten(0, 1)
+    keys = x.keys[chunks].flatten(0, 1)
     dgram = _sum_groups(grouped(dgram, x))
     flat = out.flatten(0, 1)
     torch.baddbmm(_sum_groups(from_read), dgram, keys[:, :chunk], out=flat)
@@ -146,5 +150,5 @@ def _keys_gradient(
 
 
 def _sum_groups(part: Tensor) -> Tensor:
-    """[m, H, HV / H, R, D] -> [m * H, R, D]."""
+    """Return the sum over the value heads of a key head: [m, H, HV / H, R, D] -> [m * H, R, D]."""
     return (part.squeeze(2) if part.shape[2] == 1 else part.sum(2)).flatten(0, 1)

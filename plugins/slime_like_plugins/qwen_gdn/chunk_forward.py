@@ -1,4 +1,4 @@
-"""The gated delta rule chunk by chunk, forward: see ``backend.GDNBackend.chunk_rule`` for the recurrence.
+"""Forward of the gated delta rule chunk by chunk. ``backend.GDNBackend.chunk_rule`` has the recurrence.
 
 Within a chunk of C tokens, with gamma the running sum of g, L the strict lower part of beta_i exp(gamma_i - gamma_j) k_i.k_j
 and S the state before it (the WY form of Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024)::
@@ -7,7 +7,7 @@ and S the state before it (the WY form of Yang et al., "Parallelizing Linear Tra
     o  = exp(gamma) q S + tril(exp(gamma_i - gamma_j) q_i.k_j) v'
     S' = exp(gamma_C) S + k^T exp(gamma_C - gamma) v'
 
-One solve for v' takes the place of the two (u and w) of the usual form, which halves what is kept for backward.
+One solve for v' replaces the two solves (u and w) of the usual form, which halves the tensors saved for backward.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MATRICES = 64  # (chunk, head) pairs per block
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """Inputs of a call, cut into M chunks, in the compute dtype."""
+    """Inputs of a call in M chunks, in the compute dtype."""
 
     keys: Tensor  # [M, H, 2C, K] keys of length 1, below them queries of length scale
-    rstd: Tensor  # [M, H, 2C] what made their length 1
+    rstd: Tensor  # [M, H, 2C] factor that normalised keys and queries
     v: Tensor  # [M, HV, C, V]
     beta: Tensor  # [M, HV, C]
     decay: Tensor  # [M, HV, C] exp(gamma)
@@ -40,7 +40,7 @@ class ChunkInputs:
     NUM_TENSORS: ClassVar[int] = 7
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, in order."""
+        """Return all fields in order."""
         return tuple(getattr(self, item.name) for item in fields(self))
 
     @property
@@ -63,7 +63,7 @@ class ChunkBlock:
     NUM_TENSORS: ClassVar[int] = 6
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, in order."""
+        """Return all fields in order."""
         return tuple(getattr(self, item.name) for item in fields(self))
 
 
@@ -72,12 +72,12 @@ class Result:
     """Results of forward."""
 
     out: Tensor  # [M, HV, C, V]
-    final: Tensor  # [N, HV, K, V] in the order's order of sequences
-    blocks: tuple[ChunkBlock, ...]  # empty unless they were to be kept
+    final: Tensor  # [N, HV, K, V] in the order of ``ChunkOrder.sequences``
+    blocks: tuple[ChunkBlock, ...]  # empty without ``keep``
 
 
 def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrder, scale: float) -> ChunkInputs:
-    """Cut q, k [T, H, K], v [T, HV, V], g and beta [T, HV] into chunks; gaps neither decay nor write."""
+    """Return q, k [T, H, K], v [T, HV, V], g and beta [T, HV] in chunks. Gaps neither decay nor write."""
     q, k, v, g, beta = rows
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     count, chunk = order.num_chunks, order.chunk
@@ -100,23 +100,26 @@ def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrd
 
 
 def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Result:
-    """``state`` [N, HV, K, V]: what each sequence starts from, in the order's order; ``keep`` for a later backward."""
+    """Return the results from initial states ``state`` [N, HV, K, V] in the order of ``order.sequences``.
+
+    ``keep`` saves the tensors that backward needs.
+    """
     out, state = torch.empty_like(x.v), state.clone()
     blocks: list[ChunkBlock] = []
     for steps in order.blocks(x.v.shape[1], MATRICES):
-        within = order.within(steps)
-        gram, pair_decay, solve = _pairs(x, within)
+        chunks = order.chunks_of(steps)
+        gram, pair_decay, solve = _pairs(x, chunks)
         block = ChunkBlock(
             gram=gram,
             pair_decay=pair_decay,
             solve=solve,
-            delta=torch.empty_like(x.v[within]),
-            written=torch.empty_like(x.v[within]),
+            delta=torch.empty_like(x.v[chunks]),
+            written=torch.empty_like(x.v[chunks]),
             states=x.v.new_empty(len(gram), *state.shape[1:]),
         )
         _scan(x, block, state, steps, order)
-        queries = scaled(x.keys[within, :, order.chunk :], x.decay[within])
-        block_out = out[within].flatten(0, 1)
+        queries = scaled(x.keys[chunks, :, order.chunk :], x.decay[chunks])
+        block_out = out[chunks].flatten(0, 1)
         torch.bmm(queries, block.states.flatten(0, 1), out=block_out)
         block_out.baddbmm_(masked_scores(x, block), block.written.flatten(0, 1))
         if keep:
@@ -125,58 +128,58 @@ def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> 
 
 
 def grouped(part: Tensor, x: ChunkInputs) -> Tensor:
-    """[m, H or HV, ...] -> [m, H, 1 or HV / H, ...]: key heads beside the value heads that read them."""
+    """Return [m, H or HV, ...] as [m, H, 1 or HV / H, ...], to broadcast key heads over their value heads."""
     heads = x.keys.shape[1]
     return part.view(part.shape[0], heads, part.shape[1] // heads, *part.shape[2:])
 
 
 def scaled(keys: Tensor, factor: Tensor) -> Tensor:
-    """``keys`` [m, H, C, K] for each value head, times ``factor`` [m, HV, C]: [m * HV, C, K]."""
+    """Return ``keys`` [m, H, C, K] of each value head times ``factor`` [m, HV, C]: [m * HV, C, K]."""
     m, heads, chunk, size = keys.shape
     factor = factor.view(m, heads, -1, chunk, 1)
     return (keys.unsqueeze(2) * factor).view(-1, chunk, size)
 
 
 def masked_scores(x: ChunkInputs, block: ChunkBlock) -> Tensor:
-    """[m * HV, C, C]: queries against keys, decayed, the future masked."""
+    """Return the decayed products of queries and keys [m * HV, C, C], 0 for later keys."""
     chunk = block.solve.shape[-1]
     return (grouped(block.gram, x)[..., chunk:, :] * grouped(block.pair_decay, x)).view(-1, chunk, chunk)
 
 
-def _pairs(x: ChunkInputs, within: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """``gram``, ``pair_decay`` and ``solve`` of the chunks ``within``."""
-    keys, gamma = x.keys[within], x.gamma[within]
+def _pairs(x: ChunkInputs, chunks: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``gram``, ``pair_decay`` and ``solve`` of ``chunks``."""
+    keys, gamma = x.keys[chunks], x.gamma[chunks]
     chunk = gamma.shape[-1]
     gram = torch.matmul(keys, keys[:, :, :chunk].mT)
     pair_decay = gamma.unsqueeze(-1) - gamma.unsqueeze(-2)
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=gamma.device).triu_(1)
-    # Masked before exp: the upper half grows with the decay and overflows.
+    # Masked before exp, because the upper half grows with the decay and would overflow.
     pair_decay.masked_fill_(future, float("-inf")).exp_()
     lower = grouped(gram, x)[..., :chunk, :] * grouped(pair_decay, x)
-    lower *= grouped(x.beta[within], x).unsqueeze(-1)
+    lower *= grouped(x.beta[chunks], x).unsqueeze(-1)
     return gram, pair_decay, unit_lower_inverse(lower.view(-1, chunk, chunk)).view_as(pair_decay)
 
 
 def _scan(x: ChunkInputs, block: ChunkBlock, state: Tensor, steps: range, order: ChunkOrder) -> None:
-    """The recurrence through a block: fills ``delta``, ``written`` and ``states``; ``state`` [N, HV, K, V] moves on."""
-    within = order.within(steps)
+    """Run the recurrence of a block: fill ``delta``, ``written`` and ``states``, and update ``state`` [N, HV, K, V]."""
+    chunks = order.chunks_of(steps)
     heads = state.shape[1]
-    keys = x.keys[within, :, : order.chunk]
+    keys = x.keys[chunks, :, : order.chunk]
     sizes = [order.counts[step] * heads for step in steps]
-    # What needs no state is done for the whole block, so that a step is few and small operations.
-    reads = scaled(keys, x.decay[within]).split(sizes)
-    writes = scaled(keys, x.to_end[within]).mT.split(sizes)
-    solves = (block.solve * x.beta[within].unsqueeze(-2)).flatten(0, 1).split(sizes)
-    ends = x.decay[within, :, -1].reshape(-1, 1, 1).split(sizes)
-    values, states = x.v[within].flatten(0, 1).split(sizes), block.states.flatten(0, 1).split(sizes)
+    # Operations without the state run once for the entire block, so that a step has few and small operations.
+    reads = scaled(keys, x.decay[chunks]).split(sizes)
+    writes = scaled(keys, x.to_end[chunks]).mT.split(sizes)
+    solves = (block.solve * x.beta[chunks].unsqueeze(-2)).flatten(0, 1).split(sizes)
+    ends = x.decay[chunks, :, -1].reshape(-1, 1, 1).split(sizes)
+    values, states = x.v[chunks].flatten(0, 1).split(sizes), block.states.flatten(0, 1).split(sizes)
     deltas, written = block.delta.flatten(0, 1).split(sizes), block.written.flatten(0, 1).split(sizes)
     flat = state.flatten(0, 1)
     states[0].copy_(flat[: sizes[0]])
     for i, size in enumerate(sizes):
-        now, following = states[i], sizes[i + 1] if i + 1 < len(sizes) else 0
-        torch.baddbmm(values[i], reads[i], now, alpha=-1, out=deltas[i])
+        current, next_size = states[i], sizes[i + 1] if i + 1 < len(sizes) else 0
+        torch.baddbmm(values[i], reads[i], current, alpha=-1, out=deltas[i])
         torch.bmm(solves[i], deltas[i], out=written[i])
-        next_state = states[i + 1] if following == size else flat[:size]  # sequences end here, or the block does
-        torch.mul(now, ends[i], out=next_state).baddbmm_(writes[i], written[i])
-        if 0 < following < size:
-            states[i + 1].copy_(flat[:following])
+        next_state = states[i + 1] if next_size == size else flat[:size]  # sequences or the block end here
+        torch.mul(current, ends[i], out=next_state).baddbmm_(writes[i], written[i])
+        if 0 < next_size < size:
+            states[i + 1].copy_(flat[:next_size])

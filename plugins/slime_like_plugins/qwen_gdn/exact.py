@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers in float64: the entry ``gdn`` of table ``EXACT_LAYERS``."""
+"""Gated DeltaNet layers in float64: entry ``gdn`` of the table ``EXACT_LAYERS``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ EXACT = TorchGDN()
 
 
 def delta_net(model: nn.Module, stack: ExitStack) -> int:
-    """Convolution, decay and delta rule of every layer by the torch backend in float64, which is exact to 1e-12.
+    """Compute convolution, decay and delta rule of every layer with the torch backend in float64 (exact to 1e-12).
 
-    The projections around them, norm and gate are left alone.
+    Projections, norm and gate are unchanged. Returns the number of layers; ``stack`` restores them.
     """
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNetLayer)]
     for layer in layers:
@@ -31,7 +31,7 @@ def delta_net(model: nn.Module, stack: ExitStack) -> int:
 
 
 class ExactMixing:
-    """``mixing`` with other kernels, of wide inputs; the result is rounded once."""
+    """``mixing`` with the torch backend and float64 inputs; the result is rounded once."""
 
     def __init__(self, mixing: Any) -> None:
         self._exact = copy.copy(mixing)
@@ -39,6 +39,6 @@ class ExactMixing:
         self.enter, self.leave = mixing.enter, mixing.leave
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """See ``mixing.Mixing``."""
-        wide = DeltaInputs(*(converted(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))
-        return self._exact(wide, packed).to(inputs.qkv.dtype)
+        """Return the result of ``mixing.Mixing`` in the dtype of ``inputs.qkv``."""
+        inputs_f64 = DeltaInputs(*(converted(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))
+        return self._exact(inputs_f64, packed).to(inputs.qkv.dtype)

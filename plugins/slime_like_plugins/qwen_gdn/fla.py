@@ -1,4 +1,4 @@
-"""The ``fla`` backend: flash-linear-attention's Triton kernels, the default on a GPU.
+"""Backend ``fla``: flash-linear-attention's Triton kernels, the default on a GPU.
 
 Import it after ``select`` has validated the machine: it imports fla-core and triton.
 """
@@ -22,10 +22,10 @@ FLASH_QLA_SWITCH = "FLA_FLASH_QLA"  # read by fla at every call
 
 
 class FlaGDN:
-    """``chunk_gated_delta_rule`` and ``causal_conv1d`` of fla-core, kept from handing over to FlashQLA.
+    """``chunk_gated_delta_rule`` and ``causal_conv1d`` of fla-core, without dispatch to FlashQLA.
 
-    fla dispatches every call to whichever installed package claims it: with flash-qla beside it, fla means FlashQLA on
-    Hopper and Blackwell unless its switch is off.
+    fla dispatches each call to an installed package that accepts it. If flash-qla is installed, that is FlashQLA on Hopper
+    and Blackwell unless ``FLASH_QLA_SWITCH`` is off.
     """
 
     name = "fla"
@@ -35,10 +35,10 @@ class FlaGDN:
         os.environ[FLASH_QLA_SWITCH] = "0"
         self._rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         self._conv: Any = import_module("fla.modules.causal_conv1d").causal_conv1d
-        self._shared: Any = import_module("fla.ops.cp").build_cp_context
+        self._build_cp_context: Any = import_module("fla.ops.cp").build_cp_context
         if (dispatched := active_dispatch("gated_delta_rule")) is not None:
             raise ConfigError(
-                f"model.gdn.backend=fla, but fla would hand its calls to {dispatched}: unset the variables FLA_* that ask for it"
+                f"model.gdn.backend=fla, but fla would dispatch its calls to {dispatched}: unset the variables FLA_* that enable it"
             )
 
     def chunk_rule(  # noqa: PLR0913
@@ -54,14 +54,16 @@ class FlaGDN:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``backend.GDNBackend.chunk_rule``."""
+        """Apply the rule as ``backend.GDNBackend.chunk_rule`` describes."""
         rows, tokens = q.shape[1], num_tokens(cu_seqlens_cpu, q.shape[1])
         if not tokens:
             states = (len(cu_seqlens) - 1, v.shape[2], q.shape[3], v.shape[3])
             final = v.new_zeros(states, dtype=torch.float32) if initial_state is None else initial_state.float()
             return torch.zeros_like(v), final if output_final_state else None
         out, final = self._rule(
-            *(part[:, :tokens].contiguous() for part in (q, k, v, g, beta)),  # the layer's are sections of wider rows
+            *(
+                part[:, :tokens].contiguous() for part in (q, k, v, g, beta)
+            ),  # the layer's tensors are sections of wider rows
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=True,
@@ -84,7 +86,7 @@ class FlaGDN:
         activation: str | None = "silu",
         halo: Tensor | None = None,
     ) -> Tensor:
-        """See ``backend.GDNBackend.causal_conv``."""
+        """Convolve as ``backend.GDNBackend.causal_conv`` describes."""
         rows, tokens = x.shape[1], num_tokens(cu_seqlens_cpu, x.shape[1])
         if not tokens:
             return torch.zeros_like(x)
@@ -93,7 +95,7 @@ class FlaGDN:
             weight,
             activation=activation,
             backend="triton",
-            # [N, W-1, D] -> [N, D, W], whose first column no window reaches
+            # [N, W-1, D] -> [N, D, W]; no window reads the first column
             initial_state=None if halo is None else F.pad(halo.transpose(1, 2), (1, 0)).to(x.dtype),
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
@@ -101,8 +103,8 @@ class FlaGDN:
         return padded(out, rows)
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """See ``backend.GDNBackend.range_rule``: fla's ``cp_context``, one gather of states and decays each way."""
-        context = self._shared(cu_seqlens, group, cu_seqlens_cpu=cu_seqlens_cpu)
+        """Return the rule over fla's ``cp_context``: one gather of states and decays in forward and one in backward."""
+        context = self._build_cp_context(cu_seqlens, group, cu_seqlens_cpu=cu_seqlens_cpu)
 
         def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             columns = (part.contiguous() for part in (q, k, v, g, beta))
@@ -111,20 +113,21 @@ class FlaGDN:
         return rule
 
     def kernels(self) -> str:
-        """See ``backend.GDNBackend.kernels``; the parts that fla has handed to other packages so far are named."""
-        handed = ", ".join(handed_over()) or "none"
-        return f"fla-core {metadata.version('fla-core')} on triton {metadata.version('triton')}, handed over: {handed}"
+        """Return the kernels and their versions, and the functions that fla has dispatched to other packages so far."""
+        dispatched = ", ".join(dispatched_functions()) or "none"
+        versions = f"fla-core {metadata.version('fla-core')} on triton {metadata.version('triton')}"
+        return f"{versions}, dispatched to other packages: {dispatched}"
 
 
 def active_dispatch(operation: str) -> str | None:
-    """The backend that fla's dispatcher would ask first for calls of ``operation``; None: fla's own Triton kernels."""
+    """Return the backend to which fla dispatches calls of ``operation`` first; None for fla's own Triton kernels."""
     registry = _registries()[operation]
     active = registry.get_active()
     return None if active is None else str(active.backend_type)
 
 
-def handed_over() -> list[str]:
-    """Functions that fla's dispatcher has handed to another backend in this process, as ``operation.function -> backend``."""
+def dispatched_functions() -> list[str]:
+    """Return the functions that fla has dispatched to another backend in this process: ``operation.function -> backend``."""
     dispatched = {
         entry for registry in _registries().values() for entry in registry._logged if not entry.endswith(":fail")
     }
@@ -132,7 +135,7 @@ def handed_over() -> list[str]:
 
 
 def _registries() -> dict[str, Any]:
-    """fla's dispatch tables. Goes when fla says by itself which kernels ran."""
+    """Return fla's dispatch tables. Remove when fla reports which kernels ran."""
     backends = import_module("fla.backends")
     if not hasattr(backends, "_operation_registries") or not hasattr(backends.BackendRegistry("x"), "_logged"):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The ``flashqla`` backend: FlashQLA's fused TileLang kernels for Hopper and Blackwell, called directly.
+"""Backend ``flashqla``: FlashQLA's fused TileLang kernels for Hopper and Blackwell, called directly.
 
-Import it after ``select`` has validated the machine: the package compiles for the GPU it finds when it is imported, and
-raises where it finds none.
+Import it after ``select`` has validated the machine: at import, the package compiles for the GPU of the machine, and raises
+without a GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from slime_like_plugins.qwen_gdn.fla import FlaGDN
 
 
 class FlashQLAGDN(FlaGDN):
-    """FlashQLA for the rule; it has no convolution, which stays fla's.
+    """FlashQLA for the rule, and fla for the convolution, which FlashQLA lacks.
 
-    ``model.gdn.auto_cp`` lets it split long sequences within the GPU. Where it splits depends on what is packed together
-    and on whether a backward will follow, so that the same tokens may get other bits; off, they do not.
+    ``model.gdn.auto_cp`` allows it to split long sequences within the GPU. The splits depend on the other sequences of the
+    micro-batch and on whether a backward follows, so the bits of a token may depend on them. Off, they do not.
     """
 
     name = "flashqla"
@@ -34,11 +34,13 @@ class FlashQLAGDN(FlaGDN):
         return {"auto_cp": self._auto_cp}
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """See ``backend.GDNBackend.range_rule``. The package shares a stream among GPUs, too, but does not export how, and
-        nothing of it runs without a GPU: gradients across ranks would be taken on trust."""
+        """Return None, to use ``state_passing``.
+
+        FlashQLA's own context parallelism is not exported, and its gradients cannot be tested without GPUs.
+        """
         return None
 
     def kernels(self) -> str:
-        """See ``backend.GDNBackend.kernels``."""
+        """Return the kernels and their versions."""
         versions = f"flash-qla {metadata.version('flash-qla')} on tilelang {metadata.version('tilelang')}"
         return f"{versions}, auto_cp={str(self._auto_cp).lower()}; convolution: {super().kernels()}"

@@ -1,8 +1,8 @@
 """Context parallelism by heads: while the rule runs, each rank has all tokens of its share of the heads.
 
-As DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509) and megatron-core's GatedDeltaNet do: one all-to-all turns a part
-of the tokens into a part of the heads, another one back. What the rule does not read, the output gate, stays at home:
-megatron sends it along, and so half as much again.
+As in DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509) and megatron-core's GatedDeltaNet, an all-to-all exchanges tokens
+for heads, and another one reverses it. The output gate is not sent, because the rule does not read it; megatron sends it,
+which is half as much data again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_r
 
 
 class HeadWise:
-    """``Mixing`` for head counts that the ranks of ``group`` divide; of one rank it is the rule and nothing else."""
+    """``Mixing`` for numbers of heads that are multiples of the ranks of ``group``; one rank needs no all-to-all."""
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
-        del hidden  # projections are of attention's tokens
+        del hidden  # tokens are projected in attention's layout
         self.backend = backend
         self.group = group
         self.size: int = group.size()
@@ -33,7 +33,7 @@ class HeadWise:
         self.channels = heads.channels
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """This rank's L tokens and all of its heads -> [L, HV, V]."""
+        """Return [L, HV, V] of this rank's L tokens and all of its heads."""
         cu_seqlens, cu_seqlens_cpu = packed.sequence_cu, packed.cu_seqlens_q
         assert cu_seqlens is not None and cu_seqlens_cpu is not None
         local_heads = self._to_heads(inputs, packed)
@@ -41,40 +41,43 @@ class HeadWise:
         return self._to_tokens(out, packed)
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """See ``Mixing.enter``."""
+        """Return ``hidden``, whose layout is not changed."""
         return hidden
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """See ``Mixing.leave``."""
+        """Return ``hidden``, whose layout is not changed."""
         return hidden
 
     def _to_heads(self, inputs: DeltaInputs, packed: PackedRows) -> DeltaInputs:
-        """Some tokens and all heads -> all tokens, in the order of their sequences, and some heads."""
+        """Exchange this rank's tokens with all heads for all tokens, in sequence order, with a share of the heads."""
         if self.size == 1:
             return inputs
         assert packed.in_order is not None
-        count = inputs.beta.shape[1]
+        num_heads = inputs.beta.shape[1]
         sections = (*inputs.qkv.split(self.channels, -1), inputs.beta, inputs.alpha)
         by_share = [s.unflatten(-1, (self.size, -1)).transpose(0, 1) for s in sections]  # [size, L, width / size] each
         sent = torch.cat(by_share, -1)
         received: Tensor = all_to_all(self.group, sent).flatten(0, 1)[packed.in_order]
-        widths = (sum(self.channels) // self.size, count // self.size, count // self.size)
+        widths = (sum(self.channels) // self.size, num_heads // self.size, num_heads // self.size)
         qkv, beta, alpha = received.split(widths, -1)
         return DeltaInputs(
             qkv,
             beta,
             alpha,
             self._share(inputs.conv_weight, self.channels),
-            self._share(inputs.A_log, (count,)),
-            self._share(inputs.dt_bias, (count,)),
+            self._share(inputs.A_log, (num_heads,)),
+            self._share(inputs.dt_bias, (num_heads,)),
         )
 
     def _share(self, parameter: Tensor, sections: Sequence[int]) -> Tensor:
-        """This rank's rows of each section. The gradient of the others' is theirs: it is summed with that of the data."""
+        """Return this rank's rows of each section.
+
+        Other ranks compute the gradient of the other rows; the gradient reduction over data adds them up.
+        """
         return torch.cat([s.chunk(self.size)[self.rank] for s in parameter.split(list(sections))])
 
     def _to_tokens(self, out: Tensor, packed: PackedRows) -> Tensor:
-        """[P, HV / size, V] of all tokens -> [L, HV, V] of this rank's."""
+        """Exchange [P, HV / size, V] of all tokens for [L, HV, V] of this rank's tokens."""
         if self.size == 1:
             return out
         assert packed.by_rank is not None

@@ -1,8 +1,8 @@
-"""megatron-core's Gated DeltaNet with kernels of our choice.
+"""megatron-core's Gated DeltaNet with the kernels of ``model.gdn.backend``.
 
-Parameters, their tensor parallel shards and their place in checkpoints are megatron's. Ours is the way from one
-projection to the other: the backend's kernels with grouped value heads as they are, bounds of sequences that are on the
-host already, context parallelism by ``Mixing``, decay parameters in float32, an output norm whose gradient is whole.
+Parameters, their tensor parallel shards and their keys in checkpoints are megatron's. The computation between the two
+projections differs: kernels without repeated key heads, sequence bounds that are already on the host, context parallelism by
+``Mixing``, decay parameters in float32, and an output norm whose gradient is complete on each rank.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from slime_like_plugins.qwen_gdn.head_wise import HeadWise
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Mixing, MixingHeads
 
 MakeMixing = Callable[[GDNBackend, MixingHeads, Any, int], Mixing]
-"""(backend, this tensor parallel rank's heads, context parallel group, channels of the hidden states, 0 where sequence
-parallelism gives a rank a part of its tokens) -> how they are mixed."""
+"""(backend, heads of this tensor parallel rank, context parallel group, channels of the hidden states) -> ``Mixing``.
+
+The channels are 0 under sequence parallelism, which splits the tokens of a rank.
+"""
 
 
 class GatedDeltaNetLayer(GatedDeltaNet):
-    """A Gated DeltaNet over packed rows.
+    """Gated DeltaNet over packed rows.
 
     megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. bfloat16 has 8 bits for a decay whose effect grows with
-    the distance between tokens, and a step of training is below its last bit: here they, their gradients, moments and
-    checkpoints are float32.
+    the distance between tokens, and an optimizer step changes less than the last bit. Here these parameters and their
+    gradients, moments and checkpoints are float32.
     """
 
     def __init__(
@@ -59,30 +61,30 @@ class GatedDeltaNetLayer(GatedDeltaNet):
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
         rule: Any = self.backend.chunk_rule
-        self.gated_delta_rule = rule  # megatron's own is fla's, or None without it
+        self.gated_delta_rule = rule  # instead of fla's rule
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[L, 1, hidden] (with sequence parallelism L / tp) -> the same shape, and no bias."""
+        """Return the output, in the shape of ``hidden_states`` [L, 1, hidden] (L / tp with sequence parallelism), and a bias."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None
-        entered = self.mixing.enter(hidden_states, packed_seq_params)
-        projected: Tensor = self.in_proj(entered)[0][:, 0]
+        mixer_input = self.mixing.enter(hidden_states, packed_seq_params)
+        projected: Tensor = self.in_proj(mixer_input)[0][:, 0]
         heads = self.heads
         widths = (sum(heads.channels), heads.channels[2], heads.values, heads.values)
         qkv, gate, beta, alpha = projected.split(widths, -1)
         inputs = DeltaInputs(qkv, beta, alpha, self._conv_weight(), self.A_log, self.dt_bias)
-        read = self.mixing(inputs, packed_seq_params)
-        out: Tensor = self.out_norm(read, gate.unflatten(-1, (heads.values, heads.value_dim)))
+        mixed = self.mixing(inputs, packed_seq_params)
+        out: Tensor = self.out_norm(mixed, gate.unflatten(-1, (heads.values, heads.value_dim)))
         result, bias = self.out_proj(out.flatten(1)[:, None])
         return self.mixing.leave(result, packed_seq_params), bias
 
     def kernels(self) -> str:
-        """Return the kernels that this layer has called, or will call."""
+        """Return a sentence for the log on the kernels of this layer."""
         return f"Gated DeltaNet ran on {self.backend.name}: {self.backend.kernels()}{self.remark}"
 
     def _conv_weight(self) -> Tensor:
-        """[C, W]."""
+        """Return the convolution's weight [C, W]."""
         announce_read(self.conv1d)
         return self.conv1d.weight[:, 0]
 
@@ -108,7 +110,7 @@ def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadWise, remark: str = "") -> ModuleSpec:
-    """A layer of the hybrid stack: norm, Gated DeltaNet, residual. ``remark`` ends what ``kernels`` says."""
+    """Return a layer of the hybrid stack: norm, Gated DeltaNet, residual. ``remark`` is appended to the text of ``kernels``."""
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     mixer = ModuleSpec(
         GatedDeltaNetLayer,

@@ -19,7 +19,7 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend
 
 @dataclass(frozen=True, slots=True)
 class MixingHeads:
-    """Heads of one rank: H key heads of K channels, HV value heads of V, HV a multiple of H."""
+    """Heads of one rank: H key heads with K channels, HV value heads with V channels; HV is a multiple of H."""
 
     keys: int
     values: int
@@ -32,15 +32,15 @@ class MixingHeads:
         return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
     def shared_by(self, ranks: int) -> MixingHeads:
-        """Return the heads of one of ``ranks`` that share these."""
+        """Return the heads of one of ``ranks`` ranks that share these heads."""
         return MixingHeads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """Inputs of T tokens in the order of their sequences, or of the L tokens of a context parallel rank.
+    """Inputs of T tokens in sequence order, or of the L tokens of a context parallel rank.
 
-    ``qkv`` [T, C], ``beta`` and ``alpha`` [T, HV] as the projection leaves them; the others are parameters.
+    ``qkv`` [T, C], ``beta`` and ``alpha`` [T, HV] are outputs of the projection; the other fields are parameters.
     """
 
     qkv: Tensor
@@ -63,37 +63,37 @@ class RuleInputs:
 
 
 class Mixing(Protocol):
-    """From the projected tokens of one rank to what their value heads read out; one instance per layer.
+    """Computation between the projections for the tokens of one rank; one instance per layer.
 
-    Without context parallelism, and with it in the head-wise mode, this is ``HeadWise``.
+    ``HeadWise`` without context parallelism and in its head-wise mode, else ``StatePassing``.
     """
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """``inputs`` of this rank's L tokens and all of its heads -> [L, HV, V]."""
+        """Return [L, HV, V] of this rank's L tokens and all of its heads."""
         ...
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """[L, 1, hidden] in attention's layout -> those of the tokens that this rank projects and mixes."""
+        """Exchange hidden states [L, 1, hidden] in attention's layout for those of the tokens that this rank projects."""
         ...
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """The inverse of ``enter``."""
+        """Reverse ``enter``."""
         ...
 
 
 def decay_and_strength(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Log decay ``g`` <= 0 and write strength ``beta`` of each token and value head [T, HV], in float32 at least."""
+    """Return log decay ``g`` <= 0 and write strength ``beta``, both [T, HV], in float32 or float64."""
     alpha, beta = at_least_f32(inputs.alpha), at_least_f32(inputs.beta)
     return -inputs.A_log.exp() * F.softplus(alpha + inputs.dt_bias), beta.sigmoid()
 
 
 def at_least_f32(x: Tensor) -> Tensor:
-    """Convert to float32, unless it is float64."""
+    """Return ``x`` in float32, or unchanged if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: MixingHeads) -> RuleInputs:
-    """Split convolved channels of T tokens by head."""
+    """Return the arguments of the rule from the convolved channels of T tokens."""
     q, k, v = convolved_TC.split(heads.channels, -1)
     g, beta = decay_and_strength(inputs)
     return RuleInputs(
@@ -108,7 +108,7 @@ def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: MixingHeads) -
 def delta_rule(
     backend: GDNBackend, inputs: DeltaInputs, heads: MixingHeads, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor
 ) -> Tensor:
-    """Whole sequences on one rank: T tokens and H heads -> [T, HV, V]."""
+    """Return [T, HV, V] of T tokens of complete sequences: convolution, then the rule."""
     convolved = backend.causal_conv(
         inputs.qkv[None],
         inputs.conv_weight,

@@ -1,4 +1,4 @@
-"""Packed sequences cut into chunks, ordered so that one batched product serves a step of every sequence."""
+"""Packed sequences in chunks, ordered so that one batched product computes a step of every sequence."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from torch import Tensor
 class ChunkOrder:
     """Chunks of C tokens, first by their number within their sequence, then by the sequence, longest first.
 
-    Step t holds the t-th chunk of each sequence that has one, and these are the first ``counts[t]`` of ``sequences``:
-    a scan over the steps is as long as the longest sequence, however many are packed. M chunks in all.
+    Step t has the t-th chunk of each sequence that is long enough; these are the first ``counts[t]`` of ``sequences``. A
+    scan over the steps is therefore as long as the longest sequence, for any number of sequences. There are M chunks.
     """
 
     chunk: int  # C
     num_rows: int  # T, padding included
-    sequences: tuple[int, ...]  # [N] longest first
-    counts: tuple[int, ...]  # per step
-    starts: tuple[int, ...]  # [steps + 1] number of the first chunk of each step
-    num_tokens: int  # rows that are no padding
-    source: Tensor | None  # I64 [M * C] row of each place, 0 in gaps; None: the rows as they are
+    sequences: tuple[int, ...]  # [N] index of each sequence, longest first
+    counts: tuple[int, ...]  # number of chunks of each step
+    starts: tuple[int, ...]  # [steps + 1] index of the first chunk of each step
+    num_tokens: int  # rows without padding
+    source: Tensor | None  # I64 [M * C] row of each place, 0 in gaps; None: rows keep their order
     gaps: Tensor | None  # I64 [M * C - num_tokens] places without a row
     place: Tensor | None  # I64 [num_tokens] place of each row
 
     @property
     def num_chunks(self) -> int:
-        """M."""
+        """Number of chunks M."""
         return self.starts[-1]
 
     def pack(self, rows: Tensor) -> Tensor:
-        """[T, heads, D] -> [M, heads, C, D], a view where it can be; places without a row hold 0."""
+        """Return rows [T, heads, D] as chunks [M, heads, C, D], as a view if possible. Gaps are 0."""
         if self.source is not None and self.gaps is not None:
             rows = rows.index_select(0, self.source).index_fill_(0, self.gaps, 0)
         return rows.unflatten(0, (self.num_chunks, self.chunk)).transpose(1, 2)
 
     def unpack(self, chunks: Tensor) -> Tensor:
-        """[M, heads, C, D] -> [T, heads, D]; padding is 0."""
+        """Return chunks [M, heads, C, D] as rows [T, heads, D]. Padding is 0."""
         rows = chunks.transpose(1, 2).flatten(0, 1)
         if self.place is None:
             return rows
@@ -51,45 +51,46 @@ class ChunkOrder:
         unpacked[self.num_tokens :] = 0
         return unpacked
 
-    def within(self, steps: range) -> slice:
-        """The chunks of a run of steps."""
+    def chunks_of(self, steps: range) -> slice:
+        """Return the chunks of consecutive steps."""
         return slice(self.starts[steps.start], self.starts[steps.stop])
 
     def blocks(self, heads: int, max_matrices: int) -> Iterator[range]:
-        """Runs of steps of about ``most`` (chunk, head) matrices: what is computed together stays in the cache."""
-        first, matrices = 0, 0
+        """Yield consecutive steps with at most about ``max_matrices`` (chunk, head) matrices, which fit in the cache."""
+        first, num_matrices = 0, 0
         for step, count in enumerate(self.counts):
-            if matrices and matrices + count * heads > max_matrices:
+            if num_matrices and num_matrices + count * heads > max_matrices:
                 yield range(first, step)
-                first, matrices = step, 0
-            matrices += count * heads
-        if matrices:
+                first, num_matrices = step, 0
+            num_matrices += count * heads
+        if num_matrices:
             yield range(first, len(self.counts))
 
 
 def lengths(cu_seqlens_cpu: Tensor, num_rows: int) -> tuple[int, ...]:
-    """Length of each sequence. Raises ``ValueError`` unless the bounds start at 0, never fall and end within the rows."""
+    """Return the length of each sequence. Raises ``ValueError`` unless the bounds start at 0, never decrease and end within
+    the rows."""
     if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.dim() != 1 or cu_seqlens_cpu.numel() < 1:
         raise ValueError(f"cu_seqlens_cpu must be a vector [N+1] on the host, not {cu_seqlens_cpu!r}")
     bounds: list[int] = cu_seqlens_cpu.tolist()
     sizes = tuple(stop - start for start, stop in pairwise(bounds))
     if bounds[0] != 0 or min(sizes, default=0) < 0 or bounds[-1] > num_rows:
-        raise ValueError(f"cu_seqlens={bounds} must start at 0, never fall and end at most at the {num_rows} rows")
+        raise ValueError(f"cu_seqlens={bounds} must start at 0, never decrease and end within the {num_rows} rows")
     return sizes
 
 
 def num_tokens(cu_seqlens_cpu: Tensor, num_rows: int) -> int:
-    """Rows that are no padding. Raises ``ValueError`` as ``lengths`` does."""
+    """Return the number of rows without padding. Raises ``ValueError`` like ``lengths``."""
     return sum(lengths(cu_seqlens_cpu, num_rows))
 
 
 def padded(rows: Tensor, num_rows: int) -> Tensor:
-    """[1, t, ...] -> [1, num_rows, ...], with zeros after the rows."""
+    """Append zero rows: [1, t, ...] -> [1, num_rows, ...]."""
     return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, num_rows - rows.shape[1]))
 
 
 def chunk_order(cu_seqlens_cpu: Tensor, num_rows: int, chunk: int, device: torch.device) -> ChunkOrder:
-    """The order of the chunks of packed sequences; kept for the next layers of the same micro-batch."""
+    """Return the order of the chunks of packed sequences, cached for the other layers of a micro-batch."""
     return _chunk_order(lengths(cu_seqlens_cpu, num_rows), num_rows, chunk, device)
 
 
@@ -109,7 +110,7 @@ def _chunk_order(lengths_N: tuple[int, ...], num_rows: int, chunk: int, device: 
     source = torch.full((size,), -1, dtype=torch.int64)
     source[place] = torch.arange(num_tokens)
     gaps = (source < 0).nonzero().squeeze(1)
-    plain = size == num_rows == num_tokens and bool((place == torch.arange(num_rows)).all())
+    is_plain = size == num_rows == num_tokens and bool((place == torch.arange(num_rows)).all())
     return ChunkOrder(
         chunk=chunk,
         num_rows=num_rows,
@@ -117,7 +118,7 @@ def _chunk_order(lengths_N: tuple[int, ...], num_rows: int, chunk: int, device: 
         counts=counts,
         starts=starts,
         num_tokens=num_tokens,
-        source=None if plain else source.clamp_min(0).to(device),
-        gaps=None if plain else gaps.to(device),
-        place=None if plain else place.to(device),
+        source=None if is_plain else source.clamp_min(0).to(device),
+        gaps=None if is_plain else gaps.to(device),
+        place=None if is_plain else place.to(device),
     )

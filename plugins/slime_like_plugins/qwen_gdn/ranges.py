@@ -1,4 +1,4 @@
-"""A rank's range of the packed stream where kernels read it: made once per micro-batch, kept for all of its layers."""
+"""Range of the packed stream of one rank, on the device; built once per micro-batch and cached for all layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend, RangeRule
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """I32 [N + 1] of N pieces of sequences: on the host, and where the data is."""
+    """Bounds I32 [N + 1] of N pieces of sequences, on the host and on the device of the data."""
 
     host: Tensor
     device: Tensor
 
     @classmethod
     def of(cls, edges: Sequence[int], device: torch.device) -> Bounds:
-        """Copied once; kernels that derive something of bounds find it again by the tensor."""
+        """Return bounds with one copy to the device. Kernels cache derived values by the tensor."""
         host = torch.tensor(edges, dtype=torch.int32)
         return cls(host, host.to(device, non_blocking=True))
 
@@ -40,28 +40,28 @@ class Range:
     order: Tensor  # [L]
     inverse: Tensor  # [L]
     pieces: Bounds
-    earlier: Bounds  # all of them but the last
-    last: Bounds  # that one alone
-    first: Bounds
-    rule: RangeRule | None  # the backend's own, where a border of the stream cuts a sequence
+    all_but_last: Bounds
+    last_piece: Bounds
+    first_piece: Bounds
+    rule: RangeRule | None  # the backend's own rule, if a border between ranks cuts a sequence
 
     def to_stream(self, rows: Tensor) -> Tensor:
-        """Local tokens of attention's layout [L, ...] -> those of this rank's range, in the stream's order."""
+        """Exchange this rank's tokens [L, ...] in attention's layout for those of its range, in stream order."""
         return all_to_all(self.group, rows, list(self.part.receive), list(self.part.send)).index_select(0, self.order)
 
     def to_rows(self, stream: Tensor) -> Tensor:
-        """The inverse of ``to_stream``."""
-        back = stream.index_select(0, self.inverse)
-        return all_to_all(self.group, back, list(self.part.send), list(self.part.receive))
+        """Reverse ``to_stream``."""
+        rows = stream.index_select(0, self.inverse)
+        return all_to_all(self.group, rows, list(self.part.send), list(self.part.receive))
 
     def gather(self, local: Tensor) -> Tensor:
-        """[...] of every rank, stacked by rank [cp, ...]; backward sums every rank's gradient of it."""
+        """Return ``local`` [...] of all ranks, stacked by rank [cp, ...]. Backward sums the gradients of all ranks."""
         return gather_from_sequence_parallel_region(local[None], group=self.group)
 
 
 @functools.lru_cache(maxsize=16)
 def range_of(stream: tuple[int, ...], group: Any, device: torch.device, backend: GDNBackend) -> Range:
-    """This rank's range of a stream with these bounds; the same object for every layer of a micro-batch."""
+    """Return this rank's range of a stream with these bounds; the same object for all layers of a micro-batch."""
     part = stream_part(np.array(stream, np.int32), cp=group.size(), cp_rank=group.rank())
     order = torch.from_numpy(part.order).to(device, non_blocking=True)
     edges = part.cu_seqlens.tolist()
@@ -76,8 +76,8 @@ def range_of(stream: tuple[int, ...], group: Any, device: torch.device, backend:
         order,
         inverse=torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device)),
         pieces=Bounds.of(edges, device),
-        earlier=Bounds.of(edges[:-1], device),
-        last=Bounds.of([0, edges[-1] - edges[-2]], device),
-        first=Bounds.of(edges[:2], device),
+        all_but_last=Bounds.of(edges[:-1], device),
+        last_piece=Bounds.of([0, edges[-1] - edges[-2]], device),
+        first_piece=Bounds.of(edges[:2], device),
         rule=rule,
     )

@@ -1,4 +1,4 @@
-"""Choice of a rank's backend: validated before its package is imported, without fallback to another one."""
+"""Choice of a rank's backend, validated before its package is imported. There is no fallback to another backend."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend
 
 
 def resolve(config: GDNConfig, device: str, dtype: str = "auto", shape: GDNShape | None = None) -> GDNBackend:
-    """The kernels of ``model.gdn`` on ``device`` (cpu or cuda): the same object for every layer of a process.
+    """Return the backend of ``model.gdn`` for ``device`` (cpu or cuda), the same object for all layers of a process.
 
-    ``dtype`` (auto, float32, bfloat16) and ``shape`` are the model's. Raises ``ConfigError`` with the reason and the fix
-    where the backend cannot run here, before anything of it is imported.
+    ``dtype`` (auto, float32, bfloat16) and ``shape`` are the model's. Raises ``ConfigError`` with the reason and the fix if
+    the backend cannot run here, before its package is imported.
     """
     name = gdn_backend(config.backend, device)
     check("model.gdn.backend", name, GDN_BACKENDS)
@@ -40,6 +40,6 @@ def _backend(name: str, auto_cp: bool) -> GDNBackend:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"model.gdn.backend={name}: its package is installed and cannot be imported here "
-            f"({type(error).__name__}: {error}); model.gdn.backend=torch runs anywhere"
+            f"model.gdn.backend={name}: its package is installed but cannot be imported "
+            f"({type(error).__name__}: {error}); model.gdn.backend=torch runs on any machine"
         ) from error

@@ -1,4 +1,4 @@
-"""Entry of table ``MIXERS``: a Gated DeltaNet layer with the kernels of the config."""
+"""Entry of the table ``MIXERS``: a Gated DeltaNet layer with the kernels of the config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layer_spec(config: TransformerConfig, model: ModelConfig, rank_info: RankInf
     tp, cp = rank_info.layout.tp, rank_info.layout.cp
     mode, reason = gdn_cp_mode(model.gdn.cp_mode, shape.key_heads, shape.value_heads, tp=tp, cp=cp)
     backend = select.resolve(model.gdn, rank_info.device.type, model.dtype, shape)
-    if cp == 1:  # nothing was to be chosen
+    if cp == 1:  # the mode has no effect
         return layer.layer_spec(backend)
     remark = f"; model.gdn.cp_mode={mode}{f' ({reason})' if reason else ''}"
     return layer.layer_spec(backend, StatePassing if mode == "state" else HeadWise, remark)

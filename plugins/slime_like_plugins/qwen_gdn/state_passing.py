@@ -1,14 +1,15 @@
 """Context parallelism by passing states: every rank computes all heads over its range of the packed stream.
 
 The gated delta rule is linear in its state, ``S_t = A_t S_{t-1} + B_t`` and ``o_t = q_t S_t``, so a range started from
-any state ``S`` gives ``o_t + (q_t A_t ... A_1) S``. Each rank runs its range from zero, and the piece that continues an
-earlier rank's sequence once more with values of zero from the identity: its outputs are the rows ``q_t A_t ... A_1``,
-its final state is the product ``A``. One all-gather of (S, A) then gives every rank the state it should have begun
-with. It needs nothing of a kernel but ``initial_state`` and the final state, and what crosses ranks per layer does not
-grow with the length of the sequences: H * K * (K + V) numbers, and the W - 1 tokens a convolution of width W looks back.
+any state ``S`` gives ``o_t + (q_t A_t ... A_1) S``. Each rank runs its range from a zero state. It runs the piece that
+continues an earlier rank's sequence a second time, from the identity and with zero values: the outputs are the rows
+``q_t A_t ... A_1``, and the final state is the product ``A``. An all-gather of (S, A) then gives every rank its initial
+state. A kernel only needs ``initial_state`` and the final state. The data exchanged per layer does not grow with the length
+of the sequences: H * K * (K + V) numbers, and the W - 1 previous tokens of a convolution of width W.
 
-What does grow is the way from attention's tokens to the range and back. Hidden states are narrower than what is projected from
-them and read out, a third in Qwen3-Next: they go, before the projections, unless sequence parallelism has them in parts.
+The exchange of tokens between attention's layout and the range does grow. Hidden states have fewer channels than the
+projected tensors and the output, a third in Qwen3-Next: they are exchanged, before the projections, unless sequence
+parallelism splits them.
 
 Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
 
@@ -30,18 +31,18 @@ from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 
 
 class StatePassing:
-    """``Mixing`` for any number of heads: this rank's range of the stream, all of its heads.
+    """``Mixing`` for any number of heads: this rank's range of the stream with all of its heads.
 
-    ``hidden``: channels of the layer's input where a rank has whole tokens of it, 0 where it does not.
+    ``hidden``: channels of the layer's input; 0 if sequence parallelism splits it.
     """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
         self.backend, self.heads, self.group = backend, heads, group
-        inside = sum(heads.channels) + 2 * heads.values + heads.channels[2]  # projected, and read out
-        self.moves_hidden = 0 < 2 * hidden < inside
+        projected = sum(heads.channels) + 2 * heads.values + heads.channels[2]  # channels into and out of the rule
+        self.moves_hidden = 0 < 2 * hidden < projected
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """This rank's L tokens and all of its heads -> [L, HV, V]."""
+        """Return [L, HV, V] of this rank's L tokens and all of its heads."""
         local_range = self._range(packed, inputs.qkv.device)
         if not self.moves_hidden:
             stream = local_range.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
@@ -53,11 +54,11 @@ class StatePassing:
         return out if self.moves_hidden else local_range.to_rows(out)
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """See ``Mixing.enter``."""
+        """Exchange hidden states for those of this rank's range, if ``moves_hidden``."""
         return self._range(packed, hidden.device).to_stream(hidden) if self.moves_hidden else hidden
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """See ``Mixing.leave``."""
+        """Reverse ``enter``."""
         return self._range(packed, hidden.device).to_rows(hidden) if self.moves_hidden else hidden
 
     def _range(self, packed: PackedRows, device: torch.device) -> Range:
@@ -66,68 +67,72 @@ class StatePassing:
 
 
 def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_range: Range, activation: str) -> Tensor:
-    """The convolution of the whole stream, at this range: [L, D] -> [L, D]."""
-    part, reach = local_range.part, weight_DW.shape[1] - 1
-    if not part.is_cut or reach == 0:
+    """Return the convolution of the entire stream at this rank's range: [L, D] -> [L, D]."""
+    part, history = local_range.part, weight_DW.shape[1] - 1
+    if not part.is_cut or history == 0:
         return _convolved(backend, x_LD, weight_DW, local_range.pieces, activation)
-    tails = local_range.gather(x_LD[-reach:])
-    earlier = tails[: local_range.rank].flatten(0, 1)  # where ranges are shorter than the reach, tails are whole ranges
-    num_earlier = min(reach, part.history)
-    halo = x_LD.new_zeros(len(part.cu_seqlens) - 1, reach, x_LD.shape[1])
+    tails = local_range.gather(x_LD[-history:])
+    earlier = tails[: local_range.rank].flatten(0, 1)  # a range shorter than the history is sent completely
+    num_earlier = min(history, part.history)
+    halo = x_LD.new_zeros(len(part.cu_seqlens) - 1, history, x_LD.shape[1])
     if num_earlier:
-        halo[0, reach - num_earlier :] = earlier[len(earlier) - num_earlier :]
+        halo[0, history - num_earlier :] = earlier[len(earlier) - num_earlier :]
     out = _convolved(backend, x_LD, weight_DW, local_range.pieces, activation, halo)
-    return _Joined.apply(out, tails)
+    return _KeepInGraph.apply(out, tails)
 
 
 def gated_delta_rule(
     backend: GDNBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, local_range: Range
 ) -> Tensor:
-    """The recurrence over the whole stream, at this range.
+    """Return the recurrence over the entire stream at this rank's range.
 
     q, k [1, L, H, K], v [1, L, Hv, V], g (log of the decay) and beta [1, L, Hv] -> [1, L, Hv, V].
     """
     part, columns = local_range.part, (q, k, v, g, beta)
     edges = part.cu_seqlens.tolist()
     if not part.is_cut:
-        return _run(backend, columns, local_range.pieces)[0]
+        return _chunk_rule(backend, columns, local_range.pieces)[0]
     if local_range.rule is not None:
         return local_range.rule(*columns)
     last = edges[-2]
-    out, state = _run(backend, tuple(x[:, last:] for x in columns), local_range.last, final=True)
-    if last:  # the pieces before it need no final state
-        out = torch.cat((_run(backend, tuple(x[:, :last] for x in columns), local_range.earlier)[0], out), 1)
+    out, state = _chunk_rule(backend, tuple(x[:, last:] for x in columns), local_range.last_piece, final=True)
+    if last:  # earlier pieces need no final state
+        out = torch.cat(
+            (_chunk_rule(backend, tuple(x[:, :last] for x in columns), local_range.all_but_last)[0], out), 1
+        )
     assert state is not None
     size = k.shape[-1]
     product = state.new_zeros(*state.shape[:-1], size)
     rows: Tensor | None = None
     if part.chain:
-        rows, product = _products(backend, tuple(x[:, : edges[1]] for x in columns), local_range.first, state.dtype)
+        rows, product = _products(
+            backend, tuple(x[:, : edges[1]] for x in columns), local_range.first_piece, state.dtype
+        )
     ends = local_range.gather(torch.cat((state, product), -1)[0])  # [cp, Hv, K, V + K]
-    out = _Joined.apply(out, ends)
+    out = _KeepInGraph.apply(out, ends)
     if rows is None:
         return out
-    begun = ends[part.chain[0], ..., :-size]
+    initial = ends[part.chain[0], ..., :-size]
     for rank in part.chain[1:]:
-        begun = ends[rank, ..., :-size] + ends[rank, ..., -size:] @ begun
-    carried = torch.einsum("bthk,hkv->bthv", rows.to(begun.dtype), begun)
+        initial = ends[rank, ..., :-size] + ends[rank, ..., -size:] @ initial
+    carried = torch.einsum("bthk,hkv->bthv", rows.to(initial.dtype), initial)
     return torch.cat((out[:, : edges[1]] + carried.to(out.dtype), out[:, edges[1] :]), 1)
 
 
 def _products(
     backend: GDNBackend, columns: tuple[Tensor, ...], bounds: Bounds, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all A [1, Hv, K, K] of one piece."""
+    """Return the rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all A [1, Hv, K, K] of one piece."""
     q, k, v, g, beta = columns
     size, heads = k.shape[-1], v.shape[2]
     identity = torch.eye(size, dtype=dtype, device=q.device).expand(1, heads, size, size)
-    nothing = v.new_zeros(*v.shape[:-1], size)
-    rows, product = _run(backend, (q, k, nothing, g, beta), bounds, initial=identity, final=True)
+    zero_values = v.new_zeros(*v.shape[:-1], size)
+    rows, product = _chunk_rule(backend, (q, k, zero_values, g, beta), bounds, initial=identity, final=True)
     assert product is not None
     return rows, product
 
 
-def _run(
+def _chunk_rule(
     backend: GDNBackend,
     columns: tuple[Tensor, ...],
     bounds: Bounds,
@@ -157,8 +162,8 @@ def _convolved(
     return out[0]
 
 
-class _Joined(torch.autograd.Function):
-    """``x``, with ``gathered`` in its graph: the sum over ranks in the backward of a gather needs every one of them."""
+class _KeepInGraph(torch.autograd.Function):
+    """Return ``x`` with ``gathered`` in its graph: the backward of a gather is a sum that every rank has to join."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The ``torch`` backend: plain tensor operations for any device, the default on a CPU."""
+"""Backend ``torch``: tensor operations of torch for any device, the default on a CPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from slime_like_plugins.qwen_gdn.chunk_forward import ChunkBlock, ChunkInputs, f
 from slime_like_plugins.qwen_gdn.packing import ChunkOrder, chunk_order
 
 CHUNK = 32
-SHORTER = ((32, 16),)
-"""(longest sequence up to this, chunk): short ones leave less of their only chunk empty."""
+SMALL_CHUNKS = ((32, 16),)
+"""(maximum sequence length, chunk): a smaller chunk leaves fewer places of a short sequence's only chunk empty."""
 
 
 class TorchGDN:
-    """Chunked, varlen, with a backward by hand; computed in float32, or in float64 where the inputs are."""
+    """Chunked rule over packed sequences with a hand-written backward, in float32, or in float64 for float64 inputs."""
 
     name = "torch"
 
     def __init__(self, config: GDNConfig | None = None) -> None:
-        del config  # nothing to choose
+        del config  # this backend has no options
 
     def chunk_rule(  # noqa: PLR0913
         self,
@@ -41,8 +41,8 @@ class TorchGDN:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``backend.GDNBackend.chunk_rule``."""
-        del cu_seqlens  # the host's copy says it all
+        """Apply the rule as ``backend.GDNBackend.chunk_rule`` describes."""
+        del cu_seqlens  # the copy on the host is sufficient
         _check_shapes(q, k, v, g, beta)
         order = chunk_order(cu_seqlens_cpu, q.shape[1], chunk_size(cu_seqlens_cpu), q.device)
         tensors = (q[0], k[0], v[0], g[0], beta[0], initial_state)
@@ -60,27 +60,27 @@ class TorchGDN:
         activation: str | None = "silu",
         halo: Tensor | None = None,
     ) -> Tensor:
-        """See ``backend.GDNBackend.causal_conv``."""
+        """Convolve as ``backend.GDNBackend.causal_conv`` describes."""
         del cu_seqlens
         return causal_conv.causal_conv(x, weight, cu_seqlens_cpu=cu_seqlens_cpu, activation=activation, halo=halo)
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> None:
-        """See ``backend.GDNBackend.range_rule``."""
+        """Return None, to use ``state_passing``."""
 
     def kernels(self) -> str:
-        """See ``backend.GDNBackend.kernels``."""
-        return f"torch {torch.__version__}: chunks of at most {CHUNK}, batched matrix products, backward by hand"
+        """Return the kernels and their versions."""
+        return f"torch {torch.__version__}: chunks of at most {CHUNK}, batched matrix products, hand-written backward"
 
 
 def chunk_size(cu_seqlens_cpu: Tensor) -> int:
     """Return the tokens per chunk for sequences with these bounds."""
     longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens_cpu.numel() > 1 else 0
-    return next((chunk for max_len, chunk in SHORTER if longest <= max_len), CHUNK)
+    return next((chunk for max_len, chunk in SMALL_CHUNKS if longest <= max_len), CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments other than tensors; ``keep``: a backward follows."""
+    """Arguments other than tensors. ``keep``: save tensors for backward."""
 
     order: ChunkOrder
     keep: bool
@@ -145,7 +145,7 @@ class _ChunkRule(torch.autograd.Function):
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Raise ``ValueError`` on shapes that do not belong together."""
+    """Raise ``ValueError`` if the shapes are inconsistent."""
     shapes = {name: tuple(t.shape) for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[0] == v.shape[0] == 1 and g.shape == beta.shape
     if not fits or v.shape[:3] != g.shape or q.shape[1] != v.shape[1] or v.shape[2] % q.shape[2]:

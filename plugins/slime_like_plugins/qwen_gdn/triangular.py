@@ -9,11 +9,11 @@ BASE = 8
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """``(I + strict lower part of lower)^-1`` for ``lower`` [m, C, C], C a power of two or at most ``BASE``.
+    """Return ``(I + strict lower part of lower)^-1`` for ``lower`` [m, C, C], C a power of two or at most ``BASE``.
 
-    Blocks of ``BASE`` by forward substitution, then neighbours merged: [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']].
-    It multiplies only inverses of diagonal blocks, which stay small where those of the delta rule do; the Neumann
-    product of powers of ``lower`` overflows for keys that resemble each other.
+    Blocks of ``BASE`` are inverted by forward substitution. Then neighbours are merged:
+    [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]. Only inverses of diagonal blocks are multiplied; they stay small for the
+    matrices of the delta rule. The Neumann product of powers of ``lower`` would overflow for similar keys.
     """
     m, size, _ = lower.shape
     base = min(BASE, size)
@@ -35,7 +35,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """[m, C, C] -> its blocks of ``size`` on the diagonal, [m * C / size, size, size]."""
+    """Return the diagonal blocks [m * C / size, size, size] of [m, C, C]."""
     m, width, _ = matrix.shape
     count = width // size
     return matrix.view(m, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)

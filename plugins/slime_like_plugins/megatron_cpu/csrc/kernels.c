@@ -13,7 +13,7 @@ typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
 #define EACH_LANE _Pragma("omp simd")
 #define TEXT(x) #x
-#define GREATEST_OF(...) _Pragma(TEXT(omp simd reduction(max : __VA_ARGS__)))
+#define MAX_OF(...) _Pragma(TEXT(omp simd reduction(max : __VA_ARGS__)))
 #define SUM_OF(...) _Pragma(TEXT(omp simd reduction(+ : __VA_ARGS__)))
 #if defined(_OPENMP)
 #include <omp.h>
@@ -45,12 +45,12 @@ INLINE float store_f32(float x) { return x; }
 INLINE float load_bf16(bf16 x) { return as_float((uint32_t)x << 16); }
 INLINE bf16 store_bf16(float x) {
     uint32_t bits = as_bits(x);
-    uint32_t near = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* to nearest, ties to even */
-    return (bf16)(x != x ? 0x7fc0u : near);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* to nearest, ties to even */
+    return (bf16)(x != x ? 0x7fc0u : rounded);
 }
 
-/* exp by the reduction and polynomial of Cephes' expf (S. Moshier), within 2 units in the last place where it is a normal
- * number; beyond that range it is clamped. NaN stays NaN. */
+/* exp by the reduction and polynomial of Cephes' expf (S. Moshier), within 2 units in the last place if the result is a
+ * normal number; x is clamped to that range. NaN stays NaN. */
 INLINE float exponential(float x) {
     x = x < -87.3f ? -87.3f : x;
     x = x > 88.3f ? 88.3f : x;

@@ -16,7 +16,7 @@ void NAME(rms_norm)(const T *x, const T *weight, T *out, float *inverse, int64_t
     }
 }
 
-/* Backward: grad_out [n, h] -> grad_x [n, h] and grad_weight [threads, h], which starts at 0. */
+/* Backward: grad_out [n, h] -> grad_x [n, h] and grad_weight [threads, h], which the caller sets to 0. */
 void NAME(rms_norm_back)(const T *x, const T *weight, const float *inverse, const T *grad_out, T *grad_x,
                          float *grad_weight, int64_t n, int64_t h, int threads) {
     SHARED(threads) {
@@ -25,16 +25,16 @@ void NAME(rms_norm_back)(const T *x, const T *weight, const float *inverse, cons
             const T *xi = x + i * h, *gi = grad_out + i * h;
             T *oi = grad_x + i * h;
             const float scale = inverse[i];
-            float along = 0;
-            SUM_OF(along) for (int64_t j = 0; j < h; j++) {
+            float dot = 0;
+            SUM_OF(dot) for (int64_t j = 0; j < h; j++) {
                 const float g = NAME(load)(gi[j]), normed = NAME(load)(xi[j]) * scale;
                 gw[j] += g * normed;
-                along += g * NAME(load)(weight[j]) * normed;
+                dot += g * NAME(load)(weight[j]) * normed;
             }
-            along /= (float)h;
+            dot /= (float)h;
             EACH_LANE for (int64_t j = 0; j < h; j++) {
                 const float g = NAME(load)(gi[j]) * NAME(load)(weight[j]);
-                oi[j] = NAME(store)(scale * (g - NAME(load)(xi[j]) * scale * along));
+                oi[j] = NAME(store)(scale * (g - NAME(load)(xi[j]) * scale * dot));
             }
         }
     }
@@ -89,29 +89,29 @@ INLINE float NAME(norm_rotate)(const T *x, const T *weight, const float *cos_sin
     return scale;
 }
 
-/* Backward of one head; `turned` [d] is scratch; adds to grad_weight [d]. */
+/* Backward of a head. Adds to grad_weight [d]; `unrotated` [d] is scratch. */
 INLINE void NAME(norm_rotate_back)(const T *x, const T *weight, const float *cos_sin, float scale, const float *grad_out,
-                                   T *grad_x, float *grad_weight, float *turned, int64_t d) {
+                                   T *grad_x, float *grad_weight, float *unrotated, int64_t d) {
     const int64_t half = d / 2;
     EACH_LANE for (int64_t j = 0; j < half; j++) {
         const float c = cos_sin[j], s = cos_sin[half + j];
-        turned[j] = grad_out[j] * c + grad_out[half + j] * s;
-        turned[half + j] = grad_out[half + j] * c - grad_out[j] * s;
+        unrotated[j] = grad_out[j] * c + grad_out[half + j] * s;
+        unrotated[half + j] = grad_out[half + j] * c - grad_out[j] * s;
     }
     if (!weight) {
-        EACH_LANE for (int64_t j = 0; j < d; j++) grad_x[j] = NAME(store)(turned[j]);
+        EACH_LANE for (int64_t j = 0; j < d; j++) grad_x[j] = NAME(store)(unrotated[j]);
         return;
     }
-    float along = 0;
-    SUM_OF(along) for (int64_t j = 0; j < d; j++) {
+    float dot = 0;
+    SUM_OF(dot) for (int64_t j = 0; j < d; j++) {
         const float normed = NAME(load)(x[j]) * scale;
-        grad_weight[j] += turned[j] * normed;
-        turned[j] *= NAME(load)(weight[j]);
-        along += turned[j] * normed;
+        grad_weight[j] += unrotated[j] * normed;
+        unrotated[j] *= NAME(load)(weight[j]);
+        dot += unrotated[j] * normed;
     }
-    along /= (float)d;
+    dot /= (float)d;
     EACH_LANE for (int64_t j = 0; j < d; j++)
-        grad_x[j] = NAME(store)(scale * (turned[j] - NAME(load)(x[j]) * scale * along));
+        grad_x[j] = NAME(store)(scale * (unrotated[j] - NAME(load)(x[j]) * scale * dot));
 }
 
 /* mixed [n, g, r + 2, d]: query heads, key and value of each group -> float32 queries [n, g r, d], keys and values
@@ -122,38 +122,38 @@ void NAME(split_rotate)(const T *mixed, const T *q_weight, const T *k_weight, co
     SHARED(threads) {
         ROWS for (int64_t i = 0; i < n; i++)
             for (int64_t group = 0; group < g; group++) {
-                const int64_t at = i * g + group;
-                const T *head = mixed + at * (r + 2) * d;
+                const int64_t pair = i * g + group;
+                const T *head = mixed + pair * (r + 2) * d;
                 const float *angles = cos_sin + i * d;
                 for (int64_t q = 0; q < r; q++, head += d)
-                    inverse[at * (r + 1) + q] =
-                        NAME(norm_rotate)(head, q_weight, angles, queries + (at * r + q) * d, d, eps);
-                inverse[at * (r + 1) + r] = NAME(norm_rotate)(head, k_weight, angles, keys + at * d, d, eps);
+                    inverse[pair * (r + 1) + q] =
+                        NAME(norm_rotate)(head, q_weight, angles, queries + (pair * r + q) * d, d, eps);
+                inverse[pair * (r + 1) + r] = NAME(norm_rotate)(head, k_weight, angles, keys + pair * d, d, eps);
                 head += d;
-                EACH_LANE for (int64_t j = 0; j < d; j++) values[at * d + j] = NAME(load)(head[j]);
+                EACH_LANE for (int64_t j = 0; j < d; j++) values[pair * d + j] = NAME(load)(head[j]);
             }
     }
 }
 
-/* Backward. grad_weights [threads, 2, d] (queries, keys) start at 0; scratch room [threads, d]. */
+/* Backward. The caller sets grad_weights [threads, 2, d] (queries, keys) to 0. scratch [threads, d]. */
 void NAME(split_rotate_back)(const T *mixed, const T *q_weight, const T *k_weight, const float *cos_sin,
                              const float *inverse, const float *grad_queries, const float *grad_keys,
-                             const float *grad_values, T *grad_mixed, float *grad_weights, float *room, int64_t n,
+                             const float *grad_values, T *grad_mixed, float *grad_weights, float *scratch, int64_t n,
                              int64_t g, int64_t r, int64_t d, int threads) {
     SHARED(threads) {
-        float *gw = grad_weights + THREAD * 2 * d, *turned = room + THREAD * d;
+        float *gw = grad_weights + THREAD * 2 * d, *unrotated = scratch + THREAD * d;
         ROWS for (int64_t i = 0; i < n; i++)
             for (int64_t group = 0; group < g; group++) {
-                const int64_t at = i * g + group;
-                const float *angles = cos_sin + i * d, *scales = inverse + at * (r + 1);
-                const T *head = mixed + at * (r + 2) * d;
-                T *out = grad_mixed + at * (r + 2) * d;
+                const int64_t pair = i * g + group;
+                const float *angles = cos_sin + i * d, *scales = inverse + pair * (r + 1);
+                const T *head = mixed + pair * (r + 2) * d;
+                T *out = grad_mixed + pair * (r + 2) * d;
                 for (int64_t q = 0; q < r; q++, head += d, out += d)
-                    NAME(norm_rotate_back)(head, q_weight, angles, scales[q], grad_queries + (at * r + q) * d, out, gw,
-                                           turned, d);
-                NAME(norm_rotate_back)(head, k_weight, angles, scales[r], grad_keys + at * d, out, gw + d, turned, d);
+                    NAME(norm_rotate_back)(head, q_weight, angles, scales[q], grad_queries + (pair * r + q) * d, out, gw,
+                                           unrotated, d);
+                NAME(norm_rotate_back)(head, k_weight, angles, scales[r], grad_keys + pair * d, out, gw + d, unrotated, d);
                 out += d;
-                EACH_LANE for (int64_t j = 0; j < d; j++) out[j] = NAME(store)(grad_values[at * d + j]);
+                EACH_LANE for (int64_t j = 0; j < d; j++) out[j] = NAME(store)(grad_values[pair * d + j]);
             }
     }
 }

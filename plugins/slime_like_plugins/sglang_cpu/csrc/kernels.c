@@ -56,7 +56,7 @@ INLINE vf pair_sums(vf a, vf b) { return __builtin_shufflevector(a, b, EVEN) + _
 INLINE vf pair_sums(vf a, vf b) { return __builtin_shuffle(a, b, (vi){EVEN}) + __builtin_shuffle(a, b, (vi){ODD}); }
 #endif
 
-INLINE vf spread(float x) { return x - (vf){0}; }
+INLINE vf broadcast(float x) { return x - (vf){0}; }
 
 /* Lane j of the result is the sum over the lanes of v[j]. */
 INLINE vf row_sums(vf *v) {
@@ -79,7 +79,7 @@ INLINE float lane_max(vf v) {
     return m;
 }
 
-INLINE vf bigger(vf a, vf b) {
+INLINE vf elementwise_max(vf a, vf b) {
     vi take = b > a;
     return (vf)(((vi)b & take) | ((vi)a & ~take));
 }
@@ -87,7 +87,7 @@ INLINE vf bigger(vf a, vf b) {
 /* exp by the reduction and polynomial of Cephes' expf (S. Moshier), within 2 units in the last place; below -87.3: 0. */
 INLINE vf vexp(vf x) {
     vi tiny = x < -87.3f, huge = x > 88.3f;
-    vf limit = spread(88.3f);
+    vf limit = broadcast(88.3f);
     x = (vf)(((vi)limit & huge) | ((vi)x & ~huge));
     x = (vf)((vi)x & ~tiny);
     vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
@@ -133,8 +133,8 @@ INLINE void store_part_bf16(bf16 *p, vf x, int64_t n) {
 }
 
 /* Prefetch: the rows of the KV pool of a request are scattered, so the processor cannot predict the next one. */
-#define AHEAD 12
-INLINE void fetch_soon(const void *p, int64_t bytes) {
+#define LOOKAHEAD 12
+INLINE void prefetch(const void *p, int64_t bytes) {
     for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch((const char *)p + j);
 }
 
@@ -178,7 +178,7 @@ int64_t has_products(void) { return PRODUCTS; }
 
 /* ---- sampling: Axes n requests, v vocabulary ------------------------------------------------------------------------
  * SplitMix64's finaliser (Steele, Lea and Flood, 2014), as in slime_like_plugins/rollout_sampling/draw.py. */
-INLINE uint64_t mixed(uint64_t x) {
+INLINE uint64_t mix_bits(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
     return x ^ (x >> 31);
@@ -186,8 +186,8 @@ INLINE uint64_t mixed(uint64_t x) {
 
 INLINE double uniform(uint64_t seed, uint64_t position) {
     const uint64_t gamma = 0x9E3779B97F4A7C15ull;
-    uint64_t state = mixed(seed + gamma);
-    return (double)(mixed(state ^ mixed((position + 1) * gamma)) >> 11) * 0x1p-53;
+    uint64_t state = mix_bits(seed + gamma);
+    return (double)(mix_bits(state ^ mix_bits((position + 1) * gamma)) >> 11) * 0x1p-53;
 }
 
 void uniforms(const int64_t *seeds, const int64_t *positions, double *out, int64_t n) {
@@ -197,7 +197,7 @@ void uniforms(const int64_t *seeds, const int64_t *positions, double *out, int64
 #define BLOCK 256
 
 /* The first token whose running sum of weights exceeds u of the total; never one of weight 0. */
-INLINE int64_t inverted(const float *weights, const double *blocks, int64_t num_blocks, int64_t v, double u) {
+INLINE int64_t inverse_cdf(const float *weights, const double *blocks, int64_t num_blocks, int64_t v, double u) {
     double total = 0;
     for (int64_t b = 0; b < num_blocks; b++) total += blocks[b];
     double target = u * total, sum = 0;
@@ -225,29 +225,29 @@ INLINE int64_t inverted(const float *weights, const double *blocks, int64_t num_
 /* Sample one row. Returns 0 if the distribution is not finite. */
 INLINE int draw(const float *x, int64_t v, float temperature, int greedy, double u, float *weights, double *blocks,
                 int32_t *token, float *logprob) {
-    const vf scale = spread(temperature);
-    const int64_t whole = v / LANES * LANES, num_blocks = (v + BLOCK - 1) / BLOCK;
-    vf top = spread(-INFINITY);
-    for (int64_t j = 0; j < whole; j += LANES) {
+    const vf scale = broadcast(temperature);
+    const int64_t num_full = v / LANES * LANES, num_blocks = (v + BLOCK - 1) / BLOCK;
+    vf top = broadcast(-INFINITY);
+    for (int64_t j = 0; j < num_full; j += LANES) {
         vf y = load_f32(x + j) / scale;
         store_f32(weights + j, y);
-        top = bigger(top, y);
+        top = elementwise_max(top, y);
     }
-    float most = lane_max(top);
-    for (int64_t j = whole; j < v; j++) {
+    float max_score = lane_max(top);
+    for (int64_t j = num_full; j < v; j++) {
         weights[j] = x[j] / temperature;
-        most = weights[j] > most ? weights[j] : most;
+        max_score = weights[j] > max_score ? weights[j] : max_score;
     }
-    int64_t best = -1;
+    int64_t index = -1;
     if (greedy)
-        for (best = 0; best < v && weights[best] != most; best++) {}
-    if (greedy && best == v) return 0;
+        for (index = 0; index < v && weights[index] != max_score; index++) {}
+    if (greedy && index == v) return 0;
     for (int64_t j = v; j < num_blocks * BLOCK; j++) weights[j] = -INFINITY;
     double total = 0;
     for (int64_t b = 0; b < num_blocks; b++) {
         vf sum = {0};
         for (int64_t j = b * BLOCK; j < (b + 1) * BLOCK; j += LANES) {
-            vf e = vexp(load_f32(weights + j) - most);
+            vf e = vexp(load_f32(weights + j) - max_score);
             store_f32(weights + j, e);
             sum += e;
         }
@@ -255,9 +255,9 @@ INLINE int draw(const float *x, int64_t v, float temperature, int greedy, double
         total += blocks[b];
     }
     if (!(total > 0 && total < INFINITY)) return 0;
-    if (!greedy) best = inverted(weights, blocks, num_blocks, v, u);
-    *token = (int32_t)best;
-    *logprob = x[best] / temperature - most - (float)log(total);
+    if (!greedy) index = inverse_cdf(weights, blocks, num_blocks, v, u);
+    *token = (int32_t)index;
+    *logprob = x[index] / temperature - max_score - (float)log(total);
     return 1;
 }
 
@@ -267,10 +267,11 @@ INLINE int draw(const float *x, int64_t v, float temperature, int greedy, double
 int64_t sample_f32(const float *logits, int64_t stride, int64_t n, int64_t v, const float *temperatures,
                    const int32_t *top_k, const int64_t *seeds, const int64_t *positions, float *weights, double *blocks,
                    int32_t *tokens, float *logprobs) {
-    int64_t bad = 0;
+    int64_t num_invalid = 0;
     for (int64_t i = 0; i < n; i++) {
         double u = uniform((uint64_t)seeds[i], (uint64_t)positions[i]);
-        bad += !draw(logits + i * stride, v, temperatures[i], top_k[i] <= 1, u, weights, blocks, tokens + i, logprobs + i);
+        num_invalid += !draw(logits + i * stride, v, temperatures[i], top_k[i] <= 1, u, weights, blocks, tokens + i,
+                             logprobs + i);
     }
-    return bad;
+    return num_invalid;
 }

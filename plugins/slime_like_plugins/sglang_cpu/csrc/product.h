@@ -28,11 +28,11 @@ INLINE void NAME(tile)(const T *x, const T *panel, const T *bias, T *out, int64_
         }
     for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++) {
-            const int64_t at = half * LANES, left = columns - at;
-            if (left <= 0) break;
+            const int64_t at = half * LANES, num_left = columns - at;
+            if (num_left <= 0) break;
             vf y = sums[r][half];
-            if (bias) y += left < LANES ? NAME(load_part)(bias + at, left) : NAME(load)(bias + at);
-            if (left < LANES) NAME(store_part)(out + r * m + at, y, left);
+            if (bias) y += num_left < LANES ? NAME(load_part)(bias + at, num_left) : NAME(load)(bias + at);
+            if (num_left < LANES) NAME(store_part)(out + r * m + at, y, num_left);
             else NAME(store)(out + r * m + at, y);
         }
 }
@@ -67,10 +67,10 @@ INLINE void NAME(rows_product)(const T *x, const T *packed, const T *bias, T *ou
 void NAME(product)(const T *x, const T *packed, const T *bias, T *out, int64_t n, int64_t k, int64_t m) {
     const int64_t count = (m + COLUMNS - 1) / COLUMNS;
     PARALLEL(n * k * m > 1 << 20) {
-        const int64_t all = TEAM, mine = THREAD;
-        if (n >= 12 * all) {
-            const int64_t lo = n * mine / all, hi = n * (mine + 1) / all;
+        const int64_t num_threads = TEAM, thread = THREAD;
+        if (n >= 12 * num_threads) {
+            const int64_t lo = n * thread / num_threads, hi = n * (thread + 1) / num_threads;
             NAME(panels)(x + lo * k, packed, bias, out + lo * m, hi - lo, k, m, 0, count);
-        } else NAME(panels)(x, packed, bias, out, n, k, m, count * mine / all, count * (mine + 1) / all);
+        } else NAME(panels)(x, packed, bias, out, n, k, m, count * thread / num_threads, count * (thread + 1) / num_threads);
     }
 }
