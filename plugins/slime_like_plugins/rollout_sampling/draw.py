@@ -17,22 +17,23 @@ FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right of int64."""
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Return the logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * FIRST
-    x = (x ^ _shifted(x, 27)) * SECOND
-    return x ^ _shifted(x, 31)
+def _mix_bits(x: Tensor) -> Tensor:
+    """Return SplitMix64's finaliser of int64."""
+    x = (x ^ _shift_right(x, 30)) * FIRST
+    x = (x ^ _shift_right(x, 27)) * SECOND
+    return x ^ _shift_right(x, 31)
 
 
 def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Return float64 [B] in [0, 1), a function only of seed and position, independent of batch and schedule."""
-    state = _mixed(seeds_B.long() + GAMMA)
-    bits = _mixed(state ^ _mixed((positions_B.long() + 1) * GAMMA))
-    return _shifted(bits, 11).double() * 2.0**-53
+    state = _mix_bits(seeds_B.long() + GAMMA)
+    bits = _mix_bits(state ^ _mix_bits((positions_B.long() + 1) * GAMMA))
+    return _shift_right(bits, 11).double() * 2.0**-53
 
 
 def _search(weights_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,6 +76,6 @@ def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor, min_p_B: Tensor
     sorted_BV, tokens_BV = torch.sort(probs_BV, stable=True, dim=-1, descending=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     rank = torch.arange(probs_BV.shape[1], device=probs_BV.device)
-    outside = (before_BV > top_p_B[:, None]) | (rank >= top_k_B[:, None])
-    outside |= sorted_BV < sorted_BV[:, :1] * min_p_B[:, None]
-    return sorted_BV.masked_fill_(outside, 0.0), tokens_BV
+    excluded = (before_BV > top_p_B[:, None]) | (rank >= top_k_B[:, None])
+    excluded |= sorted_BV < sorted_BV[:, :1] * min_p_B[:, None]
+    return sorted_BV.masked_fill_(excluded, 0.0), tokens_BV

@@ -57,12 +57,12 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
     """
     names = ("return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions")
     call = dict(zip(names, args, strict=False)) | kwargs
-    foreign = info.sampling_mask_batch_indices is not None or call.get("logprob_logits") is not None
-    if foreign or info.sampling_seed is None:
+    has_special_rows = info.sampling_mask_batch_indices is not None or call.get("logprob_logits") is not None
+    if has_special_rows or info.sampling_seed is None:
         return original(sampler, output, info, *args, **kwargs)
-    drawn = draw_with_kernel(output.next_token_logits, info, call)
-    if drawn is not None:
-        tokens_B, output.next_token_logprobs = drawn
+    sampled = draw_with_kernel(output.next_token_logits, info, call)
+    if sampled is not None:
+        tokens_B, output.next_token_logprobs = sampled
         sampler._sync_token_ids_across_tp(tokens_B, info)
         return tokens_B
     logits_BV = sampler._preprocess_logits(output.next_token_logits, info).float()
@@ -124,15 +124,15 @@ def has_top_k(info: Any) -> bool:
     return bool(((info.top_ks > 1) & (info.top_ks < info.vocab_size)).any())
 
 
-def choose(scores_BV: Tensor, weigh: Callable[[], Tensor], info: Any, positions_B: Tensor) -> Tensor:
-    """Return int64 [B], the next tokens: the highest score if greedy, otherwise sampled by the weights [B, V] of ``weigh()``.
+def choose(scores_BV: Tensor, get_probs: Callable[[], Tensor], info: Any, positions_B: Tensor) -> Tensor:
+    """Return int64 [B], the next tokens: the highest score if greedy, otherwise sampled with the probabilities [B, V] of ``get_probs()``.
 
     The token of a request does not depend on the sampling options of other requests in the batch.
     """
     if info.is_all_greedy:
         return scores_BV.argmax(-1)
     uniform_B = uniform(info.sampling_seed, positions_B)
-    probs_BV = weigh()
+    probs_BV = get_probs()
     tokens_B = draw(probs_BV, uniform_B)
     if info.need_top_p_sampling or info.need_min_p_sampling or has_top_k(info):
         filtered_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks, info.min_ps)

@@ -155,7 +155,7 @@ class BatchedAttention(AttentionBackend):
         return False
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
+        """Return attention [T, H * D] of q [T, H * D] with new k and v [T, K * D]."""
         windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
         if windowed or layer.is_cross_attention or layer.qk_head_dim != layer.v_head_dim:
             raise NotImplementedError(f"{ATTENTION}: layer {layer.layer_id} is not plain causal self-attention")
@@ -188,7 +188,7 @@ class BatchedAttention(AttentionBackend):
         return out_THD
 
     def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """q [b, Q, H, D], KV pool [slots, K, D] -> [b, Q, H, D]."""
+        """Return attention [b, Q, H, D] of q [b, Q, H, D] to the KV pool [slots, K, D]."""
         b, q, heads, dim = q_bQHD.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads

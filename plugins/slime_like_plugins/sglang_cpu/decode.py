@@ -20,7 +20,7 @@ from slime_like_plugins.sglang_cpu.structure import DecoderBlock
 from slime_like_plugins.sglang_cpu.workspace import Workspace
 
 CACHED_BYTES = 1 << 21  # of weights that fit a core's own cache
-ROWS_EACH = 4  # minimum rows per thread for larger weights, because each thread reads all of them
+MIN_ROWS_PER_THREAD = 4  # minimum rows per thread for larger weights, because each thread reads all of them
 
 
 class DecodeStep:
@@ -38,13 +38,13 @@ class DecodeStep:
         self._eps: float = model.model.norm.variance_epsilon
         self._scale: float = blocks[0].attention.scaling
         self._is_supported = product.packed_by == kernels.name and len({_shape(block) for block in blocks}) == 1
-        self._rows_each = 1 if product.bytes <= CACHED_BYTES else ROWS_EACH
+        self._min_rows_per_thread = 1 if product.bytes <= CACHED_BYTES else MIN_ROWS_PER_THREAD
         self._pointers: list[int] = []  # addresses in the table
         self._layers = torch.empty(0, dtype=torch.int64)
 
-    def serves(self, rows: int) -> bool:
+    def supports(self, rows: int) -> bool:
         """Return True if the model is supported and the number of rows is large enough."""
-        return self._is_supported and rows >= self._rows_each * self._c.threads
+        return self._is_supported and rows >= self._min_rows_per_thread * self._c.threads
 
     def __call__(self, x_BT: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
         """Return logits [B, V] of embedded tokens, which are overwritten; store keys and values in the pool."""

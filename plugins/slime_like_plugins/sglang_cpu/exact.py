@@ -28,7 +28,7 @@ def apply_linear(original: Callable[..., Tensor], method: Any, layer: Any, x: Te
 def compute_lm_head(
     original: Callable[..., Tensor], processor: Any, hidden: Tensor, head: Any, bias: Any = None, *, out: Any = None
 ) -> Tensor:
-    """Around ``LogitsProcessor._compute_lm_head``: pad in the same way."""
+    """Around ``LogitsProcessor._compute_lm_head``: pad like ``apply_linear``."""
     if hidden.shape[0] >= exact.ROWS:
         return original(processor, hidden, head, bias, out=out)
     return original(processor, exact.padded_rows(hidden), head, bias)[: hidden.shape[0]]
@@ -52,4 +52,4 @@ def check(model: Any) -> None:
     """Stop the engine if rows of matrix products are not independent on this machine."""
     shapes = [tuple(w.shape) for name, w in model.named_parameters() if w.ndim == 2 and name.endswith("weight")]
     if problem := exact.check_machine(shapes):
-        stop_on(EXACT, [f"{problem}; run.deterministic=true cannot hold here"])
+        stop_on(EXACT, [f"{problem}; run.deterministic=true is not possible on this machine"])

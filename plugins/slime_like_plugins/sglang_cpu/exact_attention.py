@@ -1,4 +1,4 @@
-"""The batched attention backend with sums of fixed order. Imported in a worker, when its model runner is."""
+"""Batched attention backend with sums in a fixed order; imported in a worker with its model runner."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slime_like_plugins.sglang_cpu.exact import EXACT_ATTENTION
 
 
 class ExactDecodeAttention(BatchedAttention):
-    """The batched backend with sums of fixed order."""
+    """Batched attention with sums in a fixed order."""
 
     def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """q [b, Q, H, D], KV pool [slots, K, D] -> [b, Q, H, D]."""
+        """Return attention [b, Q, H, D] of q [b, Q, H, D] to the KV pool [slots, K, D]."""
         b, q, heads, dim = q_bQHD.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
@@ -32,5 +32,5 @@ class ExactDecodeAttention(BatchedAttention):
 
 
 def register() -> None:
-    """Make the backend known to SGLang."""
+    """Register the backend with SGLang."""
     register_attention_backend(EXACT_ATTENTION)(ExactDecodeAttention)

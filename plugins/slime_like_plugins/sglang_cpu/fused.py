@@ -1,4 +1,4 @@
-"""Fused forward of a dense model, which replaces SGLang's modules.
+"""Fused forward of a dense model, which replaces the forward of SGLang's modules.
 
 All operations between matrix products are leaf kernels over reused memory. If products are C too, a decode step is one
 call (``decode.py``). Prefill uses torch's attention and SGLang's logits. Unsupported batches go through SGLang's own
@@ -45,7 +45,7 @@ class FusedForward:
         self._cos_sin = torch.empty(0)
         first = self._blocks[0]
         (hidden, inner), (width, _) = first.out.weight.shape, first.gate_up.weight.shape
-        # Normed, qkv, queries, gate and up, their product, projected.
+        # Widths: normed, qkv, queries, gate and up, their product, projected.
         self._workspace = Workspace((hidden, len(first.qkv.weight), inner, width, width // 2, hidden))
 
     @property
@@ -73,7 +73,7 @@ class FusedForward:
             return model.logits_processor(token_ids, hidden_BT, model.lm_head, batch, None)
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-        if self._step is not None and self._step.serves(len(token_ids)):
+        if self._step is not None and self._step.supports(len(token_ids)):
             self._product.renew()
             x_BT = F.embedding(token_ids, model.model.embed_tokens.weight)
             logits_BV = self._step(x_BT, (self._angles(batch), positions), attention_backend(), batch)
@@ -91,22 +91,22 @@ class FusedForward:
         angles = self._angles(batch), positions
         assert slots.dtype is positions.dtype is torch.int64
         assert slots.is_contiguous() and positions.is_contiguous() and len(slots) == len(positions) == size
-        h, qkv, q, gate_up, activated, delta = self._workspace(size, x_BT.dtype)
+        normed, qkv, q, gate_up, activated, delta = self._workspace(size, x_BT.dtype)
         q = q.view(size, self._heads, self._dim)
-        carried: Tensor | None = None
+        pending_delta: Tensor | None = None
         for block in self._blocks:
             layer = block.attention.layer_id
-            kernels.add_rms_norm(x_BT, carried, block.attention_norm.weight, h, eps)
-            qkv = product(h, block.qkv, qkv)
+            kernels.add_rms_norm(x_BT, pending_delta, block.attention_norm.weight, normed, eps)
+            qkv = product(normed, block.qkv, qkv)
             pools = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
             kernels.rope_and_store(qkv, head_norms(block), angles, slots, pools, q, eps)
             attended = backend.attend(q, pools, block.attention.scaling, batch)
             delta = product(attended.view(size, -1), block.out, delta)
-            kernels.add_rms_norm(x_BT, delta, block.mlp_norm.weight, h, eps)
-            kernels.silu_mul(product(h, block.gate_up, gate_up), activated)
-            carried = delta = product(activated, block.down, delta)
+            kernels.add_rms_norm(x_BT, delta, block.mlp_norm.weight, normed, eps)
+            kernels.silu_mul(product(normed, block.gate_up, gate_up), activated)
+            pending_delta = delta = product(activated, block.down, delta)
         out_BT = torch.empty_like(x_BT)
-        kernels.add_rms_norm(x_BT, carried, self._model.model.norm.weight, out_BT, eps)
+        kernels.add_rms_norm(x_BT, pending_delta, self._model.model.norm.weight, out_BT, eps)
         return out_BT
 
     def _angles(self, batch: Any) -> Tensor:
@@ -115,8 +115,8 @@ class FusedForward:
             self._table = self._rope.cos_sin_cache
             self._cos_sin = self._rope.cos_sin_cache.float().contiguous()
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        longest = int(lens.max())
-        assert longest <= len(self._cos_sin), f"position {longest} is beyond the rotary table of {len(self._cos_sin)}"
+        max_len = int(lens.max())
+        assert max_len <= len(self._cos_sin), f"position {max_len} is beyond the rotary table of {len(self._cos_sin)}"
         return self._cos_sin
 
 
@@ -126,7 +126,7 @@ def head_norms(block: DecoderBlock) -> tuple[Tensor, Tensor] | None:
 
 
 def attention_backend() -> Any:
-    """Return the context of the running forward."""
+    """Return the attention backend of the running forward."""
     from sglang.srt.model_executor.forward_context import get_forward_context
 
     return get_forward_context().attn_backend

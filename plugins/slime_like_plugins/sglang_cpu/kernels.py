@@ -245,12 +245,12 @@ class CKernels:
         blocks = -(-vocabulary // BLOCK)
         weights, sums = torch.empty(blocks * BLOCK), torch.empty(blocks, dtype=torch.float64)
         tokens, logprobs = torch.empty(size, dtype=torch.int32), torch.empty(size)
-        bad: int = self._sample(
+        num_invalid: int = self._sample(
             *(logits_BV.data_ptr(), logits_BV.stride(0), size, vocabulary),
             *(column.data_ptr() for column in columns),
             *(t.data_ptr() for t in (positions_B, weights, sums, tokens, logprobs)),
         )
-        return None if bad else (tokens, logprobs)
+        return None if num_invalid else (tokens, logprobs)
 
     def uniform(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
         """Return the random numbers of sampling: float64 [B] in [0, 1)."""

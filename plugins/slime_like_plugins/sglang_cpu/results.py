@@ -95,7 +95,7 @@ def process_decode(original: Callable[..., None], processor: Any, batch: Any, re
     logprobs: list[float] = output.next_token_logprobs.tolist() if batch.return_logprob else [0.0] * len(tokens)
     reporter.num_generated_tokens += len(tokens)
     processor.token_to_kv_pool_allocator.free_group_begin()
-    now, due = time.perf_counter(), False
+    now, should_send = time.perf_counter(), False
     for i, (request, token, logprob) in enumerate(zip(batch.reqs, tokens, logprobs, strict=True)):
         request.time_stats.set_last_decode_finish_time(now)
         request.output_ids.append(token)
@@ -106,12 +106,12 @@ def process_decode(original: Callable[..., None], processor: Any, batch: Any, re
         if not continues or request.to_finish is not None:
             request.update_finish_state(1)
             processor._handle_finish_state_updated_req(request, batch, result, i, output)
-            due = due or request.finished()
+            should_send = should_send or request.finished()
         if request.return_logprob:
             request.logprob.output_token_logprobs_val.append(logprob)
             request.logprob.output_token_logprobs_idx.append(token)
-        due = due or length % DEFAULT_FORCE_STREAM_INTERVAL == 0
-    if due:
+        should_send = should_send or length % DEFAULT_FORCE_STREAM_INTERVAL == 0
+    if should_send:
         processor.output_streamer.stream_output(batch.reqs, batch.return_logprob)
     processor.token_to_kv_pool_allocator.free_group_end()
     reporter.forward_ct_decode = (reporter.forward_ct_decode + 1) % (1 << 30)

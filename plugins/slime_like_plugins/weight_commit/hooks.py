@@ -11,19 +11,18 @@ from torch import Tensor
 from slime_like.weight_sync import shared
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
-from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten
+from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
 
-REFUSAL = (
-    "_slime_like_refusal"  # attribute of the tokenizer manager: reason to refuse decoding; absent or "" if allowed
-)
+REFUSAL = "_slime_like_refusal"
+"""Attribute of the tokenizer manager: reason to refuse generation; absent or empty if generation is allowed."""
 OPEN = "a weight update is open"
 
-type Verdict = Callable[..., Awaitable[tuple[bool, str]]]
-type Stream = Callable[..., AsyncIterator[Any]]
+type UpdateRequest = Callable[..., Awaitable[tuple[bool, str]]]
+type GenerateStream = Callable[..., AsyncIterator[Any]]
 
 
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter of the runners that an update selects; tied ones once."""
+    """Yield each parameter of the runners that an update selects. Tied parameters are yielded once."""
     for role, runner in manager._select_runners(selector):
         for name, parameter in runner.model.named_parameters():
             yield (name if role == "target" else f"{role}.{name}"), parameter
@@ -31,7 +30,7 @@ def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
 
 # ---- scheduler processes ---------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.begin_weight_update``: poison; an update that was left open is dropped."""
+    """Around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop an update that is still open, and poison."""
     manager._session = None
     output = original(manager, request)
     if output.success:
@@ -46,7 +45,7 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     incomplete = unwritten(parameters(manager, manager._session.selector))
     per_rank: list[Any] = [None] * torch.distributed.get_world_size(manager.tp_cpu_group)
     torch.distributed.all_gather_object(per_rank, incomplete, group=manager.tp_cpu_group)
-    message = complaint(per_rank)
+    message = incomplete_message(per_rank)
     if message is None:
         return original(manager, request)
     from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
@@ -56,8 +55,11 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: one payload is for all ranks, may describe
-    tensors in the sender's memory, and is reported if it is malformed, instead of killing the engine."""
+    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: accept one payload for all ranks.
+
+    The payload may describe tensors in the sender's memory. A malformed payload is an error of the request and does not
+    kill the engine.
+    """
     payloads = request.serialized_named_tensors
     ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
     if len(payloads) == 1:
@@ -71,7 +73,7 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
     except Exception as error:  # noqa: BLE001  fault boundary: a sender's mistake must not kill the engine
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
-        torch.distributed.barrier(group=manager.tp_cpu_group)  # the other ranks wait at it
+        torch.distributed.barrier(group=manager.tp_cpu_group)  # the other ranks wait at this barrier
         message = f"tensors could not be loaded: {type(error).__name__}: {error}"
         return UpdateWeightsFromTensorReqOutput(success=False, message=message)
 
@@ -82,8 +84,8 @@ def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any
 
 
 # ---- HTTP process ----------------------------------------------------------------------------------------------------
-async def begin_request(original: Verdict, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Around ``TokenizerManager.begin_weight_update``: refuse unless the engine is paused; it would decode NaN."""
+async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
+    """Around ``TokenizerManager.begin_weight_update``: refuse unless the engine is paused, as it would decode NaN."""
     if not manager.is_pause:
         return False, "pause generation before a weight update"
     success, message = await original(manager, *args)
@@ -92,7 +94,7 @@ async def begin_request(original: Verdict, manager: Any, *args: Any) -> tuple[bo
     return success, message
 
 
-async def end_request(original: Verdict, manager: Any, *args: Any) -> tuple[bool, str]:
+async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
     """Around ``TokenizerManager.end_weight_update``: after a failed commit the engine keeps refusing requests."""
     success, message = await original(manager, *args)
     if success or getattr(manager, REFUSAL, ""):  # ending an update that was never begun changes nothing
@@ -100,7 +102,7 @@ async def end_request(original: Verdict, manager: Any, *args: Any) -> tuple[bool
     return success, message
 
 
-async def generate(original: Stream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+async def generate(original: GenerateStream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Around ``TokenizerManager.generate_request``: refuse to generate from incomplete weights.
 
     While an update is open the engine is paused, and requests wait as in any pause.

@@ -1,4 +1,4 @@
-"""Mark parameters as unwritten, and find those that no update wrote. Torch only."""
+"""Mark parameters as unwritten, and find elements that no update wrote. Torch only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SHOWN = 3  # parameters named in an error
+MAX_NAMED = 3  # maximum number of parameters that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
     return incomplete
 
 
-def complaint(per_rank: list[list[Unwritten]]) -> str | None:
-    """Return one message for all tensor-parallel ranks, or ``None`` if every element was written."""
+def incomplete_message(per_rank: list[list[Unwritten]]) -> str | None:
+    """Return one error message for all tensor-parallel ranks; ``None`` if every element was written."""
     parts: list[str] = []
     for rank, incomplete in enumerate(per_rank):
         if incomplete:
-            names = ", ".join(str(item) for item in incomplete[:SHOWN])
-            further = f" and {len(incomplete) - SHOWN} more" if len(incomplete) > SHOWN else ""
+            names = ", ".join(str(item) for item in incomplete[:MAX_NAMED])
+            further = f" and {len(incomplete) - MAX_NAMED} more" if len(incomplete) > MAX_NAMED else ""
             parts.append(f"rank {rank}: {len(incomplete)} parameters: {names}{further}")
     if not parts:
         return None
-    return f"weight update is not complete; not (completely) sent, or sent as NaN: {'; '.join(parts)}"
+    return f"weight update is incomplete; these parameters were not or not completely sent, or sent as NaN: {'; '.join(parts)}"

@@ -1,8 +1,8 @@
 """Causal convolution of packed sequences with SGLang's pool of convolution states.
 
 Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request,
-before the activation; it must be stored in the precision of the inputs; otherwise decoded tokens are convolved with
-rounded inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16). 16-bit inputs are summed in float32 and rounded once, after the
+before the activation. It must be stored in the precision of the inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16);
+otherwise decoded tokens are convolved with rounded inputs. 16-bit inputs are summed in float32 and rounded once, after the
 activation, as the trainer does.
 """
 
@@ -51,7 +51,7 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     for tap in range(1, history + 1):
         out_TD.addcmul_(extended[rows_T - history + tap], weight_DW[:, tap])
     conv_states[slots] = extended[(starts_B + lengths)[:, None] + torch.arange(history)].mT.to(conv_states.dtype)
-    return F.pad(activated(out_TD, bias_D, activation).to(x_DT.dtype).t(), (0, x_DT.shape[1] - total))
+    return F.pad(apply_activation(out_TD, bias_D, activation).to(x_DT.dtype).t(), (0, x_DT.shape[1] - total))
 
 
 def causal_conv1d_update(
@@ -75,7 +75,7 @@ def causal_conv1d_update(
     window_BDW = torch.cat([conv_state[slots].to(x_BD.dtype), x_BD[:, :, None]], -1)
     conv_state[slots] = window_BDW[:, :, 1:].to(conv_state.dtype)
     wide = sum_dtype(x_BD)
-    return activated((window_BDW.to(wide) * weight_DW.to(wide)).sum(-1), bias_D, activation).to(x_BD.dtype)
+    return apply_activation((window_BDW.to(wide) * weight_DW.to(wide)).sum(-1), bias_D, activation).to(x_BD.dtype)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -83,7 +83,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def activated(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def apply_activation(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Add the bias to ``x`` and apply SiLU if ``activation`` is set."""
     if bias is not None:
         x = x + bias.to(x.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from slime_like_plugins.qwen_gdn.backend import NORM_EPS
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
-SHORT = 8  # maximum prompt length at which token by token is faster than in chunks
+MAX_RECURRENT = 8  # maximum prompt length for which token by token is faster than chunks
 CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 
 
@@ -58,7 +58,7 @@ def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
     lengths = bounds.diff().tolist()
     slots = initial_state_indices[: len(lengths)].long()
     initial = initial_state[slots].float()
-    if max(lengths) <= SHORT:
+    if max(lengths) <= MAX_RECURRENT:
         out, new_state = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial)
         out = out[None]
     else:
