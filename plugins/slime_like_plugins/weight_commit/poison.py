@@ -52,4 +52,4 @@ def incomplete_message(per_rank: list[list[Unwritten]]) -> str | None:
             parts.append(f"rank {rank}: {len(incomplete)} parameters: {names}{further}")
     if not parts:
         return None
-    return f"weight update is incomplete; these parameters were not or not completely sent, or sent as NaN: {'; '.join(parts)}"
+    return f"weight update is not complete; parameters were missing, partly sent or sent as NaN: {'; '.join(parts)}"
