@@ -58,7 +58,7 @@ def test_settings_of_a_dataset_override_the_defaults(by_name: bool, tmp_path: Pa
 
 
 REFUSED: dict[str, tuple[object, str]] = {
-    "no mapping": ([1], "holds no mapping"),
+    "no mapping": ([1], "is not a mapping"),
     "no sets": ({"eval": {"defaults": {}}}, "names no datasets"),
     "no path": ({"datasets": [{"name": "a"}]}, "needs a name .* and a path"),
     "a name with a slash": ({"datasets": [{"name": "a/b", "path": "x"}]}, "needs a name"),

@@ -175,7 +175,7 @@ REFUSALS = {
     "--rollout-max-prompt-len x": ["--rollout-max-prompt-len x", "a whole number"],
     "--eval-config nowhere.yaml": ["--eval-config: nowhere.yaml is missing"],
     "--eval-prompt-data a/b x.jsonl": ["a/b", "letters"],
-    "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": ["3 rollout GPUs", "multiple of 2"],
+    "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": ["--rollout-num-gpus 3", "multiple of 2"],
     "--apply-chat-template-kwargs x": ["--apply-chat-template-kwargs x", "JSON"],
     "--sglang-mem-fracton-static 1": ["--sglang-mem-fracton-static", "'--sglang-mem-fraction-static'"],
     "--sglang-tp-size 2": ["--sglang-tp-size", "rollout.tp"],

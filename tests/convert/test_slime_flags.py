@@ -83,7 +83,7 @@ ROWS = {
     "--save c --ref-load m_torch_dist --load m_torch_dist": ("--load", "dropped", "--ref-load"),
     "--num-epoch 2": ("--num-epoch", "dropped", "--num-rollout"),
     '--train-env-vars \'{"NCCL_DEBUG":"INFO"}\'': ("--train-env-vars", "dropped", "in the environment of train.py"),
-    '--train-env-vars \'{"FAKE_QUANT":"1"}\'': ("--train-env-vars", "refused", "not known"),
+    '--train-env-vars \'{"FAKE_QUANT":"1"}\'': ("--train-env-vars", "refused", "unknown"),
     "--rollout-max-context-len 4096 --eval-max-context-len 4096": ("--eval-max-context-len", "always", ""),
     "--rollout-max-prompt-len 2048": ("--rollout-max-prompt-len", "mapped", "left out"),
     "--eval-config nowhere.yaml": ("--eval-config", "refused", "nowhere.yaml is missing"),

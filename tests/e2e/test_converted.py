@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slime_like.quickstart.model import DENSE, write_model
-from slime_like_compat.slime.job import SAME, convert_script
+from slime_like_compat.conversion import SAME
+from slime_like_compat.slime.job import convert_script
 from tests.data.character_tokenizer import characters
 from tests.e2e.runs import REPOSITORY, metrics, train
 

@@ -146,7 +146,7 @@ def test_a_step_has_the_bits_of_its_parts(
         product = Products(model, model.linears, model.lm_head, C())
         roomy = Roomy(build.build().path)
         step = DecodeStep(model, model.blocks, product, roomy)
-        assert step.serves(rows) is (rows >= C().threads)
+        assert step.supports(rows) is (rows >= C().threads)
         product.renew()
         kept = [(keys.clone(), values.clone()) for keys, values in model.pools]
         logits = step(x.clone(), angles, backend, batch)
@@ -173,7 +173,7 @@ def test_a_model_that_it_is_not_written_for_is_not_served(monkeypatch: pytest.Mo
 
     def serves(model: Model, rows: int = 4 * threads) -> bool:
         product = Products(model, model.linears, model.lm_head, C())
-        return DecodeStep(model, model.blocks, product, C()).serves(rows)
+        return DecodeStep(model, model.blocks, product, C()).supports(rows)
 
     model = Model(torch.bfloat16, (4, 2, 32), 64, biased=False)
     assert serves(model, threads) and not serves(model, threads - 1)

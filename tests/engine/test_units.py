@@ -23,7 +23,7 @@ from slime_like.rollout.engine import processes, server
 from slime_like.rollout.engine.replies import completions, error_text, scores
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
-from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten
+from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
 
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
 
@@ -152,12 +152,12 @@ def test_poison_marks_floats_in_place_and_what_is_left_of_it_is_named() -> None:
     assert unwritten(parameters.items()) == []
 
 
-def test_the_complaint_names_ranks_and_counts() -> None:
+def test_the_message_names_ranks_and_counts() -> None:
     parameters = [(f"p{i}", torch.full((1,), float("nan"))) for i in range(5)]
-    text = complaint([[], unwritten(parameters)])
+    text = incomplete_message([[], unwritten(parameters)])
     assert text is not None
     assert "rank 1: 5 parameters: p0 (1 of 1 elements), p1 (1 of 1 elements), p2 (1 of 1 elements) and 2 more" in text
-    assert complaint([[], []]) is None
+    assert incomplete_message([[], []]) is None
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
