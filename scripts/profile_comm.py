@@ -27,7 +27,7 @@ from slime_like.cluster.plan.guard import profile_folder  # noqa: E402
 from slime_like.config.load.loader import load_config  # noqa: E402
 from slime_like.distributed.guard import advice  # noqa: E402
 from slime_like.errors import SlimeLikeError  # noqa: E402
-from slime_like.printable import visible  # noqa: E402
+from slime_like.printable import complaint, visible  # noqa: E402
 
 SIZES = (2**10, 2**16, 2**22)  # bytes
 REPEATS = 5
@@ -162,4 +162,7 @@ def _every_op(device: Any, n: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SlimeLikeError as error:
+        sys.exit(complaint(error).rstrip())

@@ -15,6 +15,7 @@ from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.distributed.guard import advice
 from slime_like.distributed.guard.advice import MIB, MeasuredOp
 from slime_like.distributed.wrapper.profile import MemoryDelta
+from slime_like.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = MeasuredOp(
@@ -43,6 +44,13 @@ def guard_of(folder: Path, text: str) -> dict[str, str]:
     cfg = load_config(["+recipe=quickstart", "--config-dir", str(folder), "guard=measured"], files=False)
     spec = guard_spec(cfg, "trainer")
     return {"threshold": cfg.guard.threshold} | {op: spec.policy(op, "dp").checks for op in cfg.guard.ops}
+
+
+@pytest.mark.parametrize("text", ["[", '[{"op": "broadcast"}]', '{"op": 1}'])
+def test_a_profile_of_another_version_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trainer_rank0.json").write_text(text)
+    with pytest.raises(DataError, match=r"trainer_rank0\.json .*; remove .* and profile again"):
+        advice.read_rows(tmp_path)
 
 
 def test_checks_follow_the_measured_memory(tmp_path: Path) -> None:

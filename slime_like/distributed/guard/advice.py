@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.config.schema.collectives import OPS
+from slime_like.util.reading import InputFile
 
 MIB = 2**20
 # Noise of the measurement: the driver allocates in pieces of 2 MiB, and resident memory fluctuates.
@@ -56,10 +57,9 @@ def write_rows(path: Path, rows: Iterable[MeasuredOp]) -> None:
 
 
 def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
-    """Return the rows of each rank."""
-    return {
-        path.stem: [MeasuredOp(**row) for row in json.loads(path.read_text())] for path in sorted(folder.glob("*.json"))
-    }
+    """Return the rows of each rank. Raises ``DataError`` for a damaged file or one of another version."""
+    files = [InputFile(path, fix=f"remove {folder} and profile again") for path in sorted(folder.glob("*.json"))]
+    return {file.path.stem: file.typed(file.json(), list[MeasuredOp]) for file in files}
 
 
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
