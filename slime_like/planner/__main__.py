@@ -1,0 +1,196 @@
+"""``python -m slime_like.planner MODEL --on 8xH20``: memory and speed of engines and trainer, without config or weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import ConfigError, SlimeLikeError, exit_code
+from slime_like.planner.answer import answer, changes
+from slime_like.planner.engine import FLOW_PARTS, WEIGHT_BYTES, EngineSettings
+from slime_like.planner.hardware import GPUS, Hardware, parse_hardware
+from slime_like.planner.models import MODELS, find_shape
+from slime_like.planner.plot import Bar, memory_plot
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.speed import Workload
+from slime_like.planner.trainer import TrainerSettings, trainer_memory
+from slime_like.planner.view import engine_lines, memory_lines, model_line
+from slime_like.printable import visible
+
+EXAMPLES = """examples:
+  python -m slime_like.planner DeepSeek-R1 --on 8xH20 --weights fp8 --static most --input 1024 --output 2048
+  python -m slime_like.planner Qwen3-235B-A22B --on 8xH20 --input 32768 --output 4096 --uniform
+  python -m slime_like.planner Qwen3-4B --on 8xH100 --tp 2 --train --train-tp 2 --tokens 16384 --recompute full --svg plan.svg
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan. Return the exit code: 0, or 2 on input that cannot be planned."""
+    try:
+        sys.stdout.write(visible("\n".join(_lines(_arguments(argv))) + "\n"))
+    except SlimeLikeError as error:
+        error.say()
+        return exit_code(error)
+    except OSError as error:
+        config_error = ConfigError(f"--svg {error.filename}: {error.strerror}: give a path that can be written")
+        config_error.say()
+        return exit_code(config_error)
+    return 0
+
+
+def _lines(options: argparse.Namespace) -> Iterator[str]:
+    shape = find_shape("MODEL", options.model)
+    hardware = parse_hardware("--on", options.on)
+    settings, workload = _engine(options, shape, hardware), Workload(options.input, options.output, options.uniform)
+    if workload.input + workload.output > shape.max_positions:
+        raise ConfigError(
+            f"--input {workload.input} + --output {workload.output} is above the {shape.max_positions} positions of "
+            f"{shape.name}: lower one of them"
+        )
+    now = answer(shape, settings, hardware, workload)
+    alternatives = tuple(changes(shape, settings, hardware, workload))
+    bars = [Bar("engine", now.memory.table)]
+    yield f"{model_line(shape)}; {hardware}: {hardware.gpu.memory / 2**30:.1f} GiB each"
+    yield ""
+    yield from engine_lines(shape, hardware, workload, now, alternatives)
+    if options.train:
+        trainer = _trainer(options, shape, hardware)
+        table = trainer_memory(shape, trainer)
+        bars.append(Bar("trainer", table))
+        yield ""
+        yield (
+            f"trainer rank (tp {trainer.tp}, pp {trainer.pp}, cp {trainer.cp}, dp {trainer.dp}, ep {trainer.ep}; "
+            f"{trainer.tokens} tokens, recompute {trainer.recompute}), per GPU"
+        )
+        yield from memory_lines(table, hardware.gpu.memory)
+    if options.svg is not None:
+        Path(options.svg).write_text(memory_plot(f"{shape.name} on {hardware}", bars, hardware.gpu.memory))
+        yield ""
+        yield f"plot: {options.svg}"
+
+
+def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) -> EngineSettings:
+    gpus = options.tp or hardware.gpus
+    if gpus > hardware.num_gpus:
+        raise ConfigError(f"--tp {gpus} is above the {hardware.num_gpus} GPUs of --on {hardware}: lower --tp")
+    static, tuned = _static(options.static)
+    return EngineSettings(
+        gpus=gpus,
+        dp_attention=options.dp_attention,
+        dcp=options.dcp,
+        flow_mla=options.flow_mla,
+        weights=options.weights,
+        kv_bytes={"bf16": 2, "fp8": 1, "float32": 4}[options.kv],
+        static=static,
+        tuned=tuned,
+        replicated_head=options.dp_attention > 1,
+        max_running=options.max_running,
+    )
+
+
+def _static(text: str) -> tuple[float | None, bool]:
+    """Return SGLang's static fraction and whether it is as high as the engine starts with."""
+    if text in ("default", "most"):
+        return None, text == "most"
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = -1.0
+    if not 0 < fraction < 1:
+        raise ConfigError(f"--static {text}: give a fraction between 0 and 1, default (SGLang's) or most")
+    return fraction, False
+
+
+def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) -> TrainerSettings:
+    model = options.train_tp * options.train_pp * options.train_cp
+    if hardware.num_gpus % model:
+        raise ConfigError(
+            f"--train-tp {options.train_tp} * --train-pp {options.train_pp} * --train-cp {options.train_cp} = {model} does "
+            f"not divide the {hardware.num_gpus} GPUs of --on {hardware}: set a product that does"
+        )
+    experts = 1 if shape.experts is None else shape.experts.count
+    ranks = hardware.num_gpus // options.train_pp
+    if ranks % options.train_ep or experts % options.train_ep:
+        raise ConfigError(
+            f"--train-ep {options.train_ep} has to divide the {experts} experts of {shape.name} and the {ranks} ranks of a "
+            "pipeline stage: set a common divisor"
+        )
+    return TrainerSettings(
+        tp=options.train_tp,
+        pp=options.train_pp,
+        cp=options.train_cp,
+        dp=hardware.num_gpus // model,
+        ep=options.train_ep,
+        tokens=options.tokens,
+        recompute=options.recompute,
+        logits_chunk=options.logits_chunk,
+        offload=options.offload,
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
+    return value
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_like.planner",
+        description="Memory of SGLang engines and Megatron ranks on GPUs, the batch that fits, what limits it, and the effect "
+        "of each change. Needs no weights. docs/planner.md compares it with published and traced runs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    known = f"a folder with a config.json, or one of {', '.join(MODELS)}"
+    parser.add_argument("model", metavar="MODEL", help=known)
+    parser.add_argument("--on", required=True, metavar="[NODESx]GPUSxNAME", help=f"hardware; names: {', '.join(GPUS)}")
+    load = parser.add_argument_group("workload")
+    load.add_argument("--input", type=_count, default=1_024, metavar="TOKENS", help="prompt length (1024)")
+    load.add_argument("--output", type=_count, default=2_048, metavar="TOKENS", help="response length (2048)")
+    load.add_argument("--uniform", action="store_true", help="lengths are uniform up to --input and --output")
+    engine: Any = parser.add_argument_group("engine")
+    engine.add_argument("--tp", type=_count, metavar="N", help="GPUs of one engine (default: all of a node)")
+    engine.add_argument(
+        "--dp-attention", type=_count, default=1, metavar="N", help="data-parallel attention groups (1)"
+    )
+    engine.add_argument("--dcp", type=_count, default=1, metavar="N", help="decode context parallel ranks (1)")
+    engine.add_argument("--flow-mla", choices=("none", *FLOW_PARTS), default="none", help="projections FlowMLA shards")
+    engine.add_argument(
+        "--weights", choices=tuple(WEIGHT_BYTES), default="bfloat16", help="of linear layers (bfloat16)"
+    )
+    engine.add_argument("--kv", choices=("bf16", "fp8", "float32"), default="bf16", help="KV cache elements (bf16)")
+    engine.add_argument(
+        "--static", default="default", metavar="SHARE", help="mem_fraction_static: a share, default (SGLang's), or most"
+    )
+    engine.add_argument("--max-running", type=_count, metavar="N", help="max_running_requests of one engine")
+    train: Any = parser.add_argument_group("trainer, with --train")
+    train.add_argument("--train", action="store_true", help="show a trainer rank on all GPUs of --on")
+    for name in ("tp", "pp", "cp", "ep"):
+        train.add_argument(f"--train-{name}", type=_count, default=1, metavar="N", help=f"parallel.{name} (1)")
+    train.add_argument("--tokens", type=_count, default=8_192, metavar="N", help="parallel.max_tokens_per_rank (8192)")
+    train.add_argument(
+        "--recompute", choices=("none", "selective", "full"), default="none", help="model.recompute (none)"
+    )
+    train.add_argument("--logits-chunk", type=_count, default=4_096, metavar="N", help="model.logits_chunk (4096)")
+    train.add_argument("--offload", type=_share, default=0.0, metavar="SHARE", help="of the optimizer on the host (0)")
+    parser.add_argument("--svg", metavar="FILE", help="write the memory tables as a plot")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""Batch that an engine holds, the limit on it, and the effect of each change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory, useful_dcp
+from slime_like.planner.hardware import Hardware
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.speed import Throughput, Workload, throughput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """One engine layout under a workload."""
+
+    settings: EngineSettings
+    memory: EngineMemory
+    batch: int  # requests of the workload's length that the KV cache holds
+    steady: Throughput | None  # None if nothing fits
+
+    @property
+    def limit(self) -> str:
+        """The limit on the number of running requests."""
+        if self.batch < 1:
+            return "weights" if self.memory.pool <= 0 else "the KV cache, which is smaller than one request"
+        if self.settings.max_running is not None and self.settings.max_running <= self.batch:
+            return "max_running_requests"
+        return "recurrent states" if self._limited_by_states else "the KV cache"
+
+    @property
+    def _limited_by_states(self) -> bool:
+        return bool(self.memory.slot_bytes) and self.batch == self.memory.groups * self.memory.state_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of an engine layout, by the flag of the command line that makes it."""
+
+    flag: str
+    answer: EngineAnswer
+
+
+def answer(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> EngineAnswer:
+    """Return memory, batch and throughput of one layout. Raises ``ConfigError`` on an impossible one."""
+    memory = engine_memory(shape, settings, hardware)
+    steady = throughput(shape, settings, hardware, workload)
+    return EngineAnswer(settings, memory, memory.requests(workload.held_tokens), steady)
+
+
+def changes(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> Iterator[Change]:
+    """Yield every single change that applies to the layout, with its effect."""
+    for flag, changed in _candidates(shape, settings, hardware):
+        yield Change(flag, answer(shape, changed, hardware, workload))
+
+
+def _candidates(
+    shape: ModelShape, settings: EngineSettings, hardware: Hardware
+) -> Iterator[tuple[str, EngineSettings]]:
+    size = settings.dcp * 2
+    while size <= useful_dcp(shape, settings):
+        if settings.attention_tp % size == 0:
+            yield f"--dcp {size}", replace(settings, dcp=size)
+        size *= 2
+    if settings.gpus > 1 and settings.dp_attention == 1 and settings.dcp == 1 and shape.latent is not None:
+        spread = replace(settings, dp_attention=settings.gpus, replicated_head=True)
+        yield f"--dp-attention {settings.gpus}", spread
+        yield f"--dp-attention {settings.gpus} --flow-mla output", replace(spread, flow_mla="output")
+        yield f"--dp-attention {settings.gpus} --flow-mla all", replace(spread, flow_mla="all")
+    elif shape.latent is not None and settings.dp_attention > 1 and settings.flow_mla == "none":
+        yield "--flow-mla output", replace(settings, flow_mla="output")
+        yield "--flow-mla all", replace(settings, flow_mla="all")
+    if settings.gpus * 2 <= hardware.num_gpus and settings.dp_attention == 1 and shape.heads % (2 * settings.gpus) == 0:
+        yield f"--tp {2 * settings.gpus}", replace(settings, gpus=2 * settings.gpus)
+    if settings.kv_bytes > 1:
+        yield "--kv fp8", replace(settings, kv_bytes=1)
+    if settings.weights != "fp8" and hardware.gpu.fp8 > hardware.gpu.bf16:
+        yield "--weights fp8", replace(settings, weights="fp8")
+    if not settings.tuned:
+        yield "--static most", replace(settings, static=None, tuned=True)

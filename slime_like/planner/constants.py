@@ -1,0 +1,106 @@
+"""Constants of the planner, each with its source. Two are fitted; ``FITTED`` lists them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number of the model; ``fitted_on`` names the published number that a fitted constant reproduces."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    fitted_on: str = ""
+
+
+CUDA_CONTEXT = Constant(
+    "CUDA context",
+    0.5 * GIB,
+    "bytes per process",
+    "assumption: about what nvidia-smi shows for a process on Hopper that has loaded torch's kernels; not measured here",
+)
+NCCL_BUFFERS = Constant(
+    "communicator buffers",
+    256 * MIB,
+    "bytes per process group of more than one GPU",
+    "NCCL: 4 MiB (NCCL_BUFFSIZE default) * 2 directions * up to 32 channels",
+)
+ALLOCATOR = Constant(
+    "allocator overhead",
+    1.07,
+    "reserved / allocated bytes",
+    "torch's CUDA caching allocator in seven traced layouts of this trainer: 1.05 to 1.12, mean 1.07 (docs/planner.md)",
+)
+SGLANG_META = Constant("engine metadata", 512 * MIB, "bytes", "SGLang 0.5.23, arg_groups/memory_hook.py")
+SGLANG_PREFILL = Constant(
+    "prefill reserve", 1.5 * MIB, "bytes per token of a prefill chunk", "SGLang 0.5.23, arg_groups/memory_hook.py"
+)
+SGLANG_GRAPH = Constant(
+    "CUDA graph reserve", 2 * MIB, "bytes per request of the largest graph", "SGLang 0.5.23, arg_groups/memory_hook.py"
+)
+SGLANG_PARALLEL = Constant(
+    "parallel reserve", 128 * MIB, "bytes per tensor parallel rank", "SGLang 0.5.23, arg_groups/memory_hook.py"
+)
+SGLANG_LEAST = Constant("smallest reserve above 60 GB", 10 * GIB, "bytes", "SGLang 0.5.23, arg_groups/memory_hook.py")
+LEAST_RESERVE = Constant(
+    "reserve of a tuned engine",
+    5.07e9,
+    "bytes",
+    "context, graphs and activations of an engine whose static fraction was raised until it no longer started",
+    fitted_on="DeepSeek-R1 FP8 on 8xH20 under TP: batch 52",
+)
+BANDWIDTH_SHARE = Constant(
+    "share of HBM bandwidth reached by decoding",
+    0.685,
+    "achieved / peak",
+    "gpt-fast README: Llama-2-7B on an A100, batch 1, 104.9 tokens/s * 13.3 GB = 1397 of 2039 GB/s",
+)
+LAYER_SECONDS = Constant(
+    "fixed time per layer",
+    37e-6,
+    "s per layer and decode step",
+    "gpt-fast README: Llama-2-70B TP8, 62.50 tokens/s at 1135 GB/s: 16.0 ms, of which reading at 1397 GB/s takes 13.0; 80 layers",
+)
+COMPUTE_SHARE = Constant(
+    "share of peak FLOPs reached by prefill",
+    0.59,
+    "achieved / peak",
+    "lmsys.org 2025-09-26: DeepSeek-R1 FP8, 8xH20, inputs of 4096: 16,500 tokens/s = 1.39 of 2.37 PFLOP/s",
+)
+NODE_HOP_SECONDS = Constant(
+    "all-reduce latency across nodes",
+    55e-6,
+    "s",
+    "NCCL, src/graph/tuning.cc: tree, LL128, 4 nodes of 8: 4.4 us + 2 * (7 * 1.2 us of NVLink + 2 * 8.5 us of network) = 55 us",
+)
+EXCHANGE_SECONDS = Constant(
+    "DCP's exchange",
+    2.2e-6,
+    "s per request and layer, besides the bytes over the links",
+    "queries out, partial outputs and log-sum-exp back and merged: three small collectives per layer",
+    fitted_on="Qwen3-235B on 8xH20, 32k/4k, concurrency 96: +16%",
+)
+
+CONSTANTS = (
+    CUDA_CONTEXT,
+    NCCL_BUFFERS,
+    ALLOCATOR,
+    SGLANG_META,
+    SGLANG_PREFILL,
+    SGLANG_GRAPH,
+    SGLANG_PARALLEL,
+    SGLANG_LEAST,
+    LEAST_RESERVE,
+    BANDWIDTH_SHARE,
+    LAYER_SECONDS,
+    COMPUTE_SHARE,
+    NODE_HOP_SECONDS,
+    EXCHANGE_SECONDS,
+)
+FITTED = tuple(constant for constant in CONSTANTS if constant.fitted_on)

@@ -1,0 +1,96 @@
+"""Hardware that the planner knows: GPUs with their memory, bandwidth and arithmetic, and machines built of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slime_like.errors import ConfigError
+from slime_like.planner.constants import MIB
+from slime_like.registry import nearest
+
+CORES_PER_GPU = 8  # of a machine of which only the GPUs are known
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKind:
+    """One kind of GPU. Bandwidths are per direction; ``memory`` is the total that nvidia-smi shows."""
+
+    name: str
+    memory: int  # bytes
+    hbm: float  # bytes/s
+    bf16: float  # dense FLOP/s
+    fp8: float  # dense FLOP/s; that of bf16 if the GPU has no FP8
+    link: float  # bytes/s to the GPUs of its node
+    network: float  # bytes/s to other nodes
+    source: str
+
+
+def _gpu(name: str, mib: int, hbm: float, bf16: float, fp8: float, link: float, network: float, source: str) -> GpuKind:
+    return GpuKind(name, mib * MIB, hbm * 1e9, bf16 * 1e12, fp8 * 1e12, link * 1e9, network * 1e9, source)
+
+
+_DGX = "NVIDIA data sheet; memory: nvidia-smi; network: one 400 Gb/s adapter per GPU, as in a DGX H100"
+_AMPERE = "NVIDIA data sheet; memory: nvidia-smi; network: one 200 Gb/s adapter per GPU, as in a DGX A100"
+_CARD = "NVIDIA data sheet; memory: nvidia-smi; links: PCIe 4.0 x16; network: 100 Gb/s"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("H20", 97_871, 4_000, 148, 296, 450, 50, "lmsys.org 2025-09-26 (H20-96G); memory: nvidia-smi"),
+        _gpu("H800", 81_559, 3_350, 989, 1_979, 200, 50, _DGX),
+        _gpu("H100", 81_559, 3_350, 989, 1_979, 450, 50, _DGX),
+        _gpu("H200", 143_771, 4_800, 989, 1_979, 450, 50, _DGX),
+        _gpu("B200", 183_359, 8_000, 2_250, 4_500, 900, 50, _DGX),
+        _gpu("A100", 81_920, 2_039, 312, 312, 300, 25, _AMPERE),
+        _gpu("A100-40GB", 40_960, 1_555, 312, 312, 300, 25, _AMPERE),
+        _gpu("A800", 81_920, 2_039, 312, 312, 200, 25, _AMPERE),
+        _gpu("L40S", 46_068, 864, 362, 733, 32, 12.5, _CARD),
+        _gpu("RTX4090", 24_564, 1_008, 165, 330, 32, 12.5, _CARD),
+    )
+}
+# Names of the driver, which contain more than the table's: in order, the first match counts.
+_DRIVER_NAMES = (
+    (r"A100.*40GB", "A100-40GB"),
+    (r"RTX 4090", "RTX4090"),
+    *((rf"\b{name}\b", name) for name in ("H20", "H800", "H100", "H200", "B200", "A100", "A800", "L40S")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """``nodes`` machines of ``gpus`` GPUs each; ``cores`` is per node."""
+
+    gpu: GpuKind
+    gpus: int
+    nodes: int = 1
+    cores: int = 0
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of all nodes."""
+        return self.gpus * self.nodes
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.gpus}x{self.gpu.name}"
+
+
+def known_gpu(name: str) -> GpuKind | None:
+    """Return the GPU that the table or the driver calls ``name``; None if the planner does not know it."""
+    if name in GPUS:
+        return GPUS[name]
+    matches = (entry for pattern, entry in _DRIVER_NAMES if re.search(pattern, name, re.IGNORECASE))
+    entry = next(matches, None)
+    return None if entry is None else GPUS[entry]
+
+
+def parse_hardware(flag: str, text: str) -> Hardware:
+    """Parse ``[NODESx]GPUSxNAME`` such as 8xH20 or 4x8xH800. Raises ``ConfigError`` naming ``flag``."""
+    match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x([A-Za-z].*)", text)
+    if match is None:
+        raise ConfigError(f"{flag} {text}: write [NODESx]GPUSxNAME, for example 8xH20, or 4x8xH800 for four nodes of 8")
+    gpu = known_gpu(match[3])
+    if gpu is None:
+        raise ConfigError(f"{flag} {text}: GPU {match[3]!r} is unknown: {nearest(match[3], GPUS)}")
+    gpus = int(match[2])
+    return Hardware(gpu, gpus, int(match[1] or 1), CORES_PER_GPU * gpus)

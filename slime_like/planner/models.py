@@ -1,0 +1,128 @@
+"""Shapes of public models that recipes and docs name: the fields of their config.json, so that no file is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import ConfigError
+from slime_like.planner.shapes import ModelShape, read_shape, shape_of
+from slime_like.registry import nearest
+
+
+def _qwen3(hidden: int, width: int, layers: int, heads: int, *, tied: bool, kv_heads: int = 8) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen3_moe(hidden: int, width: int, expert_width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        **_qwen3(hidden, width, layers, heads, tied=False, kv_heads=4),
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert_width,
+        "decoder_sparse_step": 1,
+    }
+
+
+_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7_168,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2_048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1_536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 129_280,
+    "max_position_embeddings": 163_840,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": _qwen3(1_024, 3_072, 28, 16, tied=True),
+    "Qwen3-1.7B": _qwen3(2_048, 6_144, 28, 16, tied=True),
+    "Qwen3-4B": _qwen3(2_560, 9_728, 36, 32, tied=True),
+    "Qwen3-8B": _qwen3(4_096, 12_288, 36, 32, tied=False),
+    "Qwen3-14B": _qwen3(5_120, 17_408, 40, 40, tied=False),
+    "Qwen3-32B": _qwen3(5_120, 25_600, 64, 64, tied=False),
+    "Qwen3-30B-A3B": _qwen3_moe(2_048, 6_144, 768, 48, 32),
+    "Qwen3-235B-A22B": _qwen3_moe(4_096, 12_288, 1_536, 94, 64),
+    "Qwen3-Next-80B-A3B": {
+        **_qwen3_moe(2_048, 5_120, 512, 48, 16),
+        "model_type": "qwen3_next",
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "shared_expert_intermediate_size": 512,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262_144,
+    },
+    "Qwen2.5-7B": {
+        **_qwen3(3_584, 18_944, 28, 28, tied=False, kv_heads=4),
+        "model_type": "qwen2",
+        "vocab_size": 152_064,
+        "max_position_embeddings": 32_768,
+    },
+    "Llama-3.1-8B": {
+        **_qwen3(4_096, 14_336, 32, 32, tied=False),
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+    },
+    "DeepSeek-R1": _DEEPSEEK,
+    "DeepSeek-V3": _DEEPSEEK,
+}
+"""Name on Hugging Face, without the owner -> fields of config.json."""
+
+
+def table_config(name: str) -> dict[str, Any] | None:
+    """Return the config.json fields of the public model whose name ends ``name`` (a path or owner/name); None if unknown.
+
+    Names with a suffix such as ``-Instruct-2507`` have the shape of their base.
+    """
+    last = Path(name).name.lower()
+    matches = [model for model in MODELS if last == model.lower() or last.startswith(f"{model.lower()}-")]
+    return MODELS[max(matches, key=len)] if matches else None
+
+
+def find_shape(flag: str, name: str) -> ModelShape:
+    """Return the shape of a folder with a config.json, or of a model of the table.
+
+    Raises ``ConfigError`` naming ``flag`` if there is neither.
+    """
+    if Path(name).is_dir():
+        return read_shape(flag, name)
+    values = table_config(name)
+    if values is None:
+        raise ConfigError(
+            f"{flag}={name!r} is neither a folder with a config.json nor a model of the planner's table: "
+            f"{nearest(name, MODELS)}"
+        )
+    return shape_of(values, name)

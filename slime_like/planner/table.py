@@ -1,0 +1,42 @@
+"""Itemised memory of one GPU or process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.planner.constants import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of a memory table."""
+
+    name: str
+    num_bytes: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """Items whose sum is the memory of one GPU or process."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def total(self) -> float:
+        """Sum of all items in bytes."""
+        return sum(item.num_bytes for item in self.items)
+
+    def of(self, *names: str) -> float:
+        """Return the bytes of the items with these names."""
+        return sum(item.num_bytes for item in self.items if item.name in names)
+
+
+def items(*rows: tuple[str, float, str]) -> tuple[Item, ...]:
+    """Return the rows that are not 0 as items."""
+    return tuple(Item(*row) for row in rows if row[1])
+
+
+def gib(num_bytes: float) -> str:
+    """Format bytes as GiB with one decimal, or two below 1 GiB."""
+    return f"{num_bytes / GIB:.{1 if abs(num_bytes) >= GIB else 2}f} GiB"

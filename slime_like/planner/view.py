@@ -1,0 +1,80 @@
+"""Text of the planner's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from slime_like.planner.answer import Change, EngineAnswer
+from slime_like.planner.hardware import Hardware
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.speed import Workload
+from slime_like.planner.table import MemoryTable, gib
+
+
+def memory_lines(table: MemoryTable, available: float | None = None) -> Iterator[str]:
+    """Yield one line per item, the sum, and the memory that is left of ``available``."""
+    rows = [(item.name, gib(item.num_bytes), item.note) for item in table.items]
+    rows.append(("total", gib(table.total), "" if available is None else f"of {gib(available)}"))
+    yield from columns(rows)
+
+
+def engine_lines(
+    shape: ModelShape, hardware: Hardware, workload: Workload, now: EngineAnswer, alternatives: Iterable[Change]
+) -> Iterator[str]:
+    """Yield the memory of an engine rank, the batch that fits, its speed, and the effect of every change."""
+    s, memory = now.settings, now.memory
+    layout = f"tp {s.gpus}" + (f", dp attention {s.dp_attention}" if s.dp_attention > 1 else "")
+    layout += (f", dcp {s.dcp}" if s.dcp > 1 else "") + (f", FlowMLA {s.flow_mla}" if s.flow_mla != "none" else "")
+    yield f"engine of {s.gpus} GPUs ({layout}, weights {s.weights}), per GPU"
+    yield from memory_lines(memory.table, hardware.gpu.memory)
+    yield ""
+    state = f", {gib(memory.slot_bytes)} of recurrent state per request" if memory.slot_bytes else ""
+    yield f"KV cache   {memory.token_bytes / 1024:.1f} KiB per token on each GPU{state}; {memory.tokens:,} tokens per engine"
+    lengths = f"{'up to ' * workload.uniform}{workload.input} + {workload.output} tokens"
+    if now.steady is None:
+        yield f"batch      no request of {lengths} fits: limited by {now.limit}"
+    else:
+        step = now.steady.step
+        yield f"batch      {now.steady.running} requests of {lengths}, limited by {now.limit}"
+        yield (
+            f"decode     {1e3 * step.total:.1f} ms per step: weights {1e3 * step.weights:.1f}, attention "
+            f"{1e3 * step.attention:.1f}, collectives {1e3 * step.collectives:.1f}, DCP exchange {1e3 * step.exchange:.1f}, "
+            f"fixed {1e3 * step.fixed:.1f}; prefill {1e3 * now.steady.prefill:.0f} ms per request"
+        )
+        engines = hardware.num_gpus // s.gpus
+        speed = now.steady.tokens_per_second
+        yield f"throughput {speed:,.0f} tokens/s per engine, {engines * speed:,.0f} of {engines} engines on {hardware}"
+    rows = [_change_row(now, change) for change in alternatives]
+    if rows:
+        yield ""
+        yield "changes, each alone"
+        yield from columns([("", "KV tokens", "batch", "tokens/s per GPU", ""), *rows])
+
+
+def _change_row(now: EngineAnswer, change: Change) -> tuple[str, ...]:
+    steady = change.answer.steady
+    if steady is None:
+        return change.flag, f"{change.answer.memory.tokens:,}", "0", "does not fit", ""
+    per_gpu = steady.tokens_per_second / change.answer.settings.gpus
+    gain = ""
+    if now.steady is not None:
+        gain = f"{per_gpu / (now.steady.tokens_per_second / now.settings.gpus) - 1:+.0%}"
+    return change.flag, f"{change.answer.memory.tokens:,}", str(steady.running), f"{per_gpu:,.0f}", gain
+
+
+def model_line(shape: ModelShape) -> str:
+    """Describe a model in one line."""
+    active = "" if shape.experts is None else f" ({shape.active_parameters / 1e9:.1f}B active)"
+    return f"{shape.name}: {shape.parameters / 1e9:.2f}B parameters{active}, {len(shape.layers)} layers"
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the rows with aligned columns: the first to the left, numbers to the right, the last to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    last = len(widths) - 1
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i in (0, last) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield f"  {'  '.join(cells)}".rstrip()

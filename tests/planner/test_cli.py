@@ -1,0 +1,95 @@
+"""``python -m slime_like.planner``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from slime_like.planner.__main__ import main
+from slime_like.planner.models import MODELS
+
+
+def test_answers_batch_limit_and_changes_without_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["DeepSeek-R1", "--on", "8xH20", "--weights", "fp8", "--static", "most"]) == 0
+    text = capsys.readouterr().out
+    assert "batch      52 requests of 1024 + 2048 tokens, limited by the KV cache" in text
+    assert "--dp-attention 8 --flow-mla output" in text and "does not fit" in text
+
+
+def test_shows_the_trainer_and_writes_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plan.svg"
+    layout = ["--tp", "2", "--train", "--train-tp", "2", "--tokens", "16384", "--recompute", "full", "--offload", "0.5"]
+    assert main(["Qwen3-4B", "--on", "8xH100", *layout, "--svg", str(plot)]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "trainer rank (tp 2, pp 1, cp 1, dp 4, ep 1; 16384 tokens, recompute full)" in text
+        and "50% on the host" in text
+    )
+    labels = [element.text for element in ElementTree.parse(plot).iter() if element.tag.endswith("text")]
+    assert {"engine", "trainer", "KV cache", "gradients"} <= set(labels)
+
+
+def test_reads_a_folder_with_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"]))
+    assert main([str(tmp_path), "--on", "1xRTX4090"]) == 0
+    assert "0.60B parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["Qwen3-4C", "--on", "8xH20"], "MODEL='Qwen3-4C' is neither a folder with a config.json nor a model"),
+        (["Qwen3-4B", "--on", "8xH21"], "--on 8xH21: GPU 'H21' is unknown: did you mean 'H20'?"),
+        (["Qwen3-4B", "--on", "eight"], "--on eight: write [NODESx]GPUSxNAME"),
+        (["Qwen3-4B", "--on", "8xH20", "--tp", "16"], "--tp 16 is above the 8 GPUs of --on 8xH20"),
+        (["Qwen3-4B", "--on", "8xH20", "--static", "1.5"], "--static 1.5: give a fraction between 0 and 1"),
+        (
+            ["Qwen3-4B", "--on", "8xH20", "--input", "40000"],
+            "--input 40000 + --output 2048 is above the 40960 positions",
+        ),
+        (["Qwen3-4B", "--on", "8xH20", "--train", "--train-tp", "3"], "does not divide the 8 GPUs"),
+        (
+            ["Qwen3-30B-A3B", "--on", "8xH20", "--train", "--train-ep", "3"],
+            "--train-ep 3 has to divide the 128 experts",
+        ),
+        (["Qwen3-4B", "--on", "8xH20", "--svg", "/nonexistent/x.svg"], "--svg /nonexistent/x.svg: No such file"),
+    ],
+)
+def test_bad_input_is_one_message_with_flag_and_value(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-8", "0", "many", "1.5"])
+def test_numbers_have_to_be_positive(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["Qwen3-4B", "--on", "8xH20", f"--tp={value}"])
+    assert f"argument --tp: {value!r} is not a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"hidden_size": -1}, "has hidden_size=-1"),
+        ({"num_hidden_layers": "four"}, "has num_hidden_layers='four'"),
+    ],
+)
+def test_an_unusable_config_json_is_refused_with_its_field(
+    change: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["Qwen3-4B"], **change}))
+    assert main([str(tmp_path), "--on", "8xH20"]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys, slime_like.planner.__main__; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

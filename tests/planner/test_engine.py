@@ -1,0 +1,140 @@
+"""Memory of engines: formulas that have a closed form, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slime_like.errors import ConfigError
+from slime_like.planner.engine import (
+    EngineSettings,
+    check_engine,
+    engine_memory,
+    flow_saving,
+    state_bytes,
+    static_fraction,
+    token_bytes,
+    useful_dcp,
+    weight_items,
+)
+from slime_like.planner.hardware import GPUS, known_gpu, parse_hardware
+from slime_like.planner.models import MODELS, find_shape, table_config
+from slime_like.planner.shapes import latent_parts
+
+H20 = parse_hardware("--on", "8xH20")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("Qwen3-0.6B", 0.596, 0.596),
+        ("Qwen3-4B", 4.022, 4.022),
+        ("Qwen3-8B", 8.191, 7.568),
+        ("Qwen3-30B-A3B", 30.53, 3.04),
+        ("Qwen3-235B-A22B", 235.09, 21.57),
+        ("Qwen3-Next-80B-A3B", 79.67, 3.56),
+        ("Qwen2.5-7B", 7.616, 7.07),
+        ("Llama-3.1-8B", 8.03, 7.50),
+        ("DeepSeek-R1", 671.03, 36.63),
+    ],
+)
+def test_parameters_are_those_of_the_public_model(name: str, billions: float, active: float) -> None:
+    shape = find_shape("MODEL", name)
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, rel=2e-3)
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 4)])
+def test_kv_bytes_follow_the_heads_that_a_rank_holds(tp: int, dcp: int) -> None:
+    shape = find_shape("MODEL", "Qwen3-235B-A22B")
+    per_token = token_bytes(shape, EngineSettings(tp, dcp=dcp))
+    assert per_token == 2 * 94 * 128 * 2 * max(1, 4 * dcp / tp) / dcp
+
+
+def test_capacity_grows_by_the_useful_dcp_size_and_no_further() -> None:
+    shape = find_shape("MODEL", "Qwen3-235B-A22B")
+    tokens = {dcp: engine_memory(shape, EngineSettings(8, dcp=dcp), H20).tokens for dcp in (1, 2, 4)}
+    assert useful_dcp(shape, EngineSettings(8)) == 2
+    assert tokens[2] / tokens[1] == pytest.approx(2, rel=1e-3)
+    assert tokens[4] <= tokens[2]
+    assert useful_dcp(find_shape("MODEL", "DeepSeek-R1"), EngineSettings(8)) == 8
+
+
+def test_flow_mla_saves_the_articles_formula() -> None:
+    shape, settings = find_shape("MODEL", "DeepSeek-R1"), EngineSettings(32, dp_attention=32, flow_mla="output")
+    assert shape.latent is not None
+    weights = 61 * latent_parts(shape.hidden, shape.latent)["output"]
+    saved = weights * (1 - 1 / 32) - 2 * weights / 61 * 31 / 32
+    assert flow_saving(shape, settings) == pytest.approx(saved)
+    assert 2 * saved / 1e9 == pytest.approx(13.4, rel=0.01)
+    plain = sum(item.num_bytes for item in weight_items(shape, replace(settings, flow_mla="none")))
+    assert plain - sum(item.num_bytes for item in weight_items(shape, settings)) == pytest.approx(2 * saved)
+
+
+def test_recurrent_state_is_one_matrix_per_head_and_a_window() -> None:
+    shape = find_shape("MODEL", "Qwen3-Next-80B-A3B")
+    state = 36 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2)
+    assert state_bytes(shape, EngineSettings(1)) == state
+    assert state_bytes(shape, EngineSettings(4)) == state / 4
+    memory = engine_memory(shape, EngineSettings(8), H20)
+    assert memory.state_slots > 0 and memory.requests(100) <= memory.state_slots
+
+
+def test_default_static_fraction_is_sglangs() -> None:
+    # (97871 - 512 - 1.5 * 8192 - 1024 - 2 * 512) / 97871, arg_groups/memory_hook.py of SGLang 0.5.23
+    assert static_fraction(EngineSettings(8), H20) == 0.848
+    assert static_fraction(EngineSettings(8, static=0.5), H20) == 0.5
+
+
+def test_everything_in_the_table_adds_up_to_the_gpu_of_a_tuned_engine() -> None:
+    memory = engine_memory(find_shape("MODEL", "DeepSeek-R1"), EngineSettings(8, weights="fp8", tuned=True), H20)
+    assert memory.table.total == pytest.approx(H20.gpu.memory)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("Qwen3-4B", EngineSettings(8, dp_attention=3), "--dp-attention 3 does not divide the engine's 8 GPUs"),
+        ("Qwen3-4B", EngineSettings(8, dcp=3), "--dcp 3 does not divide the 8 ranks"),
+        ("Qwen3-4B", EngineSettings(6), "does not divide the 32 attention heads"),
+        ("Qwen3-4B", EngineSettings(8, dp_attention=8, flow_mla="output"), "has no latent attention"),
+        ("DeepSeek-R1", EngineSettings(8, flow_mla="output"), "--dp-attention 1"),
+    ],
+)
+def test_impossible_layouts_are_refused_with_flag_and_numbers(
+    model: str, settings: EngineSettings, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_engine(find_shape("MODEL", model), settings)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_names_of_the_driver_are_known(driver: str, name: str | None) -> None:
+    gpu = known_gpu(driver)
+    assert (None if gpu is None else gpu.name) == name
+
+
+def test_hardware_is_nodes_times_gpus() -> None:
+    hardware = parse_hardware("--on", "4x8xH800")
+    assert (hardware.nodes, hardware.gpus, hardware.num_gpus, str(hardware)) == (4, 8, 32, "4x8xH800")
+    assert all(gpu.source for gpu in GPUS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("models/Qwen3-4B", "Qwen3-4B"), ("Qwen/Qwen3-235B-A22B-Instruct-2507", "Qwen3-235B-A22B"), ("Qwen3-4Bx", None)],
+)
+def test_paths_and_variants_have_the_shape_of_their_base(name: str, model: str | None) -> None:
+    assert table_config(name) == (None if model is None else MODELS[model])

@@ -1,0 +1,58 @@
+"""Memory of trainer ranks: static part by hand, and the direction of every option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slime_like.config.rules.hf import padded_vocabulary as rows_of_the_trainer
+from slime_like.planner.models import find_shape
+from slime_like.planner.trainer import TrainerSettings, allocated_items, host_bytes, padded_vocabulary, trainer_memory
+
+SHAPE = find_shape("MODEL", "Qwen3-4B")
+BASE = TrainerSettings(tp=2, dp=4, tokens=16_384)
+
+
+def test_static_part_is_18_bytes_per_parameter_on_one_rank_and_less_with_the_distributed_optimizer() -> None:
+    alone = allocated_items(SHAPE, TrainerSettings()).of("weights", "gradients", "optimizer")
+    assert alone / SHAPE.parameters == pytest.approx(18, rel=1e-3)
+    shared = allocated_items(SHAPE, BASE).of("weights", "gradients", "optimizer")
+    assert shared / (SHAPE.parameters / 2) == pytest.approx(6 + 12 / 4, rel=1e-3)
+    whole = allocated_items(SHAPE, replace(BASE, distributed_optimizer=False)).of("weights", "gradients", "optimizer")
+    assert whole / (SHAPE.parameters / 2) == pytest.approx(18, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "item"),
+    [
+        ({"recompute": "full"}, "activations"),
+        ({"tokens": 8_192}, "activations"),
+        ({"tp": 4, "dp": 2}, "activations"),
+        ({"offload": 0.5}, "optimizer"),
+        ({"dp": 8}, "optimizer"),
+        ({"logits_chunk": 1_024}, "output layer"),
+    ],
+)
+def test_option_lowers_its_item_and_the_total(change: dict[str, object], item: str) -> None:
+    changed = replace(BASE, **change)  # pyright: ignore[reportArgumentType]
+    before, after = allocated_items(SHAPE, BASE), allocated_items(SHAPE, changed)
+    assert after.of(item) < before.of(item)
+    assert trainer_memory(SHAPE, changed).total < trainer_memory(SHAPE, BASE).total
+
+
+def test_experts_are_divided_by_ep_and_not_by_tp() -> None:
+    shape = find_shape("MODEL", "Qwen3-30B-A3B")
+    weights = {ep: allocated_items(shape, TrainerSettings(tp=2, dp=4, ep=ep)).of("weights") for ep in (1, 8)}
+    assert weights[1] - weights[8] == pytest.approx(2 * shape.routed_parameters * 7 / 8)
+
+
+def test_offloaded_state_moves_to_the_host() -> None:
+    offloaded = replace(BASE, offload=1.0)
+    assert allocated_items(SHAPE, offloaded).of("optimizer") == 0
+    assert host_bytes(SHAPE, offloaded, reference=False) > host_bytes(SHAPE, BASE, reference=False) == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 8])
+def test_vocabulary_is_padded_as_in_the_trainer(tp: int) -> None:
+    assert padded_vocabulary(151_936, tp) == rows_of_the_trainer(151_936, tp)
