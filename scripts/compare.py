@@ -13,7 +13,7 @@ from pathlib import Path
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.printable import complaint, visible
 from slime_like.report.comparison import compare
-from slime_like.report.comparison_view import chosen, html_page, print_comparison
+from slime_like.report.comparison_view import html_page, print_comparison, select_metrics
 from slime_like.report.record import read_record
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--rtol {args.rtol} --atol {args.atol}: a tolerance is 0 or more")
         a, b = (read_record(folder) for folder in args.runs)
         comparison = compare(a, b, relative=args.rtol, absolute=args.atol, times=args.times)
-        if not chosen(comparison, args.metrics):
+        if not select_metrics(comparison, args.metrics):
             requested = f"none like {', '.join(args.metrics)}" if comparison.metrics else "none"
             raise ConfigError(f"metrics in both runs: {requested}; A has {', '.join(a.metrics)}")
         print_comparison(comparison, args.metrics, sys.stdout)
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     except (SlimeLikeError, OSError) as error:
         sys.stderr.write(complaint(error))
         return 2
-    return 0 if all(metric.step is None for metric in chosen(comparison, args.metrics)) else 1
+    return 0 if all(metric.step is None for metric in select_metrics(comparison, args.metrics)) else 1
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class FaultSoak:
         fault_outcomes = faults.outcomes(
             injections[num_before:], [recovery for recovery in recoveries if recovery.noticed >= since]
         )
-        outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in fault_outcomes]
+        outcomes = [(outcome.fault, outcome.target, outcome.result) for outcome in fault_outcomes]
         output = log.read_text().strip().splitlines()[-1:] or [""]
         part = SoakPart(
             number=number,

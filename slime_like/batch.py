@@ -1,4 +1,4 @@
-"""Training batches: packed rows of whole sequences. Plain numpy, shipped to the ranks unchanged.
+"""Training batches: micro-batches of packed, whole sequences. Plain numpy, shipped to the ranks unchanged.
 
 Entry ``t`` of a ``[T]`` column describes token ``t`` itself: ``rollout_logprobs[t]`` is the log-probability of token ``t``
 given the tokens before it in its sequence, and ``loss_weight[t]`` the weight of that prediction (0 at a sequence's
@@ -45,9 +45,9 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One optimizer step: ``rows[dp][m]``, the same number m of micro-batches on every dp rank."""
+    """One optimizer step: ``micro_batches[dp][m]``, with the same number of micro-batches m on every dp rank."""
 
-    rows: tuple[tuple[PackedBatch, ...], ...]
+    micro_batches: tuple[tuple[PackedBatch, ...], ...]
     num_tokens: int  # trained tokens (loss_weight > 0) over all dp ranks
 
 
@@ -65,39 +65,43 @@ class TrainBatch:
 
 
 Columns = list[list[F32]]
-"""Per-token values passed from one role to another: [T] per micro-batch of a shard, per optimizer step."""
+"""Per-token values that one role computes for another: [T] per micro-batch of a shard, per optimizer step."""
 
 Shard = list[list[PackedBatch]]
 """Micro-batches of one data-parallel rank, per optimizer step."""
 
 
-def deal[Item](items: Sequence[Item], ranks: int, filler: Item) -> list[list[Item]]:
+def split_equally[Item](items: Sequence[Item], ranks: int, filler: Item) -> list[list[Item]]:
     """Split ``items``, in order, into ``ranks`` lists of equal length, padded with ``filler``.
 
-    Example: ``deal([1, 2, 3], 2, 0) == [[1, 2], [3, 0]]``.
+    Example: ``split_equally([1, 2, 3], 2, 0) == [[1, 2], [3, 0]]``.
     """
-    each = -(-len(items) // ranks)
-    padded = [*items, *[filler] * (each * ranks - len(items))]
-    return [padded[rank * each : (rank + 1) * each] for rank in range(ranks)]
+    num_per_rank = -(-len(items) // ranks)
+    padded = [*items, *[filler] * (num_per_rank * ranks - len(items))]
+    return [padded[rank * num_per_rank : (rank + 1) * num_per_rank] for rank in range(ranks)]
 
 
 def shards(batch: TrainBatch, ranks: int) -> list[Shard]:
-    """Split the rows of every step over ``ranks``; no change if the batch was assembled for as many."""
-    dealt = [deal([rows for rank in step.rows for rows in rank], ranks, NO_ROWS) for step in batch.steps]
-    return [[step[rank] for step in dealt] for rank in range(ranks)]
+    """Return the shard of each of ``ranks`` data-parallel ranks; ``batch`` may have been assembled for another number of ranks."""
+    steps = [
+        split_equally([micro for rank in step.micro_batches for micro in rank], ranks, EMPTY_BATCH)
+        for step in batch.steps
+    ]
+    return [[step[rank] for step in steps] for rank in range(ranks)]
 
 
-def redeal(columns: Sequence[Columns], batch: TrainBatch, ranks: int) -> list[Columns]:
-    """Redistribute per-rank columns of ``batch`` over ``ranks``."""
-    dealt = []
+def redistribute(columns: Sequence[Columns], batch: TrainBatch, ranks: int) -> list[Columns]:
+    """Return the per-rank columns of ``batch`` split over another number of ``ranks``."""
+    steps: list[list[list[F32]]] = []
     for k, step in enumerate(batch.steps):
-        flat = [column for rank in columns for column in rank[k]][: sum(len(rank) for rank in step.rows)]
-        dealt.append(deal(flat, ranks, NO_TOKENS))
-    return [[step[rank] for step in dealt] for rank in range(ranks)]
+        num_micro_batches = sum(len(rank) for rank in step.micro_batches)
+        flat = [column for rank in columns for column in rank[k]][:num_micro_batches]
+        steps.append(split_equally(flat, ranks, NO_TOKENS))
+    return [[step[rank] for step in steps] for rank in range(ranks)]
 
 
 NO_TOKENS = np.zeros(0, dtype=np.float32)
-NO_ROWS = PackedBatch(
+EMPTY_BATCH = PackedBatch(
     token_ids=np.zeros(0, dtype=np.int32),
     cu_seqlens=np.zeros(1, dtype=np.int32),
     loss_weight=NO_TOKENS,

@@ -1,4 +1,7 @@
-"""Extension points and component interfaces, as Protocols. torch appears in annotations only and is not imported."""
+"""Extension points and component interfaces, as Protocols: rollout, algorithms, trainer, weights.
+
+torch appears in annotations only and is not imported. ``metrics.types`` has the interface of a metric sink.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from slime_like.batch import PackedBatch, TrainBatch
-from slime_like.metrics.types import Metric, RunWarning
+from slime_like.metrics.types import Metric
 from slime_like.types import F32, I32, Prompt, Reward, Sample, SampleGroup, StepStats
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 # ---- rollout ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of a request. ``temperature`` 0 is greedy."""
+    """Sampling parameters of a request. With ``temperature`` 0 the engine takes the most likely token."""
 
     temperature: float
     max_new_tokens: int
@@ -35,19 +38,19 @@ class Completion:
     logprobs: F32  # [R], log-softmax(logits / temperature) of the sampled token
     versions: tuple[tuple[int, int, int], ...]  # (start, stop, weight version) over [0, R)
     finish: str  # stop | length | abort
-    prompt_tokens: int = 0  # length of the request in tokens
-    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    prompt_tokens: int = 0  # tokens of the request
+    cached_tokens: int = 0  # tokens of the request that were in the prefix cache
 
 
 class Engine(Protocol):
-    """An inference engine as rollout code sees it. Token ids in, token ids out."""
+    """Inference engine of a generate function: token ids in, token ids out."""
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
         """Return ``len(seeds)`` completions of one prompt, sent as one group."""
         ...
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
-        """Return, per sequence, [L - 1] log-probabilities of tokens 1..L-1 given the preceding tokens."""
+        """Return [L - 1] per sequence: the log-probabilities of tokens 1..L-1 given the tokens before them."""
         ...
 
 
@@ -82,12 +85,12 @@ class GenerateContext:
     group_id: int
     first_sample_id: int
     max_context_len: int
-    tokenizer: Tokenizer  # of model.hf_checkpoint; ``data.chat.tokenize`` encodes text the model did not write
+    tokenizer: Tokenizer  # of model.hf_checkpoint; pass it to ``data.chat.tokenize`` to encode a tool's text
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict[str, object])  # data.chat_template_kwargs
 
 
 class GenerateFn(Protocol):
-    """Generates the samples of one group, with one turn, several turns or tools, in the rollout manager's event loop."""
+    """Generates the samples of one group, in the rollout manager's event loop."""
 
     async def __call__(
         self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
@@ -99,11 +102,11 @@ class Generator(GenerateFn, Protocol):
     """A stateful ``GenerateFn``: a class named by ``rollout.generate``, constructed with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return metrics since the last call; only names with an entry in ``metrics.dictionary`` are documented."""
+        """Return the metrics since the last call. Give each name an entry in ``metrics.dictionary``, which documents it."""
         ...
 
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings for the user since the last call."""
+        """Return the warnings for the user since the last call."""
         ...
 
     async def close(self) -> None:
@@ -112,7 +115,7 @@ class Generator(GenerateFn, Protocol):
 
 
 class RewardFn(Protocol):
-    """Scores one sample. Runs in a process pool under a deadline; must be importable by its dotted path."""
+    """Scores one sample, in a process pool and under a deadline. Its dotted path must be importable."""
 
     def __call__(self, prompt: Prompt, sample: Sample) -> Reward | float: ...
 
@@ -134,7 +137,7 @@ class DataSource(Protocol):
 
     def __len__(self) -> int: ...
     def next(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts, crossing into a new epoch if needed."""
+        """Return the next ``n`` prompts; a new epoch begins when one ends."""
         ...
 
     def metrics(self) -> tuple[Metric, ...]:
@@ -152,40 +155,41 @@ class DataSource(Protocol):
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------
 class GroupAdvantage(Protocol):
-    """Maps rewards_G of a group to advantages_G, in the driver."""
+    """Maps the rewards of a group to advantages, in the driver."""
 
     def __call__(self, rewards_G: F32) -> F32: ...
 
 
 class Reduce(Protocol):
-    """Element-wise sum over all ranks that have part of the batch: the only collective available to an algorithm."""
+    """Element-wise sum over all ranks that have a part of the batch: the only collective that an algorithm may use."""
 
     def sum(self, value: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """One packed micro-batch on a rank, as an algorithm sees it. Columns are indexed by predicted token, as in ``PackedBatch``.
+    """Input of a ``TokenAdvantage``: one packed micro-batch of a rank, with the log-probabilities that the ranks computed.
 
-    Sequences are complete even under context parallelism: score columns are gathered first.
+    Entry t of a [T] column describes token t, as in ``PackedBatch``. Sequences are complete even under context parallelism.
+    ``LossView`` is the input of a loss, ``data.token_table.TokenTable`` a record of some samples for the report.
     """
 
     cu_seqlens: Tensor  # I32 [S + 1]
     loss_weight: Tensor  # F32 [T], 0 if not trained
     rewards: Tensor  # F32 [S]
     advantages: Tensor | None  # F32 [S], group advantages
-    rollout_logprobs: Tensor  # F32 [T], behaviour policy
-    old_logprobs: Tensor | None  # F32 [T], proximal policy
-    ref_logprobs: Tensor | None  # F32 [T]
-    teacher_logprobs: Tensor | None = None  # F32 [T], of the teacher policy
-    values: Tensor | None = None  # F32 [T], a critic's estimate of the return from this token on, before it is sampled
+    rollout_logprobs: Tensor  # F32 [T], of the policy that sampled the tokens
+    old_logprobs: Tensor | None  # F32 [T], of the trained policy before the first optimizer step
+    ref_logprobs: Tensor | None  # F32 [T], of the reference policy
+    teacher_logprobs: Tensor | None = None  # F32 [T]
+    values: Tensor | None = None  # F32 [T], a critic's estimate of the return, given the tokens before this one
 
 
 class TokenAdvantage(Protocol):
-    """Computes per-token advantages of all micro-batches of a rollout on this rank, before the first optimizer step."""
+    """Computes the advantages of the tokens of a rollout on this rank, before the first optimizer step."""
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] per view."""
+        """Return F32 [T] for each view. There is one view per micro-batch."""
         ...
 
 
@@ -194,7 +198,7 @@ class HasCriticTargets(Protocol):
     """A ``TokenAdvantage`` that also computes the targets of a critic."""
 
     def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
-        """Return F32 [T] per view, 0 if not trained."""
+        """Return the targets F32 [T] for each view, 0 at untrained tokens."""
         ...
 
 
@@ -203,55 +207,55 @@ class Diagnostics(Protocol):
     """A ``TokenAdvantage`` that reports additional metrics."""
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> Mapping[str, float]:
-        """Return metric name below ``train/`` -> value over all ranks."""
+        """Return metric name, without ``train/``, -> value over all ranks."""
         ...
 
 
 class Sequences(Protocol):
-    """Per-sequence reductions over a micro-batch, of which a rank holds only a part under context parallelism.
+    """Reductions over the sequences of a micro-batch. Under context parallelism a rank has only a part of each sequence.
 
-    N local tokens, S sequences. Sums are differentiable collectives over the ranks that share the sequences:
-    each of these ranks must make the same calls in the same order, even if it has no token of a sequence.
+    Axes: N = tokens on this rank, S = sequences. ``sum`` and ``mean`` are differentiable collectives over the ranks that
+    share the sequences: each of these ranks must make the same calls in the same order, even without tokens of a sequence.
     """
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum [N] -> [S] over the trained tokens of each complete sequence."""
+        """Return [S]: the sum over the trained tokens of each sequence."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average [N] -> [S] over the trained tokens of each complete sequence."""
+        """Return [S]: the mean over the trained tokens of each sequence."""
         ...
 
     def spread(self, values: Tensor) -> Tensor:
-        """Broadcast [S] -> [N]: each token gets the value of its sequence."""
+        """Return [N]: the value of each token's sequence."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LossView:
-    """Inputs of a token loss. [T] columns are indexed by predicted token; under context parallelism a rank has its part."""
+    """Input of a loss: the trained tokens of a micro-batch; under context parallelism, those on this rank."""
 
     logprobs: Tensor  # F32 [T], carries the gradient
     entropy: Tensor | None  # F32 [T], carries the gradient; present if the loss sets needs_entropy
     loss_weight: Tensor  # F32 [T]
     advantages: Tensor | None  # F32 [T]
-    old_logprobs: Tensor | None  # F32 [T]; None: the current policy is its own old policy
+    old_logprobs: Tensor | None  # F32 [T]; None in a rollout with one optimizer step: then the ratio to it is 1
     rollout_logprobs: Tensor  # F32 [T]
     ref_logprobs: Tensor | None  # F32 [T]
-    sequences: Sequences | None = None  # reductions over complete sequences
+    sequences: Sequences | None = None  # reductions over whole sequences
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """Result of a token loss. The caller sums ``loss * loss_weight``; ``means``/``maxima`` become metrics train/<name>."""
+    """Result of a loss. The caller sums ``loss * loss_weight``; ``means`` and ``maxima`` become metrics ``train/<name>``."""
 
     loss: Tensor  # F32 [T]
     means: Mapping[str, Tensor]  # F32 [T], averaged with loss_weight
-    maxima: Mapping[str, Tensor]  # F32 [T], maximum over tokens with loss_weight > 0
+    maxima: Mapping[str, Tensor]  # F32 [T], maximum over the tokens
 
 
 class LossFn(Protocol):
-    """A token loss bound to its config."""
+    """Loss per token, constructed with the algorithm's config."""
 
     needs_entropy: bool
 
@@ -260,7 +264,7 @@ class LossFn(Protocol):
 
 # ---- trainer ---------------------------------------------------------------------------------------------------------
 class Trainer(Protocol):
-    """The driver's view of all trainer ranks."""
+    """All trainer ranks, as the driver calls them."""
 
     @property
     def version(self) -> int:
@@ -268,10 +272,10 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """Send each dp shard once, add the scores, take every optimizer step of the batch."""
+        """Send each rank its shard, score it, and take every optimizer step of the batch."""
         ...
 
-    def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
+    def score(self, batch: PackedBatch, exact: str | None = None) -> F32:
         """Return [T] log-probabilities at the sampling temperature, 0 at each sequence's first token.
 
         ``exact`` names the kind of layer to compute in float64 (a name in the table EXACT_LAYERS, or all).
@@ -283,18 +287,18 @@ class Trainer(Protocol):
         ...
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
-        """Return sample id -> [L] advantages that the ranks computed in the last ``step``, for those of ``sample_ids`` in it.
+        """Return sample id -> [L] advantages that the ranks computed in the last ``step``, for ``sample_ids`` trained in it.
 
         Empty if the algorithm uses group advantages, or if the run dumps no rollouts.
         """
         ...
 
     def rest(self) -> None:
-        """Release resources needed only for communication, since no rank communicates until the next call."""
+        """Release the resources of communication until the next call."""
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Snapshot the state and begin to write ``folder/iter_<iteration>``; ``step`` may be called before it completes."""
+        """Take a snapshot of the state and begin to write ``folder/iter_<iteration>``. ``step`` may run while it is written."""
         ...
 
     def finish_save(self, *, wait: bool) -> bool:
@@ -326,13 +330,13 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """HF tensors that are sent together."""
+    """HF tensors that a push sends together."""
 
     tensors: tuple[tuple[str, Tensor], ...]
 
 
 class WeightSource(Protocol):
-    """The trainer side of a push on one rank. All ranks of a pipeline stage iterate together, as gathers are collectives."""
+    """Weights of one rank, to be pushed. ``buckets`` gathers tensors: all ranks of a pipeline stage iterate together."""
 
     @property
     def is_sender(self) -> bool:
@@ -359,7 +363,7 @@ class EngineAddress:
 
 
 class WeightReceiver(Protocol):
-    """The engine side of a push, as a sender sees it. Only valid between ``begin_update`` and ``end_update``."""
+    """Engine that a ``WeightSender`` sends to, between ``begin_update`` and ``end_update`` of a push."""
 
     @property
     def tp(self) -> int:
@@ -378,7 +382,7 @@ class WeightReceiver(Protocol):
     async def init_broadcast_group(
         self, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a group whose rank 0 is the sender; the engine's ranks follow from ``rank_offset``."""
+        """Join a group whose rank 0 is the sender; the engine's first rank is ``rank_offset``."""
         ...
 
     async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
@@ -393,30 +397,15 @@ class WeightReceiver(Protocol):
 
 
 class WeightSender(Protocol):
-    """One rank's half of a push."""
+    """Transport of one rank's weights to the engines."""
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets and return the metadata of the sent tensors.
 
-        A collective over the ranks of a pipeline stage: if an engine is lost, the rank completes it before raising.
+        A collective over the ranks of a pipeline stage: if an engine is lost, the rank completes the collective and then raises.
         """
         ...
 
     async def close(self) -> None:
-        """Release resources shared with the engines, which may have exited, and close connections."""
+        """Close the connections and release what is shared with the engines. The engines may have exited."""
         ...
-
-
-class MetricSink(Protocol):
-    """A destination of reduced metrics. A sink of ``metrics.sinks`` may leave out ``note`` and ``warn``."""
-
-    def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None: ...
-    def note(self, text: str) -> None:
-        """Show one line of text to the user."""
-        ...
-
-    def warn(self, step: int, warning: RunWarning) -> None:
-        """Record a warning of ``step``."""
-        ...
-
-    def close(self) -> None: ...

@@ -34,7 +34,8 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-UNTRAINED = (Status.FAILED, Status.ABORTED)  # their tokens have no weight, and their rewards are in no baseline
+UNTRAINED = (Status.FAILED, Status.ABORTED)
+"""Samples with these statuses have no weight in the loss and count in no baseline; rewards and filters skip them."""
 
 
 @dataclass(frozen=True, slots=True)

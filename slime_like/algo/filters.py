@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from slime_like.types import SampleGroup, Status
-
-UNSCORED = (Status.FAILED, Status.ABORTED)  # neither in a baseline nor trained on
+from slime_like.types import UNTRAINED, SampleGroup, Status
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
-    """Drop a group whose scored samples all have the same reward: its advantages would be zero.
+    """Drop a group in which all samples that count have the same reward: its advantages would be zero.
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
-    scores = {s.reward.score for s in group.samples if s.reward is not None and s.status not in UNSCORED}
+    scores = {s.reward.score for s in group.samples if s.reward is not None and s.status not in UNTRAINED}
     return None if len(scores) > 1 else "zero_std"
 
 

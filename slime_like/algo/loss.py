@@ -84,17 +84,17 @@ class SftLoss:
 
 def policy_gradient(cfg: PolicyGradientConfig) -> LossFn:
     """Return PPO's clipped policy gradient per token."""
-    return _policy_loss(cfg, partial(per_token, cfg))
+    return _policy_loss(cfg, partial(ppo_surrogate, cfg))
 
 
 def gspo(cfg: PolicyGradientConfig) -> LossFn:
     """Return the clipped policy gradient with one ratio per sequence."""
-    return _policy_loss(cfg, partial(per_sequence, cfg))
+    return _policy_loss(cfg, partial(gspo_surrogate, cfg))
 
 
 def cispo(cfg: PolicyConfig) -> LossFn:
     """Return the log-likelihood loss weighted by advantage and clipped ratio."""
-    return _policy_loss(cfg, partial(weighted, cfg))
+    return _policy_loss(cfg, partial(cispo_surrogate, cfg))
 
 
 def _policy_loss(cfg: PolicyConfig, surrogate: Callable[[LossView, Tensor], Surrogate]) -> LossFn:
@@ -114,12 +114,12 @@ def clip_range(config: PolicyConfig) -> tuple[float, float]:
     return 1 - config.eps_clip, 1 + high
 
 
-def per_token(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
+def ppo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
     """PPO's clipped surrogate. Source: Schulman et al. 2017, arXiv:1707.06347, equation 7."""
     return _clipped(config, _bounded(view.logprobs - old_logprobs_T), view, old_logprobs_T)
 
 
-def per_sequence(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
+def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
     """GSPO: the clipped surrogate with one ratio per sequence, ``(pi(y) / pi_old(y)) ** (1 / |y|)``, at each token.
 
     All tokens of a sequence have the same loss, so ``sequence_mean`` weights sum to one loss per sequence.
@@ -131,7 +131,7 @@ def per_sequence(config: PolicyGradientConfig, view: LossView, old_logprobs_T: T
     return Surrogate(surrogate.loss, surrogate.means, {"seq_ratio_max": surrogate.means["ois"]})
 
 
-def weighted(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
+def cispo_surrogate(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
     """CISPO: log-likelihood weighted by advantage and clipped ratio; the ratio carries no gradient.
 
     Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5.

@@ -1,4 +1,4 @@
-"""Scored groups -> ``TrainBatch``: advantages, loss weights, optimizer steps, packed rows per dp rank.
+"""Scored groups -> ``TrainBatch``: advantages, loss weights, optimizer steps, packed micro-batches per dp rank.
 
 Decisions that define the loss:
 
@@ -6,9 +6,9 @@ Decisions that define the loss:
   micro-batching or dp. ``token_mean``: each trained token 1/N. ``sequence_mean``: each episode 1/E, shared equally by
   its trained tokens. Both sum to 1 over a step. ``dr_grpo``: each trained token 1/(E * max_response_len), as its paper
   defines it; these sum to (mean length / max_response_len), not to 1, and are also independent of packing.
-- **Failed and aborted samples** stay in the batch with weight 0, so that they do not affect its shape. They
-  count in no baseline and no denominator. Truncated samples are trained on unless ``mask_truncated``, which removes
-  their weight but leaves their rewards in the group's baseline.
+- **Failed and aborted samples** (``types.UNTRAINED``) stay in the batch with weight 0, so that its shape is unchanged. They
+  count in no baseline and no denominator. Truncated samples are trained on unless ``mask_truncated``, which sets their
+  weight to 0 but leaves their rewards in the group's baseline.
 - **Baselines are per episode.** An episode with several samples counts once, with the mean of their rewards.
 - **Groups are not split between optimizer steps** if there are at least as many groups as steps.
 """
@@ -31,7 +31,7 @@ from slime_like.errors import ConfigError, DataError, EngineError
 from slime_like.interfaces import GroupAdvantage
 from slime_like.types import F32, I32, UNTRAINED, Reward, Sample, SampleGroup, Source, Span, Status
 
-FILLER_ID = -1  # sample_id of a sequence that only keeps a rank busy
+FILLER_ID = -1  # sample_id of a sequence with weight 0, for a rank that has fewer sequences than micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
         return TrainBatch(rollout_id, ())
     groups = groups if spec.overlong is None else spec.overlong.shaped(groups)
     masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
-    newest = spec.mask_offpolicy
-    grouped = [[column(s, advantage, masked, newest) for s, advantage in _advantages(group, spec)] for group in groups]
+    newest_only = spec.mask_offpolicy
+    grouped = [[column(s, adv, masked, newest_only) for s, adv in _advantages(group, spec)] for group in groups]
     steps = split_steps(grouped, spec.steps_per_rollout, spec.dp)
     names = [f"rollout {rollout_id}, optimizer step {i}" for i in range(len(steps))]
     return TrainBatch(rollout_id, tuple(_step(columns, spec, name) for columns, name in zip(steps, names, strict=True)))
@@ -136,12 +136,12 @@ def _step(columns: Sequence[SequenceColumns], spec: AssembleSpec, name: str) -> 
     blank = filler(min(columns, key=lambda c: len(c.sample.token_ids)))
     packed = pack_equal(lengths, spec.dp, spec.max_tokens_per_rank)
 
-    def row(indices: Sequence[int]) -> PackedBatch:
+    def micro_batch(indices: Sequence[int]) -> PackedBatch:
         if not indices:
-            return rows_of([blank], [0.0])
-        return rows_of([columns[i] for i in indices], [weights[i] for i in indices])
+            return pack_columns([blank], [0.0])
+        return pack_columns([columns[i] for i in indices], [weights[i] for i in indices])
 
-    return StepBatch(rows=tuple(tuple(row(indices) for indices in rank) for rank in packed), num_tokens=num_tokens)
+    return StepBatch(tuple(tuple(micro_batch(indices) for indices in rank) for rank in packed), num_tokens)
 
 
 def _token_weights(columns: Sequence[SequenceColumns], spec: AssembleSpec) -> list[float]:
@@ -162,16 +162,18 @@ def _token_weights(columns: Sequence[SequenceColumns], spec: AssembleSpec) -> li
 
 
 def column(
-    sample: Sample, advantage: float | None, masked: frozenset[Status] = frozenset(), newest: bool = False
+    sample: Sample, advantage: float | None, masked: frozenset[Status] = frozenset(), newest_only: bool = False
 ) -> SequenceColumns:
-    """Return the per-token arrays of a sample. A sample with a status in ``masked`` is not trained on; with ``newest``, only
-    the tokens of its newest weight version are. Raises ``EngineError`` if a sampled token has no log-probability.
+    """Return the per-token arrays of a sample.
+
+    A sample with a status in ``masked`` is not trained on; with ``newest_only``, only tokens of the sample's newest weight
+    version are. Raises ``EngineError`` if a sampled token has no log-probability.
     """
     lengths = [span.stop - span.start for span in sample.spans]
     sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)
     versions = np.repeat([span.version if span.source is Source.MODEL else -1 for span in sample.spans], lengths)
     trained = sampled & (sample.status not in (*UNTRAINED, *masked))
-    if newest:
+    if newest_only:
         trained &= versions == versions.max(initial=-1)
     trained[:1] = False  # no token precedes the first one, so nothing predicts it
     unknown = int(np.isnan(sample.logprobs[trained]).sum())
@@ -199,7 +201,7 @@ def filler(shortest: SequenceColumns) -> SequenceColumns:
     return column(sample, None if shortest.advantage is None else 0.0)
 
 
-def rows_of(columns: Sequence[SequenceColumns], token_weights: Sequence[float]) -> PackedBatch:
+def pack_columns(columns: Sequence[SequenceColumns], token_weights: Sequence[float]) -> PackedBatch:
     """Return one packed micro-batch; ``token_weights[i]`` is the weight of the trained tokens of sequence i."""
     samples = [c.sample for c in columns]
     lengths = np.array([len(s.token_ids) for s in samples], dtype=np.int64)
@@ -220,7 +222,7 @@ def rows_of(columns: Sequence[SequenceColumns], token_weights: Sequence[float]) 
 
 
 def _extras(samples: Sequence[Sample]) -> dict[str, npt.NDArray[Any]]:
-    """Per-token extras of all sequences, one after another. All sequences must have the same extras."""
+    """Return the per-token extras of all sequences, one after another. All sequences must have the same extras."""
     names = set(samples[0].extras)
     for sample in samples:
         if set(sample.extras) != names:

@@ -29,36 +29,36 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Record of a lost engine or an unreachable reward server. Times in unix seconds; 0: not yet."""
+    """Record of a lost engine or an unreachable reward server. Times are unix seconds; 0 means not yet."""
 
     engine: str  # its name, or REWARD_SERVER
     cause: str
     noticed: float
-    up: float = 0.0  # started again
-    joined: float = 0.0  # serves again
+    up: float = 0.0  # when its process was up again
+    joined: float = 0.0  # when it served again
     version: int = -1  # weight version when it rejoined
     groups: int = 0  # groups continued on other engines; for a reward server, samples without its score
 
     @property
-    def which(self) -> tuple[str, float]:
+    def key(self) -> tuple[str, float]:
         """Return the key shared by all records of one loss."""
         return self.engine, self.noticed
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One line of a recovery report."""
+    """Result of one fault, a line of the recovery report."""
 
-    what: str
-    where: str
-    found: str
+    fault: str  # as in chaos.faults, or the cause of a loss that no injected fault explains
+    target: str
+    result: str
 
 
-def append(run_dir: Path, *notes: InjectedFault | Recovery) -> None:
-    """Append records to the run's file in a single write, as the driver may be about to die."""
-    if not notes:
+def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
+    """Append records to the run's file in a single write: a fault may kill the driver right after it."""
+    if not records:
         return
-    text = "".join(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n" for note in notes)
+    text = "".join(json.dumps({"kind": type(record).__name__, **asdict(record)}) + "\n" for record in records)
     try:
         with (run_dir / FILE).open("a") as file:
             file.write(text)
@@ -71,58 +71,60 @@ def append(run_dir: Path, *notes: InjectedFault | Recovery) -> None:
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
     """Return faults and recoveries of all parts of a run; empty without a file. Raises ``DataError``.
 
-    A loss is recorded when it is noticed and again when it is resolved: the newest record counts.
+    A loss has a record from when it was noticed and another one from when it was resolved; the newest one is returned.
     """
-    strikes: list[InjectedFault] = []
+    injections: list[InjectedFault] = []
     recoveries: list[Recovery] = []
     path = run_dir / FILE
     if not os.path.lexists(path):
-        return strikes, recoveries
+        return injections, recoveries
     for number, line in enumerate(InputFile(path, fix="move it away").data().splitlines(), 1):
         try:
-            note = typed(parse_json(line), dict[str, Any])
-            if (kind := note.pop("kind", None)) == InjectedFault.__name__:
-                strikes.append(typed(note, InjectedFault))
+            fields = typed(parse_json(line), dict[str, Any])
+            if (kind := fields.pop("kind", None)) == InjectedFault.__name__:
+                injections.append(typed(fields, InjectedFault))
             elif kind == Recovery.__name__:
-                recoveries.append(typed(note, Recovery))
+                recoveries.append(typed(fields, Recovery))
             else:
                 raise ValueError(f"kind is {shown(kind)}")
         except ValueError as error:
             raise DataError(f"{path}:{number} is not a fault record ({reason(error)}): remove the line") from error
-    return strikes, newest(recoveries)
+    return injections, newest(recoveries)
 
 
 def newest(recoveries: Sequence[Recovery]) -> list[Recovery]:
     """Return the latest record of each loss."""
-    return list({recovery.which: recovery for recovery in recoveries}.values())
+    return list({recovery.key: recovery for recovery in recoveries}.values())
 
 
-def outcomes(strikes: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
-    """Return each injected fault with its effect, then losses without an injected fault."""
+def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
+    """Return the result of each injected fault, then losses that no injected fault explains."""
     unmatched = list(recoveries)
     results: list[Outcome] = []
-    for at, strike in enumerate(strikes):
-        next_time = min((s.time for s in strikes[at + 1 :] if s.target == strike.target), default=float("inf"))
+    for index, injection in enumerate(injections):
+        next_time = min((s.time for s in injections[index + 1 :] if s.target == injection.target), default=float("inf"))
         effect = next(
-            (r for r in unmatched if r.engine == strike.target and strike.time <= r.noticed < next_time), None
+            (r for r in unmatched if r.engine == injection.target and injection.time <= r.noticed < next_time), None
         )
         if effect is not None:
             unmatched.remove(effect)
-        what = (
-            _came_of(effect, strike.time)
+        result = (
+            _describe_recovery(effect, injection.time)
             if effect is not None
-            else strike.note or _no_loss(strike, recoveries, next_time)
+            else injection.note or _no_loss(injection, recoveries, next_time)
         )
-        results.append(Outcome(strike.fault, strike.target, what))
+        results.append(Outcome(injection.fault, injection.target, result))
     results += [
-        Outcome(_first(recovery.cause), recovery.engine, _came_of(recovery, recovery.noticed)) for recovery in unmatched
+        Outcome(_first_line(recovery.cause), recovery.engine, _describe_recovery(recovery, recovery.noticed))
+        for recovery in unmatched
     ]
     return results
 
 
-def _came_of(recovery: Recovery, since: float) -> str:
+def _describe_recovery(recovery: Recovery, since: float) -> str:
+    """Return the steps of a recovery, timed from ``since``."""
     parts = (
-        [f"noticed after {max(0.0, recovery.noticed - since):.1f} s ({_first(recovery.cause)})"]
+        [f"noticed after {max(0.0, recovery.noticed - since):.1f} s ({_first_line(recovery.cause)})"]
         if since != recovery.noticed
         else []
     )
@@ -139,20 +141,20 @@ def _came_of(recovery: Recovery, since: float) -> str:
     return ", ".join(parts)
 
 
-def _no_loss(strike: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
+def _no_loss(injection: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
     """Explain why a fault caused no engine loss before ``next_time``, the time of the target's next fault."""
-    if strike.fault.partition(":")[0] in FATAL:
+    if injection.fault.partition(":")[0] in FATAL:
         return "ends the run; the same command resumes it"
-    if strike.fault.partition(":")[0] in REWARDS:
+    if injection.fault.partition(":")[0] in REWARDS:
         return "no request failed, or that part of the run ended before one did"
-    if strike.fault.partition(":")[0] in WORKERS:
+    if injection.fault.partition(":")[0] in WORKERS:
         return "replaced at the next call"
-    if any(r.engine == strike.target and r.noticed <= strike.time < (r.up or float("inf")) for r in recoveries):
+    if any(r.engine == injection.target and r.noticed <= injection.time < (r.up or float("inf")) for r in recoveries):
         return "it was being restarted"
     if next_time < float("inf"):
         return "no engine was lost before the next fault was injected"
     return "no engine was lost, or that part of the run ended before it was noticed"
 
 
-def _first(text: str) -> str:
+def _first_line(text: str) -> str:
     return text.splitlines()[0] if text else ""

@@ -14,30 +14,30 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Three disjoint masks [T] that cover every sampled token of a row.
+    """Three disjoint masks [T] that cover every sampled token of a micro-batch.
 
-    Example, trainer at version 7: every token of a sample has version 7: ``own``. A sample begun under version 6 and
-    continued under 7: its first tokens are ``stale``, its others ``mixed``.
+    Example, with the trainer at version 7: a sample whose tokens all have version 7 is ``on_policy``. A sample that
+    version 6 began and version 7 continued has ``stale`` tokens first and ``mixed`` tokens after them.
     """
 
-    own: Mask  # in samples that the trainer's version sampled completely: equal to the trainer's up to rounding
+    on_policy: Mask  # in samples that only the trainer's version sampled; both sides agree up to rounding
     mixed: Mask  # sampled by the trainer's version, in samples that another version began
-    stale: Mask  # sampled by another version: off-policy by design
+    stale: Mask  # sampled by another version
 
     @property
     def sampled(self) -> Mask:
-        """[T] every token that an engine sampled."""
-        return self.own | self.mixed | self.stale
+        """Return [T] True for every token that an engine sampled."""
+        return self.on_policy | self.mixed | self.stale
 
 
-def provenance(rows: PackedBatch, version: int) -> Provenance:
-    """Classify the sampled tokens of ``rows`` for a trainer with weights of ``version``.
+def provenance(batch: PackedBatch, version: int) -> Provenance:
+    """Classify the sampled tokens of ``batch`` for a trainer with weights of ``version``.
 
-    Only this function decides which samples the gate checks: a sample whose ``rollout_logprobs`` come from a distribution
-    other than the trainer's must not be in ``own``.
+    ``train.megatron.step.drift`` applies ``weights.sample_tolerance`` to the ``on_policy`` tokens only. Do not add tokens
+    there whose ``rollout_logprobs`` come from a distribution other than the trainer's.
     """
-    sampled = rows.versions >= 0
-    stale = sampled & (rows.versions != version)
-    sequence = np.repeat(np.arange(len(rows.cu_seqlens) - 1), np.diff(rows.cu_seqlens))
+    sampled = batch.versions >= 0
+    stale = sampled & (batch.versions != version)
+    sequence = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))
     in_stale_sample = np.isin(sequence, sequence[stale])
-    return Provenance(own=sampled & ~in_stale_sample, mixed=sampled & in_stale_sample & ~stale, stale=stale)
+    return Provenance(on_policy=sampled & ~in_stale_sample, mixed=sampled & in_stale_sample & ~stale, stale=stale)

@@ -370,7 +370,7 @@ ENTRIES = (
         "bytes",
         "flat; growth from step to step is a leak",
     ),
-    MetricEntry("perf/dump_time", "scoring and writing the samples of the token view (run.dump_rollouts)", "s"),
+    MetricEntry("perf/dump_time", "scoring and writing the samples of the token table (run.dump_rollouts)", "s"),
     MetricEntry("perf/step_time", "from one step's line to the next, without concurrent work", "s"),
     MetricEntry("perf/rollout_time", "generating and scoring one rollout", "s"),
     MetricEntry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),

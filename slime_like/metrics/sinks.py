@@ -31,7 +31,7 @@ def open_sinks(
     num_steps: int,
     settings: Mapping[str, Any] | None = None,
     console: TextIO | None = None,
-) -> FanOut:
+) -> SinkGroup:
     """Open all sinks of ``config``.
 
     ``first_step`` is the step a resumed run continues from; ``settings`` contain no prompts. Raises ``ConfigError`` if a
@@ -50,14 +50,14 @@ def open_sinks(
     context = SinkContext(run_dir, first_step, num_steps, settings or {})
     switched_on = [name for name, on in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if on]
     sinks += [open_sink(name, config, context) for name in dict.fromkeys([*switched_on, *config.sinks])]
-    out = FanOut(sinks)
+    out = SinkGroup(sinks)
     if log.damage:
         out.note(log.damage)
     return out
 
 
 @dataclass(slots=True)
-class FanOut:
+class SinkGroup:
     """Forward everything to every sink."""
 
     sinks: Sequence[Sink]

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, without scripts or external files."""
+"""Line charts as inline SVG."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from slime_like.report.page import html
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 190, 58, 24, 12, 10
 MAX_POINTS = 1000  # per line
-LARGEST = 1e300  # of drawn values, so that ranges are finite
-COLOURS = 8  # classes c0..c7 of the page's style
+MAX_VALUE = 1e300  # larger values are not drawn, so that ranges are finite
+NUM_COLOURS = 8  # classes c0..c7 of the page's style
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: (x, y) ordered by x; y values that are not finite or exceed 1e300 leave a gap."""
+    """One line: points (x, y) ordered by x; a y that is not finite or exceeds ``MAX_VALUE`` leaves a gap."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -24,17 +24,17 @@ class Series:
 
 
 def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "", mark: float | None = None) -> str:
-    """Return an SVG figure of ``series`` over steps, with a legend if there are several; ``mark`` is an x to highlight."""
-    shown = [line for line in series if any(_drawn(y) for _, y in line.points)]
+    """Return an SVG figure of ``series`` over steps, with a legend if there are several; ``mark`` is a step to highlight."""
+    lines = [line for line in series if any(_is_drawn(y) for _, y in line.points)]
     head = f"<figcaption>{html(title)}{f' <small>{html(unit)}</small>' if unit else ''}</figcaption>"
-    if not shown:
+    if not lines:
         return f"<figure>{head}<p class=note>no value</p></figure>"
-    legend = "".join(f'<span class="key c{s.colour % COLOURS}">{html(s.name)}</span> ' for s in shown)
-    body = "".join(_lines(shown, mark))
-    name = html(f"{title}: {', '.join(s.name for s in shown)}")
+    legend = "".join(f'<span class="key c{s.colour % NUM_COLOURS}">{html(s.name)}</span> ' for s in lines)
+    body = "".join(_lines(lines, mark))
+    name = html(f"{title}: {', '.join(s.name for s in lines)}")
     return (
         f'<figure>{head}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{body}</svg>'
-        f"{f'<p class=legend>{legend}</p>' if len(shown) > 1 else ''}"
+        f"{f'<p class=legend>{legend}</p>' if len(lines) > 1 else ''}"
         f"{f'<p class=note>{html(note)}</p>' if note else ''}</figure>"
     )
 
@@ -57,12 +57,12 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
 
 
-def _drawn(y: float) -> bool:
-    return math.isfinite(y) and abs(y) <= LARGEST
+def _is_drawn(y: float) -> bool:
+    return math.isfinite(y) and abs(y) <= MAX_VALUE
 
 
 def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
-    points = [(x, y) for line in series for x, y in line.points if _drawn(y)]
+    points = [(x, y) for line in series for x, y in line.points if _is_drawn(y)]
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     pad = (y_high - y_low) * 0.05 or abs(y_high) * 0.05 or 1.0
@@ -82,33 +82,34 @@ def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
     if mark is not None and x_low <= mark <= x_high:
         yield f'<line class="mark" x1="{at_x(mark):.1f}" x2="{at_x(mark):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
     for line in series:
-        colour = f"c{line.colour % COLOURS}"
+        colour = f"c{line.colour % NUM_COLOURS}"
         for piece in _pieces(_thinned(line.points)):
             if len(piece) > 1:
                 path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in piece)
                 yield f'<polyline class="line {colour}" points="{path}"/>'
         for x, y in line.points if len(line.points) <= 80 else line.points[-1:]:
-            if _drawn(y):
+            if _is_drawn(y):
                 label = html(f"{line.name} at {number(x)}: {y!r}")
                 yield f'<circle class="dot {colour}" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="2"><title>{label}</title></circle>'
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most ``MAX_POINTS`` points, the minimum and maximum of each interval, so that no spike is lost."""
+    """Return at most ``MAX_POINTS`` points: the minimum and maximum of each interval, which keeps spikes."""
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
         return list(points)
     thinned: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
-        interval = [point for point in points[start : start + size] if _drawn(point[1])] or [points[start]]
+        interval = [point for point in points[start : start + size] if _is_drawn(point[1])] or [points[start]]
         thinned += sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})
     return thinned
 
 
 def _pieces(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
+    """Yield the parts of a line between its gaps."""
     piece: list[tuple[float, float]] = []
     for point in points:
-        if _drawn(point[1]):
+        if _is_drawn(point[1]):
             piece.append(point)
         elif piece:
             yield piece

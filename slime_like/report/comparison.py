@@ -1,4 +1,4 @@
-"""Comparison of two runs: first divergence of each metric, and differing config keys."""
+"""Comparison of two runs: the first step at which each metric differs, and the config keys that differ."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from slime_like.metrics import dictionary
 from slime_like.report.record import RunRecord, flat
 
-TIMES = ("s", "tokens/s")
+TIME_UNITS = ("s", "tokens/s")
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """One metric of two runs."""
+    """Curves of one metric in runs A and B."""
 
     metric: str
     a: tuple[tuple[int, float], ...]
     b: tuple[tuple[int, float], ...]
-    common: int  # number of common steps
-    step: int | None  # the first common step at which they differ
-    largest: float  # largest |a - b| over common steps; nan if there are none
+    num_common: int  # steps that both runs have
+    step: int | None  # the first of these steps at which the values differ; None if they agree
+    largest: float  # largest |a - b| over the common steps; nan if there are none
 
     @property
-    def at(self) -> tuple[float, float]:
-        """Return both values at ``step``."""
+    def values(self) -> tuple[float, float]:
+        """Return the values of A and B at ``step``, which must not be None."""
         return dict(self.a)[self.step or 0], dict(self.b)[self.step or 0]
 
 
@@ -38,13 +38,13 @@ class Comparison:
     b: RunRecord
     relative: float
     absolute: float
-    metrics: tuple[Divergence, ...]  # common metrics; earliest divergence first, equal ones last
-    only: tuple[tuple[str, ...], tuple[str, ...]]  # metrics of only A, of only B
-    config: tuple[tuple[str, Any, Any], ...]  # key, A, B; ``MISSING`` if a run has no such key
+    metrics: tuple[Divergence, ...]  # metrics of both runs; earliest difference first, equal metrics last
+    only: tuple[tuple[str, ...], tuple[str, ...]]  # names of metrics that only A has, that only B has
+    config: tuple[tuple[str, Any, Any], ...]  # key, value of A, value of B; ``MISSING`` if a run has no such key
 
     @property
     def first(self) -> Divergence | None:
-        """Return the metric that differs first."""
+        """Return the metric that differs at the earliest step; None if all agree."""
         return next((metric for metric in self.metrics if metric.step is not None), None)
 
 
@@ -57,16 +57,16 @@ MISSING = _Missing()
 
 
 def is_time(metric: str) -> bool:
-    """Return True if a metric is a measured time or rate, which always differs between runs."""
+    """Return whether a metric is a time or a rate, which differs between any two runs."""
     entry = next((entry for entry in dictionary.ENTRIES if entry.matches(metric)), None)
-    return entry.unit in TIMES if entry is not None else metric.startswith("perf/")
+    return entry.unit in TIME_UNITS if entry is not None else metric.startswith("perf/")
 
 
 def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, times: bool = False) -> Comparison:
     """Compare every metric of both runs at their common steps.
 
-    Two values differ if ``|a - b| > absolute + relative * max(|a|, |b|)``; nan equals nan only. Measured times are
-    excluded unless ``times``.
+    Two values differ if ``|a - b| > absolute + relative * max(|a|, |b|)``; nan equals nan only. With ``times``, times and
+    rates are compared too.
     """
     names_a, names_b = ([name for name in run.metrics if times or not is_time(name)] for run in (a, b))
     divergences = [_divergence(name, a, b, relative, absolute) for name in names_a if name in set(names_b)]
@@ -76,7 +76,7 @@ def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, tim
 
 
 def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
-    """Return dotted keys whose values differ, with both values."""
+    """Return the dotted keys whose values differ, with both values."""
     left, right = flat(a), flat(b)
     keys = [*left, *(key for key in right if key not in left)]
     pairs = ((key, left.get(key, MISSING), right.get(key, MISSING)) for key in keys)
@@ -84,7 +84,7 @@ def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple
 
 
 def differs(a: float, b: float, relative: float, absolute: float) -> bool:
-    """Return True if two values differ by more than the tolerance; nan and infinities equal themselves only."""
+    """Return whether two values differ by more than the tolerance; nan and infinities equal themselves only."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) > absolute + relative * max(abs(a), abs(b))
     return not (a == b or (math.isnan(a) and math.isnan(b)))

@@ -1,4 +1,4 @@
-"""A comparison of two runs for the terminal and as a page."""
+"""Comparison of two runs as text for a terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime_like.report.comparison import Comparison, Divergence
 from slime_like.report.page import html, page, table
 
 BARS = "▁▂▃▄▅▆▇█"
-SPARK = 24
+SPARK_WIDTH = 24
 
 
 def plain(text: str) -> str:
@@ -26,7 +26,7 @@ def plain(text: str) -> str:
     return escape(visible(text))
 
 
-def chosen(comparison: Comparison, patterns: Sequence[str]) -> list[Divergence]:
+def select_metrics(comparison: Comparison, patterns: Sequence[str]) -> list[Divergence]:
     """Return the metrics that match one of ``patterns`` (shell patterns); all metrics if there are no patterns."""
     return [
         m for m in comparison.metrics if not patterns or any(fnmatchcase(m.metric, pattern) for pattern in patterns)
@@ -34,8 +34,8 @@ def chosen(comparison: Comparison, patterns: Sequence[str]) -> list[Divergence]:
 
 
 def spark(values: Sequence[float], low: float, high: float) -> str:
-    """Render a curve in one line of text, at most ``SPARK`` wide, on the scale ``[low, high]``."""
-    width = min(SPARK, len(values))
+    """Render a curve in one line of text, at most ``SPARK_WIDTH`` characters wide, on the scale ``[low, high]``."""
+    width = min(SPARK_WIDTH, len(values))
     sampled = [values[index * (len(values) - 1) // max(1, width - 1)] for index in range(width)]
     span = high - low
 
@@ -48,14 +48,14 @@ def spark(values: Sequence[float], low: float, high: float) -> str:
 
 
 def print_comparison(comparison: Comparison, patterns: Sequence[str], stream: TextIO) -> None:
-    """Print curves, divergences and configuration differences to ``stream``."""
+    """Print curves, first differences and the keys that differ to ``stream``."""
     console = Console(file=stream, highlight=False)
     for line in summary(comparison):
         console.print(plain(line))
     curves = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("metric", "A", "", "B", "", "first difference", "largest"):
         curves.add_column(name, overflow="fold")
-    for metric in chosen(comparison, patterns):
+    for metric in select_metrics(comparison, patterns):
         curves.add_row(*(plain(cell) for cell in _cells(metric)))
     console.print(curves)
     if comparison.config:
@@ -69,12 +69,12 @@ def print_comparison(comparison: Comparison, patterns: Sequence[str], stream: Te
 
 
 def summary(comparison: Comparison) -> Iterator[str]:
-    """Yield the summary lines: runs, first difference, one-sided metrics, number of differing keys."""
+    """Yield the lines of the summary: both runs, first difference, metrics of only one run, number of keys that differ."""
     for letter, run in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {run.name} ({run.folder}), steps {run.rows[0].step} to {run.rows[-1].step}"
         yield from (f"   {note}" for note in run.notes)
     tolerance = f"|a - b| <= {comparison.absolute:g} + {comparison.relative:g} * max(|a|, |b|)"
-    same = sum(metric.step is None and metric.common > 0 for metric in comparison.metrics)
+    same = sum(metric.step is None and metric.num_common > 0 for metric in comparison.metrics)
     if comparison.first is None:
         yield f"{same} metrics agree at every common step within {tolerance}"
     else:
@@ -88,33 +88,33 @@ def summary(comparison: Comparison) -> Iterator[str]:
 
 
 def html_page(comparison: Comparison, patterns: Sequence[str]) -> str:
-    """Return a self-contained page: overlaid curves of both runs, divergences, configuration differences."""
+    """Return a self-contained page with the curves of both runs, their first differences and the keys that differ."""
     return page(f"{comparison.a.name} and {comparison.b.name}", _body(comparison, patterns))
 
 
 def _body(comparison: Comparison, patterns: Sequence[str]) -> Iterator[str]:
     yield f"<h1>{html(comparison.a.name)} and {html(comparison.b.name)}</h1>"
     yield from (f"<p>{html(line)}</p>" for line in summary(comparison))
-    metrics = chosen(comparison, patterns)
+    metrics = select_metrics(comparison, patterns)
     yield '<h2>Curves</h2><div class="grid-of-charts">'
     for metric in metrics:
         unit = next((entry.unit for entry in dictionary.ENTRIES if entry.matches(metric.metric)), "")
         note = (
             ""
             if metric.step is None
-            else f"first difference at step {metric.step}: {' and '.join(map(repr, metric.at))}"
+            else f"first difference at step {metric.step}: {' and '.join(map(repr, metric.values))}"
         )
         lines = [Series(f"A {comparison.a.name}", metric.a, 0), Series(f"B {comparison.b.name}", metric.b, 1)]
         yield chart(metric.metric, lines, unit=unit, note=note, mark=metric.step)
     yield "</div><h2>First differences</h2>"
     yield table(
-        ("metric", "common steps", "first difference", "A there", "B there", "largest |A - B|"),
+        ("metric", "common steps", "first difference", "value of A", "value of B", "largest |A - B|"),
         (
             (
                 m.metric,
-                m.common,
+                m.num_common,
                 "none" if m.step is None else m.step,
-                *(("", "") if m.step is None else m.at),
+                *(("", "") if m.step is None else m.values),
                 number(m.largest),
             )
             for m in metrics
@@ -133,10 +133,10 @@ def _cells(metric: Divergence) -> Iterator[str]:
         values = [y for _, y in points]
         yield f"{number(values[0])} → {number(values[-1])}"
         yield spark(values, low, high)
-    if not metric.common:
+    if not metric.num_common:
         yield "no common step"
     elif metric.step is None:
         yield "none"
     else:
-        yield f"step {metric.step}: {metric.at[0]:.9g}, {metric.at[1]:.9g}"
+        yield f"step {metric.step}: {metric.values[0]:.9g}, {metric.values[1]:.9g}"
     yield number(metric.largest)

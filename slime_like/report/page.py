@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: inline style, no script, and a policy that forbids loading anything."""
+"""Self-contained HTML pages: inline style, no script, and a content security policy that forbids to load anything."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def html(value: object) -> str:
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """Return the complete document. ``body`` is HTML whose values were escaped by ``html``."""
+    """Return the complete document. ``body`` is HTML in which the caller has escaped every value by ``html``."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY, quote=True)}">'
@@ -59,7 +59,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[int] = ()) -> str:
-    """Return a table of plain text; every cell is escaped. ``numbers`` are right-aligned columns."""
+    """Return an HTML table; every cell is escaped. ``numbers`` are the indices of columns to align to the right."""
 
     def cells(tag: str, row: Sequence[object]) -> str:
         return "".join(

@@ -1,4 +1,4 @@
-"""Reads configuration and metrics from a run's folder."""
+"""Configuration and metrics of a run, read from its folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunRecord:
     folder: Path
     config: Mapping[str, Any]  # the resolved configuration as a tree; empty if the folder has none
     rows: tuple[LogRow, ...]  # by step
-    notes: tuple[str, ...]  # describe unreadable parts that were skipped
+    notes: tuple[str, ...]  # one per part of the folder that is missing or was skipped
 
     @property
     def name(self) -> str:
@@ -34,12 +34,12 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row.values))
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Return (step, value) of the rows that have ``metric``."""
+        """Return (step, value) for each row that has ``metric``."""
         return [(row.step, row.values[metric]) for row in self.rows if metric in row.values]
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Read a run's folder. A torn last line of a killed run is noted and skipped.
+    """Read a run's folder. An incomplete last line, which a killed run can leave, is skipped with a note.
 
     Raises ``DataError`` naming the file and any unreadable line.
     """
@@ -74,7 +74,7 @@ def _rows(path: Path, notes: list[str]) -> Iterator[LogRow]:
             yield parse_row(line)
         except ValueError as error:
             if number == len(lines) and not content.endswith(b"\n"):
-                notes.append(f"{path}:{number}: the last line is torn and was left out")
+                notes.append(f"{path}:{number}: the last line is incomplete and was skipped")
                 return
             raise DataError(
                 f"{path}:{number} is no line of metrics ({reason(error)}): remove it, or copy the file again"
@@ -83,7 +83,7 @@ def _rows(path: Path, notes: list[str]) -> Iterator[LogRow]:
 
 def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
-        notes.append(f"{path} is missing: the configuration is not known")
+        notes.append(f"{path} is missing: the report shows no configuration")
         return {}
     file = InputFile(path)
     tree = file.yaml()

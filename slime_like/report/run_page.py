@@ -1,4 +1,4 @@
-"""The page of a run: curves, difference between trainer and engine, time and memory, sampled tokens."""
+"""Page of a run: curves, difference between trainer and engine, time and memory, sampled tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,16 @@ CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     ),
 }
 PHASES = ("train_wait", "train", "update_weights", "eval", "save")  # consecutive phases of the loop
-INSIDE = ("rollout", "actor_train", "log_probs", "ref_log_probs", "values", "critic_train", "teacher_log_probs", "dump")
+NESTED_PHASES = (
+    "rollout",
+    "actor_train",
+    "log_probs",
+    "ref_log_probs",
+    "values",
+    "critic_train",
+    "teacher_log_probs",
+    "dump",
+)
 MEMORY = "memory/"
 MAX_WARNINGS = 50
 GIB = 2**30
@@ -68,12 +77,12 @@ def _body(record: RunRecord, sampled: Sequence[SampledRollout], decode: Decode) 
         if title == "Trainer and engine":
             yield from _evaluation(record)
         rendered = [_chart(record, name, metrics) for name, metrics in charts]
-        if shown := [text for text in rendered if text]:
-            yield f'<h2>{title}</h2><div class="grid-of-charts">{"".join(shown)}</div>'
-    views = [rollout.view for rollout in sampled if rollout.view is not None]
-    parts = attribute(record, views)
+        if figures := [text for text in rendered if text]:
+            yield f'<h2>{title}</h2><div class="grid-of-charts">{"".join(figures)}</div>'
+    tables = [rollout.token_table for rollout in sampled if rollout.token_table is not None]
+    causes = attribute(record, tables)
     yield "<h3>Causes of the difference</h3>"
-    yield table(("cause", "measured", "by"), ((part.cause, part.measured, part.source) for part in parts))
+    yield table(("cause", "measured", "by"), ((cause.cause, cause.measurement, cause.source) for cause in causes))
     yield from _time(record)
     yield from _memory(record)
     yield from collectives(record)
@@ -93,9 +102,9 @@ def _head(record: RunRecord) -> Iterator[str]:
     planned = config.get("loop.num_rollout")
     total = f" of {html(str(planned))}" if planned is not None else ""
     trained = sum(row.values.get("train/num_tokens", 0.0) > 0 for row in rows)
-    counted = "" if config.get("run.mode") == "rollout_only" else f", {trained} of them trained on"
+    trained_text = "" if config.get("run.mode") == "rollout_only" else f", {trained} of them trained on"
     yield f"<h1>{html(record.name)}</h1>"
-    yield f"<p class=dim>{html(str(record.folder))}; {last}{total} rollouts{counted}{duration}</p>"
+    yield f"<p class=dim>{html(str(record.folder))}; {last}{total} rollouts{trained_text}{duration}</p>"
     facts = [
         f"{key}={config[key]}"
         for key in (
@@ -114,11 +123,11 @@ def _head(record: RunRecord) -> Iterator[str]:
 
 
 def _warnings(record: RunRecord) -> Iterator[str]:
-    """The run's warnings by step, the newest first."""
-    found = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
-    if found:
-        yield f"<h2>Warnings</h2><details open><summary>{len(found)} of the run's own</summary>"
-        yield table(("step", "warning"), found[:MAX_WARNINGS])
+    """Yield the table of the run's warnings by step, the newest first."""
+    warnings = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
+    if warnings:
+        yield f"<h2>Warnings</h2><details open><summary>{len(warnings)} warnings of the run</summary>"
+        yield table(("step", "warning"), warnings[:MAX_WARNINGS])
         yield "</details>"
 
 
@@ -140,7 +149,7 @@ def _chart(record: RunRecord, title: str, metrics: Sequence[str]) -> str:
 def _estimated_entropy(record: RunRecord) -> str:
     """Chart -log p of sampled tokens, whose mean is the entropy, for a run whose loss does not compute the entropy."""
     curve = [(step, -value) for step, value in record.curve("rollout/log_probs")]
-    note = "estimated: minus the log-probability of sampled tokens, whose mean over samples it is"
+    note = "estimated as minus the mean log-probability of sampled tokens"
     return chart(ENTROPY, [Series("entropy", curve)], unit="nats", note=note) if curve else ""
 
 
@@ -165,12 +174,12 @@ def _time(record: RunRecord) -> Iterator[str]:
     total = sum(totals.values())
     yield "<h2>Time</h2>"
     if not total > 0:
-        yield "<p class=note>no phase was timed</p>"
+        yield "<p class=note>the run recorded no times</p>"
         return
     yield _bar(totals, total)
-    inside = {phase: sum(_seconds(row, phase) for row in rows) for phase in INSIDE}
+    nested = {phase: sum(_seconds(row, phase) for row in rows) for phase in NESTED_PHASES}
     cells = [(phase, "phase of the loop", spent, spent / total) for phase, spent in totals.items() if spent]
-    cells += [(phase, "concurrent or nested", spent, spent / total) for phase, spent in inside.items() if spent]
+    cells += [(phase, "concurrent or nested", spent, spent / total) for phase, spent in nested.items() if spent]
     yield table(
         ("", "", "s", "s per step", "share of the loop"),
         (
@@ -211,7 +220,7 @@ def _memory(record: RunRecord) -> Iterator[str]:
     names = [name for name in record.metrics if name.startswith(MEMORY)]
     yield "<h2>Memory</h2>"
     if not names and not record.curve("guard/free_bytes"):
-        yield "<p class=note>the run recorded none</p>"
+        yield "<p class=note>the run recorded no memory metrics</p>"
         return
     lines = [
         Series(name.removeprefix(MEMORY), [(step, value / GIB) for step, value in record.curve(name)], colour)
@@ -219,7 +228,7 @@ def _memory(record: RunRecord) -> Iterator[str]:
     ]
     free = [(step, value / GIB) for step, value in record.curve("guard/free_bytes")]
     yield f'<div class="grid-of-charts">{chart("peak of the reporting trainer rank by phase", lines, unit="GiB") if lines else ""}'
-    yield f"{chart('least free memory that the guard found', [Series('free', free)], unit='GiB') if free else ''}</div>"
+    yield f"{chart('smallest free memory that the guard measured', [Series('free', free)], unit='GiB') if free else ''}</div>"
     peaks = ((line.name, f"{max(y for _, y in line.points):.3f}", f"{line.points[-1][1]:.3f}") for line in lines)
     if lines:
         yield table(("phase", "highest peak, GiB", "last peak, GiB"), peaks, numbers=(1, 2))
@@ -229,24 +238,26 @@ def _faults(record: RunRecord) -> Iterator[str]:
     """Yield the table of faults, if there were any."""
     if outcomes := faults.outcomes(*faults.read(record.folder)):
         yield "<h2>Faults</h2>"
-        yield table(("what", "where", "result"), ((f.what, f.where, f.found) for f in outcomes))
+        yield table(("fault", "target", "result"), ((o.fault, o.target, o.result) for o in outcomes))
 
 
 def _samples(sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:
     yield "<h2>Sampled tokens</h2>"
     if not sampled:
-        yield "<p class=note>run.dump_rollouts=true saves each rollout's samples, to be shown here</p>"
+        yield "<p class=note>run.dump_rollouts=true saves the samples of each rollout, which are then shown here</p>"
         return
     yield legend()
     for rollout in sampled:
-        version = "" if rollout.view is None else f", scored by the trainer's version {rollout.view.version}"
+        version = (
+            "" if rollout.token_table is None else f", scored by the trainer's version {rollout.token_table.version}"
+        )
         yield f"<h3>Rollout {rollout.rollout_id}{version}</h3>"
         for group in rollout.groups:
-            yield from group_html(group, rollout.view, decode, rollout.rollout_id)
+            yield from group_html(group, rollout.token_table, decode, rollout.rollout_id)
 
 
 def _metrics(record: RunRecord) -> Iterator[str]:
-    yield "<h2>All metrics</h2><details><summary>first, last, smallest and largest of each, with what is healthy</summary>"
+    yield "<h2>All metrics</h2><details><summary>first, last, smallest and largest value, and the healthy range</summary>"
     rows: list[tuple[object, ...]] = []
     for name in record.metrics:
         values = [value for _, value in record.curve(name)]

@@ -1,4 +1,4 @@
-"""Dumped rollouts shown in a report: the first, the middle and the last."""
+"""Selection of dumped rollouts for a report: the first, the middle and the last."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.data.dump import load_groups, rollout_path
-from slime_like.data.token_view import TokenTable, load_view, view_path
+from slime_like.data.token_table import TokenTable, load_table, table_path
 from slime_like.types import SampleGroup
 
-GROUPS = 4  # per rollout
+MAX_GROUPS = 4  # per rollout
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRollout:
-    """Some groups of a rollout, and the trainer's view of some of their samples."""
+    """Some groups of a rollout, and the token table of some of their samples."""
 
     rollout_id: int
     groups: tuple[SampleGroup, ...]
-    view: TokenTable | None
+    token_table: TokenTable | None  # None if the run wrote none
 
 
 def sampled_rollouts(folder: Path, max_rollouts: int = 3) -> list[SampledRollout]:
-    """Load up to ``max_rollouts`` rollouts of a run's ``rollouts`` folder, evenly spaced.
+    """Return up to ``max_rollouts`` rollouts of a run's ``rollouts`` folder, evenly spaced.
 
     Raises ``DataError`` naming an unreadable file.
     """
@@ -37,5 +37,5 @@ def sampled_rollouts(folder: Path, max_rollouts: int = 3) -> list[SampledRollout
 
 def _load(folder: Path, rollout_id: int) -> SampledRollout:
     groups = load_groups(rollout_path(folder, rollout_id))
-    path = view_path(folder, rollout_id)
-    return SampledRollout(rollout_id, groups[:GROUPS], load_view(path) if path.is_file() else None)
+    path = table_path(folder, rollout_id)
+    return SampledRollout(rollout_id, groups[:MAX_GROUPS], load_table(path) if path.is_file() else None)

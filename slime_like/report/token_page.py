@@ -1,4 +1,4 @@
-"""Sampled responses, token by token, as HTML. All text comes from models or datasets and is escaped."""
+"""HTML of sampled responses, token by token. Texts of models and datasets are escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_like.data.token_view import TokenTable
+from slime_like.data.token_table import TokenTable
 from slime_like.printable import visible
 from slime_like.report.chart import number
 from slime_like.report.page import html, table
@@ -22,7 +22,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Data of one token; nan if unknown."""
+    """Row of one token: log-probabilities of engine and trainer, advantage and loss weight; nan if unknown."""
 
     text: str
     rollout: float
@@ -34,11 +34,11 @@ class Token:
 
     @property
     def difference(self) -> float:
-        """Return trainer - engine."""
+        """Return the trainer's log-probability minus the engine's."""
         return self.trainer - self.rollout
 
     def cells(self) -> tuple[str, ...]:
-        """Return the formatted columns."""
+        """Return the texts of ``COLUMNS``."""
         version = "" if self.version < 0 else str(self.version)
         values = (self.rollout, self.trainer, self.difference, self.advantage, self.weight)
         return (*("" if math.isnan(value) else number(value) for value in values), version, self.source.value)
@@ -47,30 +47,30 @@ class Token:
 COLUMNS = ("engine", "trainer", "difference", "advantage", "weight", "version", "span")
 
 
-def tokens_of(sample: Sample, view: TokenTable | None, decode: Decode) -> list[Token]:
-    """Return the tokens of a sample, with the trainer's columns if ``view`` has the sample."""
-    first_row = _first_row(sample, view)
+def tokens_of(sample: Sample, token_table: TokenTable | None, decode: Decode) -> list[Token]:
+    """Return the tokens of a sample, with the trainer's columns if ``token_table`` has the sample."""
+    first_row = _first_row(sample, token_table)
     tokens: list[Token] = []
     for span in sample.spans:
         for index in range(span.start, span.stop):
             text = visible(decode([int(sample.token_ids[index])]))
             logprob = float(sample.logprobs[index]) if span.source is Source.MODEL else math.nan
-            extra = (math.nan, math.nan, math.nan)
-            if view is not None and first_row is not None:
-                row = first_row + index
-                extra = tuple(float(c[row]) for c in (view.trainer_logprobs, view.advantages, view.loss_weight))
-            tokens.append(Token(text, logprob, extra[0], extra[1], extra[2], span.version, span.source))
+            trainer, advantage, weight = math.nan, math.nan, math.nan
+            if token_table is not None and first_row is not None:
+                columns = (token_table.trainer_logprobs, token_table.advantages, token_table.loss_weight)
+                trainer, advantage, weight = (float(column[first_row + index]) for column in columns)
+            tokens.append(Token(text, logprob, trainer, advantage, weight, span.version, span.source))
     return tokens
 
 
-def group_html(group: SampleGroup, view: TokenTable | None, decode: Decode, rollout_id: int) -> Iterator[str]:
-    """Yield the HTML of a group's samples that are in the view; of all samples without a view."""
-    shown = [s for s in group.samples if view is None or _first_row(s, view) is not None]
-    for sample in shown:
+def group_html(group: SampleGroup, token_table: TokenTable | None, decode: Decode, rollout_id: int) -> Iterator[str]:
+    """Yield the HTML of the group's samples that are in ``token_table``, or of all samples if it is None."""
+    samples = [s for s in group.samples if token_table is None or _first_row(s, token_table) is not None]
+    for sample in samples:
         reward = "not scored" if sample.reward is None else f"reward {number(sample.reward.score)}"
         label = "" if group.prompt.label is None else f", label {visible(group.prompt.label)}"
         title = f"rollout {rollout_id}, group {group.group_id}, sample {sample.sample_id}: {reward}{label}"
-        tokens = tokens_of(sample, view, decode)
+        tokens = tokens_of(sample, token_table, decode)
         yield f"<details open><summary>{html(title)} <small>{html(_facts(sample))}</small></summary>"
         yield f'<p class="tokens">{"".join(map(_span, tokens[:MAX_TOKENS]))}</p>'
         if len(tokens) > MAX_TOKENS:
@@ -82,7 +82,7 @@ def group_html(group: SampleGroup, view: TokenTable | None, decode: Decode, roll
 
 
 def legend() -> str:
-    """Return the legend of colours."""
+    """Return the legend of the colours of tokens."""
     keys = [f'<span class="t d{index + 1}">from {level:g}</span>' for index, level in enumerate(LEVELS)]
     return (
         f"<p class=note>|trainer - engine| log-probability of a sampled token: {', '.join(keys)} nats. Grey: prompt; "
@@ -95,13 +95,13 @@ def _facts(sample: Sample) -> str:
     return f"{sample.status.value}, {sample.num_response_tokens} sampled tokens, weights of version {versions}"
 
 
-def _first_row(sample: Sample, view: TokenTable | None) -> int | None:
-    """Return the index of a sample's first token in the view, None if it is missing."""
-    if view is None:
+def _first_row(sample: Sample, token_table: TokenTable | None) -> int | None:
+    """Return the index of a sample's first token in ``token_table``; None if the table does not have the sample."""
+    if token_table is None:
         return None
-    for index in np.flatnonzero(view.sample_ids == sample.sample_id):
-        span = view.sequence(int(index))
-        if np.array_equal(view.token_ids[span], sample.token_ids):
+    for index in np.flatnonzero(token_table.sample_ids == sample.sample_id):
+        span = token_table.sequence(int(index))
+        if np.array_equal(token_table.token_ids[span], sample.token_ids):
             return span.start
     return None
 

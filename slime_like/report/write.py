@@ -1,4 +1,4 @@
-"""Writes ``report.html`` into a run's folder, during or after the run."""
+"""Writing of ``report.html`` into a run's folder, during or after the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     record = read_record(run_dir)
     sampled = sampled_rollouts(run_dir / "rollouts")
-    html = run_page(record, sampled, decoder(record) if sampled else _numbers)
+    html = run_page(record, sampled, decoder(record) if sampled else _ids_as_text)
     path = out or run_dir / REPORT
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -30,15 +30,15 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def decoder(record: RunRecord) -> Callable[[Sequence[int]], str]:
-    """Return the decode function of the run's tokenizer, or a fallback that prints token ids if it is missing."""
+    """Return the decode function of the run's tokenizer, or of a fallback that prints token ids if there is no tokenizer."""
     folder = tokenizer_folder(record)
     if folder is None or not Path(folder).is_dir():
-        return _numbers
+        return _ids_as_text
     try:
         return open_tokenizer(folder).decode
     except (OSError, ValueError, KeyError):  # an unreadable tokenizer must not prevent the report
-        return _numbers
+        return _ids_as_text
 
 
-def _numbers(token_ids: Sequence[int]) -> str:
+def _ids_as_text(token_ids: Sequence[int]) -> str:
     return "".join(f"<{token_id}>" for token_id in token_ids)

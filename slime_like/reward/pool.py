@@ -19,12 +19,11 @@ from slime_like.reward.number import checked
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
 from slime_like.reward.worker import LOAD_S, Load, ScoreRequest
-from slime_like.types import Prompt, Reward, Sample, SampleGroup, Status
+from slime_like.types import UNTRAINED, Prompt, Reward, Sample, SampleGroup, Status
 from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.deadline import Deadline
 
 LOAD_TRIES = 3  # imports of a reward whose process is killed during the import
-UNSCORED = (Status.FAILED, Status.ABORTED)
 COUNTS = ("calls", "timeouts", "killed", "remote_failures", "remote_retries", "fallbacks")
 
 
@@ -92,7 +91,7 @@ class RewardPool:
         await self._remote.close()
 
     async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
-        unscored = [s for s in group.samples if s.reward is None and s.status not in UNSCORED]
+        unscored = [s for s in group.samples if s.reward is None and s.status not in UNTRAINED]
         weights = components(self._config, group.prompt.rm_type, unshaped=unshaped)
         parts = (
             await gather_or_cancel([self._part(name, group.prompt, unscored) for name in weights]) if unscored else []

@@ -27,7 +27,7 @@ def count_rows(path: Path) -> int:
     return int(open_parquet(path).metadata.num_rows)
 
 
-def rows_of(spec: str) -> range:
+def selected_rows(spec: str) -> range:
     """Return the rows of a file selected by ``path`` or ``path@[a:b]``."""
     match = SLICE.match(spec)
     num_rows = count_rows(Path(match["path"] if match else spec).expanduser())

@@ -146,12 +146,16 @@ def simulate(
 ) -> list[Result]:
     """Return loss and gradient of each optimizer step at the same weights, with rows split over ``cp`` ranks."""
     loss_fn: LossFn = resolve("algo.loss", config.loss, LOSSES)(config)
-    dp = len(batch.steps[0].rows)
+    dp = len(batch.steps[0].micro_batches)
     advantages = _token_advantages(batch, config, policies, dp, local_reduce)
     results: list[Result] = []
     with ThreadPoolExecutor(cp) as threads:
         for s, step in enumerate(batch.steps):
-            rows = [(row, advantages.get((s, d, m))) for d, rank in enumerate(step.rows) for m, row in enumerate(rank)]
+            rows = [
+                (row, advantages.get((s, d, m)))
+                for d, rank in enumerate(step.micro_batches)
+                for m, row in enumerate(rank)
+            ]
             cp_reduce = ThreadReduce(cp)
             ranks = [(cp_reduce.rank(r) if cp > 1 else LocalReduce(), r) for r in range(cp)]
             parts = threads.map(
@@ -248,8 +252,8 @@ def _token_advantages(
     reduce = ThreadReduce(dp)
 
     def rank(d: int) -> dict[tuple[int, int, int], Tensor]:
-        indices = [(s, d, m) for s, step in enumerate(batch.steps) for m in range(len(step.rows[d]))]
-        views = [token_view(batch.steps[s].rows[d][m], policies) for s, d, m in indices]
+        indices = [(s, d, m) for s, step in enumerate(batch.steps) for m in range(len(step.micro_batches[d]))]
+        views = [token_view(batch.steps[s].micro_batches[d][m], policies) for s, d, m in indices]
         values = estimator(views, LocalReduce() if local_reduce else reduce.rank(d))
         return dict(zip(indices, values, strict=True))
 

@@ -86,18 +86,18 @@ def assembled(groups: Sequence[SampleGroup], config: PpoConfig | DistillConfig, 
 def on_ranks(batch: TrainBatch, estimator: GeneralisedAdvantage | ReverseKL) -> list[dict[str, dict[Token, float]]]:
     """Return advantages, returns and diagnostics by token for each dp rank, computed in threads with a common reduction."""
     (step,) = batch.steps
-    reduce = ThreadReduce(len(step.rows))
+    reduce = ThreadReduce(len(step.micro_batches))
 
     def rank(d: int) -> dict[str, dict[Token, float]]:
-        views = [view(rows) for rows in step.rows[d]]
-        columns = {"advantages": by_token(step.rows[d], estimator(views, reduce.rank(d)))}
+        views = [view(rows) for rows in step.micro_batches[d]]
+        columns = {"advantages": by_token(step.micro_batches[d], estimator(views, reduce.rank(d)))}
         if isinstance(estimator, GeneralisedAdvantage):
-            columns["returns"] = by_token(step.rows[d], estimator.returns(views))
+            columns["returns"] = by_token(step.micro_batches[d], estimator.returns(views))
         diagnostics = estimator.diagnose(views, reduce.rank(d))
         return columns | {name: {(0, 0): value} for name, value in diagnostics.items()}
 
-    with ThreadPoolExecutor(len(step.rows)) as threads:
-        return list(threads.map(rank, range(len(step.rows))))
+    with ThreadPoolExecutor(len(step.micro_batches)) as threads:
+        return list(threads.map(rank, range(len(step.micro_batches))))
 
 
 def by_token(micros: Sequence[PackedBatch], columns: Sequence[Tensor]) -> dict[Token, float]:

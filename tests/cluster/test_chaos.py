@@ -210,7 +210,7 @@ def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
     append(tmp_path, *strikes)
     append(tmp_path, replace(recoveries[0], joined=0.0), *recoveries)
     assert read(tmp_path) == (strikes, recoveries)
-    assert [(o.what, o.where, o.found) for o in outcomes(strikes, recoveries)] == [
+    assert [(o.fault, o.target, o.result) for o in outcomes(strikes, recoveries)] == [
         (
             *("kill_engine:collect:3:0.5", "engine 0"),
             "noticed after 1.0 s (dead: gone), up after 10.0 s, serves version 3 after 12.0 s, 7 groups moved to another "
@@ -238,7 +238,8 @@ def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
     assert lines[0] == "faults: 6 injected, 4 engines lost, 1 of them serving again"
     assert len(lines) == 8
     assert (
-        outcomes(strikes[3:4], [])[0].found == "no engine was lost, or that part of the run ended before it was noticed"
+        outcomes(strikes[3:4], [])[0].result
+        == "no engine was lost, or that part of the run ended before it was noticed"
     )
     assert report_lines([], []) == []
     assert report_lines([], [], [parse_fault("kill_engine:save:3")])[1:] == [

@@ -15,7 +15,7 @@ from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.training_run import Run
 from slime_like.config.schema.root import TrainConfig
 from slime_like.metrics.drift import DriftWatch
-from slime_like.metrics.sinks import FanOut, JsonlSink
+from slime_like.metrics.sinks import JsonlSink, SinkGroup
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.generate import evaluate
@@ -58,7 +58,7 @@ def make_run(folder: Path, *, metrics: tuple[Metric, ...] = (), trainer: Trainer
     run.control = Control(folder, messages.append)
     run.control.open(0, 9)
     run.sink, run.spans, run.rollout_id, run.engine_ranks = (
-        FanOut([JsonlSink(folder / "metrics.jsonl", 0)]),
+        SinkGroup([JsonlSink(folder / "metrics.jsonl", 0)]),
         Spans(),
         0,
         0,

@@ -34,7 +34,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.data import faults
 from slime_like.data.dump import load_groups
-from slime_like.data.token_view import load_view
+from slime_like.data.token_table import load_table
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.sinks import open_sinks
 from slime_like.report.record import read_record
@@ -241,7 +241,7 @@ def _status(world: World, path: Path) -> Any:
 
 def _dumps(world: World, path: Path) -> Any:
     """Load the dump as a replaying run does, and write a report."""
-    loaded = load_view(path) if path.name.startswith("tokens") else load_groups(path)
+    loaded = load_table(path) if path.name.startswith("tokens") else load_groups(path)
     write_report(world.root / "run")
     return loaded
 

@@ -21,7 +21,7 @@ from slime_like.config.load.loader import load_config, to_yaml
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data import faults
 from slime_like.data.dump import rollout_path, save_groups
-from slime_like.data.token_view import TokenTable, save_view, view_path
+from slime_like.data.token_table import TokenTable, save_table, table_path
 from slime_like.metrics.sinks import JsonlSink
 from slime_like.quickstart.model import MESSAGES_ALONE, write_tokenizer
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span
@@ -222,7 +222,7 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
     write_status(run_dir, RunStatus(NUM_DONE, 10, running=False, requests=(answer,)))
     for rollout_id in range(2):
         save_groups(rollout_path(run_dir / "rollouts", rollout_id), groups(2 * rollout_id, 2))
-        save_view(view_path(run_dir / "rollouts", rollout_id), _view())
+        save_table(table_path(run_dir / "rollouts", rollout_id), _view())
 
 
 def cursor(cfg: TrainConfig) -> dict[str, Any]:

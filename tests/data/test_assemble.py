@@ -23,7 +23,7 @@ DONE = Status.COMPLETED
 
 
 def rows_of(step: StepBatch) -> list[PackedBatch]:
-    return [row for rank in step.rows for row in rank]
+    return [row for rank in step.micro_batches for row in rank]
 
 
 def per_sample(step: StepBatch, name: str) -> dict[int, list[float]]:
@@ -56,7 +56,7 @@ def test_every_sample_is_packed_once_and_weights_sum_to_one(
     counts = Counter(int(i) for step in batch.steps for row in rows_of(step) for i in row.sample_ids if i != FILLER_ID)
     assert counts == Counter(list(samples))
     for step in batch.steps:
-        assert len(step.rows) == dp and len({len(rank) for rank in step.rows}) == 1
+        assert len(step.micro_batches) == dp and len({len(rank) for rank in step.micro_batches}) == 1
         weights = np.concatenate([row.loss_weight for row in rows_of(step)])
         trained = [i for i, w in per_sample(step, "loss_weight").items() if any(w)]
         expected = step.num_tokens / (16 * len(trained)) if aggregation == "dr_grpo" else 1.0
@@ -151,7 +151,7 @@ def test_an_episode_of_two_samples_counts_once() -> None:
 
 
 def test_without_group_advantage_the_ranks_compute_the_column() -> None:
-    row = assemble(groups_of([[shape(1.0)]]), replace(SPEC, group_advantage=None), 0).steps[0].rows[0][0]
+    row = assemble(groups_of([[shape(1.0)]]), replace(SPEC, group_advantage=None), 0).steps[0].micro_batches[0][0]
     assert row.advantages is None
     assert row.rewards.tolist() == [1.0]
 
@@ -204,7 +204,7 @@ def test_uneven_ranks_get_a_filler_of_zero_weight() -> None:
     groups = groups_of([[shape(1.0, response=9), shape(0.0, response=9), shape(0.5, response=9)]])
     step = assemble(groups, replace(SPEC, dp=2, max_tokens_per_rank=10), 0).steps[0]
     fillers = [row for row in rows_of(step) if FILLER_ID in row.sample_ids]
-    assert [len(rank) for rank in step.rows] == [2, 2]
+    assert [len(rank) for rank in step.micro_batches] == [2, 2]
     assert len(fillers) == 1 and not fillers[0].loss_weight.any()
     assert step.num_tokens == 27
 
@@ -212,7 +212,7 @@ def test_uneven_ranks_get_a_filler_of_zero_weight() -> None:
 def test_extras_are_packed_with_their_tokens() -> None:
     group = groups_of([[shape(1.0), shape(0.0)]])[0]
     samples = tuple(replace(s, extras={"experts": np.full((3, 2), s.sample_id)}) for s in group.samples)
-    row = assemble([replace(group, samples=samples)], SPEC, 0).steps[0].rows[0][0]
+    row = assemble([replace(group, samples=samples)], SPEC, 0).steps[0].micro_batches[0][0]
     assert row.extras["experts"].shape == (6, 2)
     assert row.extras["experts"][:, 0].tolist() == np.repeat(row.sample_ids, 3).tolist()
     with pytest.raises(EngineError, match="samples 0 and 1 have different extras"):

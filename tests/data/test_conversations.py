@@ -40,7 +40,7 @@ def rows(folder: Path, template: str, row: dict[str, Any], mode: str = "turns") 
     marker = Conversations(tokenizer, mode)
     group = Demonstrations(prompts, tokenizer, 500, marker).next(1, 0)[0]
     batch = assemble([group], AssembleSpec(None, "token_mean", 1, 1, 500, 16), rollout_id=0)
-    packed = batch.steps[0].rows[0][0]
+    packed = batch.steps[0].micro_batches[0][0]
     trained = packed.loss_weight > 0
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     parts = [str(tokenizer.decode(packed.token_ids[a:b])) for a, b in pairwise(edges) if trained[a]]

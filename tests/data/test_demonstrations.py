@@ -18,7 +18,7 @@ def test_label_and_end_token_are_trained(tmp_path: Path) -> None:
     prompts = source(write(tmp_path / "a.jsonl", [{"prompt": "2+2=", "label": "44"}]))
     group = Demonstrations(prompts, PLAIN, max_context_len=64).next(1, first_group_id=5)[0]
     batch = assemble([group], AssembleSpec(None, "token_mean", 1, 1, 100, 16), rollout_id=0)
-    row = batch.steps[0].rows[0][0]
+    row = batch.steps[0].micro_batches[0][0]
     assert PLAIN.decode(row.token_ids[row.loss_weight > 0]) == "44[EOS]"
     assert PLAIN.decode(row.token_ids) == "2+2=44[EOS]"
     np.testing.assert_allclose(row.loss_weight.sum(), 1)

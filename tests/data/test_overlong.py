@@ -54,7 +54,7 @@ def test_failed_samples_are_not_penalized() -> None:
 
 def test_advantages_and_token_rewards_use_shaped_scores() -> None:
     spec = AssembleSpec(lambda rewards_G: rewards_G, "token_mean", 1, 1, 1000, 10, overlong=RULE)
-    (rows,) = assemble([group(6, 8, 10)], spec, 0).steps[0].rows[0]
+    (rows,) = assemble([group(6, 8, 10)], spec, 0).steps[0].micro_batches[0]
     assert rows.advantages is not None
     by_sample = dict(zip(rows.sample_ids.tolist(), zip(rows.advantages, rows.rewards, strict=True), strict=True))
     assert by_sample == {0: (1.0, 1.0), 1: (0.75, 0.75), 2: (0.5, 0.5)}

@@ -16,7 +16,7 @@ from slime_like.config.load.loader import load_config
 from slime_like.config.schema.collectives import OPS
 from slime_like.config.schema.rollout import DataConfig
 from slime_like.data.prompts import FileSource, SourceContext
-from slime_like.data.token_view import load_view, view_path
+from slime_like.data.token_table import load_table, table_path
 from tests.e2e import checks
 from tests.e2e.conftest import SMALL, Warm
 from tests.e2e.custom import HOLD
@@ -202,7 +202,7 @@ def test_the_report_tells_of_the_run(run: Done) -> None:
 def test_samples_are_kept_as_the_trainer_saw_them(run: Done) -> None:
     """Before a rollout is trained on, trainer and engine hold the same weights: their log-probabilities are equal."""
     for rollout_id in range(ROLLOUTS):
-        view = load_view(view_path(run.run_dir / "rollouts", rollout_id))
+        view = load_table(table_path(run.run_dir / "rollouts", rollout_id))
         sampled = view.versions >= 0
         assert view.version == rollout_id
         assert set(view.versions[sampled].tolist()) == {rollout_id}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slime_like.data.dump import load_groups, rollout_path
-from slime_like.data.token_view import load_view, view_path
+from slime_like.data.token_table import load_table, table_path
 from slime_like.types import Sample, Source
 from tests.e2e import checks
 from tests.e2e.runs import REPOSITORY, Training, metrics
@@ -68,12 +68,12 @@ def test_a_program_of_its_own_teaches_a_tool(overrides: tuple[str, ...], tmp_pat
     assert rows[-1]["rollout/num_turns"] > rows[1]["rollout/num_turns"] + 0.2, "because it calls"
     rewards = [row["rollout/raw_reward"] for row in rows[1:]]
     assert np.mean(rewards[-2:]) > rewards[0] + 0.1, "of what it samples, too"
-    check_token_view(run_dir, ROLLOUTS - 1)
+    check_token_table(run_dir, ROLLOUTS - 1)
 
 
-def check_token_view(run_dir: Path, rollout_id: int) -> None:
+def check_token_table(run_dir: Path, rollout_id: int) -> None:
     """What the calculator wrote is in the view, with no weight, no advantage and no engine's log-probability."""
-    view = load_view(view_path(run_dir / "rollouts", rollout_id))
+    view = load_table(table_path(run_dir / "rollouts", rollout_id))
     groups = load_groups(rollout_path(run_dir / "rollouts", rollout_id))
     samples: dict[int, Sample] = {sample.sample_id: sample for group in groups for sample in group.samples}
     called = 0

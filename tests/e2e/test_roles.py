@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import rollout_path
-from slime_like.data.token_view import TokenTable, load_view, view_path
+from slime_like.data.token_table import TokenTable, load_table, table_path
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import Training, metrics
@@ -103,7 +103,7 @@ def test_the_student_comes_nearer_to_a_teacher_of_another_shape(distilled: Path)
 def test_advantages_are_what_the_teacher_thinks_of_each_token(distilled: Path) -> None:
     teacher = AutoModelForCausalLM.from_pretrained(distilled.parent / "teacher", dtype=torch.float32)
     for rollout_id in (0, ROLLOUTS - 1):
-        view = load_view(view_path(distilled / "rollouts", rollout_id))
+        view = load_table(table_path(distilled / "rollouts", rollout_id))
         trained = view.loss_weight > 0
         assert trained.any() and np.array_equal(np.isfinite(view.advantages), trained), "each token's own, of the ranks"
         assert np.abs(view.advantages[trained]).max() > 100 * checks.MAX_LOGPROB_DIFFERENCE

@@ -1,4 +1,4 @@
-"""Samples of several turns, proven by the token view: what is trained on is what the model sampled, and nothing else."""
+"""Samples of several turns, proven by the token table: what is trained on is what the model sampled, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from slime_like.algo.advantage import grpo
 from slime_like.data.assemble import AssembleSpec, assemble
-from slime_like.data.token_view import TokenTable, choose, token_view
+from slime_like.data.token_table import TokenTable, choose_samples, token_table
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models
@@ -18,16 +18,16 @@ TEMPERATURE = 0.7
 
 
 def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenTable:
-    """The token view of a group, scored by transformers in the trainer's place."""
+    """The token table of a group, scored by transformers in the trainer's place."""
     scored = tuple(replace(s, reward=s.reward or Reward(float(i % 2))) for i, s in enumerate(samples))
     group = SampleGroup(samples[0].group_id, prompt, scored)
-    rows = choose(assemble([group], AssembleSpec(grpo, "token_mean", 1, 1, 4096, 256), 0), [group], 4096)
+    rows = choose_samples(assemble([group], AssembleSpec(grpo, "token_mean", 1, 1, 4096, 256), 0), [group], 4096)
     assert rows is not None
     logprobs = [
         np.append(np.float32(0), models.logprobs("A", rows.token_ids[a:b], TEMPERATURE))
         for a, b in zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)
     ]
-    return token_view(rows, np.concatenate(logprobs), 0)
+    return token_table(rows, np.concatenate(logprobs), 0)
 
 
 def check_samples(engine: Engine, models: Models, prompt: Prompt, samples: Sequence[Sample]) -> None:

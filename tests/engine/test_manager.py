@@ -165,7 +165,7 @@ def test_partial_rollouts_across_pushes_and_a_resume(
             assert all(s.token_ids[-1] in (EOS, *STOPS) and s.spans[-1].source is Source.MODEL for s in ended)
             metrics.append(reduce_metrics(collected.metrics))
             batch = assemble(collected.groups, AssembleSpec(None, "token_mean", 1, 1, 4096, LONGEST), rollout_id)
-            (rows,) = batch.steps[0].rows[0]
+            (rows,) = batch.steps[0].micro_batches[0]
             sampled = rows.loss_weight > 0
             assert ((rows.versions >= 0) == sampled).all()
             assert set(rows.versions[sampled].tolist()) <= set(range(rollout_id + 1))

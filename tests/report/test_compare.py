@@ -55,7 +55,7 @@ def test_runs_of_different_length_are_compared_on_common_steps(tmp_path: Path) -
     a = read_record(write_run(tmp_path / "a", [{"x": 1.0}] * 4))
     b = read_record(write_run(tmp_path / "b", [{"x": 1.0, "y": 2.0}] * 2))
     comparison = compare(a, b, relative=0.0, absolute=0.0)
-    assert (comparison.metrics[0].common, comparison.first, comparison.only) == (2, None, ((), ("y",)))
+    assert (comparison.metrics[0].num_common, comparison.first, comparison.only) == (2, None, ((), ("y",)))
 
 
 @given(st.floats(), st.floats(), st.floats(0, 1), st.floats(0, 1))
@@ -88,14 +88,14 @@ def test_folders_that_are_no_runs(text: str | None, words: list[str], tmp_path: 
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_torn_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [{"x": 1.0}] * 2)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "x": 1.')
     (folder / "config.yaml").unlink()
     record = read_record(folder)
     assert record.curve("x") == [(0, 1.0), (1, 1.0)]
-    assert "torn" in record.notes[0] and "config.yaml is missing" in record.notes[1]
+    assert "incomplete" in record.notes[0] and "config.yaml is missing" in record.notes[1]
     (folder / "config.yaml").write_text("a: [")
     with pytest.raises(DataError, match=r"config\.yaml cannot be read as YAML"):
         read_record(folder)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.data.dump import rollout_path, save_groups
-from slime_like.data.token_view import TokenTable, save_view, view_path
+from slime_like.data.token_table import TokenTable, save_table, table_path
 from slime_like.errors import DataError
 from slime_like.printable import visible
 from slime_like.report.attribution import attribute, by_age, slope
@@ -77,7 +77,7 @@ def sample(sample_id: int, spans: tuple[Span, ...], text: str = "4", reward: flo
     return Sample(0, sample_id, sample_id, 0, ids, logprobs, spans, Status.COMPLETED, text, Reward(reward))
 
 
-def view_of(source: Sample, version: int, trainer: float = -0.5) -> TokenTable:
+def table_of(source: Sample, version: int, trainer: float = -0.5) -> TokenTable:
     count = len(source.token_ids)
     sampled = ~np.isnan(source.logprobs)
     return TokenTable(
@@ -105,7 +105,7 @@ def run(tmp_path: Path) -> Path:
         rollout_sample = sample(rollout_id, SPANS, HOSTILE[3])
         prompt = Prompt(0, rollout_sample.token_ids[:3], HOSTILE[0], HOSTILE[4], None)
         save_groups(rollout_path(folder / "rollouts", rollout_id), [SampleGroup(rollout_id, prompt, (rollout_sample,))])
-        save_view(view_path(folder / "rollouts", rollout_id), view_of(rollout_sample, 7))
+        save_table(table_path(folder / "rollouts", rollout_id), table_of(rollout_sample, 7))
     return folder
 
 
@@ -193,16 +193,16 @@ def test_the_page_has_curves_time_memory_and_attribution(run: Path) -> None:
         assert words in text
     assert "minus the log-probability of sampled tokens" in text, "without an entropy loss"
     assert "entropy at 0: 0.75" in page_of(run)
-    assert "of 0.001 nats the trainer's rounding makes 0.0006" in text
+    assert "the trainer's rounding causes 0.0006 of 0.001 nats" in text
     assert "Rollout 0" in text and "Rollout 2" in text and "Rollout 4" in text and "Rollout 1 " not in text
 
 
 def test_the_page_has_collective_counts(run: Path, tmp_path: Path) -> None:
     text = " ".join(check_self_contained(page_of(run)).text)
     assert "dp all_reduce 400 16.00 1.000 12 1.00 4 256.0" in " ".join(text.split())
-    assert "The memory guard took 2.00 ms in all, 0.0250% of the steps" in text
+    assert "The memory guard took 2.00 ms, 0.0250% of the time of all steps" in text
     alone = write_run(tmp_path / "alone", [{"train/loss": 1.0}], "{}")
-    assert "none was counted: one trainer rank, or guard=off" in page_of(alone)
+    assert "the run counted no collective: it had one trainer rank, or guard=off" in page_of(alone)
 
 
 def test_a_run_without_samples_says_how_to_keep_them(tmp_path: Path) -> None:
@@ -236,14 +236,14 @@ def test_another_temperature_shows_as_another_slope() -> None:
             np.arange(400), rng.integers(0, 50, 400) * 0 + 7
         ]
 
-    def view(temperature: float) -> TokenTable:
+    def table_at(temperature: float) -> TokenTable:
         source = sample(0, (Span(0, 1, Source.PROMPT), Span(1, 401, Source.MODEL, 3)))
         source.logprobs[1:] = logprobs(1.0)
-        table = view_of(source, 3)
+        table = table_of(source, 3)
         table.trainer_logprobs[1:] = logprobs(temperature)
         return table
 
-    equal_slope, other_slope = slope([view(1.0)]), slope([view(1.3)])
+    equal_slope, other_slope = slope([table_at(1.0)]), slope([table_at(1.3)])
     assert equal_slope is not None and abs(equal_slope[0] - 1) < 1e-6 and equal_slope[1] == 400
     assert other_slope is not None and abs(other_slope[0] - 1) > 0.1
     assert slope([]) is None
@@ -251,16 +251,16 @@ def test_another_temperature_shows_as_another_slope() -> None:
 
 def test_the_difference_by_age_of_tokens() -> None:
     source = sample(0, SPANS)
-    view = view_of(source, 8)
-    view.versions[3:5], view.versions[6:9] = 6, 8
-    view.trainer_logprobs[3:5] = -1.25
-    ages = by_age([view])
+    table = table_of(source, 8)
+    table.versions[3:5], table.versions[6:9] = 6, 8
+    table.trainer_logprobs[3:5] = -1.25
+    ages = by_age([table])
     assert ages == {0: (0.25, 3), 2: (1.0, 2)}
 
 
 def test_missing_measurements_are_named(tmp_path: Path) -> None:
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "a", [{"x": 1.0}])), [])}
-    assert parts["all of it"].measured == "not measured"
+    assert parts["all causes"].measurement == "not measured"
     assert "weights.probe_sequences" in parts["precision, kernel"].source
     half = [{"probe/logprob_abs_diff_mean": 1e-3}]
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "b", half)), [])}

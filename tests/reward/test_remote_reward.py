@@ -140,10 +140,10 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
         assert pool.take_recoveries() == ()
         strike = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, recovery.noticed - 1)
         (outcome,) = outcomes([strike], [recovery])
-        assert outcome.found.startswith("noticed after 1.0 s (down: Cannot connect to host")
-        assert re.search(r"answers again after \d\.\d s, 3 samples without its score", outcome.found)
-        assert "has not answered since" in outcomes([strike], [ongoing])[0].found
-        assert outcomes([strike], [])[0].found.startswith("no request failed")
+        assert outcome.result.startswith("noticed after 1.0 s (down: Cannot connect to host")
+        assert re.search(r"answers again after \d\.\d s, 3 samples without its score", outcome.result)
+        assert "has not answered since" in outcomes([strike], [ongoing])[0].result
+        assert outcomes([strike], [])[0].result.startswith("no request failed")
         await pool.stop()
 
     with_server(lambda *_: (200, "1"), test)

@@ -181,7 +181,7 @@ def test_the_stop_token_is_trained_on() -> None:
     """The stop token is sampled like every other; without a loss on it, a policy never learns to stop."""
     groups = run_engine("single_turn", rollouts=1).groups
     (step,) = assemble(groups, AssembleSpec(None, "token_mean", 1, 1, 1000, 40), 0).steps
-    for row in (row for rank in step.rows for row in rank):
+    for row in (row for rank in step.micro_batches for row in rank):
         ends = row.cu_seqlens[1:] - 1
         assert (row.token_ids[ends] == STOP).all()
         assert (row.loss_weight[ends] > 0).all() and (row.rollout_logprobs[ends] == -STOP).all()

@@ -163,7 +163,7 @@ def enter(world: World, spec: ActorSpec, local_rank: int = 0) -> RankInfo:
 def annotated(trainer: RankTrainer, rows: Sequence[PackedBatch]) -> list[MicroBatch]:
     """Return the micro-batches of ``rows`` with the scores and advantages that the loss reads."""
     trainer.open_rollout([rows])
-    trainer.estimate({})
+    trainer.compute_advantages({})
     return trainer.close().micros
 
 

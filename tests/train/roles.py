@@ -117,7 +117,7 @@ def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False
     assert none == ()
     actor.open_rollout(steps)
     shards = everyones(values, critic.rank_info.dp_rank)
-    returns = everyones(actor.estimate({"values": shards[actor.rank_info.dp_rank]}), actor.rank_info.dp_rank)
+    returns = everyones(actor.compute_advantages({"values": shards[actor.rank_info.dp_rank]}), actor.rank_info.dp_rank)
     found = (*actor.update(counts, frozen=frozen), *critic.update(returns[critic.rank_info.dp_rank], counts))
     return in_order(shards), reduce_metrics(found)
 
@@ -213,7 +213,7 @@ def distill(
             scored, _ = teacher.score(steps)
             shards = everyones(scored, teacher.rank_info.dp_rank)
             columns = {"teacher_logprobs": shards[actor.rank_info.dp_rank]}
-        assert actor.estimate(columns) is None
+        assert actor.compute_advantages(columns) is None
         metrics.append(reduce_metrics(actor.update(counts, frozen=False)))
     return Trained(metrics, in_order(shards) if shards else [], [])
 

@@ -180,5 +180,9 @@ def report_lines(
     engines = [recovery for recovery in recoveries if recovery.engine != REWARD_SERVER]
     back = sum(bool(recovery.joined) for recovery in engines)
     head = f"faults: {len(strikes)} injected, {len(engines)} engines lost, {back} of them serving again"
-    struck = [f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in outcomes]
-    return [head, *struck, *(f"  {fault} was not injected: this part of the run did not reach it" for fault in pending)]
+    results = [f"  {outcome.fault} on {outcome.target or 'nothing'}: {outcome.result}" for outcome in outcomes]
+    return [
+        head,
+        *results,
+        *(f"  {fault} was not injected: this part of the run did not reach it" for fault in pending),
+    ]

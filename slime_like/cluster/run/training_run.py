@@ -23,9 +23,10 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.group_metrics import group_metrics
-from slime_like.data.token_view import TokenTable, choose, save_view, token_view, view_path, with_advantages
-from slime_like.interfaces import MetricSink, Trainer
+from slime_like.data.token_table import TokenTable, choose_samples, save_table, table_path, token_table, with_advantages
+from slime_like.interfaces import Trainer
 from slime_like.metrics.drift import DriftWatch
+from slime_like.metrics.sinks import SinkGroup
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric, RunWarning, reduce_metrics
 from slime_like.metrics.view import evaluations
@@ -46,7 +47,7 @@ class Run:
     rollout: Rollout
     sync: Sync
     assembly: AssembleSpec
-    sink: MetricSink
+    sink: SinkGroup
     spans: Spans
     stop: StopRequest
     control: Control
@@ -56,7 +57,7 @@ class Run:
     chaos: Chaos
     drift: DriftWatch
     rollout_id: int = field(default=-1)  # current rollout; -1 before the first
-    view: TokenTable | None = None  # trainer scores of some samples, dumped with the rollout
+    token_table: TokenTable | None = None  # trainer log-probabilities of some samples, dumped with the rollout
     num_empty: int = 0  # empty rollouts since the start or resume
 
     def start(self) -> None:
@@ -102,12 +103,12 @@ class Run:
         """Assemble the train batch of a rollout. With ``run.dump_rollouts``, score some samples first."""
         self.chaos.recovered(collected.recovered)  # before this rollout's step or push, which may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
-        self.view = None
+        self.token_table = None
         if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":
             with self.timer("dump"):
-                rows = choose(batch, collected.groups, self.assembly.max_tokens_per_rank)
-                if rows is not None:
-                    self.view = token_view(rows, self.trainer.score(rows), self.trainer.version)
+                samples = choose_samples(batch, collected.groups, self.assembly.max_tokens_per_rank)
+                if samples is not None:
+                    self.token_table = token_table(samples, self.trainer.score(samples), self.trainer.version)
         return batch
 
     def finish_rollout(
@@ -148,14 +149,14 @@ class Run:
                 sys.stdout.write(visible(f"{self.cfg.run.name}: {line}\n"))
 
     def _dump(self, rollout_id: int, collected: Collected) -> None:
-        """Write the rollout's groups, and the trainer's view of some samples with their advantages."""
+        """Write the rollout's groups, and the token table of some samples with their advantages."""
         folder = self.run_dir / "rollouts"
         with tolerate_full_disk(path := rollout_path(folder, rollout_id), self.cfg.run):
             save_groups(path, collected.groups)
-        if self.view is not None:
-            advantages = self.trainer.token_advantages(self.view.sample_ids.tolist())
-            with tolerate_full_disk(path := view_path(folder, rollout_id), self.cfg.run):
-                save_view(path, with_advantages(self.view, advantages))
+        if self.token_table is not None:
+            advantages = self.trainer.token_advantages(self.token_table.sample_ids.tolist())
+            with tolerate_full_disk(path := table_path(folder, rollout_id), self.cfg.run):
+                save_table(path, with_advantages(self.token_table, advantages))
 
     def _answer_eval(self, metrics: tuple[Metric, ...]) -> None:
         """Reply to an evaluation request with the scores."""

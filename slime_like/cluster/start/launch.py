@@ -35,7 +35,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.data import faults
 from slime_like.distributed.forensics import report as forensics
 from slime_like.errors import DeadlineExceeded, EngineError, SlimeLikeError, WorkerError, exit_code
-from slime_like.metrics.sinks import FanOut, open_sinks
+from slime_like.metrics.sinks import SinkGroup, open_sinks
 from slime_like.printable import visible
 from slime_like.util.deadline import Deadline
 
@@ -119,12 +119,12 @@ def _explained(cfg: TrainConfig, run_dir: Path, error: Exception, cluster: Clust
     return _with_context(error, deaths, waiting_ranks, _bundle(run_dir, error, deaths, cluster.log_dir))
 
 
-def _open(cfg: TrainConfig, run_dir: Path, first: int) -> FanOut:
+def _open(cfg: TrainConfig, run_dir: Path, first: int) -> SinkGroup:
     with supervised.limit(Deadline("driver", "start", SINK_S), "the destinations of metrics.*", at_once=True):
         return open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
 
 
-def _close(sink: FanOut) -> None:
+def _close(sink: SinkGroup) -> None:
     with supervised.limit(Deadline("driver", "teardown", SINK_S), "the destinations of metrics.*"):
         sink.close()
 

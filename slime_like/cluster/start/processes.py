@@ -38,8 +38,9 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.errors import DeadlineExceeded, SlimeLikeError
-from slime_like.interfaces import EngineAddress, MetricSink, Trainer
+from slime_like.interfaces import EngineAddress, Trainer
 from slime_like.metrics.drift import DriftWatch
+from slime_like.metrics.sinks import SinkGroup
 from slime_like.metrics.spans import Spans
 from slime_like.registry import is_path
 from slime_like.rollout.manager import ManagerSpec
@@ -69,7 +70,7 @@ class Cluster:
         self,
         inputs: RunInputs,
         first: int,
-        sink: MetricSink,
+        sink: SinkGroup,
         stop: StopRequest,
         control: Control,
         record: Mapping[str, Any],

@@ -22,9 +22,9 @@ from slime_like.types import F32, StepStats
 class RoleTrainers:
     """Trainer of several roles. ``step`` has three parts; within each, the roles run concurrently:
 
-    score    critic and teacher score the rows, the actor its old and reference policy
-    estimate the actor alone: advantages from these columns, and the targets of the critic
-    update   optimizer steps of actor and critic
+    score       critic and teacher score the rows, the actor its old and reference policy
+    advantages  the actor computes advantages from these columns, and the targets of the critic
+    update      actor and critic take their optimizer steps
     """
 
     actor: TrainerGroup
@@ -47,7 +47,7 @@ class RoleTrainers:
         if not batch.steps:  # the filters dropped every group
             return self.actor.step(batch)
         columns, metrics = self._score(batch)
-        answers = wait_all(self.actor.start_estimate(columns), self.actor.deadline("estimate"))
+        answers = wait_all(self.actor.start_advantages(columns), self.actor.deadline("advantages"))
         refs = self.actor.start_update(batch, frozen=self.version < self.config.warmup_rollouts)
         if self.critic is not None:
             refs |= self.critic.start_update(self.actor.by_shard(answers), batch)
@@ -61,7 +61,7 @@ class RoleTrainers:
         for _, group in self._scorers:
             refs |= group.start_score(batch)
         answers = wait_all(refs, self.actor.deadline("score"))
-        ranks = len(batch.steps[0].rows)
+        ranks = len(batch.steps[0].micro_batches)
         columns: list[dict[str, Columns]] = [{} for _ in range(ranks)]
         metrics: list[Metric] = []
         for name, group in self._scorers:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ray.actor import ActorHandle
 
-from slime_like.batch import Columns, PackedBatch, TrainBatch, redeal, shards
+from slime_like.batch import Columns, PackedBatch, TrainBatch, redistribute, shards
 from slime_like.cluster.workers.calls import put
 from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES
 from slime_like.cluster.workers.trainer_group import RankGroup, Refs
@@ -82,7 +82,7 @@ class RoleWorker(RankWorker):
 
 
 class RoleGroup(RankGroup[RoleWorker]):
-    """Ranks of a critic or teacher, which re-deal batches of the actor to their own data-parallel ranks."""
+    """Ranks of a critic or teacher, which split the batches of the actor among their own data-parallel ranks."""
 
     def __init__(self, role: str, workers: Sequence[ActorHandle[RoleWorker]], spec: CriticSpec | TeacherSpec) -> None:
         super().__init__(role, workers, spec.rank)
@@ -103,12 +103,12 @@ class RoleGroup(RankGroup[RoleWorker]):
         """Return columns for each of the actor's ``ranks`` data-parallel ranks, and metrics."""
         results = {name: answers[name] for name in self._workers}
         columns = self.by_shard({name: answer[0] for name, answer in results.items()})
-        return redeal(columns, batch, ranks), tuple(m for answer in results.values() for m in answer[1])
+        return redistribute(columns, batch, ranks), tuple(m for answer in results.values() for m in answer[1])
 
     def start_update(self, returns: Sequence[Columns], batch: TrainBatch) -> Refs[tuple[Metric, ...]]:
         """Start a critic's optimizer steps on ``returns``, which are sharded as the actor's."""
         tokens = [step.num_tokens for step in batch.steps]
-        return self.start_sharded(RoleWorker.update, redeal(returns, batch, self._dp), tokens)
+        return self.start_sharded(RoleWorker.update, redistribute(returns, batch, self._dp), tokens)
 
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Snapshot the state of all ranks and begin to write it to ``folder/iter_<iteration>``."""

@@ -125,9 +125,9 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         """Start the first part of ``step`` with other roles: ship each shard once and score it."""
         return self.start_sharded(TrainerWorker.open_rollout, self._ship(batch))
 
-    def start_estimate(self, columns: Sequence[Mapping[str, Columns]]) -> Refs[Columns | None]:
-        """Start the second part: ``columns`` of other roles per data-parallel rank; the results are a critic's returns."""
-        return self.start_sharded(TrainerWorker.estimate, [put(column) for column in columns])
+    def start_advantages(self, columns: Sequence[Mapping[str, Columns]]) -> Refs[Columns | None]:
+        """Start the second part: compute advantages from the ``columns`` of other roles; the results are the critic's targets."""
+        return self.start_sharded(TrainerWorker.compute_advantages, [put(column) for column in columns])
 
     def start_update(self, batch: TrainBatch, *, frozen: bool) -> Refs[tuple[Metric, ...]]:
         """Start the last part: the optimizer steps, none if ``frozen``."""

@@ -104,9 +104,9 @@ class TrainerWorker(RankWorker):
         with self._peaks("score"):
             self.trainer.open_rollout(steps)
 
-    def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
+    def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Run the second part: compute advantages and return the targets of a critic."""
-        return self.trainer.estimate(columns)
+        return self.trainer.compute_advantages(columns)
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
         """Run the last part: the optimizer steps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from slime_like.config.rules.files import check_data_file
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.util.row_count import rows_of
+from slime_like.util.row_count import selected_rows
 
 
 def settle_epochs(cfg: TrainConfig) -> None:
@@ -25,7 +25,7 @@ def settle_epochs(cfg: TrainConfig) -> None:
             "loop.num_epoch=null"
         )
     check_data_file("data.train", cfg.data.train)
-    rows = len(rows_of(cfg.data.train))
+    rows = len(selected_rows(cfg.data.train))
     if not (rollouts := rows // prompts * epochs):
         raise ConfigError(
             f"loop.num_epoch={epochs}: the {rows} rows of data.train={cfg.data.train!r} are fewer than "

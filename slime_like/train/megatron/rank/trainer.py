@@ -69,7 +69,7 @@ class RankTrainer(RankModel):
         with install.phase("step"):
             if steps:  # else filters left nothing to train on
                 self.open_rollout(steps)
-                self.estimate({})
+                self.compute_advantages({})
                 metrics = self._update(num_tokens, frozen=False)
         return self._trained(metrics)
 
@@ -81,7 +81,7 @@ class RankTrainer(RankModel):
             rollout.metrics.extend(self._policy_scores(rollout.micros))
 
     @install.phase("step")
-    def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
+    def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Compute advantages from the scores and the ``columns`` of other roles: the second part of ``step``.
 
         Returns the critic's targets on the rank that speaks for its shard; None elsewhere and without a critic.

@@ -35,10 +35,10 @@ class Drift:
     version: int  # of the trainer's weights
     rank_info: RankInfo
     tolerance: float | None = None  # None: measured only
-    own: list[Tensor] = field(default_factory=list[Tensor])  # samples sampled entirely by the trainer's version
+    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # samples sampled entirely by the trainer's version
     mixed: list[Tensor] = field(default_factory=list[Tensor])
     stale: list[Tensor] = field(default_factory=list[Tensor])
-    sample_ids: list[I64] = field(default_factory=list[I64])  # at each token of ``own``
+    sample_ids: list[I64] = field(default_factory=list[I64])  # at each token of ``on_policy``
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
@@ -47,12 +47,12 @@ class Drift:
         tokens = provenance(rows, self.version)
         differences_N = logprobs_N.detach() - to_device(rows.rollout_logprobs[target_N], device)
         for differences_of_kind, mask_T in (
-            (self.own, tokens.own),
+            (self.on_policy, tokens.on_policy),
             (self.mixed, tokens.mixed),
             (self.stale, tokens.stale),
         ):
             differences_of_kind.append(differences_N[to_device(mask_T[target_N], device)])
-        self.sample_ids.append(rows.sample_ids[micro.layout.sequence_of(target_N[tokens.own[target_N]])])
+        self.sample_ids.append(rows.sample_ids[micro.layout.sequence_of(target_N[tokens.on_policy[target_N]])])
 
     def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
         """Add trained tokens of fully scored micro-batches: columns [T], the same on all context parallel ranks."""
@@ -66,7 +66,7 @@ class Drift:
     def close(self) -> list[Metric]:
         """Return global metrics on the last pipeline stage. A collective of all ranks.
 
-        Raises ``ConsistencyError`` on every rank if a token of ``own`` differs by more than ``tolerance``, or by NaN.
+        Raises ``ConsistencyError`` on every rank if a token of ``on_policy`` differs by more than ``tolerance``, or by NaN.
         """
         metrics, complaint = self._judge() if self.rank_info.is_last else ([], None)
         if self.rank_info.layout.pp > 1:
@@ -80,7 +80,7 @@ class Drift:
         return metrics
 
     def metrics(self, suffix: str) -> list[Metric]:
-        """Return mean and maximum difference of ``own`` over all ranks, on the last pipeline stage."""
+        """Return mean and maximum difference of ``on_policy`` over all ranks, on the last pipeline stage."""
         if not self.rank_info.is_last:
             return []
         size = np.abs(self._gathered()[0])
@@ -89,8 +89,8 @@ class Drift:
         return [Mean(f"{NAME}{suffix}", float(size.mean())), Max(f"{NAME}_max{suffix}", float(size.max()))]
 
     def _judge(self) -> tuple[list[Metric], str | None]:
-        own, mixed, stale = self._gathered()
-        sampled = len(own) + len(mixed) + len(stale)
+        on_policy, mixed, stale = self._gathered()
+        sampled = len(on_policy) + len(mixed) + len(stale)
         if not sampled:  # demonstrations: no engine to compare with
             return [], None
         metrics: list[Metric] = [Mean("train/off_policy_token_ratio", len(stale) / sampled)]
@@ -99,15 +99,15 @@ class Drift:
             metrics += [Mean(f"{NAME}_mixed", float(size.mean())), Max(f"{NAME}_mixed_max", float(size.max()))]
         if len(stale):
             metrics.append(Mean(f"{NAME}_stale", float(np.abs(stale).mean())))
-        if not len(own):
+        if not len(on_policy):
             return metrics, None
-        size = np.abs(own)
+        size = np.abs(on_policy)
         metrics += [
             Mean(NAME, float(size.mean())),
             Max(f"{NAME}_p99", float(np.quantile(size, 0.99))),
             Max(f"{NAME}_max", float(size.max())),
             # as in http://joschu.net/blog/kl-approx.html
-            Mean("train/train_rollout_kl_k3", float((np.expm1(own) - own).mean())),
+            Mean("train/train_rollout_kl_k3", float((np.expm1(on_policy) - on_policy).mean())),
         ]
         worst = np.where(np.isfinite(size), size, np.inf)
         if self.tolerance is None or (np.isfinite(worst).all() and worst.max() <= self.tolerance):
@@ -134,9 +134,9 @@ class Drift:
         )
 
     def _gathered(self) -> list[Any]:
-        """Gather F64 [n] differences of all ranks that hold parts of the batch: own, mixed, stale."""
+        """Gather F64 [n] differences of all ranks that hold parts of the batch: on-policy, mixed, stale."""
         empty = torch.zeros(0, device=self.rank_info.device)
-        kinds = [torch.cat([empty, *parts]) for parts in (self.own, self.mixed, self.stale)]
+        kinds = [torch.cat([empty, *parts]) for parts in (self.on_policy, self.mixed, self.stale)]
         return [kind.cpu().numpy().astype(np.float64) for kind in gather_ragged(kinds, self.rank_info.dp_cp_group)]
 
 

@@ -1,4 +1,4 @@
-"""Token view of a rollout: batch columns independent of packing; damaged files are refused."""
+"""Token table of a rollout: batch columns independent of packing; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import pytest
 from slime_like.algo.advantage import grpo
 from slime_like.batch import PackedBatch
 from slime_like.data.assemble import AssembleSpec, assemble
-from slime_like.data.token_view import MOST, choose, load_view, save_view, token_view, with_advantages
+from slime_like.data.token_table import (
+    MAX_SAMPLES,
+    choose_samples,
+    load_table,
+    save_table,
+    token_table,
+    with_advantages,
+)
 from slime_like.errors import DataError
 from slime_like.types import SampleGroup
 from tests.data.test_dump import group
@@ -28,12 +35,12 @@ GROUPS = [with_unique_ids(group(g, [3, 5, 2, 7])) for g in range(6)]
 
 def chosen(dp: int = 1, steps: int = 1, budget: int = 4096, *, advantage: bool = True) -> PackedBatch | None:
     spec = AssembleSpec(grpo if advantage else None, "token_mean", steps, dp, 32, 16)
-    return choose(assemble(GROUPS, spec, 0), GROUPS, budget)
+    return choose_samples(assemble(GROUPS, spec, 0), GROUPS, budget)
 
 
 def test_best_and_worst_of_the_first_groups() -> None:
     rows = chosen()
-    assert rows is not None and len(rows.sample_ids) == MOST
+    assert rows is not None and len(rows.sample_ids) == MAX_SAMPLES
     assert [(int(i) // 10, int(i) % 2) for i in rows.sample_ids] == [(g, kind) for g in range(4) for kind in (1, 0)]
     assert rows.advantages is not None
     assert np.all((rows.advantages > 0) == (rows.sample_ids % 2 == 1)), "every second sample is right"
@@ -56,7 +63,7 @@ def test_the_token_budget_holds() -> None:
 def test_unknown_values_are_nan() -> None:
     rows = chosen(advantage=False)
     assert rows is not None
-    view = token_view(rows, np.arange(len(rows.token_ids), dtype=np.float32), 4)
+    view = token_table(rows, np.arange(len(rows.token_ids), dtype=np.float32), 4)
     assert np.isnan(view.advantages).all(), "advantages are computed on the ranks"
     assert np.isnan(view.trainer_logprobs[view.cu_seqlens[:-1]]).all(), "nothing predicts a first token"
     assert np.array_equal(np.isnan(view.rollout_logprobs), view.versions < 0)
@@ -65,7 +72,7 @@ def test_unknown_values_are_nan() -> None:
 def test_advantages_of_the_ranks_are_added_to_the_view() -> None:
     rows = chosen(advantage=False)
     assert rows is not None
-    view = token_view(rows, np.zeros(len(rows.token_ids), dtype=np.float32), 4)
+    view = token_table(rows, np.zeros(len(rows.token_ids), dtype=np.float32), 4)
     first, second = view.sequence(0), view.sequence(1)
     column = np.arange(first.stop, dtype=np.float32)
     wrong = np.zeros(second.stop - second.start + 1, dtype=np.float32)
@@ -80,9 +87,9 @@ def test_advantages_of_the_ranks_are_added_to_the_view() -> None:
 def test_a_saved_view_is_loaded_unchanged(tmp_path: Path) -> None:
     rows = chosen()
     assert rows is not None
-    view = token_view(rows, np.zeros(len(rows.token_ids), dtype=np.float32), 4)
-    save_view(tmp_path / "a" / "tokens.npz", view)
-    loaded = load_view(tmp_path / "a" / "tokens.npz")
+    view = token_table(rows, np.zeros(len(rows.token_ids), dtype=np.float32), 4)
+    save_table(tmp_path / "a" / "tokens.npz", view)
+    loaded = load_table(tmp_path / "a" / "tokens.npz")
     assert loaded.version == 4
     for name in ("token_ids", "advantages", "loss_weight", "trainer_logprobs"):
         np.testing.assert_array_equal(getattr(loaded, name), getattr(view, name))
@@ -91,4 +98,4 @@ def test_a_saved_view_is_loaded_unchanged(tmp_path: Path) -> None:
     (tmp_path / "c.npz").write_bytes(content[: len(content) // 2])
     for name in ("b.npz", "c.npz", "none.npz"):
         with pytest.raises(DataError, match=name):
-            load_view(tmp_path / name)
+            load_table(tmp_path / name)
