@@ -1,4 +1,4 @@
-"""Losses, advantages and corrections by name, bound to the algorithm's config. Errors of a user's own carry key and line."""
+"""Losses, advantages and corrections that the config names. Errors in user code name the config key and the line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bind_loss(config: AlgoConfig) -> LossFn:
 
 
 def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
-    """Return the token advantage that ``config`` names, if it names one."""
+    """Return the token advantage that ``config`` names; None if it names none."""
     name = config.token_advantage
     return None if name is None else resolve(TOKEN, name, TOKEN_ADVANTAGES)(config)
 
@@ -59,17 +59,17 @@ def bind_group_advantage(name: str) -> GroupAdvantage:
 
 @dataclass(slots=True)
 class UserLoss:
-    """A user's own loss."""
+    """Loss given by a path. Raises ``UserCodeError`` for errors in it."""
 
     name: str
     loss: LossFn
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """Call the loss. Raises ``UserCodeError`` when it raises, or returns other than one loss per token."""
+        """Return the loss. Raises ``UserCodeError`` if the user's loss raises or does not return one loss per token."""
         subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"
         with errors_named(LOSS, self.name, subject):
-            output = cast(object, self.loss(view))  # code of a user's may return anything
+            output = cast(object, self.loss(view))  # user code may return anything
         shape = tuple(output.loss.shape) if isinstance(output, LossOutput) else type(output).__name__
         if not isinstance(output, LossOutput) or shape != tuple(view.logprobs.shape):
             raise UserCodeError(
@@ -81,13 +81,13 @@ class UserLoss:
 
 @dataclass(frozen=True, slots=True)
 class UserGroupAdvantage:
-    """A user's own group advantage."""
+    """Group advantage given by a path. Raises ``UserCodeError`` for errors in it."""
 
     name: str
     advantage: Callable[[F32], Any]
 
     def __call__(self, rewards_G: F32) -> F32:
-        """Call the function. Raises ``UserCodeError`` when it raises, or returns other than one number per reward."""
+        """Return the advantages. Raises ``UserCodeError`` if the function raises or does not return one number per reward."""
         subject = f"a group with rewards {rewards_G.tolist()}"
         with errors_named(GROUP, self.name, subject):
             advantages_G = np.asarray(self.advantage(rewards_G), dtype=np.float32)
@@ -100,7 +100,7 @@ class UserGroupAdvantage:
 
 @dataclass(frozen=True, slots=True)
 class UserCorrection:
-    """A user's own off-policy correction."""
+    """Off-policy correction given by a path. Raises ``UserCodeError`` for errors in it."""
 
     name: str
     correct: OffPolicy
@@ -108,18 +108,18 @@ class UserCorrection:
     def __call__(
         self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
     ) -> Correction:
-        """Call the function. Raises ``UserCodeError`` when it raises, or returns other than one factor per token."""
+        """Return the correction. Raises ``UserCodeError`` if the function raises or returns factors of another shape."""
         shape = tuple(old_logprobs.shape)
         subject = f"a micro-batch of {len(old_logprobs)} tokens on this rank"
         with errors_named(CORRECTION, self.name, subject):
             output = cast(object, self.correct(config, old_logprobs, rollout_logprobs, sequences))
         factors = (output.weight, output.keep) if isinstance(output, Correction) else None
         if factors is None or any(factor is not None and tuple(factor.shape) != shape for factor in factors):
-            given = (
+            description = (
                 type(output).__name__ if factors is None else [None if f is None else tuple(f.shape) for f in factors]
             )
             raise UserCodeError(
-                f"{CORRECTION}={self.name} returned {given} for {subject}: return Correction(weight, keep, means), weight and "
+                f"{CORRECTION}={self.name} returned {description} for {subject}: return Correction(weight, keep, means), weight and "
                 f"keep with shape {shape} or None"
             )
         return cast(Correction, output)
@@ -128,19 +128,19 @@ class UserCorrection:
 def token_advantages(
     config: AlgoConfig, advantage: TokenAdvantage, views: Sequence[TokenView], reduce: Reduce
 ) -> list[Tensor]:
-    """Call a token advantage. Raises ``UserCodeError`` when a user's own raises, or returns other than [T] per view."""
+    """Return [T] for each view. Raises ``UserCodeError`` if a user's advantage raises or returns other shapes."""
     return _columns(config, views, lambda: advantage(views, reduce))
 
 
 def critic_targets(config: AlgoConfig, advantage: HasCriticTargets, views: Sequence[TokenView]) -> list[Tensor]:
-    """Call ``returns`` of a token advantage. Raises ``UserCodeError`` as ``token_advantages`` does."""
+    """Return the critic's targets, [T] for each view. Raises ``UserCodeError`` as ``token_advantages`` does."""
     return _columns(config, views, lambda: advantage.returns(views))
 
 
 def diagnose(
     config: AlgoConfig, advantage: Diagnostics, views: Sequence[TokenView], reduce: Reduce
 ) -> Mapping[str, float]:
-    """Call ``diagnose`` of a token advantage. Raises ``UserCodeError`` when a user's own raises."""
+    """Return the metrics of a token advantage. Raises ``UserCodeError`` if a user's advantage raises."""
     name = config.token_advantage or ""
     if not is_path(name):
         return advantage.diagnose(views, reduce)
@@ -149,7 +149,7 @@ def diagnose(
 
 
 def _columns(config: AlgoConfig, views: Sequence[TokenView], compute: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """Return [T] per view; errors of a user's own code name it."""
+    """Return the result of ``compute``, with errors of user code named and its shapes checked."""
     name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
     if not is_path(name):
         return list(compute())

@@ -1,6 +1,6 @@
 """On-policy distillation: a teacher scores each token of the student's samples (table TOKEN_ADVANTAGES).
 
-Axes: T = tokens of a micro-batch, A = trained tokens (actions) of a micro-batch.
+Axes of a micro-batch: T = tokens, A = trained tokens (actions).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slime_like.interfaces import Reduce, TokenView
 class ReverseKL:
     """Token advantage ``opd_kl_coef * (log teacher - log student)``: a one-sample estimate of -KL(student || teacher).
 
-    If configured, ``reward_coef`` times the sequence's reward and the group's advantage are added. The student's
-    log-probabilities are the old ones if computed, else the rollout's, which come from the same weights.
+    ``reward_coef`` times the sequence's reward and the group advantage are added, if configured. The student's
+    log-probabilities are ``old_logprobs`` or, if the ranks computed none, ``rollout_logprobs``.
     Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab.
     """
 
@@ -34,18 +34,18 @@ class ReverseKL:
         self._config = config
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] per view, 0 at untrained tokens."""
+        """Return F32 [T] for each view, 0 at untrained tokens."""
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
             return advantages_T
         return whiten(advantages_T, [view.loss_weight > 0 for view in views], reduce)
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
-        """Return ``teacher_kl``: mean of log student - log teacher over the trained tokens of all ranks."""
-        parts_A = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
-        if not parts_A:
+        """Return ``teacher_kl``: the mean of log student - log teacher over the trained tokens of all ranks."""
+        gaps_of_views = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
+        if not gaps_of_views:
             return {}
-        gaps_A = torch.cat(parts_A)
+        gaps_A = torch.cat(gaps_of_views)
         total, count = reduce.sum(torch.stack([gaps_A.sum(), gaps_A.new_tensor(float(len(gaps_A)))])).tolist()
         return {"teacher_kl": total / max(count, 1.0)}
 
@@ -53,20 +53,22 @@ class ReverseKL:
         cfg = self._config
         mask_T = view.loss_weight > 0
         segment_A = segments(view)
-        sum_A = cfg.opd_kl_coef * (_teacher(view) - _student(view))[mask_T]
+        advantages_A = cfg.opd_kl_coef * (_teacher(view) - _student(view))[mask_T]
         if cfg.reward_coef:
-            sum_A = sum_A + cfg.reward_coef * view.rewards[segment_A]
+            advantages_A = advantages_A + cfg.reward_coef * view.rewards[segment_A]
         if view.advantages is not None:
-            sum_A = sum_A + view.advantages[segment_A]
-        advantages_T = torch.zeros_like(view.loss_weight, dtype=sum_A.dtype)
-        advantages_T[mask_T] = sum_A
+            advantages_A = advantages_A + view.advantages[segment_A]
+        advantages_T = torch.zeros_like(view.loss_weight, dtype=advantages_A.dtype)
+        advantages_T[mask_T] = advantages_A
         return advantages_T
 
 
 def _student(view: TokenView) -> Tensor:
+    """Return [T]: the student's log-probabilities."""
     return view.rollout_logprobs if view.old_logprobs is None else view.old_logprobs
 
 
 def _teacher(view: TokenView) -> Tensor:
-    assert view.teacher_logprobs is not None, "the teacher has not scored these rows"
+    """Return [T]: the teacher's log-probabilities."""
+    assert view.teacher_logprobs is not None, "the teacher has not scored this micro-batch"
     return view.teacher_logprobs

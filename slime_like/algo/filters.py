@@ -6,7 +6,7 @@ from slime_like.types import UNTRAINED, SampleGroup, Status
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
-    """Drop a group in which all samples that count have the same reward: its advantages would be zero.
+    """Drop a group whose trainable samples all have the same reward: its advantages would be zero.
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
@@ -15,5 +15,5 @@ def nonzero_std(group: SampleGroup) -> str | None:
 
 
 def completed(group: SampleGroup) -> str | None:
-    """Drop a group with an incomplete sample; the reason is the first such status."""
+    """Drop a group with a sample that is not completed; the reason is the status of the first such sample."""
     return next((str(s.status) for s in group.samples if s.status is not Status.COMPLETED), None)

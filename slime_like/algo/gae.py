@@ -1,6 +1,6 @@
 """Generalised advantage estimation, for PPO with a critic (table TOKEN_ADVANTAGES).
 
-Axes: T = tokens of a micro-batch, A = trained tokens (actions) of a micro-batch; a number is a size.
+Axes of a micro-batch: T = tokens, A = trained tokens (actions). A digit is the length of its axis.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
 
-MIN_VARIANCE = 1e-12  # below it returns are constant: nothing to explain
+MIN_VARIANCE = 1e-12  # of returns; below it they are constant and the explained variance is 0
 
 
 class GeneralisedAdvantage:
     """GAE: ``sum_k (gamma * lambd)^k * delta[a + k]`` with ``delta[a] = reward[a] + gamma * value[a + 1] - value[a]``.
 
-    Actions are the trained tokens of a sequence, in order; tokens that the model did not sample cause no
-    discount. The value after the last action is 0, also for truncated episodes. Token rewards are
-    as in REINFORCE++: the sequence's at its last action, minus ``kl_coef * KL(old || ref)`` at each.
+    Index a counts the trained tokens of a sequence; tokens that the model did not sample are skipped by the discount.
+    The value after the last action is 0, also for truncated episodes. Rewards are those of ``actions.token_rewards``.
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
     """
 
@@ -38,14 +37,14 @@ class GeneralisedAdvantage:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] per view, 0 at untrained tokens; normalize_advantages whitens them over all ranks."""
+        """Return F32 [T] for each view, 0 at untrained tokens; whitened over all ranks with ``algo.normalize_advantages``."""
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
             return advantages_T
         return whiten(advantages_T, [view.loss_weight > 0 for view in views], reduce)
 
     def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
-        """Return the critic's targets, F32 [T] per view: unwhitened advantage plus value, 0 at untrained tokens."""
+        """Return the critic's targets, F32 [T] for each view: advantage before whitening plus value, 0 at untrained tokens."""
         return [self._advantages(view) + torch.where(view.loss_weight > 0, _values(view), 0.0) for view in views]
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
@@ -77,5 +76,5 @@ class GeneralisedAdvantage:
 
 
 def _values(view: TokenView) -> Tensor:
-    assert view.values is not None, "the critic has not scored these rows"
+    assert view.values is not None, "the critic has not computed the values of this micro-batch"
     return view.values

@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from the log-probabilities of sampled tokens (table KL_ESTIMATORS).
+"""Per-token estimators of KL(p || q), p = policy and q = reference, at tokens sampled from p (table KL_ESTIMATORS).
 
 Source: J. Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # clamp of importance ratios: exp(20) = 5e8 is finite in all dtypes used
+MAX_LOG_RATIO = 20.0  # of importance ratios: exp(20) = 5e8 is finite in bfloat16 and float32
 MAX_KL_LOG_RATIO = 80.0  # exp(80) = 6e34 is finite in float32; infinity times a loss weight of 0 would be nan
 MAX_LOW_VAR_KL = 10.0
 
@@ -25,7 +25,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return ``q/p - 1 - log(q/p)``: unbiased, low variance, never negative. [T], [T] -> [T].
 
-    Value and gradient grow with ``q/p``: one token that became improbable can outweigh a batch.
+    Value and gradient grow with ``q/p``: one token that the policy has made improbable can outweigh a batch.
     """
     log_ratio_T = (ref_logprobs - logprobs).clamp(max=MAX_KL_LOG_RATIO)
     return log_ratio_T.expm1() - log_ratio_T

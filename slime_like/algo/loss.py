@@ -1,9 +1,9 @@
-"""Token losses bound to their config (table LOSSES). The caller multiplies by ``loss_weight`` and sums; losses
-do not depend on packing, micro-batches or ranks.
+"""Losses per token, constructed with their config (table LOSSES).
 
-A policy loss is a surrogate, which maps advantages and the ratio of new to old policy to a [T] loss, with corrections, KL and
-entropy. Values are finite also at untrained tokens: infinity times a weight of 0 would be nan. For the same reason the log
-ratio is clamped to ±20. Axes: T = tokens, S = sequences.
+The caller sums ``loss * loss_weight``, so a loss does not depend on packing, micro-batches or ranks. A policy loss consists of
+a surrogate, off-policy corrections, KL and entropy. A surrogate computes a loss from advantages and the ratio of new to old
+policy. Values have to be finite: infinity times a weight of 0 would be nan, so the log ratio is clamped to ±20.
+Axes: T = tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from slime_like.registry import resolve
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Surrogate loss and metrics; only ``loss`` carries a gradient."""
+    """Surrogate loss with its metrics; only ``loss`` carries a gradient."""
 
     loss: Tensor  # [T]
     means: dict[str, Tensor]  # [T], averaged with loss_weight
-    maxima: dict[str, Tensor]  # [T]
+    maxima: dict[str, Tensor]  # [T], maximum over tokens
 
 
 @dataclass(slots=True)
@@ -44,10 +44,9 @@ class PolicyLoss:
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """Return the [T] loss and metrics with slime's names (``train/<name>``).
+        """Return the [T] loss, and metrics with slime's names (``train/<name>``).
 
-        ``old_logprobs=None`` marks the first update after the rollout: the ratio is 1 and only its
-        gradient counts.
+        With ``old_logprobs=None`` the current policy is its own old policy: the ratio is 1, with a gradient.
         """
         cfg = self.config
         old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
@@ -59,7 +58,7 @@ class PolicyLoss:
             loss_T = loss_T * corrections.keep
         means["pg_loss"] = loss_T.detach()
         if cfg.kl_loss_coef > 0:
-            assert view.ref_logprobs is not None, "algo.kl_loss_coef > 0 needs reference scores"
+            assert view.ref_logprobs is not None, "algo.kl_loss_coef > 0 needs reference log-probabilities"
             kl_T = self.kl(view.logprobs, view.ref_logprobs)
             loss_T = loss_T + cfg.kl_loss_coef * (kl_T if corrections.keep is None else kl_T * corrections.keep)
             means["kl_loss"] = kl_T.detach()
@@ -83,17 +82,17 @@ class SftLoss:
 
 
 def policy_gradient(cfg: PolicyGradientConfig) -> LossFn:
-    """Return PPO's clipped policy gradient per token."""
+    """Return PPO's clipped policy gradient, with a ratio per token."""
     return _policy_loss(cfg, partial(ppo_surrogate, cfg))
 
 
 def gspo(cfg: PolicyGradientConfig) -> LossFn:
-    """Return the clipped policy gradient with one ratio per sequence."""
+    """Return GSPO's clipped policy gradient, with a ratio per sequence."""
     return _policy_loss(cfg, partial(gspo_surrogate, cfg))
 
 
 def cispo(cfg: PolicyConfig) -> LossFn:
-    """Return the log-likelihood loss weighted by advantage and clipped ratio."""
+    """Return CISPO's policy gradient, weighted by the clipped ratio."""
     return _policy_loss(cfg, partial(cispo_surrogate, cfg))
 
 
@@ -109,42 +108,45 @@ def sft(cfg: AlgoConfig) -> LossFn:
 
 
 def clip_range(config: PolicyConfig) -> tuple[float, float]:
-    """Return minimum and maximum ratio."""
+    """Return the smallest and the largest ratio that is not clipped."""
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     return 1 - config.eps_clip, 1 + high
 
 
 def ppo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
-    """PPO's clipped surrogate. Source: Schulman et al. 2017, arXiv:1707.06347, equation 7."""
-    return _clipped(config, _bounded(view.logprobs - old_logprobs_T), view, old_logprobs_T)
+    """Return PPO's clipped surrogate.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7.
+    """
+    return _clipped(config, _clamped(view.logprobs - old_logprobs_T), view, old_logprobs_T)
 
 
 def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
-    """GSPO: the clipped surrogate with one ratio per sequence, ``(pi(y) / pi_old(y)) ** (1 / |y|)``, at each token.
+    """Return GSPO's clipped surrogate, with the ratio ``(pi(y) / pi_old(y)) ** (1 / |y|)`` at each token of sequence y.
 
-    All tokens of a sequence have the same loss, so ``sequence_mean`` weights sum to one loss per sequence.
+    All tokens of a sequence have the same loss; with ``algo.aggregation=sequence_mean`` each sequence has the same weight.
     Source: Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 and 7.
     """
     assert view.sequences is not None, "GSPO's ratio needs sequences"
     log_ratio_S = view.sequences.mean(view.logprobs - old_logprobs_T)
-    surrogate = _clipped(config, view.sequences.spread(_bounded(log_ratio_S)), view, old_logprobs_T)
+    surrogate = _clipped(config, view.sequences.spread(_clamped(log_ratio_S)), view, old_logprobs_T)
     return Surrogate(surrogate.loss, surrogate.means, {"seq_ratio_max": surrogate.means["ois"]})
 
 
 def cispo_surrogate(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
-    """CISPO: log-likelihood weighted by advantage and clipped ratio; the ratio carries no gradient.
+    """Return CISPO's surrogate: log-likelihood weighted by advantage and clipped ratio. The ratio carries no gradient.
 
     Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
     """
     low, high = clip_range(config)
-    ratio_T = _bounded((view.logprobs - old_logprobs_T).detach()).exp()
+    ratio_T = _clamped((view.logprobs - old_logprobs_T).detach()).exp()
     weight_T = ratio_T.clamp(low, high)
     means = _means(view, old_logprobs_T, ratio_T) | {"pg_clipfrac": (weight_T != ratio_T).to(ratio_T.dtype)}
     return Surrogate(-weight_T * _advantages(view) * view.logprobs, means, {})
 
 
 def _clipped(config: PolicyGradientConfig, log_ratio_T: Tensor, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
-    """Return the larger of plain and clipped loss; dual clip bounds the loss of negative advantages.
+    """Return the larger of plain and clipped loss. Dual clip (``eps_clip_c``) bounds it for negative advantages.
 
     Source of dual clip: Ye et al. 2020, Mastering Complex Control in MOBA Games, arXiv:1912.09729, equation 4.
     """
@@ -156,9 +158,9 @@ def _clipped(config: PolicyGradientConfig, log_ratio_T: Tensor, view: LossView, 
     loss_T = torch.maximum(plain_T, clipped_T)
     means = _means(view, old_logprobs_T, ratio_T.detach()) | {"pg_clipfrac": (clipped_T > plain_T).to(loss_T.dtype)}
     if config.eps_clip_c is not None:
-        ceiling_T = -config.eps_clip_c * advantages_T
-        is_bounded_T = (advantages_T < 0) & (loss_T > ceiling_T)
-        loss_T = torch.where(is_bounded_T, ceiling_T, loss_T)
+        bound_T = -config.eps_clip_c * advantages_T
+        is_bounded_T = (advantages_T < 0) & (loss_T > bound_T)
+        loss_T = torch.where(is_bounded_T, bound_T, loss_T)
         means["pg_clipfrac_lower"] = is_bounded_T.to(loss_T.dtype)
     return Surrogate(loss_T, means, {})
 
@@ -172,34 +174,33 @@ def _advantages(view: LossView) -> Tensor:
     return view.advantages
 
 
-def _bounded(log_ratio: Tensor) -> Tensor:
+def _clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """``Sequences`` of one micro-batch with S sequences, N of whose tokens are on this rank.
+    """``Sequences`` of one micro-batch with S sequences and N tokens on this rank.
 
-    Under context parallelism a rank holds a part of each sequence. A sum over a sequence is then a sum over the ranks of the
-    context parallel group, in the forward pass and, since each rank's loss depends on the other ranks' tokens, of the
-    gradient in the backward pass: ``reduce`` does both.
+    Under context parallelism a rank has a part of each sequence. ``reduce`` then sums over the ranks of the context parallel
+    group. It also sums gradients in the backward pass, as the loss of each rank depends on the tokens of the other ranks.
     """
 
     index: Tensor  # I64 [N], sequence index of each token
-    trained: Tensor  # bool [N], trained tokens
+    trained: Tensor  # bool [N], True at trained tokens
     num_trained: Tensor  # F [S], trained tokens of each sequence over all ranks
-    reduce: Reduce  # over the ranks that share the sequences; differentiable
+    reduce: Reduce  # differentiable sum over the ranks that share the sequences
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return [S]: sum over the trained tokens of each sequence. Collective over the group's ranks."""
+        """Return [S]: the sum over the trained tokens of each sequence. A collective of the ranks that share them."""
         trained_N = torch.where(self.trained, values, torch.zeros_like(values))
         zeros_S = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
         return self.reduce.sum(zeros_S.index_add(0, self.index, trained_N))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return [S]: mean over the trained tokens of each sequence, 0 without any. Collective."""
+        """Return [S]: the mean over the trained tokens of each sequence, 0 without any. A collective as ``sum``."""
         return self.sum(values) / self.num_trained.to(values.dtype).clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [N]: the value [S] of each token's sequence."""
+        """Return [N]: the value of each token's sequence, from ``values`` [S]."""
         return values[self.index]

@@ -1,7 +1,7 @@
 """Corrections for tokens sampled from another policy than the trained one: TIS, MIS, rejection.
 
-All compare the old policy (the trainer's, before the update) with the rollout policy (the engine's) at sampled tokens.
-None carries a gradient or changes a denominator: dropped tokens count as zero. Axis: T = tokens.
+A correction compares the old policy (the trainer's, before the update) with the rollout policy (the engine's) at sampled
+tokens. Corrections carry no gradient and change no denominator: a dropped token contributes 0. Axis: T = tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class ImportanceWeight:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Combined corrections of a micro-batch, with their metrics."""
+    """Corrections of a micro-batch, with their metrics. A factor is None if nothing is corrected by it."""
 
-    weight: Tensor | None  # [T], factor of the policy gradient
-    keep: Tensor | None  # [T], factor of every loss term, 0 in rejected sequences
-    means: dict[str, Tensor]  # [T]
+    weight: Tensor | None  # [T], factor of the policy-gradient term
+    keep: Tensor | None  # [T], factor of every loss term: 0 in rejected sequences, else 1
+    means: dict[str, Tensor]  # [T], averaged with loss_weight to metrics train/<name>
 
 
 class OffPolicy(Protocol):
-    """``algo.off_policy`` (table OFF_POLICY). ``sequences`` is None where a rank holds no whole sequences."""
+    """``algo.off_policy`` (table OFF_POLICY). ``sequences`` reduces over whole sequences; rejection needs it."""
 
     def __call__(
         self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
@@ -45,10 +45,9 @@ class OffPolicy(Protocol):
 def truncated_importance(
     old_logprobs: Tensor, rollout_logprobs: Tensor, clip: float, low: float = 0.0
 ) -> ImportanceWeight:
-    """Return ``pi_old / pi_rollout`` per token, clamped to ``[low, clip]``: corrects an engine with slightly different
-    probabilities.
+    """Return ``pi_old / pi_rollout`` per token, clamped to ``[low, clip]``.
 
-    Truncation bounds the variance; the remaining bias affects tokens that the engine samples too rarely.
+    Truncation bounds the variance. It leaves a bias at tokens that the engine samples too rarely.
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
     """
     raw_T = _ratio(old_logprobs, rollout_logprobs)
@@ -56,8 +55,9 @@ def truncated_importance(
 
 
 def masked_importance(old_logprobs: Tensor, rollout_logprobs: Tensor, low: float, high: float) -> ImportanceWeight:
-    """Return ``pi_old / pi_rollout`` per token inside ``[low, high]``, 0 outside: drops tokens on which engine and
-    trainer disagree strongly.
+    """Return ``pi_old / pi_rollout`` per token if it is in ``[low, high]``, else 0.
+
+    This drops tokens on which engine and trainer disagree strongly.
 
     Source: Ling team 2025, "Every Step Evolves", arXiv:2510.18855 (IcePop).
     """
@@ -68,8 +68,9 @@ def masked_importance(old_logprobs: Tensor, rollout_logprobs: Tensor, low: float
 
 
 def sequence_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences, *, geometric: bool) -> Tensor:
-    """Return [T] the ratio of old to rollout policy of each token's sequence: product over its tokens, or geometric
-    mean, which does not grow with length.
+    """Return [T]: the ratio of old to rollout policy of each token's sequence.
+
+    It is the product over the sequence's tokens or, if ``geometric``, their geometric mean, which does not grow with length.
 
     Source: Liu et al. 2025, "When Speed Kills Stability" (sequence-level and geometric masks).
     """
@@ -81,7 +82,7 @@ def sequence_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Se
 def correction(
     config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None
 ) -> Correction:
-    """Return the corrections of ``config`` for [T] tokens. Metrics cover every trained token, dropped ones included."""
+    """Return the corrections that ``config`` enables. Metrics are means over all trained tokens, including dropped ones."""
     weight_T, keep_T, means = None, None, dict[str, Tensor]()
     if config.use_tis:
         tis = truncated_importance(old_logprobs, rollout_logprobs, config.tis_clip, config.tis_clip_low)
@@ -95,7 +96,7 @@ def correction(
         means["mis_maskfrac_low"] = (mis.raw < config.mis_low).to(mis.raw.dtype)
         means["mis_maskfrac_high"] = (mis.raw > config.mis_high).to(mis.raw.dtype)
     if config.rejection != "none":
-        assert sequences is not None, "rejection needs sequences"
+        assert sequences is not None, "algo.rejection needs whole sequences"
         ratio_T = sequence_ratio(old_logprobs, rollout_logprobs, sequences, geometric=config.rejection == "geometric")
         low = 0.0 if config.rejection_low is None else config.rejection_low
         high = float("inf") if config.rejection_high is None else config.rejection_high

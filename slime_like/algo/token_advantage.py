@@ -1,6 +1,6 @@
-"""Advantages per token, computed on the ranks before the first optimizer step (table TOKEN_ADVANTAGES).
+"""Token advantages, computed on the ranks before the first optimizer step (table TOKEN_ADVANTAGES).
 
-Axes: T = tokens of a micro-batch, A = trained tokens (actions) of a micro-batch, S = sequences of a micro-batch.
+Axes of a micro-batch: T = tokens, A = trained tokens (actions), S = sequences.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
 
-MIN_VARIANCE = 1e-8  # equal returns whiten to zeros, not to noise
+MIN_VARIANCE = 1e-8  # below it whitening would scale up rounding errors of equal values
 
 
 class ReinforcePlusPlus:
     """REINFORCE++: discounted return per trained token, whitened over the batch.
 
-    The reward of a sequence is at its last trained token, minus ``kl_coef * KL(old || ref)`` at each trained
-    token. Tokens that the model did not sample are not actions: they have no reward and cause no discount.
+    The last trained token of a sequence gets the sequence's reward, and each trained token the penalty
+    ``-kl_coef * KL(old || ref)``. Tokens that the model did not sample have no reward and are skipped by the discount.
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; whitening as in its reference implementation (OpenRLHF).
     """
 
@@ -39,13 +39,13 @@ class ReinforcePlusPlus:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] per view, whitened over the trained tokens of all ranks, 0 at other tokens."""
+        """Return F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens."""
         returns_T = [self._returns(view) for view in views]
         masks_T = [view.loss_weight > 0 for view in views]
         return whiten(returns_T, masks_T, reduce)
 
     def _returns(self, view: TokenView) -> Tensor:
-        """Return [T] the discounted sum of rewards from each trained token on."""
+        """Return [T]: the discounted sum of the rewards of each trained token and those after it."""
         mask_T = view.loss_weight > 0
         segment_A = segments(view)
         rewards_A = token_rewards(view, segment_A, self._kl_coef, self._kl)
@@ -71,43 +71,45 @@ class ReinforcePlusPlusBaseline:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] per view, whitened over the trained tokens of all ranks, 0 at other tokens."""
+        """Return F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens."""
         masks_T = [view.loss_weight > 0 for view in views]
         return whiten([self._advantages(view) for view in views], masks_T, reduce)
 
     def _advantages(self, view: TokenView) -> Tensor:
-        assert view.advantages is not None, "group advantages come with the rows"
-        spread_T = view.advantages[sequences(view)]
+        assert view.advantages is not None, "algo.group_advantage computes no group advantages"
+        advantages_T = view.advantages[sequences(view)]
         if self._kl_coef == 0:
-            return spread_T
-        assert view.old_logprobs is not None and view.ref_logprobs is not None, "old and ref scores are not annotated"
-        return spread_T - self._kl_coef * self._kl(view.old_logprobs, view.ref_logprobs)
+            return advantages_T
+        assert view.old_logprobs is not None and view.ref_logprobs is not None, (
+            "kl_coef > 0 needs old and reference log-probabilities"
+        )
+        return advantages_T - self._kl_coef * self._kl(view.old_logprobs, view.ref_logprobs)
 
 
 def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Tensor:
-    """Return [A] ``sum_k gamma^k * reward[a + k]`` within each segment.
+    """Return [A]: ``sum_k gamma^k * reward[a + k]`` within each segment.
 
-    A doubling scan (Hillis and Steele 1986): after the step of stride s each entry holds the discounted sum of the
-    next 2s rewards, so log2(longest segment) passes suffice. Unlike differences of one cumulative sum over the row, it
-    neither under- nor overflows for small gamma, and large sequences do not cost others precision.
+    A doubling scan (Hillis and Steele 1986): after the pass with stride s, each entry holds the discounted sum of the
+    next 2s rewards, so log2(longest segment) passes suffice. The difference of two cumulative sums would under- or
+    overflow for small gamma, and would lose precision in sequences that follow large values.
     """
     returns_A = rewards_A.clone()
     stride = 1
     while stride < len(returns_A):
-        same_A = segment_A[stride:] == segment_A[:-stride]
-        if not bool(same_A.any()):
+        same_segment_A = segment_A[stride:] == segment_A[:-stride]
+        if not bool(same_segment_A.any()):
             break
-        later_A = torch.where(same_A, returns_A[stride:], torch.zeros_like(returns_A[stride:]))
+        later_A = torch.where(same_segment_A, returns_A[stride:], torch.zeros_like(returns_A[stride:]))
         returns_A = torch.cat([returns_A[:-stride] + gamma**stride * later_A, returns_A[-stride:]])
         stride *= 2
     return returns_A
 
 
 def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    """Shift and scale the masked entries of all ranks to mean 0 and variance 1 (biased); other entries become 0. [T] each.
+    """Return [T] for each of ``values``: entries in ``masks`` shifted and scaled to mean 0 and variance 1, others 0.
 
-    Two passes in float64: the deviations are squared after the global mean is known, so that a large common offset
-    does not cancel. Every rank does the same two reductions, also without trained tokens.
+    Mean and (biased) variance are over all ranks, in float64. The variance is computed from deviations from the mean, so
+    that a large common offset costs no precision. Every rank does the same two reductions, even without trained tokens.
     """
     device = values[0].device if values else None
     parts_A = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]

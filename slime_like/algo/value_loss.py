@@ -1,4 +1,4 @@
-"""Value loss of the critic. The caller multiplies by ``loss_weight`` and sums, as with token losses."""
+"""Value loss of the critic. The caller sums ``loss * loss_weight``, as for policy losses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slime_like.interfaces import LossOutput
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> LossOutput:
     """Return ``max((v - R)², (v_clipped - R)²) / 2`` with ``v_clipped`` within ``clip`` of the old values.
 
-    All tensors are [T]; ``clip=None`` gives the plain squared error. Clipping is pessimistic: it blocks updates that
-    move a value away from its old estimate, never those that move it back.
+    All tensors are [T]; ``clip=None`` gives the plain squared error. Clipping removes the gradient that would move a value
+    further from its old estimate than ``clip``, and keeps the gradient that moves it back.
     Source: Schulman et al.'s reference implementation of PPO (openai/baselines, ppo2/model.py).
     """
     plain_T = (values - returns).square()

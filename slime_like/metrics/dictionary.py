@@ -1,6 +1,6 @@
-"""Meanings of all metrics. ``docs/metrics.md`` is generated from this table; an end-to-end test rejects undocumented metrics.
+"""Table of all metrics. ``docs/metrics.md`` is generated from it; an end-to-end test fails on a metric without an entry.
 
-An entry with ``healthy`` has a line in ``remedies``.
+An entry with ``healthy`` has a remedy in ``remedies``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slime_like.metrics.remedies import REMEDIES
 
 @dataclass(frozen=True, slots=True)
 class MetricEntry:
-    """Description of one metric. ``name`` may contain ``<x>`` for a variable part; ``healthy`` is the expected range."""
+    """Description of a metric. A part ``<x>`` of ``name`` matches any text; ``healthy`` is the expected range."""
 
     name: str
     meaning: str
@@ -23,17 +23,17 @@ class MetricEntry:
 
     @property
     def remedy(self) -> str:
-        """Return the remedy if the metric is outside ``healthy``."""
+        """Return the advice for a value outside ``healthy``."""
         return REMEDIES.get(self.name, "")
 
     def matches(self, name: str) -> bool:
-        """Return True if ``name`` is this entry's metric."""
+        """Return whether this entry describes the metric ``name``."""
         return re.fullmatch(re.sub(r"<\w+>", "[^/]+", re.sub(r"([.+*?|()])", r"\\\1", self.name)), name) is not None
 
 
 ENTRIES = (
     MetricEntry("rollout/raw_reward", "mean reward of the samples trained on, after filters", "", "rises"),
-    MetricEntry("rollout/accuracy", "share of correct responses among them", "0 to 1", "rises"),
+    MetricEntry("rollout/accuracy", "share of correct responses of these samples", "0 to 1", "rises"),
     MetricEntry(
         "rollout/num_samples", "samples trained on", "", "batch_size * n_samples_per_prompt unless filters drop some"
     ),
@@ -65,7 +65,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/staleness_max",
-        "trainer version minus the oldest token's version, largest",
+        "trainer version minus the version of a group's oldest token, maximum over groups",
         "versions",
         "at most loop.max_staleness; with partial rollouts at most rollout.max_partial_staleness",
     ),
@@ -111,7 +111,7 @@ ENTRIES = (
     MetricEntry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
     MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups that the filter dropped for one reason", "groups"),
     MetricEntry("rollout/generated/raw_reward", "mean reward of all generated samples, before any filter", "", "rises"),
-    MetricEntry("rollout/generated/accuracy", "share of correct responses among them", "0 to 1", "rises"),
+    MetricEntry("rollout/generated/accuracy", "share of correct responses of these samples", "0 to 1", "rises"),
     MetricEntry(
         "rollout/generated/zero_std_ratio", "share of all generated groups whose rewards are all equal", "0 to 1"
     ),
@@ -170,12 +170,12 @@ ENTRIES = (
         "reward/fallbacks", "samples that got reward.fallback, or were excluded because it is null", "samples", "0"
     ),
     MetricEntry("data/bad_rows", "rows skipped by data.on_bad_row=skip", "rows", "0"),
-    MetricEntry("train/loss", "the loss that was minimised, mean over the optimizer steps", ""),
+    MetricEntry("train/loss", "loss, mean over the optimizer steps", ""),
     MetricEntry("train/pg_loss", "policy-gradient part of the loss", ""),
     MetricEntry("train/sft_loss", "negative log-likelihood of the demonstrations", "nats", "falls"),
     MetricEntry(
         "train/pg_clipfrac",
-        "share of tokens whose ratio was clipped (gspo: of sequences; cispo: whose weight was)",
+        "share of tokens whose ratio was clipped (gspo: whose sequence's ratio; cispo: whose weight)",
         "0 to 1",
         "below 0.2",
     ),
@@ -210,7 +210,7 @@ ENTRIES = (
         "train/rejection_frac", "share of the loss weight in sequences that were rejected", "0 to 1", "below 0.05"
     ),
     MetricEntry("train/value_loss", "the critic's loss: half the squared error of its values", "", "falls at first"),
-    MetricEntry("train/critic_loss", "the same, with the loss weights", "", "falls at first"),
+    MetricEntry("train/critic_loss", "the same, weighted by the loss weights", "", "falls at first"),
     MetricEntry(
         "train/value_clipfrac",
         "share of tokens whose value was clipped towards its old estimate",
@@ -237,11 +237,11 @@ ENTRIES = (
     MetricEntry("train/lr", "learning rate of the last optimizer step", ""),
     MetricEntry(
         "train/moe_load",
-        "tokens of a layer's busiest expert over the mean of its experts, mean over the layers",
+        "tokens of a layer's busiest expert divided by the mean over its experts, mean over the layers",
         "",
-        "near 1; far above 1, ranks of parallel.ep wait for one another",
+        "near 1; far above 1 the ranks of parallel.ep wait for each other",
     ),
-    MetricEntry("train/moe_load_max", "the same of the most uneven layer", ""),
+    MetricEntry("train/moe_load_max", "the same, maximum over the layers", ""),
     MetricEntry(
         "train/moe_aux_loss",
         "load balancing loss of the Switch Transformer before model.megatron.moe_aux_loss_coeff, mean over the layers",
@@ -349,14 +349,14 @@ ENTRIES = (
     MetricEntry("comm/<group>/<op>/check_time", "time of these queries on the slowest rank", "s"),
     MetricEntry("comm/<group>/<op>/clears", "releases of memory before these collectives", "", "0"),
     MetricEntry("comm/<group>/<op>/freed_bytes", "bytes released", "bytes"),
-    MetricEntry("guard/checks", "free-memory queries, before all collectives of all ranks", ""),
+    MetricEntry("guard/checks", "free-memory queries before the collectives of all ranks", ""),
     MetricEntry(
         "guard/time",
         "time of these queries and of releasing memory, maximum of all ranks",
         "s",
         "below 0.1% of perf/step_time",
     ),
-    MetricEntry("guard/shortages", "times that free memory was, or was about to be, below guard.threshold", "", "0"),
+    MetricEntry("guard/shortages", "times that free memory was below guard.threshold, or about to be", "", "0"),
     MetricEntry("guard/clears", "releases of memory", "", "0"),
     MetricEntry("guard/freed_bytes", "bytes released", "bytes"),
     MetricEntry("guard/free_bytes", "smallest free memory that any rank measured", "bytes", "above guard.threshold"),
@@ -389,21 +389,20 @@ ENTRIES = (
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """Names that have no entry."""
+    """Return the names that have no entry, sorted."""
     return sorted(name for name in names if not any(entry.matches(name) for entry in ENTRIES))
 
 
 def render() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     head = [
         "# Metrics",
         "",
-        "Generated from `slime_like/metrics/dictionary.py` and `remedies.py` by `scripts/make_metric_docs.py`. A metric "
-        "without a",
-        "healthy range only describes: its good values depend on the task.",
+        "Generated from `slime_like/metrics/dictionary.py` and `remedies.py` by `scripts/make_metric_docs.py`. A metric has no",
+        "healthy range if its values depend on the task.",
         "",
     ]
     rows = ["| name | meaning | unit | healthy | if it is not |", "|---|---|---|---|---|"]
     cells = [[text.replace("|", "\\|") for text in (e.meaning, e.unit, e.healthy, e.remedy)] for e in ENTRIES]
-    rows += [f"| `{e.name}` | {' | '.join(found)} |" for e, found in zip(ENTRIES, cells, strict=True)]
+    rows += [f"| `{e.name}` | {' | '.join(texts)} |" for e, texts in zip(ENTRIES, cells, strict=True)]
     return "\n".join([*head, *rows]) + "\n"

@@ -1,4 +1,4 @@
-"""Warnings about a growing difference between trainer and engine, if no tolerance ends the run."""
+"""Warnings about a growing difference between the log-probabilities of trainer and engine."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-DRIFT = "train/train_rollout_logprob_abs_diff"
+MEAN_DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}  # upper bound on the mean difference caused by rounding alone
 
 
 @dataclass(slots=True)
 class DriftWatch:
-    """Compares the mean difference of each rollout with the median over earlier rollouts of this run.
+    """Compares the mean difference of each rollout with the median of the earlier rollouts of this run.
 
-    A rollout drifts if its mean is above ``ceiling``, or above both ``rounding`` and ``factor`` times that median.
+    It warns if the mean is above ``ceiling``, or above both ``rounding`` and ``factor`` times that median.
     """
 
-    rounding: float
-    ceiling: float  # warn above it even in the first rollout
+    rounding: float  # largest mean that rounding can cause, see ``ROUNDING``
+    ceiling: float  # limit that also applies to the first rollout
     factor: float | None  # None: never warn
     _means: list[float] = field(default_factory=list[float])
     _last_warnings: dict[str, float] = field(default_factory=dict[str, float])  # metric -> value of its last warning
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return a line for each drift that is new or has grown by ``factor`` since its last warning."""
+        """Return a warning for each metric above its limit, again only after it has grown by ``factor``."""
         if self.factor is None:
             return []
         baseline = median(self._means) if self._means else None
         limit = self.ceiling if baseline is None else min(self.ceiling, max(self.rounding, self.factor * baseline))
         lines = [
             line
-            for name in (DRIFT, f"{DRIFT}_mixed")
+            for name in (MEAN_DIFFERENCE, f"{MEAN_DIFFERENCE}_mixed")
             if (value := metrics.get(name)) is not None and (line := self._warning(name, value, limit, baseline))
         ]
-        if math.isfinite(metrics.get(DRIFT, math.nan)):
-            self._means.append(metrics[DRIFT])
+        if math.isfinite(metrics.get(MEAN_DIFFERENCE, math.nan)):
+            self._means.append(metrics[MEAN_DIFFERENCE])
         return lines
 
     def _warning(self, name: str, value: float, limit: float, baseline: float | None) -> str | None:
-        if value <= limit:  # not above it, and not nan
+        if value <= limit:  # False for nan
             self._last_warnings.pop(name, None)
             return None
         assert self.factor is not None
@@ -48,9 +48,9 @@ class DriftWatch:
             return None
         if math.isfinite(value):
             self._last_warnings[name] = value
-        comparison = f", the median of the rollouts before is {baseline:.2g}" if baseline is not None else ""
+        comparison = f", the median of earlier rollouts is {baseline:.2g}" if baseline is not None else ""
         return (
-            f"{name} is {value:.2g}{comparison}: trainer and engine drift apart, and what is trained on is less and less what "
-            "was sampled; run.dump_rollouts=true and weights.probe_layers=true say where it comes from, algo.use_tis=true "
-            "corrects for it (weights.drift_warning)"
+            f"{name} is {value:.2g}{comparison}: trainer and engine compute different log-probabilities, and the difference "
+            "grows; run.dump_rollouts=true and weights.probe_layers=true show its cause, algo.use_tis=true corrects for it "
+            "(weights.drift_warning)"
         )

@@ -1,9 +1,9 @@
-"""Floating-point operations of a decoder, from its config.json: dense, grouped-query, Gated DeltaNet and expert layers.
+"""Floating-point operations (FLOPs) of a decoder, from its config.json.
 
-Model FLOPs as in model-FLOPs utilisation: two per multiply-add that the mathematics requires, none for recomputed, masked
-or padded values; norms, activations and rotations, linear in the width, are not counted. Causal attention counts attended
-pairs. The gated delta rule counts its recurrence, three products of the state with a vector per token (read, write,
-query), not the additional work of chunked kernels. Source of the convention: Chowdhery et al., "PaLM", appendix B.
+The count is that of model-FLOPs utilisation: two FLOPs per multiply-add of the model's formulas. It leaves out recomputed,
+masked and padded values, and norms, activations and rotations, whose cost is linear in the width. Causal attention counts
+the pairs of tokens that attend to each other. The gated delta rule counts its recurrence, three products of the state with
+a vector per token, without the additional work of chunked kernels. Source: Chowdhery et al., "PaLM", appendix B.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GDN_EVERY = 4  # Qwen3-Next without layer_types in config.json: every fourth lay
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Dimensions of a model for counting FLOPs. Widths are before any parallel split."""
+    """Dimensions of a model, of which FLOPs are counted. Widths are those of the whole layer, without parallelism."""
 
     hidden: int
     vocab: int
@@ -42,7 +42,7 @@ class DecoderShape:
 
 
 def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Return the shape from a config.json or its text_config. Raises ``KeyError`` unless it is a causal language model."""
+    """Return the shape of the model of a config.json or of its text_config. Raises ``KeyError`` if a field is missing."""
     text = cast("Mapping[str, Any]", config.get("text_config") or config)
     layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
     gdn = gdn_shape(text)
@@ -84,12 +84,12 @@ def forward_flops(shape: DecoderShape, lengths: Iterable[int], *, logits: bool =
 
 
 def train_flops(shape: DecoderShape, lengths: Iterable[int]) -> int:
-    """Return the FLOPs of forward and backward; backward costs two forwards, one product per factor of a product."""
+    """Return the FLOPs of a forward and a backward pass, which costs as much as two forward passes."""
     return 3 * forward_flops(shape, lengths)
 
 
 def gdn_token_flops(shape: DecoderShape) -> int:
-    """Return the FLOPs per token of a Gated DeltaNet layer: projections, convolution, recurrence. 0 if there is none."""
+    """Return the FLOPs per token of a Gated DeltaNet layer, 0 if the model has none: projections, convolution, recurrence."""
     gdn = shape.gdn
     if gdn is None:
         return 0
@@ -101,6 +101,7 @@ def gdn_token_flops(shape: DecoderShape) -> int:
 
 
 def _attention_projections(shape: DecoderShape) -> int:
+    """Return the FLOPs per token of the projections of an attention layer."""
     queries = shape.heads * shape.head_dim
     gate = queries if shape.output_gate else 0
     return 2 * shape.hidden * (2 * queries + gate + 2 * shape.kv_heads * shape.head_dim)
@@ -108,11 +109,12 @@ def _attention_projections(shape: DecoderShape) -> int:
 
 def _experts(shape: DecoderShape) -> int:
     """Return the FLOPs per token of an expert layer: router, chosen experts, shared expert with its gate."""
-    chosen = shape.active_experts * shape.expert_mlp + shape.shared_mlp
-    return 2 * shape.hidden * (shape.experts + int(shape.shared_gate)) + 6 * shape.hidden * chosen
+    active_width = shape.active_experts * shape.expert_mlp + shape.shared_mlp
+    return 2 * shape.hidden * (shape.experts + int(shape.shared_gate)) + 6 * shape.hidden * active_width
 
 
 def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
+    """Return the number of Gated DeltaNet layers."""
     kinds = text.get("layer_types")
     if kinds:
         return list(kinds).count("linear_attention")

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the log of a run: one line per step, read by a resumed run and by the report."""
+"""metrics.jsonl, the log of a run: one line per step. A resumed run and the report read it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile, parse_json, reason, shown, typed
 
-DAMAGED = "metrics.damaged.jsonl"  # next to the log: lines that a resumed run could not read
+DAMAGED = "metrics.damaged.jsonl"  # file next to the log, with lines that a resumed run could not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class LogRow:
 
 @dataclass(frozen=True, slots=True)
 class RetainedLines:
-    """The lines of a log up to a step, and the lines that cannot be read."""
+    """Lines of a log that a resumed run keeps, and lines that it cannot read."""
 
     lines: tuple[bytes, ...]
     damaged: tuple[bytes, ...]
-    note: str  # describes missing and damaged lines to the user; empty if there are none
+    note: str  # message about missing and damaged lines; empty if there are none
 
 
 def parse_row(line: bytes) -> LogRow:
-    """Return the row of one line. Raises ``ValueError`` naming a field that is unusable."""
+    """Return the row of a line. Raises ``ValueError`` naming a field that is missing or of another type."""
     fields = typed(parse_json(line), dict[str, Any])
     step = _number(fields, "step")
     if not math.isfinite(step):
@@ -46,26 +46,26 @@ def parse_row(line: bytes) -> LogRow:
     return LogRow(int(step), timestamp, {name: _number(fields, name) for name in list(fields)}, spans, warnings)
 
 
-def keep(path: Path, last_step: int) -> RetainedLines:
-    """Return the lines of ``path`` up to ``last_step``, which a run resumed from that step retains.
+def read_kept_lines(path: Path, last_step: int) -> RetainedLines:
+    """Return the lines of ``path`` up to ``last_step``, which a run that resumes from this step keeps.
 
-    A killed run may leave a torn last line; any other unreadable line is damaged. Raises ``ConfigError`` if ``path``
-    is unreadable.
+    An incomplete last line, which a killed run can leave, is dropped; any other unreadable line is damaged. Raises
+    ``ConfigError`` if the file cannot be read.
     """
     if not path.exists():
-        return RetainedLines((), (), f"{path} is missing: its curves begin after step {last_step}")
-    content = InputFile(path, ConfigError, "move it away, and the run begins another").data()
+        return RetainedLines((), (), f"{path} is missing: the curves of the run begin after step {last_step}")
+    content = InputFile(path, ConfigError, "move it away; the run then starts a new one").data()
     lines: list[bytes] = []
     damaged: list[bytes] = []
     first_problem, steps = "", set[int]()
-    pieces = content.split(b"\n")
-    for number, line in enumerate(pieces, 1):
+    all_lines = content.split(b"\n")
+    for number, line in enumerate(all_lines, 1):
         if not line.strip():
             continue
         try:
             step = parse_row(line).step
         except ValueError as error:
-            if number < len(pieces):
+            if number < len(all_lines):
                 damaged.append(line)
                 first_problem = first_problem or f"line {number}: {reason(error)}"
             continue
@@ -73,7 +73,7 @@ def keep(path: Path, last_step: int) -> RetainedLines:
             lines.append(line)
             steps.add(step)
     notes = (
-        [f"{len(damaged)} lines of {path} cannot be read ({first_problem}); they now lie in {path.with_name(DAMAGED)}"]
+        [f"{len(damaged)} lines of {path} cannot be read ({first_problem}) and were moved to {path.with_name(DAMAGED)}"]
         if damaged
         else []
     )
@@ -83,7 +83,7 @@ def keep(path: Path, last_step: int) -> RetainedLines:
             if len(missing) == missing[-1] - missing[0] + 1
             else ", ".join(map(str, missing[:5]))
         )
-        notes.append(f"{path} has no line of the steps {steps_text}, which were trained")
+        notes.append(f"{path} has no lines for the steps {steps_text}, which were trained")
     return RetainedLines(tuple(lines), tuple(damaged), "; ".join(notes))
 
 

@@ -1,4 +1,4 @@
-"""Remedies for metrics outside the healthy range given in ``dictionary``. Keyed by entry name."""
+"""Advice for metrics outside the healthy range of ``dictionary``, by the name of the entry."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REMEDIES = {
     "rollout/zero_std_ratio": "choose other prompts, more rollout.n_samples_per_prompt, or rollout.filters=[nonzero_std]",
     "rollout/log_probs": "near 0: the policy has collapsed to one answer (train/entropy); falls: lower optim.lr",
     "rollout/staleness_max": "a bug: please report it",
-    "rollout/mixed_version_ratio": "many: lower rollout.over_sampling_batch_size; algo.use_tis corrects for old tokens, "
+    "rollout/mixed_version_ratio": "high: lower rollout.over_sampling_batch_size; algo.use_tis corrects for old tokens, "
     "algo.mask_offpolicy excludes them",
-    "rollout/stopped_groups": "0: all groups ended together, so rollout.over_sampling_batch_size has no benefit",
+    "rollout/stopped_groups": "0: all groups end at the same time, so rollout.over_sampling_batch_size has no benefit",
     "rollout/restarted_groups": "lower rollout.over_sampling_batch_size or raise rollout.max_partial_staleness",
     "rollout/wasted_tokens": "rollout.partial_rollout=true keeps them",
     "rollout/engine_load_max": "use smaller groups (rollout.n_samples_per_prompt), or more of them",
@@ -87,6 +87,6 @@ REMEDIES = {
     "guard/shortages": "give engines less memory (rollout.sglang.mem_fraction_static), lower parallel.max_tokens_per_rank",
     "guard/clears": "as guard/shortages",
     "guard/free_bytes": "as guard/shortages",
-    "memory/<phase>": "compare the phases: the one that grows first leaks; please report it",
+    "memory/<phase>": "compare the phases: the phase that grows first has the leak; please report it",
     "perf/train_wait_time": "more rollout.num_engines, a shorter rollout.max_response_len; synchronous: loop.max_staleness=1",
 }

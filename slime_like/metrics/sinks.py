@@ -1,4 +1,4 @@
-"""Sinks of reduced metrics: metrics.jsonl always; console, tensorboard, wandb and a user's own if configured."""
+"""Sinks of reduced metrics: metrics.jsonl in every run; console, tensorboard, wandb and user sinks if configured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.appended import Appended
-from slime_like.metrics.log import DAMAGED, RetainedLines, keep
+from slime_like.metrics.log import DAMAGED, RetainedLines, read_kept_lines
 from slime_like.metrics.types import KeepsWarnings, RunWarning, ShowsNotes, Sink, SinkContext, StepSpans
 from slime_like.metrics.user_sink import open_sink
 from slime_like.metrics.view import LiveConsole, PlainConsole
@@ -34,8 +34,8 @@ def open_sinks(
 ) -> SinkGroup:
     """Open all sinks of ``config``.
 
-    ``first_step`` is the step a resumed run continues from; ``settings`` contain no prompts. Raises ``ConfigError`` if a
-    required library is not installed, or if a user's sink cannot be constructed or lacks a method.
+    ``first_step`` is the step that a resumed run continues from, 0 in a new run; ``settings`` must not contain prompts.
+    Raises ``ConfigError`` if a library is not installed, or if a user sink cannot be constructed or lacks a method.
     """
     stream = console or sys.stdout
     log = JsonlSink(run_dir / "metrics.jsonl", first_step)
@@ -48,17 +48,17 @@ def open_sinks(
     elif kind == "plain":
         sinks.append(PlainConsole(stream, num_steps))
     context = SinkContext(run_dir, first_step, num_steps, settings or {})
-    switched_on = [name for name, on in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if on]
-    sinks += [open_sink(name, config, context) for name in dict.fromkeys([*switched_on, *config.sinks])]
-    out = SinkGroup(sinks)
+    by_flag = [name for name, flag in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if flag]
+    sinks += [open_sink(name, config, context) for name in dict.fromkeys([*by_flag, *config.sinks])]
+    group = SinkGroup(sinks)
     if log.damage:
-        out.note(log.damage)
-    return out
+        group.note(log.damage)
+    return group
 
 
 @dataclass(slots=True)
 class SinkGroup:
-    """Forward everything to every sink."""
+    """All sinks of a run, called as one; sinks without ``note`` or ``warn`` are skipped there."""
 
     sinks: Sequence[Sink]
 
@@ -68,7 +68,7 @@ class SinkGroup:
             sink.log(step, values, spans)
 
     def note(self, text: str) -> None:
-        """Display a line of text; it is not recorded."""
+        """Show a line of text in every sink that shows notes; no sink records it."""
         for sink in self.sinks:
             if isinstance(sink, ShowsNotes):
                 sink.note(text)
@@ -88,21 +88,20 @@ class SinkGroup:
 
 @dataclass(slots=True)
 class JsonlSink:
-    """One line per step: ``{"step", "time", <metric>: number, ..., "spans": {name: [start, stop]}}``.
+    """Sink that writes one line per step: ``{"step", "time", <metric>: number, ..., "spans": {name: [start, stop]}}``.
 
-    A step with warnings also has ``"warnings": [text, ...]``.
-    On resume, lines after ``first_step`` move to metrics_dropped.jsonl: these steps are repeated. Unreadable lines move to
-    ``metrics.damaged.jsonl``; ``damage`` describes them.
+    A step with warnings also has ``"warnings": [text, ...]``. On resume, lines after ``first_step`` move to
+    metrics_dropped.jsonl, since the run repeats these steps, and unreadable lines to ``metrics.damaged.jsonl``.
     """
 
     path: Path
     first_step: int
-    damage: str = field(init=False)
+    damage: str = field(init=False)  # message about missing and unreadable lines; empty if there are none
     _file: Appended = field(init=False)
-    _warnings: list[str] = field(default_factory=list[str], init=False)  # of the next step to log
+    _warnings: list[str] = field(default_factory=list[str], init=False)  # of the step that is logged next
 
     def __post_init__(self) -> None:
-        retained = keep(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")
+        retained = read_kept_lines(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")
         self.damage = retained.note
         partial = self.path.with_suffix(".partial")
         try:
@@ -110,15 +109,17 @@ class JsonlSink:
             if retained.damaged:
                 with self.path.with_name(DAMAGED).open("ab") as file:
                     file.writelines(line + b"\n" for line in retained.damaged)
-            _set_aside(self.path, {*retained.lines, *retained.damaged})
+            _move_dropped_lines(self.path, {*retained.lines, *retained.damaged})
             partial.write_bytes(b"".join(line + b"\n" for line in retained.lines))
-            partial.replace(self.path)  # atomic: no other file records the earlier steps
+            partial.replace(self.path)  # atomic, as no other file has the earlier steps
             self._file = Appended(self.path)
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written ({reason(error)}): move it away, or make room") from error
+            raise ConfigError(
+                f"{self.path} cannot be written ({reason(error)}): move the file away, or free disk space"
+            ) from error
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
-        """Append one line and write it immediately, so that a killed run loses none."""
+        """Write one line at once, so that a killed run loses no step."""
         row: dict[str, Any] = {
             "step": step,
             "time": time.time(),
@@ -130,7 +131,7 @@ class JsonlSink:
         self._file.write(json.dumps(row) + "\n")
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Add the warning to the line of the step."""
+        """Add the warning to the line that is logged next."""
         del step
         self._warnings.append(str(warning))
 
@@ -139,8 +140,8 @@ class JsonlSink:
         self._file.close()
 
 
-def _set_aside(path: Path, retained: Set[bytes]) -> None:
-    """Append the lines of ``path`` that are not ``retained`` to metrics_dropped.jsonl: no logged line is lost."""
+def _move_dropped_lines(path: Path, retained: Set[bytes]) -> None:
+    """Append the lines of ``path`` that are not in ``retained`` to metrics_dropped.jsonl."""
     dropped = (
         [line for line in path.read_bytes().split(b"\n") if line.strip() and line not in retained]
         if path.exists()

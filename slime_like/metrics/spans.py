@@ -1,4 +1,4 @@
-"""Start and stop of each phase in unix seconds, comparable between the processes of a run to show overlap."""
+"""Start and stop of the phases of a step, in unix seconds, so that times of several processes can be compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Spans:
-    """Recorded phases since the last drain.
+    """Recorder of phases.
 
     Example: ``with spans("train"): ...`` then ``spans.drain()`` gives ``{"train": (start, stop)}``. A name recorded twice
     before a drain keeps its first start and its last stop.
@@ -21,7 +21,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str) -> Generator[None]:
-        """Time a block, including one that raises."""
+        """Record the time of a block, also if it raises."""
         start = time.time()
         try:
             yield
@@ -29,13 +29,13 @@ class Spans:
             self.add(name, start, time.time())
 
     def add(self, name: str, start: float, stop: float) -> None:
-        """Record a phase that was timed elsewhere."""
+        """Record a phase that another process has timed."""
         with self._lock:
             previous = self._spans.get(name)
             self._spans[name] = (start, stop) if previous is None else (previous[0], max(stop, previous[1]))
 
     def drain(self) -> dict[str, tuple[float, float]]:
-        """Return all phases recorded since the last drain."""
+        """Return the phases recorded since the last call."""
         with self._lock:
             spans, self._spans = self._spans, {}
         return spans

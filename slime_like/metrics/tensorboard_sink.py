@@ -1,4 +1,4 @@
-"""``metrics.tensorboard``: scalars in tensorboard's event format."""
+"""Sink ``tensorboard``: scalars in tensorboard's event format."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slime_like.metrics.types import SinkContext, StepSpans
 
 
 class TensorboardSink:
-    """Scalars by tensorboard's own writer: torch's would import torch into the metrics package.
+    """Sink that writes scalars with tensorboard's own writer; torch's writer would import torch into this package.
 
-    On resume it records its first step, and tensorboard drops earlier values of the repeated steps.
+    A resumed run records its first step, and tensorboard then drops earlier values of the steps that are repeated.
     """
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:
@@ -26,7 +26,7 @@ class TensorboardSink:
             raise ConfigError(
                 "metrics.tensorboard=true or metrics.sinks=[tensorboard], but tensorboard is not installed: pip install tensorboard"
             ) from error
-        events: Any = event_pb2  # protobuf creates these classes at import: invisible to a type checker
+        events: Any = event_pb2  # protobuf creates these classes at import, where a type checker cannot see them
         summaries: Any = summary_pb2
         self._event, self._summary = events.Event, summaries.Summary
         self._writer: Any = EventFileWriter(str(context.run_dir / "tensorboard"))

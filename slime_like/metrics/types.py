@@ -1,4 +1,4 @@
-"""Typed metrics: the type determines the reduction, which happens once, in the driver.
+"""Typed metrics and the interface of their sinks. The type of a metric determines how the driver reduces it.
 
 Example: two ranks report ``Mean("train/loss", 3.0, weight=2.0)`` and ``Mean("train/loss", 6.0, weight=1.0)``;
 ``reduce_metrics`` gives ``{"train/loss": 4.0}``.
@@ -49,7 +49,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest value: learning rate, version, a quantile computed elsewhere."""
+    """Value of the last report, such as a learning rate, a version or a quantile."""
 
     name: str
     value: float
@@ -60,7 +60,7 @@ Metric = Mean | Sum | Max | Min | Last
 
 @dataclass(frozen=True, slots=True)
 class RunWarning:
-    """A sentence for the user. ``example`` quotes prompts or responses and does not leave the machine."""
+    """Warning for the user. ``example`` quotes prompts or responses and must not leave the machine."""
 
     text: str
     example: str = ""
@@ -70,42 +70,51 @@ class RunWarning:
 
 
 StepSpans = Mapping[str, tuple[float, float]]
-"""Phase of a step -> its start and stop, in seconds since the epoch."""
+"""Phase of a step -> its start and stop in unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SinkContext:
-    """The run whose metrics a sink receives."""
+    """Argument of a sink's constructor: the run whose metrics it receives."""
 
     run_dir: Path
-    first_step: int  # a resumed run continues from this step; 0: a new run
+    first_step: int  # step that a resumed run continues from; 0 in a new run
     num_steps: int
     settings: Mapping[str, Any]  # the run's config; contains no prompts
 
 
 class Sink(Protocol):
-    """One destination of reduced metrics."""
+    """Destination of reduced metrics (``metrics.sinks``). ``KeepsWarnings`` and ``ShowsNotes`` are optional methods."""
 
-    def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None: ...
-    def close(self) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
+        """Log one step."""
+        ...
+
+    def close(self) -> None:
+        """Release resources at the end of the run."""
+        ...
 
 
 @runtime_checkable
 class KeepsWarnings(Protocol):
-    """A sink that records the run's warnings."""
+    """A ``Sink`` that records the warnings of a run."""
 
-    def warn(self, step: int, warning: RunWarning) -> None: ...
+    def warn(self, step: int, warning: RunWarning) -> None:
+        """Record a warning of ``step``."""
+        ...
 
 
 @runtime_checkable
 class ShowsNotes(Protocol):
-    """A sink that displays notes during a run."""
+    """A ``Sink`` that shows notes during a run."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Show one line of text."""
+        ...
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
-    """Reduce to one number per name. Raises ``ValueError`` if a name is reported with two reductions."""
+    """Return one number per name. Raises ``ValueError`` if metrics of one name have different types."""
     by_name: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_name.setdefault(metric.name, []).append(metric)

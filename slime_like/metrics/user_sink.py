@@ -1,4 +1,4 @@
-"""Sinks by name or path (``metrics.sinks``). Errors of a user's own name the key and the line."""
+"""Sinks by name or path (``metrics.sinks``). Errors in user code name the config key and the line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KEY = "metrics.sinks"
 
 
 def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
-    """Construct the sink ``name``. Raises ``ConfigError`` if a user's own raises or lacks a method."""
+    """Construct the sink ``name``. Raises ``ConfigError`` if a user sink raises or lacks a method."""
     factory = resolve(KEY, name, SINKS)
     if name in SINKS:
         return factory(config, context)
     try:
         sink: Sink = factory(config, context)
-    except Exception as error:  # code of a user's may raise anything
+    except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"{KEY}={name!r}: sink(config, context) raised {describe(error)}: correct that line"
         ) from error
@@ -33,7 +33,7 @@ def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
 
 @dataclass(frozen=True, slots=True)
 class UserSink:
-    """A user's own sink. Every method raises ``UserCodeError`` when the user's method raises."""
+    """Sink given by a path. Each method raises ``UserCodeError`` if the user's method raises."""
 
     name: str
     sink: Sink
@@ -44,13 +44,13 @@ class UserSink:
             self.sink.log(step, values, spans)
 
     def note(self, text: str) -> None:
-        """Show a note, if the sink has this method."""
+        """Show a note, if the sink has ``note``."""
         if isinstance(self.sink, ShowsNotes):
             with errors_named(KEY, self.name, f"the note {text!r}"):
                 self.sink.note(text)
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Record a warning, if the sink has this method."""
+        """Record a warning, if the sink has ``warn``."""
         if isinstance(self.sink, KeepsWarnings):
             with errors_named(KEY, self.name, f"a warning of step {step}"):
                 self.sink.warn(step, warning)

@@ -1,4 +1,4 @@
-"""Console output of a run: a live table on a terminal, otherwise a line per step."""
+"""Console output of a run: a live table on a terminal, else a line per step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.text import Text
 
 from slime_like.printable import visible
 
-ROWS = 12
-NOTES = 4
+MAX_ROWS = 12
+MAX_NOTES = 4
 PHASES = ("train_wait", "train", "update_weights", "eval")
 COLUMNS = (
     ("reward", "rollout/raw_reward", "{:.3f}"),
@@ -35,7 +35,7 @@ def cells(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the ``eval/<dataset>`` scores of a step, without qualified ones."""
+    """Return dataset -> score of a step: the metrics ``eval/<dataset>`` without ``eval/<dataset>-...`` and ``eval/<dataset>/...``."""
     scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {
         name: value
@@ -45,14 +45,14 @@ def evaluations(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def time_split(values: Mapping[str, float]) -> str:
-    """Describe each phase's share of a step's time."""
+    """Return a text with each phase's share of a step's time."""
     seconds = {phase: values.get(f"perf/{phase}_time", 0.0) for phase in PHASES}
     total = sum(seconds.values()) or 1.0
     return ", ".join(f"{phase} {100 * spent / total:.0f}%" for phase, spent in seconds.items() if spent)
 
 
 class PlainConsole:
-    """A line per step."""
+    """Sink that prints a line per step."""
 
     def __init__(self, stream: TextIO, num_steps: int) -> None:
         self._stream = stream
@@ -80,33 +80,33 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """A live table of the last steps with time split, remaining time and the last notes."""
+    """Sink that shows a live table of the last steps, with the time per phase, the remaining time and the last notes."""
 
     def __init__(
         self, console: Console, first_step: int, num_steps: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._first = first_step
+        self._first_step = first_step
         self._num_steps = num_steps
-        self._rows: deque[tuple[int, list[str]]] = deque(maxlen=ROWS)
+        self._rows: deque[tuple[int, list[str]]] = deque(maxlen=MAX_ROWS)
         self._evals: dict[str, list[float]] = {}
-        self._notes: deque[str] = deque(maxlen=NOTES)
-        self._split = ""
+        self._notes: deque[str] = deque(maxlen=MAX_NOTES)
+        self._time_split = ""
         self._clock = clock
-        self._started: float | None = None
-        self._last = first_step
+        self._start_time: float | None = None
+        self._last_step = first_step
         self._live = Live(console=console, auto_refresh=False)
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
         """Redraw with one more step."""
         del spans
-        if self._started is None:
-            self._started = self._clock()
-            self._first = step
-        self._last = step
+        if self._start_time is None:
+            self._start_time = self._clock()
+            self._first_step = step
+        self._last_step = step
         self._rows.append((step, cells(values)))
         for name, value in evaluations(values).items():
             self._evals.setdefault(name, []).append(value)
-        self._split = time_split(values)
+        self._time_split = time_split(values)
         self._show()
 
     def note(self, text: str) -> None:
@@ -117,7 +117,7 @@ class LiveConsole:
     def _show(self) -> None:
         if not self._live.is_started:
             self._live.start()
-        self._live.update(self._table(self._last), refresh=True)
+        self._live.update(self._table(self._last_step), refresh=True)
 
     def _table(self, step: int) -> Table:
         table = Table(caption=self._caption(step), caption_justify="left")
@@ -132,11 +132,11 @@ class LiveConsole:
         lines = [
             f"eval/{name}: {' -> '.join(f'{v:.3f}' for v in history[-6:])}" for name, history in self._evals.items()
         ]
-        if self._split:
-            lines.append(self._split)
-        steps = step - self._first
-        if steps > 0 and self._started is not None:
-            seconds = (self._clock() - self._started) / steps * (self._num_steps - step)
+        if self._time_split:
+            lines.append(self._time_split)
+        steps = step - self._first_step
+        if steps > 0 and self._start_time is not None:
+            seconds = (self._clock() - self._start_time) / steps * (self._num_steps - step)
             lines.append(f"about {seconds / 60:.1f} min left")
         return Text(visible("\n".join([*lines, *self._notes])))  # no markup: dataset and file names come from users
 

@@ -1,4 +1,4 @@
-"""``metrics.wandb``: curves and settings of a run on wandb."""
+"""Sink ``wandb``: curves and settings of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slime_like.util.reading import InputFile, shown
 
 
 class WandbSink:
-    """Curves and settings to wandb; offline without an API key. Never sends prompts or responses.
+    """Sink that sends curves and settings to wandb, or stores them offline without an API key. It sends no prompts or responses.
 
-    The run id is stored in the run folder (``WANDB_RUN_ID`` has precedence), so a resumed run continues the same wandb
-    run. Steps are logged as a metric and used as x axis: wandb drops rows whose internal step it has already seen, and a
-    resumed run repeats the steps after its checkpoint.
+    The run folder stores the id of the wandb run (``WANDB_RUN_ID`` has precedence), which a resumed run continues. The step
+    is logged as a metric, which is the x axis: a resumed run repeats the steps after its checkpoint, and wandb would drop
+    rows with an internal step that it already has.
     """
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:
@@ -51,7 +51,7 @@ class WandbSink:
         self._run.log({**values, "step": step})
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Raise an alert, without the quoted sample."""
+        """Send an alert without the example, which quotes a sample."""
         self._run.alert(title="slime_like", text=f"step {step}: {warning.text}", level="WARN")
 
     def close(self) -> None:
@@ -60,11 +60,13 @@ class WandbSink:
 
 
 def _wandb_id(path: Path, *, resumed: bool) -> str:
-    """Return the wandb id of this run: the user's, the stored one, or a new one; store it in the run folder."""
-    stored = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
-    if stored and not re.fullmatch(r"[\w-]{1,64}", stored):
-        raise ConfigError(f"{path} holds {shown(stored)}, which is no id of a wandb run: correct it, or remove it")
-    chosen = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
+    """Return the wandb id of this run and store it: ``WANDB_RUN_ID``, the stored id of a resumed run, or a new id."""
+    stored_id = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
+    if stored_id and not re.fullmatch(r"[\w-]{1,64}", stored_id):
+        raise ConfigError(
+            f"{path} contains {shown(stored_id)}, which is not the id of a wandb run: correct or remove it"
+        )
+    wandb_id = os.environ.get("WANDB_RUN_ID") or stored_id or secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(chosen + "\n")
-    return chosen
+    path.write_text(wandb_id + "\n")
+    return wandb_id

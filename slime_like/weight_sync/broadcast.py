@@ -1,6 +1,6 @@
 """Split transport: the sender of each pipeline stage and all engine ranks share a process group; buckets are broadcast."""
 
-# torch has no public way to make a group outside the world.
+# torch has no public function that creates a process group outside the world.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from slime_like.util.deadline import scale
 from slime_like.util.ports import RendezvousAddress, open_rendezvous
 from slime_like.weight_sync.manifest import meta_of
 
-LEAVE_S = 10.0  # limit for an engine to leave a group; a dead one never does
+LEAVE_S = 10.0  # limit for the engines to leave a group
 POLL_S = 0.02
 
 
 class BroadcastSender:
-    """Broadcasts this rank's tensors; engines join the group once, at the first push."""
+    """Broadcasts this rank's tensors. The engines join its group once, at the first push."""
 
     def __init__(
         self, receivers: Sequence[WeightReceiver], *, transport: TransportSpec, group_name: str, host: str
@@ -37,9 +37,9 @@ class BroadcastSender:
         self._transport = transport
         self._name = group_name
         self._host = host
-        self._store: dist.Store | None = None  # rendezvous of all ranks; must outlive the group
+        self._store: dist.Store | None = None  # rendezvous of the group; must outlive the group
         self._group: dist.ProcessGroup | None = None
-        self._pending: set[asyncio.Task[None]] = set()  # calls of a bucket that failed on some engine
+        self._pending: set[asyncio.Task[None]] = set()  # unfinished calls of a bucket that failed on one engine
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
@@ -58,29 +58,28 @@ class BroadcastSender:
 
     async def _send_bucket(self, bucket: Bucket) -> list[TensorMeta]:
         group = self._group
-        assert group is not None, "the group is made before the first bucket"
+        assert group is not None, "send creates the group before the first bucket"
         metas = [meta_of(name, tensor) for name, tensor in bucket.tensors]
         requests = [
             asyncio.create_task(receiver.update_from_broadcast(metas, self._name)) for receiver in self._receivers
         ]
         broadcast = asyncio.create_task(asyncio.to_thread(_broadcast, group, bucket))
         done, self._pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
-        for task in sorted(
-            done, key=lambda task: task is broadcast
-        ):  # an engine's error before that of a broken connection
+        # An engine's own error comes before the error of the connection that it broke.
+        for task in sorted(done, key=lambda task: task is broadcast):
             task.result()
-        assert not self._pending, "asyncio.wait returns early only with an exception, which is raised above"
+        assert not self._pending, "asyncio.wait returned before all tasks were done, but no task raised"
         return metas
 
     async def _join(self) -> dist.ProcessGroup:
-        """Rendezvous with every rank of every engine: rank 0 here, then the engines in order."""
+        """Return the group of this rank (0) and the ranks of all engines, in the engines' order."""
         keep_to_interface(self._host)
         return await self._join_groups(open_rendezvous(self._host))
 
     async def _join_groups(self, address: RendezvousAddress) -> dist.ProcessGroup:
         """Create the group with all engines.
 
-        Raises ``EngineLost`` as soon as an engine is lost; the others, which wait for it, are released when the store ends.
+        Raises ``EngineLost`` as soon as an engine is lost. The other engines, which wait for it, are released first.
         """
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
@@ -106,9 +105,9 @@ class BroadcastSender:
         return group_task.result()
 
     async def _release(self, joins: Sequence[asyncio.Task[None]], group_task: asyncio.Task[Any]) -> None:
-        """Release ranks that wait at the store for a lost engine.
+        """Release the ranks that wait at the store for a lost engine, by closing the store.
 
-        The end of the store does so, but only for ranks that have connected: wait for those first.
+        Only ranks that have connected notice the closed store, so wait until all live ranks have.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S * scale()):
@@ -120,17 +119,17 @@ class BroadcastSender:
                 await asyncio.gather(*joins, group_task, return_exceptions=True)
 
     def _expected_keys(self, joins: Sequence[asyncio.Task[None]]) -> int:
-        """Return the number of store keys once this rank and all live engines have connected: one per rank, one shared."""
-        living = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
-        return 2 + sum(living)
+        """Return the number of keys of the store once all live ranks have connected: one per rank, and one shared key."""
+        live_tps = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
+        return 2 + sum(live_tps)
 
     def _make_group(self, address: RendezvousAddress, world: int) -> dist.ProcessGroup:
-        """Create a group outside the trainer's world. torch has no public function for it; SGLang uses this same helper.
+        """Create a group outside the trainer's world. torch has no public function for it; SGLang uses the same helper.
 
-        Can go when torch offers a public way to make a process group with its own store next to the default one.
+        Removed when torch can create a process group with another store than the default group's.
         """
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
-        # A separate client, not the server of the rendezvous: this thread would keep the server alive.
+        # A client of its own: with the server's store object, this thread would keep the server alive.
         store: Any = join_store(address, world, is_master=False, timeout=timeout)
         helper: Any = distributed_c10d._new_process_group_helper
         prefixed = dist.PrefixStore(self._name, store)
@@ -140,9 +139,9 @@ class BroadcastSender:
         return group
 
     async def close(self) -> None:
-        """Leave the group, so that the engines can join another, and close the connections.
+        """Leave the group, so that the engines can join another one, and close the connections.
 
-        This rank leaves first, which releases an engine that waits in a broadcast that will never complete.
+        This rank leaves first, which releases an engine that waits in an unfinished broadcast.
         """
         if self._group is not None:
             group, self._group, self._store = self._group, None, None
@@ -156,7 +155,7 @@ class BroadcastSender:
 
 
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
-    """Broadcast every tensor of a bucket from rank 0 of ``group``, all in flight concurrently."""
+    """Broadcast all tensors of a bucket concurrently from rank 0 of ``group``."""
     try:
         works = [
             dist.broadcast(tensor.detach().contiguous(), group=group, group_src=0, async_op=True)
@@ -165,7 +164,7 @@ def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
         for work in works:
             assert work is not None, "this rank is in the group"
             if not work.wait():
-                raise WeightSyncError("a broadcast of weights to the engines did not finish")
+                raise WeightSyncError("a broadcast of weights to the engines did not complete")
     except RuntimeError as error:
         if isinstance(error, WeightSyncError):
             raise

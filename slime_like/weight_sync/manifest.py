@@ -1,4 +1,4 @@
-"""Manifest of a push: every tensor of the HF checkpoint once, in the checkpoint's shape; torch is not imported."""
+"""Manifest of a push: each tensor of the HF checkpoint once, in the checkpoint's shape. torch is not imported."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ def merge(stages: Sequence[Iterable[TensorMeta]]) -> dict[str, TensorMeta]:
     duplicates = sorted(name for name, count in Counter(meta.name for meta in metas).items() if count > 1)
     if duplicates:
         raise WeightSyncError(
-            f"two pipeline stages would send {', '.join(duplicates[:3])} ({len(duplicates)} in all): each tensor has one owner"
+            f"more than one pipeline stage would send {', '.join(duplicates[:3])} ({len(duplicates)} tensors): the export must "
+            "send each tensor from one stage"
         )
     return {meta.name: meta for meta in metas}
 
 
 def check(version: int, manifest: dict[str, TensorMeta], sent: Iterable[TensorMeta]) -> None:
     """Raise ``WeightSyncError`` unless the tensors sent are exactly those of the manifest."""
-    received = Counter(meta for meta in sent)
+    actual = Counter(sent)
     expected = Counter(manifest.values())
-    missing = sorted(meta.name for meta in expected - received)
-    foreign = sorted(meta.name for meta in received - expected)
-    if missing or foreign:
+    missing = sorted(meta.name for meta in expected - actual)
+    unexpected = sorted(meta.name for meta in actual - expected)
+    if missing or unexpected:
         raise WeightSyncError(
             f"push of version {version} is incomplete: {len(missing)} tensors missing ({', '.join(missing[:3])}), "
-            f"{len(foreign)} foreign or of another shape ({', '.join(foreign[:3])})"
+            f"{len(unexpected)} unexpected or of another shape ({', '.join(unexpected[:3])})"
         )

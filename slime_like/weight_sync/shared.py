@@ -1,8 +1,8 @@
-"""Shared tensors between two processes of one machine: memory without a file name, described by a small message.
+"""Tensors shared by two processes of one machine: memory without a file name, and a small message that describes it.
 
-The sender writes into a memfd, which is freed with its last user, however that process ends, and which only processes of
-the same user can open (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that can no longer
-shrink, and builds tensors from names, dtypes and shapes alone: nothing is unpickled.
+The sender writes into a memfd. The kernel frees it when the last process that has it open ends. Only processes of the same
+user can open it (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that can no longer shrink,
+and builds tensors from names, dtypes and shapes: it unpickles nothing.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ DTYPES = {
 
 
 class Region:
-    """Reusable memory into which buckets are written, one at a time; it grows to the largest bucket."""
+    """Reusable memory that holds one bucket at a time and grows to the largest one."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._bytes: Tensor | None = None
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors; return the message for ``received``. Valid until the next call.
+        """Copy a bucket's tensors and return the message for ``received``, which is valid until the next call.
 
         Raises ``WeightSyncError`` on an unsupported dtype.
         """
@@ -66,12 +66,13 @@ class Region:
         return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
 
     def close(self) -> None:
-        """Release the memory; receivers that have it open keep it until they are done."""
+        """Release the memory. Receivers that have it open keep it until they close it."""
         if self._bytes is not None:
             os.close(self._fd)
             self._bytes, self._fd = None, -1
 
     def _memory_of(self, size: int) -> Tensor:
+        """Return at least ``size`` bytes of memory, allocated again if there are fewer."""
         if self._bytes is None or len(self._bytes) < size:
             self.close()
             self._fd = os.memfd_create("slime_like-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -88,9 +89,9 @@ def is_message(payload: bytes) -> bool:
 
 @contextmanager
 def received(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
-    """Yield the tensors that a sender on this machine described, in its memory: copy them before the block ends.
+    """Yield the tensors that ``payload`` describes. They are in the sender's memory: copy them before the block ends.
 
-    Raises ``WeightSyncError`` if the memory does not match the message, or a tensor is still in use at the end.
+    Raises ``WeightSyncError`` if the memory does not match the message, or if a tensor is still in use at the end.
     """
     memory = None
     try:
@@ -106,29 +107,30 @@ def received(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
     try:
         memory.close()  # fails while a tensor refers to it
     except BufferError as error:
-        raise WeightSyncError("a parameter of the engine was not copied but points into the sender's memory") from error
+        raise WeightSyncError("the engine kept a tensor in the sender's memory instead of copying it") from error
 
 
 def _open(pid: int, fd: int) -> mmap.mmap:
+    """Map the sender's memory. Raises ``WeightSyncError`` if it cannot be opened or is not sealed."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        own_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise WeightSyncError(
-            f"{path}: memory of the sender cannot be opened ({error.strerror}): do engine and trainer run as one user in "
-            "one container? Else set placement.mode=split, which broadcasts weights"
+            f"{path}: the engine cannot open the sender's memory ({error.strerror}): run engine and trainer as one user in "
+            "one container, or set placement.mode=split, which broadcasts weights"
         ) from error
     try:
-        state = os.fstat(opened)
-        if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _cannot_shrink(opened)):
+        state = os.fstat(own_fd)
+        if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _cannot_shrink(own_fd)):
             raise WeightSyncError(f"{path} is not sealed memory of this user")
-        return mmap.mmap(opened, state.st_size, access=mmap.ACCESS_COPY)  # writes are private to this process
+        return mmap.mmap(own_fd, state.st_size, access=mmap.ACCESS_COPY)  # writes are private to this process
     finally:
-        os.close(opened)
+        os.close(own_fd)
 
 
 def _cannot_shrink(fd: int) -> bool:
-    """Return whether the memory is sealed against shrinking, which would end a reader by SIGBUS."""
+    """Return whether the memory is sealed against shrinking, which would kill a reader by SIGBUS."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # not a memfd
@@ -136,7 +138,7 @@ def _cannot_shrink(fd: int) -> bool:
 
 
 def _as_tensor(memory: mmap.mmap) -> Tensor:
-    """Return a uint8 tensor over the mapping, which cannot be closed while the tensor or a view of it lives."""
+    """Return a uint8 tensor over the mapping. The mapping cannot be closed while the tensor or a view of it exists."""
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 

@@ -1,4 +1,4 @@
-"""Colocated transport: buckets go to engines of this machine through shared memory, to others in a request body."""
+"""Colocated transport: buckets go to engines on this machine through shared memory, to other engines in a request body."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from slime_like.weight_sync.shared import Region
 
 
 class TensorSender:
-    """Sends this rank's tensors to every engine; one bucket is in flight while the next is gathered.
+    """Sends this rank's tensors to every engine. One bucket is in flight while the next one is gathered.
 
-    An engine on this machine copies from shared memory (``shared``). One on another machine gets a plain pickle of
-    ``[(name, host tensor)]``: the only form that SGLang's allow-listed unpickler accepts from a process outside the engine's
-    process tree. Every tensor-parallel rank of an engine takes its slices.
+    An engine on this machine copies from shared memory (``shared``). An engine on another machine gets a pickle of
+    ``[(name, host tensor)]``, the only form that SGLang's allow-listed unpickler accepts from a process outside the engine's
+    process tree. Every tensor-parallel rank of an engine copies its slices.
     """
 
     def __init__(
         self, receivers: Sequence[WeightReceiver], *, transport: TransportSpec, group_name: str, host: str
     ) -> None:
-        del group_name  # a request per bucket needs no group
-        self._near = [receiver for receiver in receivers if receiver.host == host]
-        self._far = [receiver for receiver in receivers if receiver.host != host]
+        del group_name  # this transport needs no process group
+        self._local = [receiver for receiver in receivers if receiver.host == host]
+        self._remote = [receiver for receiver in receivers if receiver.host != host]
         self._max_bytes = transport.max_bytes
         self._regions = Region(), Region()  # one is read while the other is written
 
@@ -61,35 +61,34 @@ class TensorSender:
                 await asyncio.sleep(0)
                 sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
             await asyncio.gather(*in_flight)
-        finally:  # memory that an engine still reads must not be reused
+        finally:  # an engine may still read the memory, which the next push writes
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def close(self) -> None:
         """Release the shared memory and close the connections."""
         for region in self._regions:
             region.close()
-        await asyncio.gather(*(receiver.close() for receiver in (*self._near, *self._far)))
+        await asyncio.gather(*(receiver.close() for receiver in (*self._local, *self._remote)))
 
     def _messages(self, bucket: Bucket, region: Region) -> list[tuple[Sequence[WeightReceiver], bytes]]:
         """Return (engines, message) pairs for ``bucket``."""
-        near = [(self._near, region.write(bucket))] if self._near else []
-        far = [(self._far, serialize(bucket))] if self._far else []
-        return [*near, *far]
+        local = [(self._local, region.write(bucket))] if self._local else []
+        remote = [(self._remote, serialize(bucket))] if self._remote else []
+        return [*local, *remote]
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """Return a bucket as bytes: host copies, each with its own storage, so that a view does not include its base."""
+    """Return a bucket as a pickle. Each tensor is copied: pickling a view would include the whole storage of its base."""
     _name_storage_loader()
-    host = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket.tensors]
-    return pickle.dumps(host, protocol=pickle.HIGHEST_PROTOCOL)
+    host_tensors = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket.tensors]
+    return pickle.dumps(host_tensors, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _name_storage_loader() -> None:
     """Make pickles name torch's storage loader as torch does.
 
-    megatron.core.safe_globals replaces it by another function, whose name SGLang's unpickler rightly refuses. The
-    function is unchanged; only the name written into a pickle is torch's. Can go when megatron-core leaves
-    ``torch.storage._load_from_bytes`` alone.
+    megatron.core.safe_globals replaces the loader by a function whose name SGLang's unpickler refuses. Only the name that a
+    pickle contains is changed here. Removed when megatron-core no longer replaces ``torch.storage._load_from_bytes``.
     """
     loader: Any = torch.storage._load_from_bytes  # pyright: ignore[reportPrivateUsage]  pickles hold this name
     loader.__module__, loader.__qualname__ = "torch.storage", "_load_from_bytes"

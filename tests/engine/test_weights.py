@@ -193,7 +193,7 @@ def test_what_is_not_a_tensor_of_this_model_is_refused_and_the_engine_lives(engi
     region.close()
     # A number above those that Linux gives to processes.
     nobody = re.sub(rb'"pid": \d+', b'"pid": 4194305', region.write(Bucket(())))
-    with pytest.raises(EngineError, match="memory of the sender cannot be opened"):
+    with pytest.raises(EngineError, match="the engine cannot open the sender's memory"):
         engine.run(send(nobody))
     body = io.BytesIO()
     pickle.Pickler(body).dump([("x", asyncio.sleep)])

@@ -73,4 +73,4 @@ def test_a_removed_file_is_rewritten_with_all_lines(
     file.write("3\n")
     file.close()
     assert path.read_text() == "1\n2\n3\n"
-    assert capsys.readouterr().err.count("is made again, with all its lines") == 1
+    assert capsys.readouterr().err.count("it was written again, with all its lines") == 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from slime_like.metrics.drift import DRIFT, DriftWatch
+from slime_like.metrics.drift import MEAN_DIFFERENCE, DriftWatch
 
 
 def warned(*means: float, factor: float | None = 2.0) -> list[int]:
     """Return the indices of rollouts with a warning, given the mean difference of each."""
     watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=factor)
-    return [index for index, mean in enumerate(means) if watch.warnings({DRIFT: mean})]
+    return [index for index, mean in enumerate(means) if watch.warnings({MEAN_DIFFERENCE: mean})]
 
 
 def test_rounding_is_not_warned_of() -> None:
@@ -31,15 +31,18 @@ def test_the_first_rollout_is_compared_with_the_ceiling() -> None:
 
 def test_the_warning_names_both_numbers_and_can_be_turned_off() -> None:
     watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=2.0)
-    assert watch.warnings({DRIFT: 0.015}) == []
-    (line,) = watch.warnings({DRIFT: 0.08})
-    assert f"{DRIFT} is 0.08, the median of the rollouts before is 0.015" in line and "weights.drift_warning" in line
+    assert watch.warnings({MEAN_DIFFERENCE: 0.015}) == []
+    (line,) = watch.warnings({MEAN_DIFFERENCE: 0.08})
+    assert (
+        f"{MEAN_DIFFERENCE} is 0.08, the median of earlier rollouts is 0.015" in line
+        and "weights.drift_warning" in line
+    )
     assert warned(0.01, 5.0, factor=None) == []
 
 
 def test_mixed_samples_are_compared_with_samples_of_one_version() -> None:
     watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=2.0)
-    assert watch.warnings({DRIFT: 0.015, f"{DRIFT}_mixed": 0.015}) == []
-    (line,) = watch.warnings({DRIFT: 0.015, f"{DRIFT}_mixed": 0.5})
-    assert line.startswith(f"{DRIFT}_mixed is 0.5")
+    assert watch.warnings({MEAN_DIFFERENCE: 0.015, f"{MEAN_DIFFERENCE}_mixed": 0.015}) == []
+    (line,) = watch.warnings({MEAN_DIFFERENCE: 0.015, f"{MEAN_DIFFERENCE}_mixed": 0.5})
+    assert line.startswith(f"{MEAN_DIFFERENCE}_mixed is 0.5")
     assert watch.warnings({"train/off_policy_token_ratio": 1.0}) == []  # nothing was compared
