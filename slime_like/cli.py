@@ -13,11 +13,11 @@ from slime_like.printable import visible
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit code: 0 completed, 1 the run failed, 2 invalid configuration or input files, 130 interrupted."""
-    return _coded(partial(_run, list(argv)))
+    return _exit_code_of(partial(_run, list(argv)))
 
 
-def _coded(run: Callable[[], int]) -> int:
-    """Return the exit code of ``run``; print its error, if any."""
+def _exit_code_of(run: Callable[[], int]) -> int:
+    """Return the exit code of ``run``, and print its error if there is one."""
     try:
         return run()
     except KeyboardInterrupt as error:
@@ -29,7 +29,7 @@ def _coded(run: Callable[[], int]) -> int:
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    except OSError as error:  # a path in the configuration; OSErrors of a run are handled when it ends
+    except OSError as error:  # about a path in the configuration; a run handles its own when it ends
         if error.filename is None:
             raise
         config_error = ConfigError(f"{error.filename}: {error.strerror}: correct the path, or its permissions")
@@ -52,7 +52,7 @@ def _run(argv: list[str]) -> int:
 
             scale()  # rejects a malformed value before any process starts
             keep_streams()
-            return supervise(partial(_coded, partial(_train, argv)))
+            return supervise(partial(_exit_code_of, partial(_train, argv)))
         case _:
             from slime_like.cluster.plan.view import describe
 
@@ -64,9 +64,8 @@ def _train(argv: list[str]) -> int:
     """Run the driver."""
     from slime_like.config.load.loader import load_prepared
 
-    signal.signal(
-        signal.SIGUSR2, signal.SIG_IGN
-    )  # requests a save; must not kill the driver before its handler is installed
+    # SIGUSR2 requests a save. It must not kill the driver before the run installs its handler.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     cfg = load_prepared(argv)
     from slime_like.loop import train
 

@@ -1,7 +1,6 @@
 """Errors shown to users.
 
-Each takes a single message argument, so that it can be pickled across Ray. The message names the key or file, the value
-and the fix.
+Each takes one message as argument, so that Ray can pickle it. The message names the key or file, the value and the fix.
 """
 
 import sys
@@ -10,12 +9,12 @@ from slime_like.printable import complaint
 
 
 class SlimeLikeError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of the errors that this project raises."""
 
     printed = False
 
     def say(self) -> None:
-        """Print the error once: the run calls this before it stops its processes, and its caller as a fallback."""
+        """Print the error, unless it has been printed: the run prints it before it stops its processes, its caller otherwise."""
         if not self.printed:
             self.printed = True
             sys.stderr.write(complaint(self))
@@ -71,7 +70,7 @@ class WorkerError(SlimeLikeError, RuntimeError):
 
 
 class ProcessLost(SlimeLikeError, RuntimeError):
-    """The driver or a process of Ray that died or was stopped: the run is over, and the same command continues it."""
+    """The driver or a process of Ray that died or was stopped. It ends the run, which the same command resumes."""
 
 
 class DeadlineExceeded(SlimeLikeError, TimeoutError):

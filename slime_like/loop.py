@@ -18,7 +18,7 @@ from slime_like.config.schema.root import TrainConfig
 
 
 def train(cfg: TrainConfig) -> None:
-    """Run ``cfg`` to its end, to Ctrl-C (after a checkpoint), or to the first error (after a crash bundle)."""
+    """Run ``cfg`` to its end. Ctrl-C ends it after a checkpoint, an error after a crash bundle."""
     with launch(cfg) as run:
         run.start()
         for rollout_id in run.rollout_ids():

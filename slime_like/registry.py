@@ -19,12 +19,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def is_path(name: str | None) -> bool:
-    """Return whether ``name`` is ``module:attribute`` or ``file.py:attribute``, and no name of a table."""
+    """Return whether ``name`` is a path, ``module:attribute`` or ``file.py:attribute``, and not a name of a table."""
     return name is not None and ":" in name
 
 
 def metric_part(name: str) -> str:
-    """Return ``name`` for the name of a metric: a file without its folder. Example: ``/a/b.py:f`` gives ``b.py:f``."""
+    """Return ``name`` as a part of a metric's name: a file without its folder. Example: ``/a/b.py:f`` gives ``b.py:f``."""
     return name.rpartition("/")[2] if is_path(name) else name
 
 

@@ -1,4 +1,4 @@
-"""Data types of a rollout, from prompt to scored group. Plain numpy: these values cross process boundaries."""
+"""Data types of a rollout, from prompt to scored group. They hold plain numpy arrays, as they cross process boundaries."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a dataset, tokenised once."""
+    """Row of a dataset with its tokens."""
 
     prompt_id: int  # index of the row in its dataset
     token_ids: I32  # [P]
@@ -63,9 +63,7 @@ class Prompt:
     rm_type: str | None  # reward of this row, overriding the run's default
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     dataset: str = "train"
-    messages: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # chat messages of the row; ``text`` is rendered from the prompt messages
+    messages: tuple[Mapping[str, Any], ...] = ()  # chat messages of the row, from which ``text`` was rendered
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One episode: all its tokens, in the order in which the engine saw them."""
+    """Tokens of one episode, in the order in which the engine read and sampled them."""
 
     group_id: int
     episode_id: int
@@ -120,7 +118,7 @@ class Sample:
 
     @property
     def num_turns(self) -> int:
-        """Return the number of model turns; a weight update within a turn does not end it."""
+        """Return the number of model turns. A push of weights during a turn does not end the turn."""
         previous_sources = [None, *(span.source for span in self.spans)]
         return sum(
             span.source is Source.MODEL and previous is not Source.MODEL
@@ -130,7 +128,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of one prompt: the unit of baselines, filters and engine choice."""
+    """All samples of one prompt. Baselines, filters and the choice of an engine are per group."""
 
     group_id: int
     prompt: Prompt
@@ -144,10 +142,10 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Result of training on one rollout: version of the new weights and metrics.
+    """Result of training on one rollout.
 
-    ``step`` here and in metrics counts rollouts trained on, while ``OptimizerStep`` and ``StepBatch`` are optimizer steps.
+    A step of this name, and of metrics, is one rollout; a step of ``OptimizerStep`` and ``StepBatch`` is an optimizer step.
     """
 
-    version: int
+    version: int  # of the new weights
     metrics: tuple[Metric, ...]

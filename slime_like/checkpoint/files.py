@@ -1,4 +1,4 @@
-"""Files of checkpoints, written in an order that always keeps a complete checkpoint named. No torch.
+"""Files of checkpoints, written in an order in which the latest file always names a complete checkpoint. No torch.
 
     latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
@@ -81,7 +81,7 @@ def _unnamed(folder: Path, state: str, present: list[int]) -> CheckpointError:
 
 
 def begin_first(folder: Path) -> None:
-    """Mark the start of the first save, to distinguish an iteration that is not yet named from a lost latest file."""
+    """Mark the start of the first save: until it is complete, the missing iteration in the latest file is no loss."""
     if not (folder / LATEST).exists():
         write_text(folder / LATEST, NONE_YET)
 
@@ -133,7 +133,7 @@ def sync(path: Path) -> None:
 
 
 def publish(scratch: Path, target: Path) -> None:
-    """Give a finished folder its name, once its content is on the disk. A previous folder of that name is removed last."""
+    """Rename a finished folder to ``target`` once its content is on the disk. A previous folder of that name is removed last."""
     for path in sorted(scratch.rglob("*")):
         sync(path)
     sync(scratch)
@@ -170,9 +170,8 @@ def prune(folder: Path, keep: int) -> None:
     for iteration in old:
         removals += folder.rglob(iteration_folder(folder, iteration).name)
     for path in removals:
-        scratch = path.with_name(
-            path.name + SCRATCH
-        )  # a partly removed folder must not keep the name of a complete one
+        # A partly removed folder must not have the name of a complete one.
+        scratch = path.with_name(path.name + SCRATCH)
         _remove(scratch)  # left by an earlier removal that failed
         path.rename(scratch)
         _remove(scratch)

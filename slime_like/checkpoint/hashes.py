@@ -21,8 +21,8 @@ MAX_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Recorded size and hash of a file."""
+class FileRecord:
+    """Size and hash of a file, as checkpoint.json records them."""
 
     size: Count
     sha256: str | None = None  # None if an older version recorded only sizes
@@ -49,11 +49,11 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
             raise
 
 
-def changed_files(folder: Path, written: Mapping[str, Written]) -> list[Path]:
-    """Return the files of ``folder`` that differ from ``written``, hashing the largest files first."""
-    names = sorted((name for name, file in written.items() if file.sha256), key=lambda name: -written[name].size)
+def changed_files(folder: Path, records: Mapping[str, FileRecord]) -> list[Path]:
+    """Return the files of ``folder`` that differ from ``records``, hashing the largest files first."""
+    names = sorted((name for name, file in records.items() if file.sha256), key=lambda name: -records[name].size)
     hashes = hash_files([folder / name for name in names])
-    return sorted(folder / name for name, digest in zip(names, hashes, strict=True) if digest != written[name].sha256)
+    return sorted(folder / name for name, digest in zip(names, hashes, strict=True) if digest != records[name].sha256)
 
 
 def text_hash(text: str) -> str:

@@ -1,4 +1,4 @@
-"""checkpoint.json of a checkpoint's folder: written with the files, verified when they are read. No torch.
+"""checkpoint.json of a checkpoint's folder, written with the files and compared with them when they are read. No torch.
 
 format, iteration, version, ...   fields of ``Manifest``
 files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
@@ -25,7 +25,7 @@ from slime_like.checkpoint.files import (
     other_iterations,
     write_text,
 )
-from slime_like.checkpoint.hashes import Written, changed_files, hash_files, text_hash
+from slime_like.checkpoint.hashes import FileRecord, changed_files, hash_files, text_hash
 from slime_like.errors import CheckpointError
 from slime_like.util.reading import Count, InputFile, reason, shown
 
@@ -55,7 +55,7 @@ def write_manifest(
     manifest: Manifest,
     *,
     hashes: Mapping[str, str] | None = None,
-    rollout: Mapping[str, Written] | None = None,
+    rollout: Mapping[str, FileRecord] | None = None,
 ) -> None:
     """Write checkpoint.json for the finished ``folder`` and the files of the ``rollout`` side.
 
@@ -80,12 +80,12 @@ def add_run(folder: Path, run: Mapping[str, Any]) -> None:
     _write_values(folder / MANIFEST, {**values, "run": run})
 
 
-def written_files(folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None) -> dict[str, Written]:
+def written_files(folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None) -> dict[str, FileRecord]:
     """Return size and SHA-256 of files of ``folder``; files missing from ``hashes`` are read."""
     digests = dict(hashes or {})
     unknown = [name for name in names if name not in digests]
     digests |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)
-    return {name: Written((folder / name).stat().st_size, digests[name]) for name in names}
+    return {name: FileRecord((folder / name).stat().st_size, digests[name]) for name in names}
 
 
 def _write_values(path: Path, values: Mapping[str, Any]) -> None:
@@ -103,8 +103,8 @@ class CheckpointRecord:
     """Contents of a checkpoint.json."""
 
     manifest: Manifest
-    files: Mapping[str, Written]
-    rollout: Mapping[str, Written]  # files of ../rollout; empty if not recorded
+    files: Mapping[str, FileRecord]
+    rollout: Mapping[str, FileRecord]  # files of ../rollout; empty if not recorded
     run: Mapping[str, Any] | None  # settings and inputs (cluster.start.identity); None if not recorded
     hashed: bool  # False: written by a version that recorded only sizes
 
@@ -115,7 +115,7 @@ class CheckpointRecord:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the ``Manifest`` of ``folder``; errors as ``read_record``."""
+    """Return the ``Manifest`` of ``folder``. Raises as ``read_record``."""
     return read_record(folder).manifest
 
 
@@ -136,8 +136,8 @@ def read_record(folder: Path) -> CheckpointRecord:
     iteration = record.manifest.iteration
     if folder.name.startswith("iter_") and folder.name != iteration_folder(folder, iteration).name:
         raise file.refused(f"belongs to iteration {iteration}, not to {folder.name}")
-    for name, written in record.files.items():
-        _check_size(folder / name, written.size, folder)
+    for name, file_record in record.files.items():
+        _check_size(folder / name, file_record.size, folder)
     return record
 
 
@@ -183,8 +183,10 @@ def _record(file: InputFile, values: dict[str, Any]) -> CheckpointRecord:
     manifest = file.typed(fields, Manifest)
     if values["format"] == 1:
         sizes = file.typed(values.get("files"), dict[str, Count])
-        return CheckpointRecord(manifest, {name: Written(size) for name, size in sizes.items()}, {}, None, hashed=False)
-    files, rollout = (file.typed(values.get(key), dict[str, Written]) for key in ("files", ROLLOUT))
+        return CheckpointRecord(
+            manifest, {name: FileRecord(size) for name, size in sizes.items()}, {}, None, hashed=False
+        )
+    files, rollout = (file.typed(values.get(key), dict[str, FileRecord]) for key in ("files", ROLLOUT))
     run = None if values.get("run") is None else file.typed(values["run"], dict[str, Any])
     return CheckpointRecord(manifest, files, rollout, run, hashed=True)
 

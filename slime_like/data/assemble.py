@@ -75,7 +75,7 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     """
     if not groups:
         return TrainBatch(rollout_id, ())
-    groups = groups if spec.overlong is None else spec.overlong.shaped(groups)
+    groups = groups if spec.overlong is None else spec.overlong.penalised(groups)
     masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
     newest_only = spec.mask_offpolicy
     grouped = [[column(s, adv, masked, newest_only) for s, adv in _advantages(group, spec)] for group in groups]

@@ -1,4 +1,4 @@
-"""Conversations as tokens for supervised fine-tuning, which trains on every assistant turn and on nothing else.
+"""Tokenization of conversations for supervised fine-tuning, which trains on the assistant turns only.
 
 There are two methods, as in slime (``slime/utils/mask_utils.py``, ``--loss-mask-type qwen`` and ``qwen3_5``). ``turns`` renders each
 message by the chat template on its own, so that a turn does not depend on later messages, as in verl's multi-turn
@@ -30,8 +30,8 @@ def is_conversation(messages: Sequence[Message]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
-    """Tokens of a conversation, with a mask of the assistant's tokens."""
+class MaskedTokens:
+    """Tokens of a conversation, with a mask of the tokens to train on."""
 
     token_ids: I32  # [L]
     trained: npt.NDArray[np.bool_]  # [L]
@@ -39,18 +39,21 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Tokenizes conversations by chat template. ``how`` is turns or whole (``data.conversation``)."""
+    """Tokenizer of conversations by chat template."""
 
     tokenizer: Tokenizer
-    how: str = "turns"
+    method: str = "turns"  # data.conversation: turns or whole
     kwargs: Mapping[str, Any] | None = None  # of the chat template
 
-    def mark(self, messages: Sequence[Message], tools: object, location: str) -> Marked:
-        """Return the tokens of ``messages``. Raises ``DataError`` naming ``location`` if the template refuses them or no turn of
-        the assistant is found, ``ConfigError`` for an unsuitable tokenizer."""
+    def mark(self, messages: Sequence[Message], tools: object, location: str) -> MaskedTokens:
+        """Return the tokens of ``messages``.
+
+        Raises ``DataError`` naming ``location`` if the template refuses the messages or no assistant turn is trained on, and
+        ``ConfigError`` for an unsuitable tokenizer.
+        """
         require_template(self.tokenizer, "a conversation")
         pieces = (
-            self._turns(messages, tools, location) if self.how == "turns" else self._whole(messages, tools, location)
+            self._turns(messages, tools, location) if self.method == "turns" else self._whole(messages, tools, location)
         )
         encoded = self._encode([text for text, _ in pieces])
         ids: list[int] = []
@@ -62,7 +65,7 @@ class Conversations:
             trained += [any(a < stop and b > start for start, stop in ranges) and b > a for a, b in offsets]
         if not any(trained):
             raise DataError(f"{location}: no token of an assistant turn is trained on; remove the row")
-        return Marked(np.array(ids, dtype=np.int32), np.array(trained, dtype=np.bool_))
+        return MaskedTokens(np.array(ids, dtype=np.int32), np.array(trained, dtype=np.bool_))
 
     def _turns(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
         opening, generation = self._frame()

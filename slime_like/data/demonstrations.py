@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.data.chat import tokenize
-from slime_like.data.conversations import Conversations, Marked, is_conversation
+from slime_like.data.conversations import Conversations, MaskedTokens, is_conversation
 from slime_like.data.prompts import FileSource
 from slime_like.errors import ConfigError, DataError
 from slime_like.interfaces import Tokenizer
@@ -19,8 +19,8 @@ from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, 
 class Demonstrations:
     """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation rendered by its template.
 
-    Rows are tokenised once. The cursor is that of ``source``. The constructor raises ``DataError``
-    for a row without label or longer than the context, and ``ConfigError`` for a tokenizer without an end-of-sequence token.
+    Rows are tokenised once. The cursor is the one of ``source``. The constructor raises ``DataError`` for a row that has no
+    label or is longer than the context, and ``ConfigError`` for a tokenizer without an end-of-sequence token.
     """
 
     def __init__(
@@ -38,12 +38,13 @@ class Demonstrations:
             )
         self._source = source
         self._max_context_len = max_context_len
-        self._rows: dict[int, Marked] = {}
-        talks = [prompt for prompt in source.prompts if is_conversation(prompt.messages)]
-        marker = conversations or Conversations(tokenizer)
-        for prompt in talks:
-            location = source.location(prompt.prompt_id)
-            self._add(prompt, marker.mark(prompt.messages, prompt.metadata.get("tools"), location), "conversation")
+        self._rows: dict[int, MaskedTokens] = {}
+        conversations = conversations or Conversations(tokenizer)
+        for prompt in source.prompts:
+            if is_conversation(prompt.messages):
+                location = source.location(prompt.prompt_id)
+                row = conversations.mark(prompt.messages, prompt.metadata.get("tools"), location)
+                self._add(prompt, row, "conversation is")
         labelled = [prompt for prompt in source.prompts if prompt.prompt_id not in self._rows]
         labels = tokenize(tokenizer, [prompt.label or "" for prompt in labelled])
         end = np.array([tokenizer.eos_token_id], dtype=np.int32)
@@ -55,13 +56,14 @@ class Demonstrations:
                 )
             token_ids = np.concatenate([prompt.token_ids, label_ids, end])
             trained = np.arange(len(token_ids)) >= len(prompt.token_ids)
-            self._add(prompt, Marked(token_ids, trained), "prompt, label and end-of-sequence token")
+            self._add(prompt, MaskedTokens(token_ids, trained), "prompt, label and end-of-sequence token are")
 
-    def _add(self, prompt: Prompt, row: Marked, what: str) -> None:
+    def _add(self, prompt: Prompt, row: MaskedTokens, subject: str) -> None:
+        """Store a row. Raises ``DataError`` if it is too long; ``subject`` begins the message."""
         if len(row.token_ids) > self._max_context_len:
             raise DataError(
-                f"{self._source.location(prompt.prompt_id)}: {what} are {len(row.token_ids)} tokens "
-                f"and do not fit rollout.max_context_len={self._max_context_len}; shorten the row or raise rollout.max_context_len"
+                f"{self._source.location(prompt.prompt_id)}: {subject} {len(row.token_ids)} tokens "
+                f"long, more than rollout.max_context_len={self._max_context_len}; shorten the row or raise rollout.max_context_len"
             )
         self._rows[prompt.prompt_id] = row
 
@@ -94,7 +96,7 @@ class Demonstrations:
         return SampleGroup(group_id, prompt, (sample,))
 
 
-def _spans(row: Marked) -> Iterator[Span]:
+def _spans(row: MaskedTokens) -> Iterator[Span]:
     """Yield spans: trained ranges as MODEL, the range before them as PROMPT, ranges between them as TOOL."""
     edges = [0, *(np.flatnonzero(np.diff(row.trained)) + 1).tolist(), len(row.trained)]
     for start, stop in pairwise(edges):

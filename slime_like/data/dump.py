@@ -1,6 +1,6 @@
-"""Columnar files of groups, for ``run.dump_rollouts``, ``run.replay_from`` and the leftover in checkpoints.
+"""Columnar files of groups, for ``run.dump_rollouts``, ``run.replay_from`` and the leftover groups in checkpoints.
 
-Each is an ``.npz`` without pickled objects: concatenated token columns, and one JSON text with all other fields.
+A file is an ``.npz`` without pickled objects: concatenated token columns, and one JSON text with all other fields.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
     header = {"format": FORMAT, "groups": [_group_header(group) for group in groups]}
     columns = {
         "header": np.array(json.dumps(header)),
-        "prompt_token_ids": _cat([group.prompt.token_ids for group in groups], np.int32),
-        "token_ids": _cat([sample.token_ids for sample in samples], np.int32),
-        "logprobs": _cat([sample.logprobs for sample in samples], np.float32),
+        "prompt_token_ids": _concatenate([group.prompt.token_ids for group in groups], np.int32),
+        "token_ids": _concatenate([sample.token_ids for sample in samples], np.int32),
+        "logprobs": _concatenate([sample.logprobs for sample in samples], np.float32),
     }
     for index, sample in enumerate(samples):
         columns |= {f"extra/{index}/{name}": value for name, value in sample.extras.items()}
@@ -139,15 +139,15 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
     logprobs = _split(columns, "logprobs", np.float32, [item.length for item in samples])
     extras = _extras(columns, len(samples))
     groups: list[SampleGroup] = []
-    at = 0
+    first = 0
     for entry, ids in zip(entries, prompt_ids, strict=True):
-        stop = at + len(entry.samples)
+        stop = first + len(entry.samples)
         group_samples = [
             _sample(item, entry.group_id, (token_ids[k], logprobs[k]), extras.get(k, {}))
-            for k, item in enumerate(entry.samples, at)
+            for k, item in enumerate(entry.samples, first)
         ]
         groups.append(SampleGroup(entry.group_id, entry.prompt.prompt(ids), tuple(group_samples)))
-        at = stop
+        first = stop
     return tuple(groups)
 
 
@@ -161,7 +161,7 @@ def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence
     return np.split(column, np.cumsum(lengths)[:-1]) if lengths else []
 
 
-def _cat(arrays: Sequence[Any], dtype: type) -> Any:
+def _concatenate(arrays: Sequence[Any], dtype: type) -> Any:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
 
 

@@ -22,7 +22,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """Row before validation. ``fields`` is None if the row is not an object; ``problem`` is the reason."""
+    """Row before validation. ``fields`` is None if the row is not a JSON object; ``problem`` then describes it."""
 
     index: int  # 0-based, in the whole file
     location: str  # "line 7" (jsonl) or "row 6" (parquet)
@@ -32,23 +32,23 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """Existing data file with the selected range of rows."""
+    """Data file and the range of its rows that a run reads."""
 
     path: Path
     start: int
-    stop: int  # half-open, within the file
+    stop: int  # exclusive, at most num_rows
     num_rows: int  # of the whole file
 
     @classmethod
     def open(cls, key: str, spec: str) -> DataFile:
-        """Parse ``path`` or ``path@[a:b]`` given by config key ``key``.
+        """Return the file and the rows that ``spec``, the value of config key ``key``, selects: ``path`` or ``path@[a:b]``.
 
         Raises ``DataError`` if the file is missing, of another type or empty, or the slice is empty.
         """
         match = SLICE.match(spec)
         if match is None and "@[" in spec:
             raise DataError(
-                f"{key}={spec!r}: write a slice as path@[a:b], and leave out a or b for the start or end of the file"
+                f"{key}={spec!r} is not a valid slice: write path@[a:b], where a and b are row numbers or empty"
             )
         path = file_of(spec)
         if path.suffix not in SUFFIXES:
@@ -61,8 +61,8 @@ class DataFile:
         bounds = slice(*(int(match[name]) if match and match[name] else None for name in ("start", "stop")))
         start, stop, _ = bounds.indices(num_rows)
         if start >= stop:
-            reason = f"its slice of {num_rows} rows is empty" if num_rows else "the file is empty"
-            raise DataError(f"{key}={spec!r} has no rows: {reason}; a dataset needs at least one")
+            cause = f"its slice of {num_rows} rows is empty" if num_rows else "the file is empty"
+            raise DataError(f"{key}={spec!r} has no rows: {cause}; a dataset needs at least one")
         return cls(path, start, stop, num_rows)
 
     def rows(self) -> Iterator[RawRow]:

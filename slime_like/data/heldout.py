@@ -1,4 +1,4 @@
-"""Held-out sets of a run with their sampling and reading settings."""
+"""Held-out sets of a run, with their settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.config.schema.rollout import DataConfig, EvalConfig
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """Settings of one held-out set. None: the run's value."""
+    """Settings of one held-out set; None means the run's value."""
 
     name: str
     path: str

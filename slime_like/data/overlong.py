@@ -1,4 +1,4 @@
-"""Soft penalty for responses near the length limit, subtracted from the reward before advantages are computed."""
+"""Soft penalty for responses near the length limit, subtracted from rewards before advantages are computed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class OverlongPenalty:
 
     def penalty(self, sample: Sample) -> float:
         """Return the penalty of a sample, at least 0."""
-        over = sample.num_response_tokens - (self.max_len - self.buffer_len)
-        return self.factor * min(max(over / self.buffer_len, 0.0), 1.0)
+        num_over = sample.num_response_tokens - (self.max_len - self.buffer_len)
+        return self.factor * min(max(num_over / self.buffer_len, 0.0), 1.0)
 
-    def shaped(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    def penalised(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Return the groups with penalised scores; accuracies are unchanged."""
-        return [replace(group, samples=tuple(self._shaped(sample) for sample in group.samples)) for group in groups]
+        return [replace(group, samples=tuple(self._penalised(sample) for sample in group.samples)) for group in groups]
 
     def metrics(self, groups: Sequence[SampleGroup]) -> list[Metric]:
         """Return ``rollout/overlong_penalty``, the mean over trained samples."""
         penalties = [self.penalty(s) for group in groups for s in group.samples if s.status not in UNTRAINED]
         return [Mean("rollout/overlong_penalty", float(np.mean(penalties)))] if penalties else []
 
-    def _shaped(self, sample: Sample) -> Sample:
+    def _penalised(self, sample: Sample) -> Sample:
         if sample.reward is None or sample.status in UNTRAINED:
             return sample
         return replace(sample, reward=replace(sample.reward, score=sample.reward.score - self.penalty(sample)))

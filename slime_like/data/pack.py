@@ -1,4 +1,7 @@
-"""Distribution of sequences over data-parallel ranks, and packing into micro-batches (rows) under a token budget."""
+"""Distribution of sequences over data-parallel ranks, and packing into micro-batches of a maximum number of tokens.
+
+A row is the list of the indices of the sequences in one micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import numpy as np
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Return indices of ``lengths`` in ``parts`` ascending lists of nearly equal sum.
+    """Return the indices of ``lengths`` in ``parts`` ascending lists whose lengths have nearly equal sums.
 
-    Assigns the longest first, to the least loaded part (Graham 1969, LPT: at most 4/3 of the best possible largest sum).
+    Assigns the longest first, to the part with the smallest sum (Graham 1969, LPT: at most 4/3 of the best possible largest sum).
     Deterministic: ties go to the lower index. No list is empty when there are at least ``parts`` lengths.
 
     Example: ``balance([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]``.
     """
     assigned: list[list[int]] = [[] for _ in range(parts)]
-    # The count breaks ties before the index, so that zero lengths are spread too.
+    # The number of assigned lengths breaks ties before the index, so that zero lengths are distributed too.
     heap = [(0, 0, part) for part in range(parts)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, count, part = heapq.heappop(heap)
@@ -68,8 +71,8 @@ def split_to(rows: list[list[int]], lengths: Sequence[int], count: int) -> list[
 def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
     """Return ``[dp][m]`` rows of sequence indices, with the same m for every dp rank.
 
-    Ranks with fewer rows split some of them, which costs less than an idle micro-batch. A rank whose rows are all single
-    sequences gets empty lists: the caller fills them, since every rank must run every micro-batch.
+    A rank with fewer rows splits some of them, which costs less than an idle micro-batch. A rank that has only rows of one
+    sequence gets empty rows, which the caller fills: every rank must run the same number of micro-batches.
     """
     ranks: list[list[list[int]]] = []
     for part in balance(lengths, dp):

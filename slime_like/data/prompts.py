@@ -21,8 +21,8 @@ from slime_like.metrics.types import Last, Metric
 from slime_like.types import Prompt
 from slime_like.util.reading import Count, shown, typed
 
-REASONS_KEPT = 5
-ROLLOUTS_APART = 4
+MAX_REASONS = 5  # of bad rows
+MIN_ROLLOUTS_APART = 4  # between two uses of a prompt, if the file has enough rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,22 @@ class SourceContext:
     vocab_size: int | None = None  # of the model; None: not checked
     supervised: bool = False  # rows are demonstrations: a label, or chat messages that end with the assistant's turn
     batch_size: int = 1  # prompts at the start of a rollout
-    most_prompts: int = 1  # maximum prompts of a rollout, refills included
+    max_prompts: int = 1  # of a rollout, including refills
 
 
-def distinct_run(num_rows: int, batch_size: int, most_prompts: int) -> int:
-    """Return the number of consecutive prompts that are distinct, also across the border of two epochs.
+def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
+    """Return the number of consecutive prompts that must be distinct, also across the border of two epochs.
 
-    A full batch is distinct if the file has that many rows. Refills, and prompts that over-sampling returns a few times before
-    they are completed, add to this number, up to half the file, so that epochs stay shuffled.
+    It covers a batch, if the file has that many rows. It also covers ``MIN_ROLLOUTS_APART`` rollouts of ``max_prompts``, but
+    at most half of the file, so that epochs stay shuffled.
     """
-    return max(min(batch_size, num_rows), min(ROLLOUTS_APART * most_prompts, num_rows // 2), 1)
+    return max(min(batch_size, num_rows), min(MIN_ROLLOUTS_APART * max_prompts, num_rows // 2), 1)
 
 
-def moved_back(order: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Return ``order`` with each row of ``before`` (the end of the last epoch) at least ``len(before)`` places after it.
+def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
+    """Return ``order`` with each row of ``previous`` (the end of the last epoch) moved back, ``len(previous)`` places after it.
 
-    Rows move by the fewest places possible. ``before`` must be shorter than ``order``.
+    Rows move by the fewest places possible. ``previous`` must be shorter than ``order``.
     """
     earliest = {row: place for place, row in enumerate(before, 1)}
     remaining, delayed, free, moved = iter(order), set[int](), deque[int](), list[int]()
@@ -107,7 +107,7 @@ class FileSource:
                 f"{'; '.join(self.bad_rows[:1])}"
             )
         self._fingerprint = _fingerprint(self.prompts)
-        self._distinct = distinct_run(len(self.prompts), context.batch_size, context.most_prompts)
+        self._distinct = num_distinct(len(self.prompts), context.batch_size, context.max_prompts)
         self._epoch = 0
         self._offset = 0
         self._before: list[int] = []  # last rows of the previous epoch, oldest first
@@ -190,13 +190,13 @@ class FileSource:
         if not self._skip:
             raise DataError(f"{message} (data.on_bad_row=skip skips and counts bad rows)")
         self.num_bad_rows += 1
-        self.bad_rows = (*self.bad_rows, message)[:REASONS_KEPT]
+        self.bad_rows = (*self.bad_rows, message)[:MAX_REASONS]
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(len(self.prompts))
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
-        return np.array(moved_back(order.tolist(), self._before))
+        return np.array(delay_repeats(order.tolist(), self._before))
 
     def _load(self, config: DataConfig, context: SourceContext) -> tuple[Prompt, ...]:
         reader = RowReader(

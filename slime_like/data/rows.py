@@ -1,6 +1,6 @@
-"""Validation of dataset rows: check columns, render chat, resolve label and reward. Tokenization comes later.
+"""Validation of dataset rows: check columns, render chat messages, resolve label and reward. No tokenization.
 
-A row: ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``; column names by
+A row is ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``; column names by
 ``data.*_key``, ``rm_type`` also inside the metadata. A column ``tools`` goes to the chat template and into the metadata, as in slime.
 """
 
@@ -23,7 +23,7 @@ from slime_like.types import I32, Prompt
 from slime_like.util.reading import reason
 
 TOOLS = "tools"  # slime's default of --tool-key
-LONGEST_NAME = 200  # of a reward, in characters
+MAX_NAME = 200  # characters of a reward's name
 
 
 class BadRow(Exception):
@@ -85,10 +85,10 @@ class RowReader:
         metadata |= {} if tools is None else {TOOLS: tools}
         rm_type = self.rm_type or _rm_type(fields.get("rm_type") or metadata.get("rm_type"))
         label = _label(cfg.label_key, _column(fields, cfg.label_key))
-        compares = self._compares(rm_type)  # always called, since an unknown rm_type is a bad row
-        if compares and label is None and not self._answers_itself(prompt):
+        needs_label = self._needs_label(rm_type)  # raises on an unknown rm_type, so it is called for every row
+        if needs_label and label is None and not self._has_answer(prompt):
             raise BadRow(
-                f"label missing: no {cfg.label_key!r}, and its reward compares with one; "
+                f"label missing: no {cfg.label_key!r}, but the reward compares with one; "
                 f"add it, or set data.label_key to its column"
             )
         if problem := self.row_problem(rm_type, label, metadata):
@@ -98,11 +98,11 @@ class RowReader:
             _check_text(key, value)
         return PromptRow(raw.index, raw.location, text, label, rm_type, metadata, messages)
 
-    def _answers_itself(self, prompt: object) -> bool:
+    def _has_answer(self, prompt: object) -> bool:
         last: object = cast("list[object]", prompt)[-1] if isinstance(prompt, list) and prompt else None
         return self.supervised and isinstance(last, dict) and cast("dict[str, object]", last).get("role") == "assistant"
 
-    def _compares(self, rm_type: str | None) -> bool:
+    def _needs_label(self, rm_type: str | None) -> bool:
         try:
             return self.needs_label(rm_type)
         except ConfigError as error:
@@ -121,16 +121,18 @@ class RowReader:
             raise BadRow(f"{cfg.input_key!r} {error}") from error
         _check_json(cfg.input_key, messages)
         if not has_template(self.tokenizer):
-            by = "data.apply_chat_template=true" if isinstance(prompt, str) else "a prompt of chat messages"
-            require_template(self.tokenizer, by)
-        question = messages
-        if self._answers_itself(prompt):
-            question = messages[: next(i for i, message in enumerate(messages) if message["role"] == "assistant")]
-            if not question:
+            needed_by = "data.apply_chat_template=true" if isinstance(prompt, str) else "a prompt of chat messages"
+            require_template(self.tokenizer, needed_by)
+        prompt_messages = messages
+        if self._has_answer(prompt):
+            prompt_messages = messages[
+                : next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            ]
+            if not prompt_messages:
                 raise BadRow(f"{cfg.input_key!r} begins with an assistant turn; it must begin with another role")
         # Fault boundary: a chat template is third-party code.
         try:
-            return render(self.tokenizer, question, cfg.chat_template_kwargs, tools), tuple(messages)
+            return render(self.tokenizer, prompt_messages, cfg.chat_template_kwargs, tools), tuple(messages)
         except Exception as error:
             raise BadRow(f"{self._template()} refused {cfg.input_key!r}: {reason(error)}") from error
 
@@ -190,7 +192,7 @@ def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any])
 
 
 def _rm_type(value: object) -> str | None:
-    if value is not None and (not isinstance(value, str) or len(value) > LONGEST_NAME):
+    if value is not None and (not isinstance(value, str) or len(value) > MAX_NAME):
         raise BadRow(f"'rm_type' is {shown(value)}; it must be the name of a reward")
     return (value or "").strip() or None
 
@@ -221,7 +223,7 @@ def _tools(value: object) -> list[object] | None:
 
 
 def _metadata(key: str, value: object) -> dict[str, Any]:
-    if isinstance(value, str):  # tables that cannot nest keep it as text
+    if isinstance(value, str):  # tables that cannot nest store it as JSON text
         try:
             value = json.loads(value) if value else None
         except ValueError as error:

@@ -18,7 +18,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 PLAIN_SETTINGS = {*NAMED_TOKENS, "backend", "chat_template", "is_local", "model_max_length", "tokenizer_class"}
 OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
-LARGE = 100_000  # from this vocabulary size on, transformers detects and fixes a bug of some tokenizers
+LARGE_VOCAB = 100_000  # from this size on, transformers detects and corrects a bug of some tokenizers
 
 
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.json", *OTHER_FILES)
@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
 
 
 def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
-    """Return the tokenizer of ``transformers.AutoTokenizer``, or an equal one that loads in a hundredth of the time.
+    """Return the tokenizer of ``transformers.AutoTokenizer``, or an equivalent one that loads in a hundredth of the time.
 
     Raises ``ConfigError`` naming ``key``, the value of which is ``folder``, and the file that cannot be used.
     """
@@ -96,7 +96,7 @@ class PlainTokenizer:
         return_attention_mask: bool = False,
         return_offsets_mapping: bool = False,
     ) -> dict[str, list[Any]]:
-        """``{"input_ids": one list per text}``, and with ``return_offsets_mapping`` each token's position in its text."""
+        """Return ``{"input_ids": one list per text}``, and with ``return_offsets_mapping`` each token's position in its text."""
         del return_attention_mask
         encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         offsets = {"offset_mapping": [encoding.offsets for encoding in encodings]} if return_offsets_mapping else {}
@@ -107,7 +107,7 @@ class PlainTokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
-    def _whole(self) -> Any:
+    def _full_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=False, local_files_only=True)
@@ -115,11 +115,11 @@ class PlainTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._whole, name)
+        return getattr(self._full_tokenizer, name)
 
 
 def _plain(folder: Path) -> PlainTokenizer | None:
-    """Return the tokenizer of ``folder``; None if its other files matter, or files cannot be read."""
+    """Return the tokenizer of ``folder`` without transformers; None if that could change its behaviour or a file is unreadable."""
     try:
         settings = parse_json((folder / "tokenizer_config.json").read_bytes())
         content = parse_json((folder / "tokenizer.json").read_bytes())
@@ -128,17 +128,17 @@ def _plain(folder: Path) -> PlainTokenizer | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # transformers raises the error
     tokens = [settings[name] for name in NAMED_TOKENS if settings.get(name) is not None]
-    as_it_stands = (
+    is_plain = (
         settings.get("tokenizer_class") in PLAIN_CLASSES
         and settings.keys() <= PLAIN_SETTINGS
         and all(isinstance(token, str) and token in special for token in tokens)
         and content.get("truncation") is None
         and content.get("padding") is None
         and content.get("post_processor") is not None  # transformers would add one
-        and size < LARGE
+        and size < LARGE_VOCAB
         and not any((folder / name).exists() for name in OTHER_FILES)
     )
-    if not as_it_stands:
+    if not is_plain:
         return None
     from tokenizers import Tokenizer
 

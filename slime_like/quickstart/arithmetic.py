@@ -1,8 +1,7 @@
-"""Data of the default job: sums as text, and demonstrations by a calculator that often forgets the carry.
+"""Data of the default job: sums as text, and demonstrations that often forget the carry.
 
-``475+6=`` is ``481``; the careless calculator answers ``471``. A model warmed up on its demonstrations can add, but its
-most likely answer forgets the carry too. A reward that is only right or wrong is enough to unlearn this, and the result
-generalises to problems that were never trained on.
+``475+6=`` is ``481``; a careless demonstration answers ``471``. A model trained on the demonstrations can add, but its most
+likely answer forgets the carry. A reward of 0 or 1 is enough to unlearn this, also on held-out problems.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SECOND = range(5, 10)
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticSpec:
-    """Sizes and probabilities. Part of the cache's key: another value makes other files."""
+    """Sizes and probabilities of the data. Part of the cache's key: the files are written again if a value changes."""
 
     num_heldout: int = 300
     demonstrations_per_problem: int = 10
@@ -27,35 +26,35 @@ class ArithmeticSpec:
     seed: int = 1
 
     def write(self, folder: Path) -> None:
-        """See ``write_datasets``."""
+        """Write the files; see ``write_datasets``."""
         write_datasets(folder, self)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Addition:
-    """``a + b`` as a prompt and its label."""
+    """Problem ``a + b``, with prompt and label."""
 
     a: int
     b: int
 
     @property
     def text(self) -> str:
-        """The prompt."""
+        """Return the prompt."""
         return f"{self.a}+{self.b}="
 
     @property
     def answer(self) -> str:
-        """The label."""
+        """Return the label."""
         return str(self.a + self.b)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem(Addition):
-    """Example: ``Problem(475, 6)`` has text ``475+6=``, answer ``481``, careless answer ``471``."""
+    """Problem of the default job. Example: ``Problem(475, 6)`` has text ``475+6=``, answer ``481``, careless answer ``471``."""
 
     @property
     def careless_answer(self) -> str:
-        """The sum without the carry of the last digits."""
+        """Return the sum without the carry of the last digits."""
         return str(self.a // 10 * 10 + (self.a + self.b) % 10)
 
 

@@ -1,6 +1,6 @@
-"""``python bound.py PARENT COMMAND...`` execs COMMAND, which Linux kills when the thread that started it ends.
+"""Command that ends with its parent: ``python bound.py PARENT COMMAND...`` execs COMMAND.
 
-A signal handler in the parent cannot do this: nothing runs in a process that is killed.
+Linux kills COMMAND when the thread that started it ends. A killed parent could not do so, as it runs no signal handler.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives execve
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Exec ``command``. Returns only by an error: the call failed, or ``parent`` ended before the binding."""
+    """Exec ``command``. Raises if prctl fails, and exits if ``parent`` has already ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == parent:
         os.execv(command[0], command)
-    sys.exit(f"the process {parent} that asked for {command[0]} is gone")
+    sys.exit(f"the process {parent} that started {command[0]} has ended")
 
 
 if __name__ == "__main__":

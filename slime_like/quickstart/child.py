@@ -1,7 +1,7 @@
-"""A run as a child of this process: it ends with this process, which waits for its end.
+"""Run as a child of this process, which waits for its end. The child ends with this process.
 
-The child has its own session, so that Ctrl-C on a terminal reaches it once, through this process. A half-finished result
-is useless, so the child is stopped immediately instead of after its step, which for ``train.py`` takes two signals
+The child has its own session, so that Ctrl-C on a terminal reaches it once, through this process. An unfinished warm start
+is useless, so the child is stopped at once, not after its step. ``train.py`` stops at once after a second signal
 (``slime_like/cluster/run/stop.py``).
 """
 
@@ -23,16 +23,16 @@ from slime_like.util.deadline import Deadline
 
 POLL_S = 0.05
 END_S = 60.0  # for a run to stop its processes
-# Two kinds, since pending signals of one kind merge. Before a run has handlers (and processes) the first one ends it.
+# Two kinds, since pending signals of one kind merge. The first one ends a run that has no handlers and processes yet.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BOUND = Path(__file__).with_name("bound.py")
 
 
 def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
-    """Run ``command``, called ``name`` in messages; return its exit code.
+    """Run ``command`` and return its exit code; messages call it ``name``.
 
-    Raises ``KeyboardInterrupt`` after Ctrl-C or SIGTERM, ``DeadlineExceeded`` when ``deadline`` passes; in both cases all
-    its processes have ended. If this process is killed, so is the child.
+    Raises ``KeyboardInterrupt`` after Ctrl-C or SIGTERM, and ``DeadlineExceeded`` when ``deadline`` passes, after all
+    processes of the child have ended. If this process is killed, the child is killed too.
     """
     signals: list[str] = []
     with _handled(name, signals):
@@ -47,23 +47,23 @@ def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
         finally:
             _end(process)
     if signals:
-        raise KeyboardInterrupt(f"{name} was stopped by {signals[0]}; the same command begins it anew")
+        raise KeyboardInterrupt(f"{name} was stopped by {signals[0]}; the same command starts it again")
     return process.returncode
 
 
 @contextmanager
 def _handled(name: str, signals: list[str]) -> Generator[None]:
-    """Append names of Ctrl-C and SIGTERM signals to ``signals``; does nothing in threads other than the main one."""
+    """Append the names of SIGINT and SIGTERM signals to ``signals``. Only the main thread can handle signals."""
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         del frame
         signals.append(signal.Signals(number).name)
-        os.write(2, f"\nstopping {name}: a moment\n".encode())
+        os.write(2, f"\nstopping {name}\n".encode())
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old_handlers = {number: signal.signal(number, note) for number in SIGNALS}
+    old_handlers = {number: signal.signal(number, record) for number in SIGNALS}
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ def _handled(name: str, signals: list[str]) -> Generator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a running child: by signals, or by killing its group if that takes too long."""
+    """Stop a running child by signals, and kill its process group if it does not end in ``END_S``."""
     if process.poll() is None:
         for number in SIGNALS:
             process.send_signal(number)

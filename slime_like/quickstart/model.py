@@ -1,4 +1,4 @@
-"""Models of the default jobs, small and random, and a character tokenizer, in HF format."""
+"""Small random models of the default jobs and a character tokenizer, in HF format."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from slime_like.quickstart.tool import TOKENS
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
-# For the tool job: concatenated messages, so that a conversation has the same tokens as the calculator's rollouts.
-MESSAGES_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+# Chat template of the tool job: a conversation has the same tokens as the concatenated messages of a rollout.
+CONCATENATED_MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ModelSpec:
 
 
 DENSE = ModelSpec()
-TOOL = ModelSpec(tool_tokens=TOKENS, chat_template=MESSAGES_ALONE)
+TOOL = ModelSpec(tool_tokens=TOKENS, chat_template=CONCATENATED_MESSAGES)
 GDN = ModelSpec(model_type="qwen3_5_text", intermediate_size=256, num_hidden_layers=4, linear=LinearSpec())
 NEXT = ModelSpec(  # SGLang's Qwen3-Next does not tie its output layer
     model_type="qwen3_next", num_hidden_layers=4, tie_word_embeddings=False, linear=LinearSpec(), experts=ExpertSpec()
@@ -92,11 +92,11 @@ def write_model(folder: Path, spec: ModelSpec) -> None:
 
 
 def _fill_padding(model: Any, config: Any) -> None:
-    """Give the padding token an embedding: transformers leaves zeros, and a policy may sample any token.
+    """Give the padding token a random embedding, which transformers sets to zeros.
 
-    Through the first norm of a zero hidden state the gradient is 1e3 times larger than elsewhere, and through a key's
-    norm another 1e3 times: one such token in a batch dominates a clipped step. A tied embedding is also the output
-    layer, which the first step moves.
+    A policy may sample any token. The gradient through a norm of zeros is about 1e3 times larger than elsewhere, and the norm
+    of a key adds the same factor, so that one padding token would dominate a clipped step. A tied embedding needs no
+    initialisation: it is also the output layer, which the first step changes.
     """
     import torch
 

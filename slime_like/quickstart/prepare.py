@@ -1,4 +1,4 @@
-"""``run.prepare`` of the default jobs: creates their data and model, and runs their warm start once."""
+"""``run.prepare`` of the default jobs: it creates their data and model, and runs their warm start once."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A default job: its model, the recipe of its warm start, and its data."""
+    """Inputs of a default job."""
 
     model: ModelSpec
-    warm_start: str
+    warm_start: str  # recipe of the warm start
     task: ArithmeticSpec | ToolSpec
 
 
 def prepare(cfg: TrainConfig) -> None:
-    """For ``+recipe=quickstart``: see ``prepare_job``."""
+    """Prepare ``+recipe=quickstart``; see ``prepare_job``."""
     prepare_job(cfg, PreparedJob(DENSE, "quickstart_sft", ArithmeticSpec()))
 
 
 def prepare_gdn(cfg: TrainConfig) -> None:
-    """For ``+recipe=quickstart_gdn``: see ``prepare_job``."""
+    """Prepare ``+recipe=quickstart_gdn``; see ``prepare_job``."""
     prepare_job(cfg, PreparedJob(GDN, "quickstart_gdn_sft", ArithmeticSpec()))
 
 
 def prepare_next(cfg: TrainConfig) -> None:
-    """For ``+recipe=quickstart_next``: see ``prepare_job``."""
+    """Prepare ``+recipe=quickstart_next``; see ``prepare_job``."""
     prepare_job(cfg, PreparedJob(NEXT, "quickstart_next_sft", ArithmeticSpec()))
 
 
 def prepare_tool(cfg: TrainConfig) -> None:
-    """For ``+recipe=quickstart_tool``: see ``prepare_job``."""
+    """Prepare ``+recipe=quickstart_tool``; see ``prepare_job``."""
     prepare_job(cfg, PreparedJob(TOOL, "quickstart_tool_sft", ToolSpec()))
 
 
 def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
     """Create the missing inputs of ``cfg``: datasets and random model; for GRPO also the warm-started model.
 
-    Each folder has a stamp of the sizes and sources from which it was made, and is made again when they change. Raises
-    ``ConfigError`` on a folder with any other files: a user's files are never overwritten.
+    Each folder has a stamp of the specs and sources of its files, and is written again when they change. Raises
+    ``ConfigError`` on a folder with other files, to overwrite no file of the user.
     """
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
     supervised = isinstance(cfg.algo, SftConfig)
@@ -75,7 +75,7 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
                 f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must end in /{EXPORT}"
             )
     with _exclusive(assets.parent):
-        _make_assets(assets, job)
+        _write_assets(assets, job)
         if not supervised:
             _warm_start(cfg, job, assets, warm)
 
@@ -83,7 +83,7 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 def _check_owned(key: str, folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists() and not _is_warm_start(folder):
         raise ConfigError(
-            f"{key}: the folder {folder} holds files that the quickstart did not make, and it would overwrite them; "
+            f"{key}: the folder {folder} has files that the quickstart did not write and would overwrite; "
             "set run.prepare=null to train on your own model and data"
         )
 
@@ -96,14 +96,14 @@ def _is_warm_start(folder: Path) -> bool:
 
 @contextmanager
 def _exclusive(folder: Path) -> Generator[None]:
-    """Allow one preparation at a time: two quickstarts started together share the files."""
+    """Allow one preparation at a time: quickstarts that run at the same time share the files."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = Deadline("quickstart", "prepare", WARM_START_DEADLINE_S)
     with exclusive(folder / ".quickstart.lock", deadline, "another quickstart that prepares the same files"):
         yield
 
 
-def _make_assets(folder: Path, job: PreparedJob) -> None:
+def _write_assets(folder: Path, job: PreparedJob) -> None:
     stamp = _stamp(job)
     if _read_stamp(folder) == stamp:
         return
@@ -137,7 +137,7 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
     ]
     deadline = Deadline("quickstart", "warm start", WARM_START_DEADLINE_S)
     if code := run_child("the warm start", command, deadline):
-        raise WorkerError(f"the warm start ended with exit code {code}; its message stands above")
+        raise WorkerError(f"the warm start ended with exit code {code}; its message is above")
     (run_dir / STAMP).write_text(json.dumps(stamp))
     _say(f"warm start done in {time.monotonic() - started:.0f} s")
 
@@ -157,7 +157,7 @@ def _empty(folder: Path) -> None:
 
 
 def _stamp(job: PreparedJob) -> dict[str, object]:
-    """Return all inputs that determine the files."""
+    """Return the inputs that determine the files: specs and sources."""
     inputs = {
         "task": asdict(job.task),
         "model": asdict(job.model),

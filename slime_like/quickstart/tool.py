@@ -1,8 +1,8 @@
-"""Data of the tool job: sums that the model cannot do, and demonstrations that mostly guess instead of using the calculator.
+"""Data of the tool job: sums that the model cannot compute, and demonstrations that mostly guess the answer.
 
 ``475+386=`` is ``861``. Three of four demonstrations answer ``475``, the first number. One of four calls the calculator of
-``examples.calculator``, and further ones show how to repeat its result. A model warmed up on them can call it
-and mostly does not; a reward that is only right or wrong is enough to make it call every time.
+``examples.calculator``, and further demonstrations show how to repeat its result. A model trained on them can call the
+calculator and mostly does not. A reward of 0 or 1 is enough to make it call the calculator every time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TOKENS = ("<calc>", "</calc>", "<result>", "</result>")
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """Sizes and probabilities. Part of the cache's key: another value makes other files."""
+    """Sizes and probabilities of the data. Part of the cache's key: the files are written again if a value changes."""
 
     num_train: int = 4000
     num_heldout: int = 300
     num_demonstrations: int = 40_000
-    calls: float = 0.25  # share of first turns that call the calculator
-    seconds: float = 0.2  # share of demonstrations that show the second turn
+    call_share: float = 0.25  # of first turns that call the calculator
+    second_turn_share: float = 0.2  # of demonstrations that show the second turn
     seed: int = 1
 
     def write(self, folder: Path) -> None:
@@ -39,21 +39,21 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LongSum(Addition):
-    """Two numbers and their sum of three digits each. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
+    """Sum of two numbers, all of three digits. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
 
     @property
     def guess(self) -> str:
-        """A wrong answer: the first number."""
+        """Return a wrong answer, the first number."""
         return str(self.a)
 
     @property
     def call(self) -> str:
-        """The tool call, at whose end the engine stops."""
+        """Return the tool call; the engine stops at its end."""
         return f"<calc>{self.a}+{self.b}</calc>"
 
     @property
     def result(self) -> str:
-        """The calculator's reply."""
+        """Return the reply of the calculator."""
         return f"<result>{self.answer}</result>"
 
 
@@ -75,10 +75,10 @@ def demonstrations(sums: list[LongSum], spec: ToolSpec) -> list[tuple[str, str]]
     rng = random.Random(spec.seed + 1)
     rows: list[tuple[str, str]] = []
     for problem in rng.choices(sums, k=spec.num_demonstrations):
-        if rng.random() < spec.seconds:
+        if rng.random() < spec.second_turn_share:
             rows.append((problem.text + problem.call + problem.result, problem.answer))
         else:
-            rows.append((problem.text, problem.call if rng.random() < spec.calls else problem.guess))
+            rows.append((problem.text, problem.call if rng.random() < spec.call_share else problem.guess))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Loading and validation of rewards. The driver checks names and signatures before it starts a process; workers load them."""
+"""Loading and validation of rewards: the driver checks names and signatures before it starts processes, workers load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime_like.util.user_code import check_signature
 
 AnyReward = RewardFn | GroupRewardFn
 RowRule = Callable[[str | None, str | None, Mapping[str, Any]], str]
-"""(rm_type, label, metadata) -> reason why the row's reward cannot score it; empty if it can."""
+"""(rm_type, label, metadata) -> reason why the rewards cannot score the row; empty if they can."""
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -54,10 +54,10 @@ def load_reward(key: str, name: str) -> AnyReward:
 
 
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
-    """Return a function rm_type -> True if its rows need a label (None: no rm_type). Used by ``SourceContext.needs_label``.
+    """Return a function from an rm_type (or None) to whether its rows need a label, for ``SourceContext.needs_label``.
 
-    The function raises ``ConfigError`` on an unknown rm_type. A dotted path in a row is refused: a data file must not
-    choose the code that runs.
+    The function raises ``ConfigError`` on an unknown rm_type. It refuses a path as rm_type, as a data file must not choose
+    the code that runs.
     """
 
     @cache
@@ -68,7 +68,7 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """Return the check of a row by its rewards, apart from the label. Used by ``SourceContext.row_problem``."""
+    """Return the checks of a row by its rewards, other than for a missing label, for ``SourceContext.row_problem``."""
 
     @cache
     def checks(rm_type: str | None) -> list[RowCheck]:
@@ -81,12 +81,13 @@ def row_rule(config: RewardConfig) -> RowRule:
 
 
 def _functions(config: RewardConfig, rm_type: str | None) -> list[AnyReward]:
+    """Return the reward functions of rows with this rm_type. Raises ``ConfigError`` if one is unknown."""
     functions: list[AnyReward] = []
     for name in components(config, rm_type):
-        is_configured = name == config.name or name in config.weights
-        if not is_configured:
-            check_reward_name("rm_type", name)
+        key = "reward.name" if name == config.name else "reward.weights" if name in config.weights else "rm_type"
+        if key == "rm_type":  # named by a data file, which must not choose the code that runs
+            check_reward_name(key, name)
         if split_prefix(name)[1] == REMOTE and config.remote_url is None:
-            raise ConfigError(f"rm_type={name!r} needs a reward server: set reward.remote_url to its address")
-        functions.append(load_reward("reward" if is_configured else "rm_type", name))
+            raise ConfigError(f"{key}={name!r} needs a reward server: set reward.remote_url to its address")
+        functions.append(load_reward(key, name))
     return functions

@@ -10,12 +10,12 @@ from slime_like.types import Reward
 
 
 def row_reward(config: RewardConfig, rm_type: str | None) -> str:
-    """Return the reward name of a row with this rm_type: its own, unless the run's is a user function (a dotted path)."""
+    """Return the reward name of a row: its rm_type, or ``reward.name`` if that is a path or the row has no rm_type."""
     return config.name if rm_type is None or ":" in config.name else rm_type
 
 
 def components(config: RewardConfig, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
-    """Return name -> weight of the rewards of a row; with ``unshaped`` (evaluation) only the row's own reward if it has one.
+    """Return name -> weight of the rewards of a row. With ``unshaped`` (evaluation) it is only ``row_reward``, if weighted.
 
     Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
     """

@@ -28,7 +28,7 @@ def words(text: str) -> list[str]:
 def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
     del metadata
     if label is not None and not words(label):
-        return f"label {label!r} has no words, so no answer could score under f1: add a label with words"
+        return f"label {label!r} has no words, so f1 would score every answer 0; add words to the label"
     return ""
 
 

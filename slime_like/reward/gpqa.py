@@ -19,14 +19,14 @@ from slime_like.types import Prompt, Reward, Sample
 DEFAULT_LETTERS = tuple(string.ascii_uppercase[:10])
 THOUGHT = "</think>"
 OPTION = r"[\s:*$({\[\\]{0,8}(?:(?:boxed|text|mathrm)[{(\s]{1,3}){0,2}([A-Z](?!\w)|[a-z](?=[)}\].*$\s]{0,8}\Z))"
-SETTLED = (  # phrases that state the chosen option, the most explicit first
+STATED = (  # phrases that state the chosen option, the most explicit first
     re.compile(rf"\b(?i:answer)(?:\s{{1,3}}(?i:is))?{OPTION}"),
     re.compile(r"(?<!\w)\(?([A-Z])\)?\s{1,3}(?i:is(?:\s{1,3}the)?\s{1,3}correct)\b"),
     re.compile(rf"\b(?i:option|choice)(?:\s{{1,3}}(?i:is))?{OPTION}"),
     re.compile(r"(?<!\w)([A-Z])(?!\w)"),
 )
 INDEX = re.compile(r"[0-9]{1,2}")
-OTHER = re.compile(r"[^a-z0-9]+")
+NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
     parsed = question(label, metadata)
     if parsed.correct is not None and parsed.correct not in parsed.letters:
         return (
-            f"its right option is {parsed.correct!r}, which is not one of {', '.join(parsed.letters)}; "
+            f"its correct option is {parsed.correct!r}, which is not one of {', '.join(parsed.letters)}; "
             "correct the label, metadata.correct_letter or metadata.choices"
         )
     if parsed.correct is None and not parsed.texts:
@@ -81,7 +81,7 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
     """Return score and accuracy 1 if the correct option is chosen: by its letter or, without a letter, by its text."""
     parsed = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]
-    letter = chosen(text, parsed.letters)
+    letter = chosen_letter(text, parsed.letters)
     if letter is not None and parsed.correct is not None:
         correct = letter == parsed.correct
     else:
@@ -90,12 +90,12 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
     return Reward(score=float(correct), accuracy=float(correct))
 
 
-def chosen(text: str, letters: tuple[str, ...]) -> str | None:
+def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
     """Return the letter that a response chooses: the last one called answer, correct or option, or that stands alone.
 
-    Example: ``chosen("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
+    Example: ``chosen_letter("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
     """
-    for pattern in SETTLED:
+    for pattern in STATED:
         valid = [m[1].upper() for m in pattern.finditer(text) if m[1].upper() in letters]
         if valid:
             return valid[-1]
@@ -111,4 +111,4 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _normal(text: str) -> str:
-    return OTHER.sub(" ", text.lower()).strip()
+    return NOT_ALPHANUMERIC.sub(" ", text.lower()).strip()

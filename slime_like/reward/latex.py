@@ -29,7 +29,7 @@ PERCENT = re.compile(r"\\?%$")
 MAX_CHARACTERS = 400  # characters; answers of MATH-500 have at most 159
 MAX_DEPTH = 12  # nested braces
 MAX_DIGITS, MAX_TERMS = 20_000, 1_000  # of results, and of expanded products in sympy
-WILD = re.compile(
+UNSAFE = re.compile(
     r"\d{60,}"  # very long numbers
     r"|\^\s*\{[^{}]*\^|\^\s*[\w.]+\s*\^"  # powers of powers
     r"|\^\s*\{?\s*[-+]?[\d\s,]{5,}"  # large exponents
@@ -43,7 +43,7 @@ WILD = re.compile(
     r"|\\(?:sum|prod|det|log|ln)(?![a-zA-Z]).*\\(?:sum|prod)(?![a-zA-Z])",
     re.DOTALL,
 )
-LOOKS = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[!,;:]|\\?\$|\^\s*\{?\s*\\circ\s*\}?|°|\.\s*$")
+APPEARANCE = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[!,;:]|\\?\$|\^\s*\{?\s*\\circ\s*\}?|°|\.\s*$")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 SPACE = re.compile(r"(?<!\d) | (?!\d)")  # "1 2" is not "12"
 
@@ -80,7 +80,7 @@ def equal(label: str, answer: str) -> bool:
         return True
     if INTEGER.fullmatch(label) and INTEGER.fullmatch(answer):
         return int(label) == int(answer)  # most wrong answers: no need for sympy
-    if not (tame(label) and tame(answer)):
+    if not (is_safe(label) and is_safe(answer)):
         return False
     # Fault boundary: model output goes through a grammar and sympy, and must not be able to end the run.
     try:
@@ -91,13 +91,13 @@ def equal(label: str, answer: str) -> bool:
         return False
 
 
-def tame(latex: str) -> bool:
+def is_safe(latex: str) -> bool:
     """Return whether sympy can evaluate an expression safely: bounded length, depth and size of the result."""
     depth = max_depth = 0
     for character in latex[:MAX_CHARACTERS]:
         depth += (character in "{([") - (character in "})]")
         max_depth = max(max_depth, depth)
-    if len(latex) > MAX_CHARACTERS or max_depth > MAX_DEPTH or WILD.search(latex):
+    if len(latex) > MAX_CHARACTERS or max_depth > MAX_DEPTH or UNSAFE.search(latex):
         return False
     size = size_of(latex)
     return size.digits <= MAX_DIGITS and size.terms <= MAX_TERMS
@@ -106,7 +106,7 @@ def tame(latex: str) -> bool:
 def plain(latex: str) -> str:
     """Return LaTeX without commands that only change its appearance, for comparison as text."""
     text = latex.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
-    return SPACE.sub("", " ".join(LOOKS.sub("", WRAPPED.sub(r"\1", text)).split())).lower()
+    return SPACE.sub("", " ".join(APPEARANCE.sub("", WRAPPED.sub(r"\1", text)).split())).lower()
 
 
 def label_latex(label: str) -> str:

@@ -1,4 +1,4 @@
-"""Validation of scores: a finite number, small enough for float32 sums."""
+"""Validation of scores: finite numbers, small enough for float32 sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SCORE = 1e9
 
 
 def checked(score: object, accuracy: object = None) -> Reward:
-    """Return the reward. Raises ``ValueError`` on a score beyond ``MAX_SCORE`` or an accuracy outside [0, 1]."""
+    """Return the values as a reward. Raises ``ValueError`` on a score beyond ``MAX_SCORE`` or an accuracy outside [0, 1]."""
     checked_accuracy = None if accuracy is None else _number(accuracy)
     if checked_accuracy is not None and not 0.0 <= checked_accuracy <= 1.0:
         raise ValueError(f"accuracy {checked_accuracy:g}, not a number from 0 to 1")

@@ -1,4 +1,4 @@
-"""Fault injection: the reward server is unreachable for some time (``chaos.faults=[reward_down:...]``)."""
+"""Injected outage of the reward server (``chaos.faults=[reward_down:...]``)."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ HOST = "127.0.0.1"
 
 @dataclass(slots=True)
 class Outage:
-    """Redirects requests to a port without a listener while it lasts, so that they fail as with a server that is down."""
+    """Outage of ``seconds``. Until its end requests are sent to a port without a listener, as if the server were down."""
 
     seconds: float
-    unscored: int = 0  # samples without a score because of it
-    _noticed: float = 0.0  # unix seconds of the first request that failed; 0: none has
+    num_unscored: int = 0  # samples that got no score during the outage
+    _noticed: float = 0.0  # unix seconds of the first failed request; 0 if none has failed
     _cause: str = ""
-    _answered: float = 0.0  # unix seconds of the first answer after it
-    _began: float = field(default_factory=time.monotonic)
+    _answered: float = 0.0  # unix seconds of the first answer after the outage; 0 if there is none
+    _start_time: float = field(default_factory=time.monotonic)
     _dead_port: PortLease = field(default_factory=lambda: PortLease(HOST))
 
     @property
-    def lasts(self) -> bool:
-        """True while the server is unreachable."""
-        return time.monotonic() - self._began < self.seconds
+    def is_active(self) -> bool:
+        """Return whether the server is unreachable now."""
+        return time.monotonic() - self._start_time < self.seconds
 
     def address(self, url: str) -> str:
         """Return the address to which a request for ``url`` is sent."""
         return (
             urlsplit(url)._replace(scheme="http", netloc=f"{HOST}:{self._dead_port.port}").geturl()
-            if self.lasts
+            if self.is_active
             else url
         )
 
-    def refused(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Record a failed request."""
         if not self._noticed:
             self._noticed, self._cause = time.time(), f"down: {error}"
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Record an answer of the server."""
-        if not self.lasts and not self._answered:
+        if not self.is_active and not self._answered:
             self._answered = time.time()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Release the port."""
         self._dead_port.release()
 
     @property
-    def over(self) -> bool:
-        """True if its record is complete: it has ended, and no request failed or one was answered since."""
-        return not self.lasts and bool(self._answered or not self._noticed)
+    def is_over(self) -> bool:
+        """Return whether its record is complete: it has ended, and no request failed or one has been answered since."""
+        return not self.is_active and bool(self._answered or not self._noticed)
 
     def recoveries(self) -> tuple[Recovery, ...]:
-        """Return its record so far; empty while no request has failed."""
+        """Return the record of this outage; empty while no request has failed."""
         if not self._noticed:
             return ()
-        back = self._answered
-        return (Recovery(REWARD_SERVER, self._cause, self._noticed, back, back, groups=self.unscored),)
+        answered = self._answered
+        return (
+            Recovery(REWARD_SERVER, self._cause, self._noticed, up=answered, joined=answered, groups=self.num_unscored),
+        )

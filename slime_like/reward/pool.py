@@ -1,4 +1,4 @@
-"""Process pool of rewards, each call under a deadline: a reward that hangs costs its samples, never the run."""
+"""Process pool of rewards. Each call has a deadline, so that a reward that hangs does not stop the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RewardPool:
         self._counts: Counter[str] = Counter()
         self._warnings: list[str] = []
         self._loading = asyncio.Lock()
-        self._server_down = False  # and the user was warned
+        self._server_down = False  # True once the user was warned
         self._closed = False
 
     async def score(self, groups: Sequence[SampleGroup], *, unshaped: bool = False) -> list[SampleGroup]:
@@ -73,7 +73,7 @@ class RewardPool:
 
     def lose_server(self, seconds: float) -> None:
         """Inject a fault of ``chaos.*``: the reward server is unreachable for ``seconds``."""
-        self._remote.lose(seconds)
+        self._remote.inject_outage(seconds)
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
         """Return the records of injected outages of the reward server, including current ones."""
@@ -97,12 +97,12 @@ class RewardPool:
             await gather_or_cancel([self._part(name, group.prompt, unscored) for name in weights]) if unscored else []
         )
         scored = {
-            id(sample): self._settled(sample, None if None in rewards else composed(weights, rewards))
+            id(sample): self._with_reward(sample, None if None in rewards else composed(weights, rewards))
             for sample, rewards in zip(unscored, zip(*parts, strict=True), strict=True)
         }
         return replace(group, samples=tuple(scored.get(id(s)) or _prescored(s) for s in group.samples))
 
-    def _settled(self, sample: Sample, reward: Reward | None) -> Sample:
+    def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
         """Return the sample with its reward or, without one, with ``reward.fallback``."""
         if reward is not None:
             return replace(sample, reward=reward)
@@ -112,24 +112,25 @@ class RewardPool:
         return replace(sample, reward=Reward(self._config.fallback))
 
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
-        """Return one reward per sample; None if the call was late or the server did not answer."""
+        """Return one reward per sample; None if the call exceeded its deadline or the server did not answer."""
         if split_prefix(name)[1] == REMOTE:
-            return await gather_or_cancel([self._ask_server(name, prompt, sample) for sample in samples])
+            return await gather_or_cancel([self._query_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
             return list(await self._call(name, prompt, tuple(samples)))
         results = await gather_or_cancel([self._call(name, prompt, (sample,)) for sample in samples])
         return [rewards[0] for rewards in results]
 
     async def _is_for_groups(self, name: str) -> bool:
+        """Return whether the reward takes groups; import it on first use."""
         async with self._loading:
-            for tries in range(LOAD_TRIES):
+            for attempt in range(LOAD_TRIES):
                 if name in self._takes_groups:
                     break
                 try:
                     async with self._workers_free, self._worker() as worker:
                         self._takes_groups[name] = await _load(worker, name)
                 except WorkerDied as error:
-                    if tries == LOAD_TRIES - 1:
+                    if attempt == LOAD_TRIES - 1:
                         raise RewardError(
                             f"reward {name!r} could not be imported: {self._death(error)}, {LOAD_TRIES} times"
                         ) from error
@@ -141,7 +142,7 @@ class RewardPool:
             async with self._workers_free, self._worker() as worker:
                 await _load(worker, name)
                 request = ScoreRequest(name, prompt, samples)
-                answer = await worker.ask(request, Deadline("reward pool", "score", self._config.timeout_s))
+                answer = await worker.call(request, Deadline("reward pool", "score", self._config.timeout_s))
         except DeadlineExceeded:
             self._counts["timeouts"] += 1
             self._warn_late(name, prompt, samples)
@@ -171,7 +172,7 @@ class RewardPool:
             raise
         self._idle.append(worker)
 
-    async def _ask_server(self, name: str, prompt: Prompt, sample: Sample) -> Reward | None:
+    async def _query_server(self, name: str, prompt: Prompt, sample: Sample) -> Reward | None:
         self._counts["calls"] += 1
         try:
             reward = await self._remote(prompt, only_boxed(sample) if split_prefix(name)[0] else sample)
@@ -233,7 +234,7 @@ async def _load(worker: WorkerProcess, name: str) -> bool:
     if name in worker.loaded:
         return worker.loaded[name]
     try:
-        answer = await worker.ask(Load(name), Deadline("reward pool", "load", LOAD_S))
+        answer = await worker.call(Load(name), Deadline("reward pool", "load", LOAD_S))
     except (DeadlineExceeded, WorkerDied) as error:
         if isinstance(error, WorkerDied) and error.killed:
             raise

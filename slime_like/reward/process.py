@@ -1,4 +1,4 @@
-"""Worker process as seen by its parent: light start, requests under a deadline, kill if it does not answer."""
+"""Worker process of the reward pool, as its parent uses it: requests have a deadline, after which the process is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_S = 5.0
 
 
 class WorkerDied(Exception):
-    """The process ended during a call; ``killed``: from outside or by its memory limit. Internal to this package."""
+    """The process ended during a call. ``killed`` is True if a signal or its memory limit ended it. Internal to this package."""
 
     def __init__(self, message: str, *, killed: bool) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class WorkerProcess:
     """
 
     def __init__(self, call_seconds: float, memory_bytes: int) -> None:
-        """``memory_bytes``: memory limit enforced by the kernel; 0: no limit."""
+        """Start the process. ``memory_bytes`` is the memory limit that the kernel enforces; 0 means no limit."""
         self.loaded: dict[str, bool] = {}  # reward -> True if it takes groups
         parent_end, child_end = Pipe()
         self._pipe = cast(Connection, parent_end)
@@ -55,16 +55,16 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Id of the process."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """True while the process runs."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
-    async def ask(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
-        """Send a request and return the answer. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code."""
+    async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
+        """Send a request and return the reply. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         fd = self._pipe.fileno()

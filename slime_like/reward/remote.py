@@ -1,4 +1,4 @@
-"""Reward ``remote_rm``: an HTTP server scores. Bounded retries under one deadline; a dead server costs samples, not the run.
+"""Reward ``remote_rm``: an HTTP server scores, with retries within one deadline. A run continues without the server.
 
 Posts the body of slime's rm_type ``remote_rm``: ``{"prompt": ..., "response": ..., "label": ...}``. The server returns a
 number, or an object with ``score`` and optionally ``acc`` (0 or 1).
@@ -26,16 +26,16 @@ MAX_ANSWER_BYTES = 2**20  # a score, and optional fields that are ignored
 WRONG_ADDRESS = (301, 302, 307, 308, 401, 403, 404, 405)  # neither a retry nor another sample will succeed
 BUSY = (408, 425, 429)  # 4xx codes that permit a retry
 
-PLAIN = {"Accept-Encoding": "identity"}  # no compression: a short body could expand to a large one
+HEADERS = {"Accept-Encoding": "identity"}  # no compression: a short body could expand to a large one
 EXPECTED = 'a reward server must return a finite number, or an object such as {"score": 0.5, "acc": 1}'
 
 
 class ServerFailed(Exception):
-    """The server did not score a sample: down, busy, late or unable to. Internal to this package."""
+    """The server did not score a sample. Internal to this package."""
 
 
 class _Transient(ServerFailed):
-    """Failure that justifies a retry."""
+    """Failure after which the request is sent again."""
 
 
 class RemoteReward:
@@ -49,7 +49,7 @@ class RemoteReward:
         self._semaphore = asyncio.Semaphore(config.remote_concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._down = False
-        self._outages: list[Outage] = []  # injected, the newest last
+        self._outages: list[Outage] = []  # injected outages, oldest first
         self.num_retries = 0
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
@@ -79,26 +79,26 @@ class RemoteReward:
                 raise
         self._down = False
         for outage in self._outages:
-            outage.answered()
+            outage.record_answer()
         return self._reward(answer)
 
-    def lose(self, seconds: float) -> None:
-        """Make the server unreachable for ``seconds``."""
+    def inject_outage(self, seconds: float) -> None:
+        """Inject a fault: the server is unreachable for ``seconds``."""
         self._outages.append(Outage(seconds))
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the records of injected outages; each is returned until it is over."""
+        """Return the records of injected outages. An outage is forgotten once its record is complete."""
         recoveries = tuple(recovery for outage in self._outages for recovery in outage.recoveries())
         for outage in self._outages:
-            if outage.over:
-                outage.end()
-        self._outages = [outage for outage in self._outages if not outage.over]
+            if outage.is_over:
+                outage.release()
+        self._outages = [outage for outage in self._outages if not outage.is_over]
         return recoveries
 
     async def close(self) -> None:
         """Close the connections."""
         for outage in self._outages:
-            outage.end()
+            outage.release()
         if self._session is not None:
             await self._session.close()
 
@@ -106,7 +106,7 @@ class RemoteReward:
         """Record a sample without a score."""
         self._down = True
         for outage in self._outages[-1:]:
-            outage.unscored += outage.lasts
+            outage.num_unscored += outage.is_active
 
     def _count(self, state: RetryCallState) -> None:
         del state
@@ -120,11 +120,11 @@ class RemoteReward:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         try:
-            async with self._session.post(address, json=body, headers=PLAIN, allow_redirects=False) as response:
+            async with self._session.post(address, json=body, headers=HEADERS, allow_redirects=False) as response:
                 content = await _read(response.content)
         except (aiohttp.ClientError, OSError) as error:
             if outage is not None:
-                outage.refused(error)
+                outage.record_failure(error)
             raise _Transient(f"{type(error).__name__}: {error}") from error
         if response.status == 200:
             if len(content) > MAX_ANSWER_BYTES:
@@ -150,7 +150,7 @@ class RemoteReward:
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:
-    """Read an answer up to the first piece beyond ``MAX_ANSWER_BYTES``."""
+    """Return an answer, cut after the first piece that exceeds ``MAX_ANSWER_BYTES``."""
     content = bytearray()
     async for piece in stream.iter_any():
         content += piece

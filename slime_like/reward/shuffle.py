@@ -1,4 +1,4 @@
-"""Control experiment ``reward.shuffle``: with rewards permuted over the batch, nothing can be learnt."""
+"""Control experiment ``reward.shuffle``: rewards are permuted over the batch, so that the policy cannot learn from them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def serve(pipe: Connection, seconds: float) -> None:
             request: Load | ScoreRequest = pipe.recv()
         except EOFError:
             return
-        # The watchdog is a C thread: it works even while a call holds the interpreter's lock.
+        # The watchdog is a C thread: it also works while a call holds the interpreter's lock.
         limit = scale() * (LOAD_S if isinstance(request, Load) else seconds)
         limit_cpu(limit + GRACE_S)
         faulthandler.dump_traceback_later(limit + GRACE_S, exit=True)

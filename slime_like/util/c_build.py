@@ -1,7 +1,7 @@
-"""Compiles C sources with the machine's compiler into a cache of this user.
+"""Compilation of C sources with the machine's compiler, into a cache of this user.
 
-Objects are built for the current CPU, so they are never shipped: their name is a hash of source, flags, compiler and
-CPU. The folder is private, since its contents are executed.
+Objects are built for the current CPU. Their name is a hash of source, flags, compiler and CPU. The folder is private,
+because processes execute its content.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from slime_like.util import caches
 from slime_like.util.caches import is_private
 
 COMPILERS = ("cc", "gcc", "clang")
-SECONDS = 300
+COMPILE_S = 300
 
 
 class BuildError(Exception):
-    """A failed build; the message names the cause and the fix."""
+    """Failed build. The message names the cause and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A source to compile: ``main``, which may include files of its folder."""
+    """Source to compile. ``main`` may include files of its folder."""
 
     main: Path
     flags: tuple[str, ...]
     extra: tuple[tuple[str, ...], ...] = ((),)  # alternatives: the first that the compiler accepts is used
-    what: str = "source"  # in messages
+    description: str = "source"  # in messages
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """A shared object and its compiler."""
+class SharedObject:
+    """Compiled shared object."""
 
     path: Path
     compiler: str
@@ -76,7 +76,7 @@ def cpu_identity() -> str:
 
 
 def object_name(compiler: str, recipe: Recipe) -> str:
-    """Return the file name of the object: a hash of source, flags, compiler and CPU."""
+    """Return the file name of the object, a hash of source, flags, compiler and CPU."""
     digest = hashlib.sha256()
     for file in sorted(recipe.main.parent.iterdir()):
         if file.is_file():
@@ -102,24 +102,24 @@ def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
     for extra in recipe.extra:
         command = [compiler, *recipe.flags, *extra, str(recipe.main), "-o", str(target), "-lm"]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"{compiler} could not be run: {error}") from error
         if result.returncode == 0:
             return
         message = message or result.stderr.strip()[-500:]
-    raise BuildError(f"{compiler} refused the {recipe.what}: {message}")
+    raise BuildError(f"{compiler} refused the {recipe.description}: {message}")
 
 
-def build(recipe: Recipe) -> Built:
+def build(recipe: Recipe) -> SharedObject:
     """Return the object of ``recipe`` for this machine, compiled if not cached; the file is created atomically."""
     compiler, folder = find_compiler(), cache_folder()
     path = folder / object_name(compiler, recipe)
     if path.is_file() and is_private(path):
-        return Built(path, compiler)
+        return SharedObject(path, compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        target = Path(scratch) / "made.so"
+        target = Path(scratch) / "object.so"
         run_compiler(compiler, target, recipe)
         target.chmod(0o700)
         target.replace(path)
-    return Built(path, compiler)
+    return SharedObject(path, compiler)

@@ -1,4 +1,4 @@
-"""Cache folders of compiled code. The code is executed, so folders and their parents are private. No writable home is needed."""
+"""Cache folders of compiled code. The folders are private, as processes execute their content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.util.private import temporary_folder
 
 WRITABLE = 0o022  # by users other than the owner
-SHORT = "/tmp"  # not TMPDIR: an engine removes its own at exit
+FALLBACK = "/tmp"  # not TMPDIR, because an engine removes its TMPDIR when it exits
 
 
 def cache_folder(name: str) -> Path:
@@ -21,10 +21,10 @@ def cache_folder(name: str) -> Path:
     Raises ``SlimeLikeError`` if the folder itself is not private, ``OSError`` if no location is usable.
     """
     base = _base()
-    if base is not None and not replaceable(base):
+    if base is not None and not is_replaceable(base):
         folder = base / "slime_like" / name
         try:
-            for part in (folder.parent, folder):  # write access to the first allows replacing the second
+            for part in (folder.parent, folder):  # who can write to the first can replace the second
                 part.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             pass
@@ -33,17 +33,17 @@ def cache_folder(name: str) -> Path:
                 if not is_private(part):
                     raise SlimeLikeError(f"{part} is not private to this user: make it yours with chown and chmod 700")
             return folder
-    return temporary_folder(name, SHORT)
+    return temporary_folder(name, FALLBACK)
 
 
 def is_private(path: Path) -> bool:
-    """Return True if only this user can change ``path``: not a link, owned by the user, not writable by others."""
+    """Return whether only this user can change ``path``: not a link, owned by the user, not writable by others."""
     state = path.lstat()
     return state.st_uid == os.geteuid() and not state.st_mode & WRITABLE and not path.is_symlink()
 
 
-def replaceable(path: Path) -> bool:
-    """Return True if another user could replace ``path`` or one of its parents."""
+def is_replaceable(path: Path) -> bool:
+    """Return whether another user could replace ``path`` or one of its parents."""
     real = path.resolve()
     for part in (real, *real.parents):
         if part.exists():
@@ -55,10 +55,10 @@ def replaceable(path: Path) -> bool:
 
 
 def keep_caches_private() -> None:
-    """Point libraries that compile code, in this process and its children, to private folders.
+    """Set private cache folders for libraries that compile code, in this process and its children.
 
-    torch's default is ``/tmp/torchinductor_<user>``, which anybody can create first. A read-only home, which Triton,
-    FlashInfer, SGLang and CUDA would cache in, is replaced; models already downloaded to it stay available.
+    torch's default is ``/tmp/torchinductor_<user>``, which another user can create first. Triton, FlashInfer, SGLang and CUDA
+    cache in the home folder: if that is read-only, HOME is replaced. Models already downloaded to it stay available.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
     home = Path(os.path.expanduser("~"))

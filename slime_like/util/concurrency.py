@@ -1,4 +1,4 @@
-"""Concurrent coroutines with cancellation: the first failure ends all."""
+"""Concurrent coroutines, of which the first failure cancels the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines. Each wait has an owner and a limit; its error names the waiting and the awaited process."""
+"""Deadlines of waits. The error of a deadline names the waiting process and the awaited one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FACTOR_VARIABLE = "SLIME_LIKE_DEADLINE_FACTOR"
 
 
 def scale() -> float:
-    """Return the factor applied to every limit: raise ``SLIME_LIKE_DEADLINE_FACTOR`` on a slow or shared machine.
+    """Return the factor of every limit, ``SLIME_LIKE_DEADLINE_FACTOR``: set it above 1 on a slow or shared machine.
 
     Raises ``ConfigError`` if it is not a positive number.
     """
@@ -42,7 +42,7 @@ class Deadline:
 
     @property
     def limit(self) -> float:
-        """Return the total number of seconds allowed, after scaling."""
+        """Return the limit in seconds, multiplied by ``scale()``."""
         return self.seconds * scale()
 
     def elapsed(self) -> float:
@@ -50,7 +50,7 @@ class Deadline:
         return time.monotonic() - self.started
 
     def remaining(self, waits_for: str) -> float:
-        """Return the seconds left. Raises ``DeadlineExceeded`` if none are."""
+        """Return the number of seconds left. Raises ``DeadlineExceeded`` if the limit has passed."""
         seconds = self.limit - self.elapsed()
         if seconds <= 0:
             raise self.exceeded(waits_for)

@@ -2,8 +2,8 @@
 
 MKL's float32 matrix products have this property with at least ``ROWS`` rows, ``COLUMNS`` columns and one thread;
 smaller or multi-threaded products use kernels with another order of summation. Products are therefore padded to these
-sizes, and attention sums over keys in blocks of fixed size at fixed positions. float64 products lack the property at
-any shape. MKL does not guarantee any of this: ``check_machine`` tests it on the current machine.
+sizes, and attention sums over keys in blocks of fixed size at fixed positions. float64 products do not have the property
+at any shape. MKL does not guarantee any of this: ``check_machine`` tests it on the current machine.
 
 Axes: b batch, K KV heads, R query rows (all query heads of a KV head, all positions), L keys, D head dimension.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 ROWS = 4
 COLUMNS = 16
 BLOCK = 64  # keys summed by one matrix product
-SCORES = 1 << 22  # attention scores in memory at a time
-CHECKED = 4_096  # columns of a product that ``check_machine`` tests
+MAX_SCORES = 1 << 22  # attention scores in memory at a time
+MAX_CHECKED_COLUMNS = 4_096  # of a product that ``check_machine`` tests
 
 
 def padded_rows(x_TI: Tensor) -> Tensor:
@@ -49,11 +49,11 @@ def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tenso
         q_bKRD = torch.cat([q_bKRD, q_bKRD[:, :, -1:].expand(-1, -1, missing, -1)], 2)
         if visible_bRL.shape[1] > 1:
             visible_bRL = torch.cat([visible_bRL, visible_bRL[:, -1:].expand(-1, missing, -1)], 1)
-    chunk = max(ROWS, SCORES // (q_bKRD.shape[0] * q_bKRD.shape[1] * k_bKLD.shape[2]))
+    chunk = max(ROWS, MAX_SCORES // (q_bKRD.shape[0] * q_bKRD.shape[1] * k_bKLD.shape[2]))
     parts: list[Tensor] = []
     for start, stop in _spans(q_bKRD.shape[2], chunk):
-        shown = visible_bRL if visible_bRL.shape[1] == 1 else visible_bRL[:, start:stop]
-        parts.append(_attend(q_bKRD[:, :, start:stop].contiguous(), k_bKLD, v_bKLD, shown, scale))
+        mask_bRL = visible_bRL if visible_bRL.shape[1] == 1 else visible_bRL[:, start:stop]
+        parts.append(_attend(q_bKRD[:, :, start:stop].contiguous(), k_bKLD, v_bKLD, mask_bRL, scale))
     return torch.cat(parts, 2)[:, :, :rows]
 
 
@@ -89,7 +89,7 @@ def log_softmax(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
 def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
     """Return a message if products of these (output, input) sizes depend on their other rows on this machine, else None."""
     generator = torch.Generator().manual_seed(0)
-    for outputs, inputs in sorted({(min(outputs, CHECKED), inputs) for outputs, inputs in shapes}):
+    for outputs, inputs in sorted({(min(outputs, MAX_CHECKED_COLUMNS), inputs) for outputs, inputs in shapes}):
         weight = torch.randn(outputs, inputs, generator=generator)
         x = torch.randn(67, inputs, generator=generator)
         expected = linear(x, weight)

@@ -1,4 +1,4 @@
-"""Queries the driver for the NVIDIA GPUs of this machine, without torch."""
+"""NVIDIA GPUs of this machine, queried without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faster imports of large libraries, for processes about to import torch, SGLang or megatron."""
+"""Faster imports of torch, SGLang, megatron and transformers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 def heavy_imports() -> Generator[None]:
     """Avoid two costs that make up a third of SGLang's import time (measured: docs/measurements/startup.md).
 
-    First, the garbage collector repeatedly scans a heap that only grows: it is disabled during the import, and the imported
-    objects are then frozen, which also shortens later collections. Second, transformers maps modules to distributions by
-    reading the file list of every installed package: here the few names it needs are looked up directly.
+    First, the garbage collector repeatedly scans a growing heap. It is disabled during the import, and the imported objects
+    are then frozen, which also shortens later collections. Second, transformers reads the file list of every installed
+    package to map modules to distributions. Here the few modules that it needs are looked up one by one.
     """
     collecting, original = gc.isenabled(), importlib.metadata.packages_distributions
     gc.disable()
@@ -53,7 +53,9 @@ def without_model_classes() -> Generator[None]:
 
 
 class Distributions(dict[str, list[str]]):
-    """Lazy ``importlib.metadata.packages_distributions()``; read in full once a name differs from its distribution."""
+    """Lazy ``importlib.metadata.packages_distributions()``. It is read completely only for a module with another name than
+    its distribution.
+    """
 
     def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records the output of user code: forwarded to the log of the process, its tail kept for error messages."""
+"""Recording of the output of user code. It still goes to the log of the process; error messages quote its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TAIL = 2000  # characters
 
 
 class Recording:
-    """Tail of the text that a piece of user code has printed."""
+    """End of the text that user code has printed, at most ``MAX_TAIL`` characters."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -23,7 +23,7 @@ class Recording:
         self._text = (self._text + text)[-MAX_TAIL:]
 
     def clause(self) -> str:
-        """Return the output as part of a message; empty when nothing was printed."""
+        """Return a clause for an error message that quotes the output; empty if there is no output."""
         return f"; it printed {self._text.strip()!r}" if self._text.strip() else ""
 
 
@@ -31,7 +31,7 @@ _current: ContextVar[Recording | None] = ContextVar("_current", default=None)
 
 
 class _Tee(io.TextIOBase):
-    """A stream that forwards everything and records it for the printing task or thread."""
+    """Stream that forwards text and adds it to the recording of the task or thread that prints it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -16,7 +16,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.util.deadline import Deadline
 
 POLL_S = 0.1
-OTHERS = 0o077  # permission bits of everybody but the owner
+OTHER_USERS = 0o077  # permission bits of all users but the owner
 
 
 def private_folder(path: Path) -> Path:
@@ -28,7 +28,7 @@ def private_folder(path: Path) -> Path:
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     state = path.lstat()
-    if not (stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & OTHERS):
+    if not (stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & OTHER_USERS):
         raise SlimeLikeError(
             f"{path} is not a private folder of this user: remove it, or run chmod 700 on it if it is yours"
         )
@@ -85,7 +85,7 @@ def exclusive(path: Path, deadline: Deadline, holder: str) -> Generator[None]:
         yield
 
 
-def planted_by_another(path: Path) -> Path | None:
+def owned_by_another_user(path: Path) -> Path | None:
     """Return the part of ``path`` that another user created in a world-writable folder such as /tmp, or None."""
     for part in (path, *path.parents):
         try:

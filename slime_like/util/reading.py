@@ -1,4 +1,4 @@
-"""Input files of a run. Any damage raises one error that names file, field and fix."""
+"""Reader of the input files of a run. A damaged file raises one error that names file, field and fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeErro
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file, the error class to raise for it, and the fix that ends every message.
+    """Input file with the class of its errors and the fix that ends each of their messages.
 
     Example: ``InputFile(path, CheckpointError, "download it again", key="model.hf_checkpoint").json_object()``.
     """
@@ -34,7 +34,7 @@ class InputFile:
     key: str = ""  # the config key that names the file or its folder
 
     def refused(self, problem: str) -> SlimeLikeError:
-        """Return the error that reports ``problem`` with this file, on one line."""
+        """Return the error for ``problem`` with this file, as one line."""
         start = f"{self.key}: {self.path}" if self.key else f"{self.path}"
         return self.error(f"{start} {one_line(problem)}; {self.fix}")
 

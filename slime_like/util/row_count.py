@@ -1,4 +1,4 @@
-"""Row counts of datasets: the name of a file with an optional slice, ``path@[a:b]``."""
+"""Number of rows of a dataset, given as a file with an optional slice: ``path@[a:b]``."""
 
 from __future__ import annotations
 

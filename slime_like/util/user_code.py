@@ -1,4 +1,4 @@
-"""User code named by dotted path: signature checks at load, errors with key, line and subject."""
+"""Checks of user code that a path names, and errors that name the config key, the line and the input."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def origin(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     if not frames:
-        return "no line is known"
+        return "line unknown"
     user_frames = [
         frame
         for frame in frames

@@ -1,4 +1,4 @@
-"""Modules that a user names in the config: by dotted path, or as a Python file."""
+"""Modules that the config names, by dotted path or as a Python file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
 
 
 def absolute(name: str) -> str:
-    """Return ``file.py:attribute`` with the file's absolute path; a name of another form, or of no file, unchanged."""
+    """Return ``file.py:attribute`` with an absolute path; return other names, and names of missing files, unchanged."""
     file, colon, attribute = name.rpartition(":")
     if not file.endswith(".py") or (path := _file(file)) is None:
         return name
@@ -55,18 +55,20 @@ def _of_file(key: str, value: str, name: str) -> ModuleType:
     file = _file(name)
     if file is None:
         raise ConfigError(f"{key}={value!r}: there is no file {name} in {Path.cwd()}: correct the path")
-    known = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # shadows no module of the same name
-    if known in sys.modules:
-        return sys.modules[known]
-    spec = importlib.util.spec_from_file_location(known, file)
+    module_name = (
+        f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # another name than any installed module
+    )
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None and spec.loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
     _append(file.parent)
-    sys.modules[known] = module
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[known]
+        del sys.modules[module_name]
         raise
     return module
 

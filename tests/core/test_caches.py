@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.errors import SlimeLikeError
 from slime_like.util import c_build, caches
-from slime_like.util.caches import cache_folder, keep_caches_private, replaceable
+from slime_like.util.caches import cache_folder, is_replaceable, keep_caches_private
 
 NO_HOME = ("/proc", "/proc/nowhere")  # not even root can create a file there
 
@@ -54,11 +54,11 @@ def test_a_cache_below_a_folder_writable_by_others_is_not_used(
 
 def test_a_cache_below_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    assert not replaceable(tmp_path / "link" / "not" / "there")
+    assert not is_replaceable(tmp_path / "link" / "not" / "there")
     if os.getuid() == 0:
         (tmp_path / "theirs").mkdir()
         os.chown(tmp_path / "theirs", 12345, -1)
-        assert replaceable(tmp_path / "link" / "theirs" / "not" / "there")
+        assert is_replaceable(tmp_path / "link" / "theirs" / "not" / "there")
 
 
 def test_a_planted_folder_among_temporary_files_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_a_row_does_not_depend_on_its_batch(length: int, batch: int, seed: int) 
 def test_many_rows_are_processed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, visible = case(130, 0)
     full = attend(q, k, v, visible)
-    monkeypatch.setattr(exact, "SCORES", 1)
+    monkeypatch.setattr(exact, "MAX_SCORES", 1)
     assert torch.equal(attend(q, k, v, visible), full)
 
 

@@ -14,7 +14,7 @@ from slime_like.cluster.start.folder import claimed
 from slime_like.distributed.forensics.ring import PREFIX, Ring, sweep
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.util import private
-from slime_like.util.private import create_private, open_lock, planted_by_another, private_folder, temporary_folder
+from slime_like.util.private import create_private, open_lock, owned_by_another_user, private_folder, temporary_folder
 from tests.cluster.run_folder import config
 
 
@@ -99,10 +99,10 @@ def test_a_folder_of_another_user_is_refused_as_run_dir(tmp_path: Path, monkeypa
     monkeypatch.setattr(private.os, "geteuid", lambda: os.getuid() + 1)
     if os.getuid() == 0:
         os.chown(run_dir.parent, 12345, -1)
-    assert planted_by_another(run_dir) is None
+    assert owned_by_another_user(run_dir) is None
     for mode in (0o777, 0o1777):
         shared.chmod(mode)
-        assert planted_by_another(run_dir) == run_dir.parent
+        assert owned_by_another_user(run_dir) == run_dir.parent
     with (
         pytest.raises(ConfigError, match=r"run\.dir=.*/theirs belongs to another user"),
         claimed(config(run_dir), run_dir),

@@ -23,7 +23,7 @@ from slime_like.data import faults
 from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.token_table import TokenTable, save_table, table_path
 from slime_like.metrics.sinks import JsonlSink
-from slime_like.quickstart.model import MESSAGES_ALONE, write_tokenizer
+from slime_like.quickstart.model import CONCATENATED_MESSAGES, write_tokenizer
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span
 from slime_like.types import Status as Ended
 
@@ -94,7 +94,7 @@ def build(root: Path) -> TrainConfig:
     tensors |= {"model.embed_tokens.weight": (32, 32), "model.norm.weight": (32,)}
     for name in ("model", "reference"):
         folder = root / name
-        write_tokenizer(folder, chat_template=MESSAGES_ALONE)
+        write_tokenizer(folder, chat_template=CONCATENATED_MESSAGES)
         (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "do_sample": True}))
     _write_tensors(root / "model" / "model.safetensors", tensors)

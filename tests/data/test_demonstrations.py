@@ -37,7 +37,9 @@ def test_the_cursor_resumes(tmp_path: Path) -> None:
 
 def test_too_long_a_row_names_file_line_and_key(tmp_path: Path) -> None:
     prompts = source(write(tmp_path / "a.jsonl", [TEN[0], {"prompt": "x" * 60, "label": "1234"}]))
-    with pytest.raises(DataError, match=r"a.jsonl, line 2: .+ are 65 tokens and do not fit rollout.max_context_len=64"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl, line 2: .+ are 65 tokens long, more than rollout.max_context_len=64"
+    ):
         Demonstrations(prompts, PLAIN, max_context_len=64)
 
 

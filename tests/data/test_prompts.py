@@ -239,7 +239,7 @@ def test_no_batch_across_two_epochs_repeats_a_prompt(
 ) -> None:
     """Holds for any call sizes and for a resume between calls."""
     path = write(tmp_path_factory.getbasetemp() / "border.jsonl", TEN)
-    sizes: dict[str, Any] = {"batch_size": batch, "most_prompts": batch * (1 + refills)}
+    sizes: dict[str, Any] = {"batch_size": batch, "max_prompts": batch * (1 + refills)}
     running = source(path, seed=5, **sizes)
     drawn: list[int] = []
     for i, n in enumerate([*calls, 35]):
@@ -255,14 +255,14 @@ def test_no_batch_across_two_epochs_repeats_a_prompt(
 
 
 def test_a_batch_larger_than_the_file_still_holds_every_prompt(tmp_path: Path) -> None:
-    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=25, most_prompts=25)
+    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=25, max_prompts=25)
     assert [sorted(p.prompt_id for p in loaded.next(10)) for _ in range(3)] == [list(range(10))] * 3
 
 
 def test_epochs_of_a_long_file_stay_shuffled(tmp_path: Path) -> None:
     """With 400 prompts and batches of 8, few prompts are moved: positions in two epochs are uncorrelated."""
     rows = [{"prompt": f"{i}+1=", "label": "1"} for i in range(400)]
-    loaded = source(write(tmp_path / "a.jsonl", rows), batch_size=8, most_prompts=8, seed=1)
+    loaded = source(write(tmp_path / "a.jsonl", rows), batch_size=8, max_prompts=8, seed=1)
     first, second = (np.argsort([p.prompt_id for p in loaded.next(400)]) for _ in range(2))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.15
 
@@ -290,7 +290,7 @@ def test_resume_continues_with_the_next_prompt(
 
 @pytest.mark.parametrize("before", [None, 5, ["a"], [1.5], [-3], [99, 8], [1, 1], list(range(10)), [True]])
 def test_a_cursor_with_invalid_rows_of_the_previous_epoch_is_refused(tmp_path: Path, before: object) -> None:
-    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=4, most_prompts=4)
+    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=4, max_prompts=4)
     loaded.next(13)
     state = loaded.state()
     assert len(state["before"]) == 4

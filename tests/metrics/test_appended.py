@@ -39,7 +39,7 @@ def test_lines_refused_by_a_full_disk_are_written_later(disk: Path, capsys: pyte
     stderr = capsys.readouterr().err
     assert (
         stderr
-        == f"warning: {path}: No space left on device; its lines are kept until the disk takes them, and training continues\n"
+        == f"warning: {path}: No space left on device; its new lines stay in memory until they can be written, and training continues\n"
     )
     ballast.unlink()
     file.write("last\n")
@@ -53,7 +53,7 @@ def test_lines_that_are_lost_are_counted(disk: Path, capsys: pytest.CaptureFixtu
     for _ in range(3):
         file.write("." * SIZE + "\n")
     file.close()
-    assert "has not taken its last 3 lines: they are lost" in capsys.readouterr().err
+    assert "its last 3 lines could not be written and are lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("removal", ["removed", "folder removed", "replaced"])

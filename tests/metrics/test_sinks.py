@@ -200,7 +200,7 @@ def test_steps_missing_in_the_log_are_reported(tmp_path: Path, num_lines: int) -
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, num_lines + 1)))
     stream = io.StringIO()
     open_sinks(MetricsConfig(console="plain"), tmp_path, first_step=4, num_steps=9, console=stream).close()
-    assert f"{path} has no line of the steps {num_lines + 1} to 4" in stream.getvalue()
+    assert f"{path} has no lines for the steps {num_lines + 1} to 4" in stream.getvalue()
 
 
 @pytest.mark.parametrize("first_step", [0, 4])

@@ -55,7 +55,7 @@ def test_another_job_replaces_the_model(tmp_path: Path) -> None:
 def test_a_users_data_is_not_overwritten(tmp_path: Path) -> None:
     user_data = tmp_path / "train.jsonl"
     user_data.write_text("mine")
-    with pytest.raises(ConfigError, match=r"data\.train: .*did not make.*run\.prepare=null"):
+    with pytest.raises(ConfigError, match=r"data\.train: .*did not write.*run\.prepare=null"):
         prepare(config(user_data, tmp_path / "model"))
     assert user_data.read_text() == "mine"
 
@@ -66,7 +66,7 @@ def test_a_warm_start_with_the_quickstarts_prepare_is_accepted(tmp_path: Path) -
     (folder / "config.yaml").write_text("run:\n  prepare: slime_like.quickstart.prepare:prepare\n")
     prepare_module._check_owned("model.hf_checkpoint", folder)
     (folder / "config.yaml").write_text("run:\n  prepare: null\n")
-    with pytest.raises(ConfigError, match="did not make"):
+    with pytest.raises(ConfigError, match="did not write"):
         prepare_module._check_owned("model.hf_checkpoint", folder)
 
 
@@ -91,7 +91,7 @@ def test_a_users_model_is_not_removed(tmp_path: Path) -> None:
     user_model = tmp_path / "models" / "hf"
     user_model.mkdir(parents=True)
     (user_model / "config.json").write_text("mine")
-    with pytest.raises(ConfigError, match=r"model\.hf_checkpoint: .*did not make.*run\.prepare=null"):
+    with pytest.raises(ConfigError, match=r"model\.hf_checkpoint: .*did not write.*run\.prepare=null"):
         prepare(config(tmp_path / "assets" / "train.jsonl", user_model, sft=False))
     assert (user_model / "config.json").read_text() == "mine"
     assert not (tmp_path / "assets").exists()

@@ -144,7 +144,12 @@ def test_a_box_ends_at_its_closing_brace() -> None:
     ("rm_type", "label", "metadata", "message"),
     [
         ("gpqa", None, {}, "neither a label nor metadata.correct_letter"),
-        ("gpqa", None, {"correct_letter": "E", "choices": ["a", "b"]}, "right option is 'E', which is not one of A, B"),
+        (
+            "gpqa",
+            None,
+            {"correct_letter": "E", "choices": ["a", "b"]},
+            "correct option is 'E', which is not one of A, B",
+        ),
         ("boxed_gpqa", None, {}, "neither a label"),
         ("f1", "the ...", {}, "label 'the ...' has no words"),
         ("math", "4", {}, ""),

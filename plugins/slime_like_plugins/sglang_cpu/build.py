@@ -10,9 +10,9 @@ from pathlib import Path
 
 from slime_like.printable import visible
 from slime_like.util import c_build
-from slime_like.util.c_build import COMPILERS, BuildError, Built, Recipe, cache_folder
+from slime_like.util.c_build import COMPILERS, BuildError, Recipe, SharedObject, cache_folder
 
-__all__ = ("COMPILERS", "BuildError", "Built", "build", "cache_folder", "object_name", "run_compiler")
+__all__ = ("COMPILERS", "BuildError", "SharedObject", "build", "cache_folder", "object_name", "run_compiler")
 
 SOURCE = Path(__file__).parent / "csrc"
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-w")
@@ -20,7 +20,7 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping
 
 def _recipe(source: Path | None) -> Recipe:
     """Return the recipe for ``kernels.c`` of a folder, with OpenMP if the compiler supports it."""
-    return Recipe((source or SOURCE) / "kernels.c", FLAGS, extra=(("-fopenmp",), ()), what="kernels' source")
+    return Recipe((source or SOURCE) / "kernels.c", FLAGS, extra=(("-fopenmp",), ()), description="kernels' source")
 
 
 def object_name(compiler: str, source: Path | None = None) -> str:
@@ -33,7 +33,7 @@ def run_compiler(compiler: str, target: Path, source: Path | None = None) -> Non
     c_build.run_compiler(compiler, target, _recipe(source))
 
 
-def build(source: Path | None = None) -> Built:
+def build(source: Path | None = None) -> SharedObject:
     """Return the object of the folder ``source`` (default ``SOURCE``) for this machine. Raises ``BuildError``."""
     return c_build.build(_recipe(source))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from slime_like.config.load.loader import to_yaml
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.util.private import open_lock, planted_by_another
+from slime_like.util.private import open_lock, owned_by_another_user
 from slime_like.util.reading import reason
 
 
@@ -21,7 +21,7 @@ def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
     Raises ``ConfigError`` if it cannot be written or is locked by a live run.
     """
     named = Path(cfg.run.dir).absolute()  # a link in the path may belong to another user
-    if part := planted_by_another(named) or planted_by_another(run_dir):
+    if part := owned_by_another_user(named) or owned_by_another_user(run_dir):
         raise ConfigError(
             f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder that others can write to: choose another "
             f"run.dir"

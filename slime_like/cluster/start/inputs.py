@@ -59,7 +59,7 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
         return RunInputs(tokenizer, stops)
     check_reward(cfg.reward)
     supervised = not plan.needs_engines
-    needs_label = _always if supervised else label_rule(cfg.reward)
+    needs_label = _every_row_needs_label if supervised else label_rule(cfg.reward)
     begun = cfg.rollout.over_sampling_batch_size or cfg.rollout.batch_size
 
     def context(path: str, dataset: str, key: str) -> SourceContext:
@@ -76,7 +76,7 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
             vocab_size=vocab_size,
             supervised=supervised,
             batch_size=begun,
-            most_prompts=begun * (1 + cfg.rollout.max_refills),
+            max_prompts=begun * (1 + cfg.rollout.max_refills),
         )
 
     factory: Any = resolve("data.source", cfg.data.source, names.DATA_SOURCES)
@@ -108,8 +108,8 @@ def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
         load_groups(rollout_path(folder, k))
 
 
-def _always(rm_type: str | None) -> bool:
-    """A ``needs_label`` that is always true, since supervised fine-tuning trains on the label."""
+def _every_row_needs_label(rm_type: str | None) -> bool:
+    """Return True: supervised fine-tuning trains on the label of each row."""
     del rm_type
     return True
 

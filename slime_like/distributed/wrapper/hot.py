@@ -40,7 +40,7 @@ def recipe() -> Recipe:
     include = f"-I{sysconfig.get_path('include')}"
     interpreter = f"-DINTERPRETER={sys.hexversion:#x}"  # makes the file name depend on the interpreter
     return Recipe(
-        SOURCE, ("-O2", "-std=gnu11", "-fPIC", "-shared", "-w", include, interpreter), what="hot path's source"
+        SOURCE, ("-O2", "-std=gnu11", "-fPIC", "-shared", "-w", include, interpreter), description="hot path's source"
     )
 
 

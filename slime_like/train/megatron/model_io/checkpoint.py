@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.serialization import (
 from torch.distributed.checkpoint import CheckpointException
 
 from slime_like.checkpoint.files import ROLLOUT, SCRATCH, iteration_folder, publish, side_files
-from slime_like.checkpoint.hashes import Written, hash_files
+from slime_like.checkpoint.hashes import FileRecord, hash_files
 from slime_like.checkpoint.record import (
     Manifest,
     Scalar,
@@ -69,7 +69,7 @@ class PendingSave:
         self._finalize: list[Callable[[], None]] = list(request.finalize_fns)
         self._error: str | None = None
         self._hashes: dict[str, str] = {}  # by file that this rank writes
-        self._rollout: dict[str, Written] | None = None
+        self._rollout: dict[str, FileRecord] | None = None
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:  # a rank may have nothing to write
             arguments = [*request.async_fn_args]
@@ -144,7 +144,7 @@ class PendingSave:
         write_manifest(self._scratch, self._manifest, hashes=self._hashes, rollout=rollout)
         publish(self._scratch, self.target)
 
-    def _rollout_side(self) -> dict[str, Written]:
+    def _rollout_side(self) -> dict[str, FileRecord]:
         """Return the files that the driver wrote before this save began."""
         folder = self.target.parent
         return written_files(folder / ROLLOUT, side_files(folder, self._manifest.iteration))
