@@ -61,11 +61,11 @@ def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
 
     Rows move by the fewest places possible. ``previous`` must be shorter than ``order``.
     """
-    earliest = {row: place for place, row in enumerate(before, 1)}
+    earliest = {row: place for place, row in enumerate(previous, 1)}
     remaining, delayed, free, moved = iter(order), set[int](), deque[int](), list[int]()
     for place in range(len(order)):
-        if 0 < place <= len(before) and before[place - 1] in delayed:
-            free.append(before[place - 1])
+        if 0 < place <= len(previous) and previous[place - 1] in delayed:
+            free.append(previous[place - 1])
         while not free:
             row = next(remaining)
             (free.append if earliest.get(row, 0) <= place else delayed.add)(row)
