@@ -35,8 +35,8 @@ def test_files_are_disjoint_and_demonstrations_have_the_stated_shares(tmp_path: 
     calls = [row for row in firsts if row["label"].startswith(CALL)]
     seconds = [row for row in rows["sft"] if row["prompt"].endswith("</result>")]
     assert len(firsts) + len(seconds) == len(rows["sft"])
-    assert abs(len(calls) / len(firsts) - spec.calls) < 0.03
-    assert abs(len(seconds) / len(rows["sft"]) - spec.seconds) < 0.03
+    assert abs(len(calls) / len(firsts) - spec.call_share) < 0.03
+    assert abs(len(seconds) / len(rows["sft"]) - spec.second_turn_share) < 0.03
     for row in calls[:100]:
         assert row["label"] == f"{CALL}{row['prompt'].rstrip('=')}{CALL_END}"
     for row in seconds[:100]:

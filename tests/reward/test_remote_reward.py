@@ -136,7 +136,7 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
         lasts[0] = False
         assert await score(pool, "d") == [Reward(1.0)]
         (recovery,) = pool.take_recoveries()
-        assert recovery.which == ongoing.which and recovery.joined >= recovery.noticed > 0
+        assert recovery.key == ongoing.key and recovery.joined >= recovery.noticed > 0
         assert pool.take_recoveries() == ()
         strike = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, recovery.noticed - 1)
         (outcome,) = outcomes([strike], [recovery])

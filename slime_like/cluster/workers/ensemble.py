@@ -71,9 +71,9 @@ class RoleTrainers:
                 columns[rank][name] = column
         return columns, metrics
 
-    def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
+    def score(self, batch: PackedBatch, exact: str | None = None) -> F32:
         """Return [T] log-probabilities of the actor."""
-        return self.actor.score(rows, exact)
+        return self.actor.score(batch, exact)
 
     def kernels(self) -> tuple[str, ...]:
         """Describe the kernels of the actor."""
