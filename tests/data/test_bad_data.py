@@ -47,7 +47,7 @@ ROWS: dict[str, Bad] = {
     "number for rm_type": ({"prompt": "1", "label": "1", "rm_type": 3}, "'rm_type' is 3"),
     "no option is right": (
         {"prompt": "1", "label": "1", "rm_type": "gpqa", "metadata": {"correct_letter": "Z"}},
-        "its right option is 'Z', which is not one of A, B",
+        "its correct option is 'Z', which is not one of A, B",
     ),
     "list for metadata": ({"prompt": "1", "label": "1", "metadata": [1]}, "'metadata' is [1]"),
     "text for metadata": ({"prompt": "1", "label": "1", "metadata": "{"}, "'metadata' is text that is not JSON"),

@@ -191,7 +191,7 @@ def test_the_page_has_curves_time_memory_and_attribution(run: Path) -> None:
         "kernel",
     ):
         assert words in text
-    assert "minus the log-probability of sampled tokens" in text, "without an entropy loss"
+    assert "minus the mean log-probability of sampled tokens" in text, "without an entropy loss"
     assert "entropy at 0: 0.75" in page_of(run)
     assert "the trainer's rounding causes 0.0006 of 0.001 nats" in text
     assert "Rollout 0" in text and "Rollout 2" in text and "Rollout 4" in text and "Rollout 1 " not in text
