@@ -115,7 +115,7 @@ class JsonlSink:
             self._file = Appended(self.path)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be written ({reason(error)}): move the file away, or free disk space"
+                f"{self.path} cannot be written ({reason(error)}): move it away, or free disk space"
             ) from error
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:

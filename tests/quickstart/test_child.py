@@ -104,7 +104,7 @@ def test_a_child_of_a_dead_parent_does_not_start() -> None:
     command = [sys.executable, str(child.BOUND), "1", sys.executable, "-c", "print('began')"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "")
-    assert "is gone" in result.stderr
+    assert "has ended" in result.stderr
 
 
 def test_exit_codes_are_returned_and_signal_handlers_restored() -> None:
