@@ -202,7 +202,7 @@ def test_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         ("none/train.jsonl", r"the folder .+none does not exist \(but .+ does\)"),
         ("train.txt", r"\.txt is not one of \.jsonl, \.parquet; convert the file"),
         ("train", r"no suffix is not one of"),
-        ("train.jsonl@[3]", r"is not a valid slice: write path@\[a:b\]"),
+        ("train.jsonl@[3]", r"write a slice as path@\[a:b\]"),
         ("train.jsonl@[10:]", r"has no rows: its slice of 10 rows is empty"),
         ("empty.jsonl", r"has no rows: the file is empty; a dataset needs at least one"),
         ("broken.parquet", r"not a readable parquet file"),
