@@ -47,9 +47,7 @@ class DataFile:
         """
         match = SLICE.match(spec)
         if match is None and "@[" in spec:
-            raise DataError(
-                f"{key}={spec!r}: write a slice as path@[a:b]; omit a or b to start or end with the file"
-            )
+            raise DataError(f"{key}={spec!r}: write a slice as path@[a:b]; omit a or b to start or end with the file")
         path = file_of(spec)
         if path.suffix not in SUFFIXES:
             raise DataError(
