@@ -20,7 +20,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)
-    monkeypatch.setattr(caches, "SHORT", str(folder))
+    monkeypatch.setattr(caches, "FALLBACK", str(folder))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -119,7 +119,7 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
 ) -> None:
     """During the outage no request arrives: retries once, then one attempt per sample. The cost is reported."""
     lasts = [True]
-    monkeypatch.setattr(Outage, "lasts", property(lambda _: lasts[0]))
+    monkeypatch.setattr(Outage, "is_active", property(lambda _: lasts[0]))
 
     async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, fallback=fallback, remote_concurrency=1))
@@ -151,7 +151,7 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
 
 def test_retries_outlast_a_short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     lasts = itertools.chain([True] * 2, itertools.repeat(False))
-    monkeypatch.setattr(Outage, "lasts", property(lambda _: next(lasts)))
+    monkeypatch.setattr(Outage, "is_active", property(lambda _: next(lasts)))
 
     async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, remote_retries=9))
