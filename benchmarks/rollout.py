@@ -124,7 +124,7 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         samples_per_rollout=options.batch * options.samples,
         first_rollout=0,
         deterministic=False,
-        pushes=True,
+        receives_pushes=True,
     )
     return RolloutArm(name, RolloutManager(spec, open_prompts(options), {}, [Kept(client) for client in clients]))
 

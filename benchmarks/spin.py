@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.arms import ArmRecord, ours
 from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, write_inputs
 from slime_like.printable import visible
-from slime_like.rollout.engine.server import SPIN
+from slime_like.rollout.engine.environment import SPIN
 
 INTERVAL = 16  # of NEW_TOKENS, so that most intervals lie within one rollout
 DTYPE = "bfloat16"

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from slime_like.cluster.run.control import Request
-from slime_like.cluster.run.control_client import ask, living, wait_for_answer
+from slime_like.cluster.run.control_client import read_live_status, send_request, wait_for_answer
 from slime_like.cluster.run.status import DONE, STATUS, ControlReply, read_status
 from slime_like.errors import DataError, SlimeLikeError
 from slime_like.printable import complaint, visible
@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
 
 def request(run_dir: Path, action: Request, wait: float | None) -> int:
     """Send the request; with ``wait``, print the answer."""
-    status = living(run_dir)
-    request_id = ask(run_dir, action)
+    status = read_live_status(run_dir)
+    request_id = send_request(run_dir, action)
     if wait is None:
         print(visible(f"asked to {ACTIONS[action]}; the run is at rollout {status.step + 1} of {status.num_steps}"))
         return 0

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from slime_like.cluster.run.control import Request  # noqa: E402
-from slime_like.cluster.run.control_client import ask, living  # noqa: E402  (found by the line above)
+from slime_like.cluster.run.control_client import read_live_status, send_request  # noqa: E402  (found by the line above)
 from slime_like.errors import SlimeLikeError  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.report.write import write_report  # noqa: E402
@@ -45,10 +45,10 @@ class MidRunRequests:
         """Check the progress of the run, and send the requests if it is halfway."""
         if self._sent or not (self._run_dir / "status.json").is_file():
             return
-        status = living(self._run_dir)
+        status = read_live_status(self._run_dir)
         if status.step >= status.num_steps // 2:
-            ask(self._run_dir, Request.EVAL)
-            ask(self._run_dir, Request.SAVE)
+            send_request(self._run_dir, Request.EVAL)
+            send_request(self._run_dir, Request.SAVE)
             self._sent = True
 
 

@@ -46,12 +46,12 @@ def _run(argv: list[str]) -> int:
 
             return doctor(sys.stdout)
         case "train":
-            from slime_like.cluster.supervise.streams import keep_streams
+            from slime_like.cluster.supervise.streams import tolerate_write_errors
             from slime_like.cluster.supervise.supervisor import supervise
             from slime_like.util.deadline import scale
 
             scale()  # rejects a malformed value before any process starts
-            keep_streams()
+            tolerate_write_errors()
             return supervise(partial(_exit_code_of, partial(_train, argv)))
         case _:
             from slime_like.cluster.plan.view import describe

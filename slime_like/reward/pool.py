@@ -71,7 +71,7 @@ class RewardPool:
         messages, self._warnings = tuple(self._warnings), []
         return messages
 
-    def lose_server(self, seconds: float) -> None:
+    def block_server(self, seconds: float) -> None:
         """Inject a fault of ``chaos.*``: the reward server is unreachable for ``seconds``."""
         self._remote.inject_outage(seconds)
 

@@ -31,13 +31,13 @@ from slime_like.rollout.collect.learning_signal import LearningSignal
 from slime_like.rollout.collect.over_sampling import OverSampling, max_group_staleness
 from slime_like.rollout.collect.producer import Producer
 from slime_like.rollout.collect.sampler import GroupRequest, GroupSampler, open_generate
-from slime_like.rollout.collect.state import Produced, RolloutState, in_flight_path, made_path
-from slime_like.rollout.generate.evaluate import EvalAnswer, Evaluated, eval_answers, eval_metrics
+from slime_like.rollout.collect.state import GeneratedRollout, RolloutState, generated_path, in_flight_path
+from slime_like.rollout.generate.evaluate import EvalAnswer, EvalResult, eval_answers, eval_metrics
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSupervisor
 from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.pool_update import PoolUpdate
 from slime_like.rollout.pool.probe import EngineProbe, ProbeScores
-from slime_like.rollout.pool.push import Push
 from slime_like.rollout.pool.router import Usage
 from slime_like.types import Prompt, SampleGroup
 from slime_like.util.concurrency import first_of
@@ -64,11 +64,11 @@ class ManagerSpec:
     deterministic: bool
     overlong: OverlongPenalty | None = None  # applied by the driver before advantages
     baseline: str = "group"  # baseline of advantages: group, batch or none; see LearningSignal
-    pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
+    receives_pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectedRollout:
     """Input of the trainer for one rollout: complete groups, scored and filtered."""
 
     groups: tuple[SampleGroup, ...]
@@ -92,9 +92,9 @@ class RolloutManager:
         self._spec = spec
         self._source = source
         self._heldout = heldout
-        self._pool = EnginePool(supervisors, spec.health, pushed=spec.pushes)
+        self._pool = EnginePool(supervisors, spec.health, receives_pushes=spec.receives_pushes)
         self._monitor = HealthMonitor(self._pool)
-        self._push = Push(self._pool)
+        self._update = PoolUpdate(self._pool)
         self._rewards = RewardPool(spec.reward)
         self._sampler = GroupSampler(
             pool=self._pool,
@@ -106,9 +106,9 @@ class RolloutManager:
             max_context_len=spec.max_context_len,
             seed=spec.seed,
             usage=Usage(len(supervisors)),
-            trains=spec.pushes,
+            trains=spec.receives_pushes,
         )
-        self._bound = max_group_staleness(spec.rollout, spec.loop)
+        self._max_staleness = max_group_staleness(spec.rollout, spec.loop)
         self._collector = self._new_collector()
         self._producer = self._new_producer(spec.first_rollout)
         self._leftover: tuple[SampleGroup, ...] = ()
@@ -124,20 +124,20 @@ class RolloutManager:
         self._version = -1
 
     # ---- collect -----------------------------------------------------------------------------------------------------
-    async def collect(self, rollout_id: int) -> Collected:
+    async def collect(self, rollout_id: int) -> CollectedRollout:
         """Return the complete groups of one rollout that fill its optimizer steps, starting with leftover groups."""
         self._monitor.start()
-        produced = await self._producer.get(rollout_id)
+        generated = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
         self._collector.forget(rollout_id)
-        carried = self._young(self._leftover)
-        split = split_leftover([*carried, *produced.groups], self._spec.samples_per_rollout, self._spec.loop.leftover)
+        carried = self._within_staleness(self._leftover)
+        split = split_leftover([*carried, *generated.groups], self._spec.samples_per_rollout, self._spec.loop.leftover)
         groups, self._leftover = split.used, split.carried
         if self._spec.reward.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
         self._probe.remember(groups)
-        num_restarts, num_remade = self._pool.take_restart_counts()
-        filtered, num_waiting = produced.filtered, len(self._leftover) - len(carried)
+        num_restarts, num_moved_groups = self._pool.take_restart_counts()
+        filtered, num_waiting = generated.filtered, len(self._leftover) - len(carried)
         advice = self._signal.observe(rollout_id, groups, num_waiting, filtered.summary, filtered.example)
         metrics = [
             *self._signal.metrics(),
@@ -149,40 +149,41 @@ class RolloutManager:
             *self._sampler.metrics(),
             Last("rollout/carried_groups", len(self._leftover)),
             Sum("rollout/dropped_samples", split.num_dropped),
-            Sum("rollout/generated_groups", produced.num_generated),
-            Sum("rollout/refills", produced.num_refills),
+            Sum("rollout/generated_groups", generated.num_generated),
+            Sum("rollout/refills", generated.num_refills),
             Sum("rollout/engine_restarts", num_restarts),
-            Sum("rollout/remade_groups", num_remade),
+            Sum("rollout/remade_groups", num_moved_groups),
         ]
-        messages = (*self._rewards.warnings(), *self._sampler.warnings(), *self._pool.news())
+        messages = (*self._rewards.warnings(), *self._sampler.warnings(), *self._pool.drain_messages())
         warnings = (*advice, *map(RunWarning, messages))
         recovered = self.last_recoveries()
-        return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings, recovered)
+        return CollectedRollout(groups, generated.started, generated.stopped, tuple(metrics), warnings, recovered)
 
-    def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    def _within_staleness(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Return the carried groups that are still within the staleness bound."""
-        young = [group for group in groups if group.oldest_version >= self._version - self._bound]
-        self._num_stale += len(groups) - len(young)
-        return young
+        kept = [group for group in groups if group.oldest_version >= self._version - self._max_staleness]
+        self._num_stale += len(groups) - len(kept)
+        return kept
 
     def _new_collector(self) -> GroupCollector:
         spec, cfg = self._spec, self._spec.rollout
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
         if cfg.over_sampling_batch_size is None:
             return GroupCollector(cfg, sampling, self._source, self._sampler)
-        max_staleness = self._bound if spec.pushes else math.inf  # nothing becomes stale without pushes
+        # Nothing becomes stale without pushes.
+        max_staleness = self._max_staleness if spec.receives_pushes else math.inf
         return OverSampling(cfg, sampling, self._source, self._sampler, max_staleness)
 
     def _new_producer(self, first: int) -> Producer:
         loop = self._spec.loop
-        return Producer(self._collector.make, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness)
+        return Producer(self._collector.generate, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness)
 
     def _drain_stale(self) -> list[Metric]:
         stale, self._num_stale = self._num_stale, 0
         return [Sum("rollout/dropped_groups/stale", stale)] if self._spec.loop.leftover == "carry" else []
 
     # ---- evaluate ----------------------------------------------------------------------------------------------------
-    async def evaluate(self) -> Evaluated:
+    async def evaluate(self) -> EvalResult:
         """Answer every held-out dataset under the engines' current weights, and score the answers."""
         self._monitor.start()
         metrics: list[Metric] = []
@@ -202,7 +203,7 @@ class RolloutManager:
             metrics += eval_metrics(heldout.name, groups)
             if self._spec.evaluation.save_answers:
                 answers += eval_answers(heldout.name, groups)
-        return Evaluated((*metrics, *self._rewards.metrics()), tuple(answers))
+        return EvalResult((*metrics, *self._rewards.metrics()), tuple(answers))
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> tuple[EngineAddress, ...]:
@@ -213,14 +214,14 @@ class RolloutManager:
         """
         self._monitor.start()
         if self._spec.deterministic:
-            await first_of(self._producer.settled(), self._pool.router.empty())
-        return await self._push.begin()
+            await first_of(self._producer.wait_until_idle(), self._pool.router.wait_until_empty())
+        return await self._update.begin()
 
     async def commit_push(self, version: int) -> None:
         """Close the update on every engine, which fails unless all its parameters were written; flush the KV cache."""
-        await self._push.commit(version)
+        await self._update.commit(version)
         self._version = version
-        await self._push.resume(version)
+        await self._update.resume(version)
 
     async def skip_push(self, version: int) -> None:
         """Inject the fault of ``weights.debug_skip_push_at``: report a version whose weights were never sent."""
@@ -228,19 +229,19 @@ class RolloutManager:
 
     async def abort_push(self) -> None:
         """Release the engines' locks after a failed push, so that the engines can be stopped or receive another push."""
-        await self._push.abort()
+        await self._update.abort()
 
-    async def starved(self) -> None:
+    async def wait_until_starved(self) -> None:
         """Return when no engine serves and a restarted one waits for weights."""
-        await self._pool.starved()
+        await self._pool.wait_until_starved()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the recoveries of engines and reward server that no ``Collected`` has reported yet."""
+        """Return the recoveries of engines and reward server that no ``CollectedRollout`` has reported yet."""
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
-    def lose_reward_server(self, seconds: float) -> None:
-        """See ``RewardPool.lose_server``."""
-        self._rewards.lose_server(seconds)
+    def block_reward_server(self, seconds: float) -> None:
+        """See ``RewardPool.block_server``."""
+        self._rewards.block_server(seconds)
 
     async def probe(self) -> tuple[ProbeScores, ...]:
         """Return scores and continuations of the probe sequences by every engine. Raises ``EngineLost`` if none is left."""
@@ -254,11 +255,11 @@ class RolloutManager:
         continue where they were interrupted. In a deterministic run, rollouts in flight are complete, and no engine will
         have their weights again; therefore they are saved too. Raises ``CheckpointError`` if a file cannot be written.
         """
-        completed = self._producer.waiting() if self._spec.deterministic else []
+        completed = self._producer.completed_rollouts() if self._spec.deterministic else []
         state = self._collector.state_before(completed[-1].rollout_id + 1 if completed else next_rollout)
         in_flight = state.in_flight()
         files = {leftover: self._leftover}
-        files |= {made_path(leftover, produced.rollout_id): produced.groups for produced in completed}
+        files |= {generated_path(leftover, generated.rollout_id): generated.groups for generated in completed}
         files |= {in_flight_path(leftover): in_flight} if in_flight else {}
         try:
             for path, groups in files.items():
@@ -270,7 +271,7 @@ class RolloutManager:
             "next_rollout": next_rollout,
             "cursor": state.cursor,
             "in_flight": len(in_flight),
-            "made": [produced.record() for produced in completed],
+            "made": [generated.record() for generated in completed],
         }
 
     async def load_state(self, state: Mapping[str, Any], leftover: Path) -> None:
@@ -280,12 +281,12 @@ class RolloutManager:
         self._producer = self._new_producer(int(state["next_rollout"]))
         self._producer.restore(
             [
-                Produced(**(record | {"groups": load_groups(made_path(leftover, record["rollout_id"]))}))
+                GeneratedRollout(**(record | {"groups": load_groups(generated_path(leftover, record["rollout_id"]))}))
                 for record in state.get("made", [])
             ]
         )
         if state.get("in_flight"):
-            self._collector.restore(RolloutState.of(state["cursor"], load_groups(in_flight_path(leftover))))
+            self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(leftover))))
 
     async def stop(self) -> None:
         """Cancel requests in flight, close the generate function and stop the reward pool."""

@@ -1,4 +1,4 @@
-"""Fault injection: faults are drawn from a seed and strike once, in their phase, also across resumes."""
+"""Fault injection: faults are drawn from a seed and injected once, in their phase, also across resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from slime_like.cluster.run import chaos as chaos_module
-from slime_like.cluster.run.chaos import Chaos, planned, report_lines
+from slime_like.cluster.run.chaos import Chaos, planned_faults, report_lines
 from slime_like.cluster.supervise import process_tree
 from slime_like.cluster.supervise.stacks import start_time
 from slime_like.config.schema.faults import ChaosConfig, parse_fault
@@ -26,7 +26,7 @@ class EngineHandle:
 
     def __init__(self) -> None:
         self.signals: list[str] = []
-        self.hurt = self
+        self.inject_fault = self
 
     def remote(self, name: str, part: str = "") -> None:
         self.signals.append(f"{name} {part}".strip())
@@ -41,14 +41,14 @@ def chaos(folder: Path, *faults: str) -> tuple[Chaos, EngineHandle]:
 
 def test_the_same_seed_draws_the_same_faults() -> None:
     def drawn(seed: int) -> list[str]:
-        return [str(fault) for fault in planned(ChaosConfig(random=20, seed=seed, kinds=["kill_engine"]), 7)]
+        return [str(fault) for fault in planned_faults(ChaosConfig(random=20, seed=seed, kinds=["kill_engine"]), 7)]
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert len(set(drawn(1))) > 15
-    assert all(fault.rollout_id < 7 and fault.seconds <= 2 for fault in planned(ChaosConfig(random=50), 7))
+    assert all(fault.rollout_id < 7 and fault.seconds <= 2 for fault in planned_faults(ChaosConfig(random=50), 7))
 
 
-def test_a_fault_strikes_once_by_the_end_of_its_phase(tmp_path: Path) -> None:
+def test_a_fault_is_injected_once_by_the_end_of_its_phase(tmp_path: Path) -> None:
     injector, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
     with injector("step", 2), injector("collect", 2), injector("push", 3):
         pass
@@ -60,10 +60,10 @@ def test_a_fault_strikes_once_by_the_end_of_its_phase(tmp_path: Path) -> None:
     resumed, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
     with resumed("collect", 3), resumed("step", 3):
         pass
-    assert engine.signals == ["SIGSTOP"], "faults of an earlier part of the run do not strike again"
+    assert engine.signals == ["SIGSTOP"], "faults of an earlier part of the run are not injected again"
 
 
-def test_a_phase_that_fails_is_not_struck_at_its_end(tmp_path: Path) -> None:
+def test_a_phase_that_fails_gets_no_fault_at_its_end(tmp_path: Path) -> None:
     injector, engine = chaos(tmp_path, "kill_engine:step:3:1000")
     with pytest.raises(ValueError, match="failed"), injector("step", 3):
         raise ValueError("failed")
@@ -82,7 +82,7 @@ def test_a_slow_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     injector, engine = chaos(tmp_path, "slow_engine:step:3:0")
     monkeypatch.setattr(chaos_module.threading, "Timer", Timer)
-    injector._strike(injector.pending[0])
+    injector._inject(injector.pending[0])
     assert (engine.signals, waited) == (["SIGSTOP", "SIGCONT"], [injector.config.slow_s])
 
 
@@ -92,27 +92,27 @@ def test_reward_down_blocks_the_reward_server_for_slow_s(tmp_path: Path) -> None
     class Manager:
         """Fake Ray handle of the rollout manager."""
 
-        lose_reward_server = type("Verb", (), {"remote": staticmethod(outages.append)})
+        block_reward_server = type("Verb", (), {"remote": staticmethod(outages.append)})
 
     injector, engine = chaos(tmp_path, "reward_down:collect:3:1000")
     injector.manager = cast(Any, Manager)
     with injector("collect", 3):
         pass
     assert (outages, engine.signals) == ([injector.config.slow_s], [])
-    ((strike,), _) = read(tmp_path)
-    assert (strike.fault, strike.target) == ("reward_down:collect:3:1e+03", "reward server")
-    lines = report_lines([strike], [Recovery("reward server", "down: refused", strike.time + 1, groups=4)])
+    ((injection,), _) = read(tmp_path)
+    assert (injection.fault, injection.target) == ("reward_down:collect:3:1e+03", "reward server")
+    lines = report_lines([injection], [Recovery("reward server", "down: refused", injection.time + 1, groups=4)])
     assert lines[0] == "faults: 1 injected, 0 engines lost, 0 of them serving again"
     assert "noticed after 1.0 s (down: refused), has not answered since, 4 samples without its score" in lines[1]
     without_server, _ = chaos(tmp_path / "other", "reward_down:collect:3")
     (tmp_path / "other").mkdir()
     with without_server("collect", 3):
         pass
-    assert without_server.strikes[0].note == "the run has no reward server"
+    assert without_server.injections[0].note == "the run has no reward server"
 
 
 @pytest.mark.parametrize(("kind", "part"), [("kill_http_server", "http server"), ("kill_detokenizer", "detokenizer")])
-def test_a_part_of_an_engine_is_struck_alone(tmp_path: Path, kind: str, part: str) -> None:
+def test_a_single_process_of_an_engine_is_signalled(tmp_path: Path, kind: str, part: str) -> None:
     injector, engine = chaos(tmp_path, f"{kind}:step:3")
     with injector("step", 3):
         pass
@@ -128,31 +128,31 @@ def test_a_part_of_an_engine_is_struck_alone(tmp_path: Path, kind: str, part: st
         ("kill_runtime_env_agent", "runtime-env agent", signal.SIGKILL),
     ],
 )
-def test_processes_of_ray_are_struck_by_name(
+def test_processes_of_ray_are_signalled_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, victim: str, number: signal.Signals
 ) -> None:
     names = ("raylet", "gcs_server", "dashboard agent", "runtime-env agent")
-    struck: list[tuple[int, int]] = []
-    monkeypatch.setattr(process_tree, "of_ray", lambda: {name: index for index, name in enumerate(names)})
-    monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
+    signalled: list[tuple[int, int]] = []
+    monkeypatch.setattr(process_tree, "ray_processes", lambda: {name: index for index, name in enumerate(names)})
+    monkeypatch.setattr(os, "kill", lambda pid, sent: signalled.append((pid, sent)))
     injector, _ = chaos(tmp_path, f"{kind}:step:3")
     with injector("step", 3):
         pass
-    assert struck == [(names.index(victim), number)]
-    assert injector.strikes[0].target == victim
+    assert signalled == [(names.index(victim), number)]
+    assert injector.injections[0].target == victim
 
 
-def test_a_reward_worker_is_struck_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    struck: list[tuple[int, int]] = []
+def test_a_reward_worker_is_killed_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(process_tree, "reward_workers", lambda: [7])
-    monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
+    monkeypatch.setattr(os, "kill", lambda pid, sent: signalled.append((pid, sent)))
     injector, _ = chaos(tmp_path, "kill_reward_worker:collect:3")
     with injector("collect", 3):
         pass
-    assert struck == [(7, signal.SIGKILL)]
+    assert signalled == [(7, signal.SIGKILL)]
     assert (
         "kill_reward_worker:collect:3:0 on reward worker 7: replaced at the next call"
-        in report_lines(injector.strikes, [])[1]
+        in report_lines(injector.injections, [])[1]
     )
 
 
@@ -167,12 +167,12 @@ def test_ranks_and_the_manager_are_found_by_their_stack_files(tmp_path: Path, fa
         injector, _ = chaos(tmp_path, f"{fault}:step:3")
         with injector("step", 3):
             pass
-        struck = victims["trainer_rank0" if fault.endswith("rank") else "rollout_manager"]
-        _, status = os.waitpid(struck.pid, os.WUNTRACED)
+        signalled = victims["trainer_rank0" if fault.endswith("rank") else "rollout_manager"]
+        _, status = os.waitpid(signalled.pid, os.WUNTRACED)
         ended = os.WSTOPSIG(status) if os.WIFSTOPPED(status) else os.WTERMSIG(status)
         assert ended == (signal.SIGSTOP if fault == "stop_rank" else signal.SIGKILL)
-        assert [name for name, victim in victims.items() if victim.poll() is None and victim is not struck] == [
-            name for name in names if victims[name] is not struck
+        assert [name for name, victim in victims.items() if victim.poll() is None and victim is not signalled] == [
+            name for name in names if victims[name] is not signalled
         ]
     finally:
         for victim in victims.values():
@@ -193,7 +193,7 @@ def test_the_driver_gets_its_signal(tmp_path: Path) -> None:
 
 
 def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
-    strikes = [
+    injections = [
         InjectedFault("kill_engine:collect:3:0.5", "engine 0", 100.0),
         InjectedFault("stop_engine:step:4:0", "engine 0", 200.0),
         InjectedFault("kill_rank:step:5:0", "trainer_rank0", 300.0),
@@ -207,10 +207,10 @@ def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
         Recovery("engine 0", "stalled: no answer", 205.0),
         Recovery("engine 1", "dead: again", 405.5, 415.0),
     ]
-    append(tmp_path, *strikes)
+    append(tmp_path, *injections)
     append(tmp_path, replace(recoveries[0], joined=0.0), *recoveries)
-    assert read(tmp_path) == (strikes, recoveries)
-    assert [(o.fault, o.target, o.result) for o in outcomes(strikes, recoveries)] == [
+    assert read(tmp_path) == (injections, recoveries)
+    assert [(o.fault, o.target, o.result) for o in outcomes(injections, recoveries)] == [
         (
             *("kill_engine:collect:3:0.5", "engine 0"),
             "noticed after 1.0 s (dead: gone), up after 10.0 s, serves version 3 after 12.0 s, 7 groups moved to another "
@@ -234,11 +234,11 @@ def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
             "up after 10.0 s, no push has reached it since, 0 groups moved to another engine",
         ),
     ]
-    lines = report_lines(strikes, recoveries)
+    lines = report_lines(injections, recoveries)
     assert lines[0] == "faults: 6 injected, 4 engines lost, 1 of them serving again"
     assert len(lines) == 8
     assert (
-        outcomes(strikes[3:4], [])[0].result
+        outcomes(injections[3:4], [])[0].result
         == "no engine was lost, or that part of the run ended before it was noticed"
     )
     assert report_lines([], []) == []

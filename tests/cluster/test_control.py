@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.cluster.run.control import Control, Request
-from slime_like.cluster.run.control_client import ask, wait_for_answer
+from slime_like.cluster.run.control_client import send_request, wait_for_answer
 from slime_like.cluster.run.status import STATUS, ControlReply, RunStatus, read_status, write_status
 from slime_like.errors import DataError
 from slime_like.util.deadline import Deadline
@@ -62,7 +62,7 @@ def test_request_files_are_not_opened_and_duplicates_merge(control: Control) -> 
     path = control.folder / "save"
     path.write_bytes(b"\xff half a word")
     path.touch()
-    ask(control.run_dir, Request.SAVE)
+    send_request(control.run_dir, Request.SAVE)
     os.symlink("/nowhere", control.folder / "eval")
     os.mkfifo(control.folder / "report")
     assert control.read(1) == (Request.EVAL, Request.SAVE, Request.REPORT), "without opening the files"
@@ -151,7 +151,7 @@ def test_concurrent_requests_are_all_answered(control: Control) -> None:
     """Eight threads send requests while the run reads; each one gets an answer."""
 
     def send_and_wait(_: int) -> str:
-        asked_at = ask(control.run_dir, Request.REPORT)
+        asked_at = send_request(control.run_dir, Request.REPORT)
         return wait_for_answer(control.run_dir, Request.REPORT, asked_at, Deadline("test", "ask", 30)).state
 
     with ThreadPoolExecutor(8) as pool:

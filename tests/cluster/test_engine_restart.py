@@ -85,8 +85,8 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
     script.chmod(0o700)
     (listens := tmp_path / "python.listens").write_text("False")
     monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(server, "ANSWER_S", 60.0)  # one answer may take longer than the start: the start ends it
-    monkeypatch.setattr(server, "LAST_WORDS_S", 0.01)
+    monkeypatch.setattr(server, "HEALTH_S", 60.0)  # one answer may take longer than the start: the start ends it
+    monkeypatch.setattr(server, "REPLACED_EXIT_S", 0.01)
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
     actor = EngineActor("engine 0", spec(tmp_path), "key", str(tmp_path / "stacks"), {})
     environment = psutil.Process(actor._server.pid).environ()
@@ -96,12 +96,12 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)
         handle = Handle(actor, listens)
         supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S))
-        pool = EnginePool([supervisor], HealthConfig(max_restarts=2), pushed=True)
-        pool.lose(pool.slots[0], DEAD, EngineLost("engine 0: connection broke"))
+        pool = EnginePool([supervisor], HealthConfig(max_restarts=2), receives_pushes=True)
+        pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0: connection broke"))
         with pytest.raises(EngineError) as raised:
-            await pool.joinable()
+            await pool.wait_for_reachable()
         assert handle.tries == 2
-        assert pool.slots[0].down
+        assert pool.slots[0].is_restarting
         await pool.stop()
         return raised.value
 

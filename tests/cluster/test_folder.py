@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.start.folder import claimed
+from slime_like.cluster.start.folder import claim_folder
 from slime_like.config.load.loader import from_yaml
 from slime_like.errors import ConfigError
 from tests.cluster.run_folder import config
@@ -10,14 +10,14 @@ from tests.cluster.run_folder import config
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
     cfg = config(tmp_path / "run")
-    with claimed(cfg, tmp_path / "run"):
+    with claim_folder(cfg, tmp_path / "run"):
         assert from_yaml((tmp_path / "run" / "config.yaml").read_text()) == cfg
         with (
             pytest.raises(ConfigError, match=r"is in use by an active run"),
-            claimed(cfg, tmp_path / "run"),
+            claim_folder(cfg, tmp_path / "run"),
         ):
             pass
-    with claimed(cfg, tmp_path / "run"):  # free again
+    with claim_folder(cfg, tmp_path / "run"):  # free again
         pass
 
 
@@ -25,6 +25,6 @@ def test_a_folder_that_cannot_be_written_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match=r"run\.dir=.* cannot be written"),
-        claimed(config(tmp_path), tmp_path / "file" / "x"),
+        claim_folder(config(tmp_path), tmp_path / "file" / "x"),
     ):
         pass

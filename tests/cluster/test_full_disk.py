@@ -47,8 +47,8 @@ def test_on_failed_save_continue_warns_and_continues(tmp_path: Path, capsys: pyt
 
 PRINTS = """
 import sys
-from slime_like.cluster.supervise.streams import keep_streams
-keep_streams()
+from slime_like.cluster.supervise.streams import tolerate_write_errors
+tolerate_write_errors()
 sys.stdin.readline()
 for number in range(3):
     print(number, flush=True)

@@ -46,7 +46,7 @@ def test_a_low_limit_is_named(limit: str, message: str) -> None:
 
 def test_a_tiny_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
-    (problem,) = limits.too_low("cpu")
+    (problem,) = limits.limits_too_low("cpu")
     assert problem.startswith("/dev/shm has 1.0 MiB free, a run needs 16: ")
     assert "--shm-size" in problem
 
@@ -54,6 +54,6 @@ def test_a_tiny_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_needs_unlimited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     real = resource.getrlimit
     monkeypatch.setattr(resource, "getrlimit", lambda n: (2**40, 2**40) if n == resource.RLIMIT_AS else real(n))
-    assert list(limits.too_low("cpu")) == []
-    (problem,) = limits.too_low("cuda")
+    assert list(limits.limits_too_low("cpu")) == []
+    (problem,) = limits.limits_too_low("cuda")
     assert "CUDA reserves terabytes of addresses" in problem

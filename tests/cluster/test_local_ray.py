@@ -219,4 +219,4 @@ def test_rays_message_for_a_late_node_is_unchanged() -> None:
 
     assert node.__file__ is not None
     with open(node.__file__) as source:
-        assert local_ray.LATE in source.read()
+        assert local_ray.TIMEOUT_TEXT in source.read()

@@ -19,7 +19,7 @@ from slime_like.metrics.sinks import JsonlSink, SinkGroup
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.generate import evaluate
-from slime_like.rollout.manager import Collected
+from slime_like.rollout.manager import CollectedRollout
 from slime_like.types import StepStats
 from tests.cluster.test_checkpoints import Saver, checkpoints, latest
 
@@ -31,9 +31,9 @@ class EvaluatedRollout:
     metrics: tuple[Metric, ...]
     num_evaluations: int = 0
 
-    def evaluate(self) -> evaluate.Evaluated:
+    def evaluate(self) -> evaluate.EvalResult:
         self.num_evaluations += 1
-        return evaluate.Evaluated(self.metrics)
+        return evaluate.EvalResult(self.metrics)
 
 
 @dataclass
@@ -73,7 +73,7 @@ def make_run(folder: Path, *, metrics: tuple[Metric, ...] = (), trainer: Trainer
 
 def finish(parts: RunParts, num_done: int) -> None:
     parts.run.finish_rollout(
-        num_done - 1, Collected((), 0.0, 1.0, ()), StepStats(num_done, (Last("train/loss", 1.0),)), ()
+        num_done - 1, CollectedRollout((), 0.0, 1.0, ()), StepStats(num_done, (Last("train/loss", 1.0),)), ()
     )
 
 

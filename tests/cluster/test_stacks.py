@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.cluster.supervise import stacks
-from slime_like.cluster.supervise.stacks import gather_stacks, living
+from slime_like.cluster.supervise.stacks import gather_stacks, live_processes
 
 CHILD = """
 import sys
@@ -74,10 +74,10 @@ def test_a_process_that_ended_is_not_waited_for(start: Start, tmp_path: Path, mo
     """Also if it ends between the listing and the signal."""
     start("prompt")
     (tmp_path / "ended.1.0.txt").touch()
-    registered = living(tmp_path)
+    registered = live_processes(tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    monkeypatch.setattr(stacks, "living", lambda _: registered | {"ended": ended.pid})
+    monkeypatch.setattr(stacks, "live_processes", lambda _: registered | {"ended": ended.pid})
     assert "ended" not in registered
     gather_stacks(tmp_path, 3600)
     assert "in <module>" in written(tmp_path, "prompt")

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.start import doctor
-from slime_like.cluster.start.doctor import DoctorFinding, Level
+from slime_like.cluster.start import doctor, doctor_machine, doctor_software
+from slime_like.cluster.start.doctor_finding import DoctorFinding, Level
 
 
 def test_no_requirement_is_missing_on_this_machine() -> None:
-    checks = (doctor.check_system, doctor.check_devices, doctor.check_storage, doctor.check_network)
+    checks = (
+        doctor_machine.check_system,
+        doctor_machine.check_devices,
+        doctor_machine.check_storage,
+        doctor_machine.check_network,
+    )
     findings = [finding for check in checks for finding in check()]
     assert [f for f in findings if f.level is Level.MISSING] == []
     assert {"python", "libc", "cpu", "memory", "gpu", "disk", "loopback"} <= {f.subject for f in findings}
@@ -26,8 +31,8 @@ def test_a_wrong_version_is_named_with_the_lock_it_breaks(tmp_path: Path, monkey
     lock = "hydra-core==1.0.0 \\\n    --hash=sha256:0\nno-such-package==3.0\npytest==0.1\n    # via -r dev.in\n"
     for name in ("cpu.lock", "gpu.lock"):
         (folder / name).write_text(lock)
-    monkeypatch.setattr(doctor, "REQUIREMENTS", folder)
-    problems = {f.text.split()[0]: f for f in doctor.check_versions() if f.level is not Level.OK}
+    monkeypatch.setattr(doctor_software, "REQUIREMENTS", folder)
+    problems = {f.text.split()[0]: f for f in doctor_software.check_versions() if f.level is not Level.OK}
     assert problems["hydra-core"].level is Level.MISSING
     assert "the lock has 1.0.0" in problems["hydra-core"].text
     assert "scripts/requirements/" in problems["hydra-core"].fix
@@ -36,15 +41,15 @@ def test_a_wrong_version_is_named_with_the_lock_it_breaks(tmp_path: Path, monkey
 
 
 def test_a_foreign_environment_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_installed", lambda name: None)
-    (finding,) = (f for f in doctor.check_versions() if f.level is not Level.OK)
+    monkeypatch.setattr(doctor_software, "_installed", lambda name: None)
+    (finding,) = (f for f in doctor_software.check_versions() if f.level is not Level.OK)
     assert (finding.level, "not the project's environment" in finding.text) == (Level.MISSING, True)
     assert ".venv/bin/python" in finding.fix
 
 
 def test_entry_points_that_are_not_registered_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ENTRY_POINTS", {"sglang.srt.plugins": ("no_such_plugin",)})
-    (finding,) = doctor.check_plugins()
+    monkeypatch.setattr(doctor_software, "ENTRY_POINTS", {"sglang.srt.plugins": ("no_such_plugin",)})
+    (finding,) = doctor_software.check_plugins()
     assert (finding.level, "no_such_plugin" in finding.text) == (Level.MISSING, True)
     assert "pip install" in finding.fix
 
@@ -53,7 +58,7 @@ def test_without_a_c_compiler_torch_kernels_decode(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (finding,) = doctor.check_cpu_kernels()
+    (finding,) = doctor_software.check_cpu_kernels()
     assert (finding.level, finding.subject) == (Level.WARNING, "cpu kernels")
     assert finding.text.startswith("torch: ")
     assert "no C compiler" in finding.text
@@ -63,10 +68,10 @@ def test_without_a_c_compiler_torch_kernels_decode(tmp_path: Path, monkeypatch: 
 def test_a_proxy_in_front_of_loopback_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "example.org")
-    (proxy,) = (finding for finding in doctor.check_network() if finding.subject == "proxy")
+    (proxy,) = (finding for finding in doctor_machine.check_network() if finding.subject == "proxy")
     assert "no_proxy=127.0.0.1" in proxy.fix
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert [finding.subject for finding in doctor.check_network()] == ["loopback"]
+    assert [finding.subject for finding in doctor_machine.check_network()] == ["loopback"]
 
 
 def test_the_exit_code_is_1_if_a_requirement_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +86,12 @@ def test_the_exit_code_is_1_if_a_requirement_is_missing(monkeypatch: pytest.Monk
 
 
 def test_ranks_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
-    (finding,) = doctor.check_collective()
+    monkeypatch.setattr(doctor_software.sys, "executable", "/bin/false")
+    (finding,) = doctor_software.check_collective()
     assert (finding.level, bool(finding.fix)) == (Level.MISSING, True)
 
 
 @pytest.mark.ranks
 def test_two_processes_all_reduce() -> None:
-    (finding,) = doctor.check_collective()
+    (finding,) = doctor_software.check_collective()
     assert finding.level is Level.OK, finding.text

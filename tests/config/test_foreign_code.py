@@ -11,7 +11,7 @@ from slime_like.config.rules.hf import check_tokenizer, read_hf_config
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import CheckpointError, ConfigError
-from slime_like.rollout.engine.server import EngineLaunch, server_arguments
+from slime_like.rollout.engine.main import EngineLaunch, server_arguments
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.config.model_folder import write_model
 

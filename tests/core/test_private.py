@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.cluster.plan.guard import ring_folder
-from slime_like.cluster.start.folder import claimed
+from slime_like.cluster.start.folder import claim_folder
 from slime_like.distributed.forensics.ring import PREFIX, Ring, sweep
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.util import private
@@ -79,7 +79,7 @@ def test_a_lock_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
         os.mkfifo(run_dir / ".lock")
     with (
         pytest.raises(ConfigError, match=r"run\.dir=.* cannot be written \(.*\.lock"),
-        claimed(config(run_dir), run_dir),
+        claim_folder(config(run_dir), run_dir),
     ):
         pass
     assert victim.read_text() == "theirs"
@@ -105,7 +105,7 @@ def test_a_folder_of_another_user_is_refused_as_run_dir(tmp_path: Path, monkeypa
         assert owned_by_another_user(run_dir) == run_dir.parent
     with (
         pytest.raises(ConfigError, match=r"run\.dir=.*/theirs belongs to another user"),
-        claimed(config(run_dir), run_dir),
+        claim_folder(config(run_dir), run_dir),
     ):
         pass
 
@@ -118,7 +118,7 @@ def test_a_link_of_another_user_is_refused_as_run_dir(tmp_path: Path) -> None:
     link = tmp_path / "shared" / "run"
     link.symlink_to(tmp_path / "mine")
     os.chown(link, 12345, -1, follow_symlinks=False)
-    with pytest.raises(ConfigError, match=r"/run belongs to another user"), claimed(config(link), link.resolve()):
+    with pytest.raises(ConfigError, match=r"/run belongs to another user"), claim_folder(config(link), link.resolve()):
         pass
     assert not list((tmp_path / "mine").iterdir())
 

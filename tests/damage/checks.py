@@ -24,7 +24,7 @@ from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.run.chaos import Chaos
 from slime_like.cluster.run.rollouts import check_cursor, read_state
 from slime_like.cluster.run.status import read_status
-from slime_like.cluster.start.folder import claimed
+from slime_like.cluster.start.folder import claim_folder
 from slime_like.cluster.start.inputs import load_inputs
 from slime_like.cluster.start.resume import checkpoint_folder, first_rollout
 from slime_like.config.load.loader import load_config
@@ -213,7 +213,7 @@ def _resume(world: World, path: Path) -> Any:
     plan = make_plan(cfg, world.machine)
     first = first_rollout(cfg, run_dir)
     inputs = load_inputs(cfg, plan)
-    with claimed(cfg, run_dir):
+    with claim_folder(cfg, run_dir):
         sink = open_sinks(MetricsConfig(console="plain"), run_dir, first_step=first, num_steps=10)
         Chaos(ChaosConfig(), run_dir, {}).plan(10)
         sink.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slime_like.cluster.run.control import Request
-from slime_like.cluster.run.control_client import ask
+from slime_like.cluster.run.control_client import send_request
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.collectives import OPS
 from slime_like.config.schema.rollout import DataConfig
@@ -71,7 +71,7 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
         first.wait_until((hold / "waits1").exists)
         os.kill(first.pid, signal.SIGUSR2)  # a save
         for request in (Request.EVAL, Request.REPORT):
-            ask(run_dir, request)
+            send_request(run_dir, request)
         (run_dir / "control" / "sav").touch()
         asked = last_step(run_dir)
         hold_after(hold, asked + 1)

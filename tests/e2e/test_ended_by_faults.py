@@ -147,7 +147,7 @@ def is_engine(process: psutil.Process) -> bool:
     """Whether a process is the leader of an engine's group; one that has ended is not."""
     try:
         return (
-            "slime_like.rollout.engine.server" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
+            "slime_like.rollout.engine.main" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
         )
     except (psutil.Error, ProcessLookupError):
         return False

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from slime_like.cluster.run.control import Request
-from slime_like.cluster.run.control_client import ask
+from slime_like.cluster.run.control_client import send_request
 from slime_like.data.dump import load_groups, rollout_path
 from tests.e2e import checks, custom
 from tests.e2e.conftest import SMALL, Warm
@@ -56,7 +56,7 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
         folder=folder,
     )
     training.wait_until(lambda: last_step(run_dir) >= 2)
-    ask(run_dir, Request.STOP)
+    send_request(run_dir, Request.STOP)
     return Done(run_dir, training.wait())
 
 

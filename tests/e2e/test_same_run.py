@@ -71,8 +71,8 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
     assert "slow_engine:collect:3:0 on engine 0: no engine was lost" in slow
     assert "kill_engine:collect:2:0.05 on engine 0: noticed after" in rank
     assert "stop_engine:collect:4:0 on engine 0: noticed after" in last
-    strikes, recoveries = read(pair.killed)
-    assert [strike.fault.split(":")[0] for strike in strikes] == [
+    injections, recoveries = read(pair.killed)
+    assert [injection.fault.split(":")[0] for injection in injections] == [
         "kill_driver",
         *("kill_engine", "kill_rank"),
         *("slow_engine", "stop_rank"),
@@ -89,13 +89,13 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
 
 
 def test_a_rank_that_dies_or_stops_is_told_within_its_deadline(pair: Pair) -> None:
-    struck = [strike.time for strike in read(pair.killed)[0] if "_rank" in strike.fault]
+    injection_times = [injection.time for injection in read(pair.killed)[0] if "_rank" in injection.fault]
     causes = [bundle / "cause.txt" for bundle in sorted(pair.killed.glob("crash-*"))]
     killed, died, stopped = (cause.read_text() for cause in causes)
     assert "ProcessLost: the driver" in killed
     assert "WorkerError: trainer rank 0 died in phase" in died
     assert re.search(r"DeadlineExceeded: driver waited \d+ s for trainer rank 0 in phase", stopped)
-    for since, cause, deadline in zip(struck, causes[1:], (0.0, STEP_S), strict=True):
+    for since, cause, deadline in zip(injection_times, causes[1:], (0.0, STEP_S), strict=True):
         assert cause.stat().st_mtime - since < (deadline + NOTICED_S) * scale()
 
 

@@ -134,14 +134,14 @@ class LocalSupervisor:
         self.client = Told(self.server.url, admin_key=KEY, name=self._name, deadline_s=120)
 
     async def restart(self) -> tuple[EngineClient, str]:
-        ended = await asyncio.to_thread(self.server.last_words)
+        ended = await asyncio.to_thread(self.server.exit_summary)
         self.server.stop()
         self.server = self._start()
         await asyncio.to_thread(self.connect)
         return self.client, ended
 
     async def stopped(self) -> tuple[int, ...]:
-        return processes.stopped(self.server.pid)
+        return processes.stopped_pids(self.server.pid)
 
     def kill_scheduler(self) -> None:
         """One of its processes dies, and the server may still answer."""
@@ -152,7 +152,7 @@ class LocalSupervisor:
         ]
         os.kill(scheduler, signal.SIGKILL)
 
-    def hurt(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         os.killpg(self.server.pid, number)
 
 
@@ -208,7 +208,7 @@ class Pair:
             samples_per_rollout=GROUPS * SAMPLES,
             first_rollout=0,
             deterministic=False,
-            pushes=True,
+            receives_pushes=True,
             chat_template_kwargs={},
         )
         manager = RolloutManager(spec, source(self._data), {}, self.supervisors[:engines])
@@ -219,7 +219,7 @@ class Pair:
         """Stop all managers: those of a failed test would restart engines under the next test."""
         for supervisor in self.supervisors:
             with contextlib.suppress(ProcessLookupError):
-                supervisor.hurt(signal.SIGCONT)
+                supervisor.send_signal(signal.SIGCONT)
         managers, self._managers = self._managers, []
 
         async def stop() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from slime_like.errors import EngineError, EngineLost
-from slime_like.rollout.engine.processes import stopped
-from slime_like.rollout.manager import Collected
+from slime_like.rollout.engine.processes import stopped_pids
+from slime_like.rollout.manager import CollectedRollout
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models
 from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, Told, answers, at_answer, at_first_answer, forget, until
@@ -38,7 +38,7 @@ def no_fault(pair: Pair) -> Iterator[None]:
     pair.stop_managers()
 
 
-def check_whole(collected: Collected, rollout_id: int, models: Models, model: str, version: int) -> None:
+def check_whole(collected: CollectedRollout, rollout_id: int, models: Models, model: str, version: int) -> None:
     """Every sample once, whole, and sampled from these weights."""
     base = rollout_id * GROUPS
     assert [group.group_id for group in collected.groups] == list(range(base, base + GROUPS))
@@ -58,16 +58,16 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
     async def scenario() -> None:
         manager = pair.manager(on_stalled_engine="wait", interval_s=0.2, timeout_s=3.0)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
-        at_answer("engine 0", 1, lambda: pair.supervisors[0].hurt(signal.SIGSTOP))
+        at_answer("engine 0", 1, lambda: pair.supervisors[0].send_signal(signal.SIGSTOP))
         collecting = asyncio.ensure_future(manager.collect(0))
-        await until(lambda: [slot for slot in manager._pool.slots if slot.stalled])
+        await until(lambda: [slot for slot in manager._pool.slots if slot.is_stalled])
         assert not collecting.done()
-        pair.supervisors[0].hurt(signal.SIGCONT)
+        pair.supervisors[0].send_signal(signal.SIGCONT)
         collected = await collecting
         check_whole(collected, 0, pair.models, "B", pair.version)
         assert any("does not respond; waiting for it" in said.text for said in collected.warnings)
         assert manager.last_recoveries() == ()
-        await until(lambda: not [slot for slot in manager._pool.slots if slot.stalled])
+        await until(lambda: not [slot for slot in manager._pool.slots if slot.is_stalled])
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")
         await manager.stop()
 
@@ -85,7 +85,7 @@ def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None
         answered = answers()
 
         def stop(name: str) -> None:
-            pair.supervisor(name).hurt(signal.SIGSTOP)
+            pair.supervisor(name).send_signal(signal.SIGSTOP)
             slow.append(name)
             answered.clear()
 
@@ -94,7 +94,7 @@ def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None
         await until(lambda: slow)
         client, group = pair.supervisor(slow[0]).client, pair.supervisor(slow[0]).server.pid
         assert isinstance(client, Told)
-        await until(lambda: stopped(group) and set(answered) - set(slow) and client.num_waiting_checks)
+        await until(lambda: stopped_pids(group) and set(answered) - set(slow) and client.num_waiting_checks)
         assert not collecting.done()
         answered.clear()
         os.killpg(group, signal.SIGCONT)
@@ -117,16 +117,16 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
     async def scenario() -> None:
         manager = pair.manager(timeout_s=6.0)  # SGLang looks once a second whether its worker lives, and then goes
         await pair.push(manager, "B")
-        struck: list[str] = []
+        signalled: list[str] = []
 
         def kill_one_stop_the_other(name: str) -> None:
-            struck.extend(sorted(("engine 0", "engine 1"), key=name.__ne__))
+            signalled.extend(sorted(("engine 0", "engine 1"), key=name.__ne__))
             pair.supervisor(name).kill_scheduler()
-            at_answer(struck[1], 2, lambda: pair.supervisor(struck[1]).hurt(signal.SIGSTOP))
+            at_answer(signalled[1], 2, lambda: pair.supervisor(signalled[1]).send_signal(signal.SIGSTOP))
 
         at_first_answer(kill_one_stop_the_other)
         collecting = asyncio.ensure_future(manager.collect(0))
-        starved = asyncio.ensure_future(manager.starved())
+        starved = asyncio.ensure_future(manager.wait_until_starved())
         await asyncio.wait({collecting, starved}, return_when=asyncio.FIRST_COMPLETED)
         assert starved.done() and not collecting.done()
         await pair.push(manager, "A")
@@ -139,9 +139,9 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         assert ids == list(range(GROUPS * SAMPLES))
         assert len(collected.recovered) == 2
         assert {lost.version for lost in collected.recovered} <= {-1, pair.version}
-        await until(lambda: not [slot for slot in manager._pool.slots if slot.down])
+        await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
         killed, stopped = manager._pool.recoveries
-        assert [killed.engine, stopped.engine] == struck
+        assert [killed.engine, stopped.engine] == signalled
         assert pair.version in {killed.version, stopped.version}
         assert killed.cause.startswith("dead: ")
         assert "no response to a health check" in stopped.cause
@@ -162,7 +162,7 @@ def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joi
         manager = pair.manager()
         before = await pair.begin_push(manager)
         with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(before, "A", happens=lambda: pair.supervisors[1].hurt(signal.SIGKILL))
+            await pair.send(before, "A", happens=lambda: pair.supervisors[1].send_signal(signal.SIGKILL))
         after = await pair.begin_push(manager)
         assert after == ("engine 0",)
         await pair.send(after, "A")
@@ -171,7 +171,7 @@ def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joi
         (scores,) = await manager.probe()
         assert_close(scores.logprobs[0], pair.models.logprobs("A", scores.token_ids[0], 1.0))
         check_whole(await manager.collect(0), 0, pair.models, "A", pair.version)
-        await until(lambda: not [slot for slot in manager._pool.slots if slot.down])
+        await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
         probed = await manager.probe()
         assert len(probed) == 2
@@ -190,7 +190,7 @@ def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair:
         manager = pair.manager(on_dead_engine="stop")
         names = await pair.begin_push(manager)
         with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(names, "A", happens=lambda: pair.supervisors[1].hurt(signal.SIGKILL))
+            await pair.send(names, "A", happens=lambda: pair.supervisors[1].send_signal(signal.SIGKILL))
         with pytest.raises(EngineError, match="engine 1"):
             await manager.begin_push()
         await manager.abort_push()
@@ -205,7 +205,7 @@ def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair:
 def test_a_dead_engine_ends_the_rollout_where_the_config_says_so(pair: Pair) -> None:
     async def scenario() -> None:
         manager = pair.manager(engines=1, on_dead_engine="stop")
-        at_answer("engine 0", 1, lambda: pair.supervisors[0].hurt(signal.SIGKILL))
+        at_answer("engine 0", 1, lambda: pair.supervisors[0].send_signal(signal.SIGKILL))
         with pytest.raises(EngineError, match="engine 0"):
             await manager.collect(0)
         await manager.stop()

@@ -18,7 +18,7 @@ from slime_like.errors import ConsistencyError, UserCodeError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.collect.state import in_flight_path
-from slime_like.rollout.manager import Collected, ManagerSpec, RolloutManager
+from slime_like.rollout.manager import CollectedRollout, ManagerSpec, RolloutManager
 from slime_like.rollout.pool.probe import TrainerScores, check
 from slime_like.types import F32, SampleGroup, Source, Status
 from tests.data.character_tokenizer import characters
@@ -67,7 +67,7 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
         samples_per_rollout=BATCH * N,
         first_rollout=first,
         deterministic=False,
-        pushes=True,
+        receives_pushes=True,
     )
 
 
@@ -99,7 +99,7 @@ class Side:
         name, (rows,) = name_of(version), trainer.rows
         sequences = np.split(rows.token_ids, rows.cu_seqlens[1:-1])
         columns = [np.concatenate([[0], self.models.logprobs(name, ids, 1.0)]) for ids in sequences]
-        trainer.take([np.concatenate(columns).astype(np.float32)])
+        trainer.set_columns([np.concatenate(columns).astype(np.float32)])
         (scores,) = found
         metrics = reduce_metrics(check(scores, trainer, version, TOLERANCE))
         assert len(scores.continuations) == len(scores.token_ids) > 0
@@ -120,7 +120,7 @@ class Side:
         with pytest.raises(ConsistencyError, match=rf"after the push of version {version} .* older weights"):
             self.probe(version)
 
-    def collect(self, rollout_id: int) -> Collected:
+    def collect(self, rollout_id: int) -> CollectedRollout:
         return self.engine.run(self.manager.collect(rollout_id))
 
     def save(self, next_rollout: int, leftover: Path) -> Mapping[str, Any]:
@@ -215,7 +215,7 @@ def test_functions_of_users_that_fail_or_drop_everything_are_named(
         plain.rollout, over_sampling_batch_size=None, max_refills=0, max_response_len=2, generate="single_turn"
     )
 
-    def first_rollout(**changes: Any) -> Collected:
+    def first_rollout(**changes: Any) -> CollectedRollout:
         side = Side(engine, models, replace(plain, rollout=replace(short, **changes)))
         try:
             side.push(0)

@@ -13,8 +13,8 @@ from slime_like.config.schema.faults import HealthConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
-from slime_like.rollout.collect.state import RolloutState, Unfinished
+from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.collect.state import PartialGroup, RolloutState
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import Usage
@@ -53,12 +53,12 @@ class FixedEngine:
 class Group:
     """A lane of its own and what stops it."""
 
-    def __init__(self, engine: Engine, journal: PartialCompletions | None = None) -> None:
+    def __init__(self, engine: Engine, journal: CallJournal | None = None) -> None:
         self.client, self.gate, self.usage = engine.client, PauseGate(), Usage(1)
-        self.journal = journal or PartialCompletions()
+        self.journal = journal or CallJournal()
 
     async def generate(self) -> Sequence[Completion]:
-        pool = EnginePool([FixedEngine(self.client)], HealthConfig(), pushed=False)
+        pool = EnginePool([FixedEngine(self.client)], HealthConfig(), receives_pushes=False)
         with pool.router.lease(1) as lease:
             engine = ResumableEngine(pool, lease, self.journal, self.gate, self.usage)
             return await engine.generate(IDS, SEEDS, LONG)
@@ -71,7 +71,7 @@ class Group:
     async def interrupted(self, *stops: int) -> asyncio.Task[Sequence[Completion]]:
         """An answer that was stopped so often, and went on between. On a busy machine one may end, or not have begun, when it is stopped: then another."""
         for _ in range(TRIES):
-            self.journal = PartialCompletions()
+            self.journal = CallJournal()
             answer = asyncio.create_task(self.generate())
             for tokens in stops:
                 self.gate.open()
@@ -125,12 +125,12 @@ def test_under_the_same_weights_an_interruption_changes_nothing(engine: Engine, 
         bystander = asyncio.create_task(Group(engine).generate())  # an evaluation: aborted with the rest, it goes on
         score = asyncio.create_task(engine.client.score([prompt(60)] * 4, 1.0))
         answer = await group.interrupted(20, 20)
-        saved = Unfinished(3, Prompt(1, IDS, "", None, None), group.journal.copy())
+        saved = PartialGroup(3, Prompt(1, IDS, "", None, None), group.journal.copy())
         group.gate.open()
         save_groups(tmp_path / "g.npz", RolloutState({}, (), (saved,)).in_flight())
-        (loaded,) = RolloutState.of({}, load_groups(tmp_path / "g.npz")).unfinished
-        assert 0 < PartialCompletions(loaded.calls).num_tokens < TOKENS * len(SEEDS)
-        resumed = await Group(engine, PartialCompletions(loaded.calls)).generate()  # in another process
+        (loaded,) = RolloutState.from_groups({}, load_groups(tmp_path / "g.npz")).partial_groups
+        assert 0 < CallJournal(loaded.calls).num_tokens < TOKENS * len(SEEDS)
+        resumed = await Group(engine, CallJournal(loaded.calls)).generate()  # in another process
         assert len((await score)[0]) == 59
         return expected, await answer, await bystander, resumed
 

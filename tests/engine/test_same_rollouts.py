@@ -39,7 +39,7 @@ def spec(tokenizer: Path, generate: str, first: int) -> ManagerSpec:
         samples_per_rollout=12,
         first_rollout=first,
         deterministic=False,
-        pushes=True,
+        receives_pushes=True,
     )
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
-from slime_like.rollout.engine import processes, server
+from slime_like.rollout.engine import environment as engine_environment
+from slime_like.rollout.engine import main, processes
 from slime_like.rollout.engine.replies import completions, error_text, scores
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
@@ -200,14 +201,14 @@ def test_entry_points_are_inert_and_light_unless_asked_for() -> None:
         "for plugin in (sglang_cpu, rollout_sampling, weight_commit): plugin.load()\n"
         "assert not {'torch', 'megatron', 'sglang'} & sys.modules.keys(), 'heavy import'\n"
     )
-    environment = {key: value for key, value in os.environ.items() if key != server.SGLANG_PLUGINS}
+    environment = {key: value for key, value in os.environ.items() if key != engine_environment.SGLANG_PLUGINS}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
 def test_arguments_of_the_run_cannot_be_overridden_and_others_can() -> None:
     spec = replace(SPEC, sglang={"host": "0.0.0.0", "admin_api_key": "", "page_size": 8})
-    arguments = server.server_arguments(server.EngineLaunch(spec, "key", "127.0.0.1", 1))
+    arguments = main.server_arguments(main.EngineLaunch(spec, "key", "127.0.0.1", 1))
     assert (arguments["host"], arguments["admin_api_key"], arguments["api_key"]) == ("127.0.0.1", "key", "key")
     assert arguments["page_size"] == 8
 
@@ -219,26 +220,26 @@ def test_what_a_hybrid_model_needs_joins_what_the_user_says_of_its_config(tmp_pa
         ({"json_model_override_args": '{"rope_theta": 7}'}, {"full_attention_interval": 2, "rope_theta": 7}),
     ):
         spec = replace(SPEC, model_path=str(tmp_path), sglang=extra)
-        arguments = server.server_arguments(server.EngineLaunch(spec, "key", "127.0.0.1", 1))
+        arguments = main.server_arguments(main.EngineLaunch(spec, "key", "127.0.0.1", 1))
         assert json.loads(arguments["json_model_override_args"]) == expected
-    assert "json_model_override_args" not in server.server_arguments(server.EngineLaunch(SPEC, "key", "127.0.0.1", 1))
+    assert "json_model_override_args" not in main.server_arguments(main.EngineLaunch(SPEC, "key", "127.0.0.1", 1))
 
 
 def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    environment = server.child_environment(SPEC, "/scratch")
-    assert environment[server.SGLANG_PLUGINS] == "cpu,weight_commit,rollout_sampling"
-    assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("1", server.SPIN_COUNT)
+    environment = engine_environment.child_environment(SPEC, "/scratch")
+    assert environment[engine_environment.SGLANG_PLUGINS] == "cpu,weight_commit,rollout_sampling"
+    assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("1", engine_environment.SPIN_COUNT)
     assert environment["SGLANG_MAMBA_CONV_DTYPE"] == SPEC.dtype
-    monkeypatch.setenv(server.SPIN, "5000")
-    assert server.child_environment(SPEC, "/scratch")["GOMP_SPINCOUNT"] == "5000"
-    monkeypatch.setenv(server.SPIN, "many")
+    monkeypatch.setenv(engine_environment.SPIN, "5000")
+    assert engine_environment.child_environment(SPEC, "/scratch")["GOMP_SPINCOUNT"] == "5000"
+    monkeypatch.setenv(engine_environment.SPIN, "many")
     with pytest.raises(
         EngineError, match="SPIN_COUNT='many' is not a number of spins: set it to a number such as 2000"
     ):
-        server.child_environment(SPEC, "/scratch")
-    cuda = server.child_environment(replace(SPEC, device="cuda"), "/scratch")
-    assert cuda[server.SGLANG_PLUGINS] == "weight_commit,rollout_sampling"
+        engine_environment.child_environment(SPEC, "/scratch")
+    cuda = engine_environment.child_environment(replace(SPEC, device="cuda"), "/scratch")
+    assert cuda[engine_environment.SGLANG_PLUGINS] == "weight_commit,rollout_sampling"
     assert "SGLANG_PLATFORM" not in cuda
 
 
@@ -247,13 +248,13 @@ def test_a_server_on_a_cpu_exits_as_soon_as_its_worker_died_unless_the_user_want
 ) -> None:
     from sglang.srt.environ import envs
 
-    for name in server.NO_CRASH_DUMPS:
+    for name in engine_environment.NO_CRASH_DUMPS:
         monkeypatch.delenv(name, raising=False)
         assert getattr(envs, name).get() is True  # else SGLang does without them itself, or names them otherwise
-        assert server.child_environment(SPEC, "/scratch")[name] == "0"
-        assert name not in server.child_environment(replace(SPEC, device="cuda"), "/scratch")
+        assert engine_environment.child_environment(SPEC, "/scratch")[name] == "0"
+        assert name not in engine_environment.child_environment(replace(SPEC, device="cuda"), "/scratch")
         monkeypatch.setenv(name, "1")
-        assert server.child_environment(SPEC, "/scratch")[name] == "1"
+        assert engine_environment.child_environment(SPEC, "/scratch")[name] == "1"
 
 
 def test_the_cause_of_death_stands_before_the_log(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
 
     async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, fallback=fallback, remote_concurrency=1))
-        pool.lose_server(5.0)
+        pool.block_server(5.0)
         assert pool.take_recoveries() == (), "no request was made yet"
         scored = (await pool.score([group(*"abc")]))[0]
         assert (scores(scored), requests) == ([fallback or 0.0] * 3, [])
@@ -138,12 +138,12 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
         (recovery,) = pool.take_recoveries()
         assert recovery.key == ongoing.key and recovery.joined >= recovery.noticed > 0
         assert pool.take_recoveries() == ()
-        strike = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, recovery.noticed - 1)
-        (outcome,) = outcomes([strike], [recovery])
+        injection = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, recovery.noticed - 1)
+        (outcome,) = outcomes([injection], [recovery])
         assert outcome.result.startswith("noticed after 1.0 s (down: Cannot connect to host")
         assert re.search(r"answers again after \d\.\d s, 3 samples without its score", outcome.result)
-        assert "has not answered since" in outcomes([strike], [ongoing])[0].result
-        assert outcomes([strike], [])[0].result.startswith("no request failed")
+        assert "has not answered since" in outcomes([injection], [ongoing])[0].result
+        assert outcomes([injection], [])[0].result.startswith("no request failed")
         await pool.stop()
 
     with_server(lambda *_: (200, "1"), test)
@@ -155,7 +155,7 @@ def test_retries_outlast_a_short_outage(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, remote_retries=9))
-        pool.lose_server(5.0)
+        pool.block_server(5.0)
         assert await score(pool, "a") == [Reward(1.0)]
         assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_retries=2)
         (recovery,) = pool.take_recoveries()

@@ -134,7 +134,7 @@ def test_revoking_a_key_ends_its_calls_and_bodies_are_limited() -> None:
         session.started = asyncio.Event()
         endpoint = Endpoint()
         await endpoint.open()
-        key = endpoint.admit(session)
+        key = endpoint.open_session(session)
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client:
 
             async def ask(content: str) -> tuple[int, Any]:
@@ -145,7 +145,7 @@ def test_revoking_a_key_ends_its_calls_and_bodies_are_limited() -> None:
             status, answer = await ask("x" * 70_000)
             call = asyncio.create_task(ask("x" * 60_000))
             await asyncio.wait_for(session.started.wait(), 10)
-            endpoint.dismiss(key)
+            endpoint.close_session(key)
             refused, _ = await asyncio.wait_for(call, 10)
         await endpoint.close()
         return status, answer["error"]["message"], refused, session.cut

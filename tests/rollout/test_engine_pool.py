@@ -13,10 +13,10 @@ import pytest
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Sampling
-from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
-from slime_like.rollout.pool.push import Push
+from slime_like.rollout.pool.pool_update import PoolUpdate
 from slime_like.rollout.pool.router import Usage
 from tests.rollout.slow_engine import SlowSupervisor
 
@@ -38,7 +38,7 @@ def play(
 ) -> None:
     async def run() -> None:
         supervisors = [kind(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
-        pool = EnginePool(supervisors, health, pushed=True)  # pyright: ignore[reportArgumentType]
+        pool = EnginePool(supervisors, health, receives_pushes=True)  # pyright: ignore[reportArgumentType]
         tasks = [task for supervisor in supervisors for task in supervisor.tasks]
         if kind is Hung:
             for task in tasks:
@@ -65,7 +65,7 @@ async def start_requests(pool: EnginePool) -> list[asyncio.Task[Any]]:
 
     async def ask() -> None:
         with pool.router.lease(9) as lease:
-            engine = ResumableEngine(pool, lease, PartialCompletions(), PauseGate(), Usage(2))
+            engine = ResumableEngine(pool, lease, CallJournal(), PauseGate(), Usage(2))
             await engine.generate(PROMPT, [7], Sampling(1.0, 9))
 
     tasks = [asyncio.create_task(ask()) for _ in pool.slots]
@@ -78,13 +78,13 @@ def test_on_stalled_engine_stop_ends_every_wait() -> None:
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
         waiting = await start_requests(pool)
         with pytest.raises(EngineError, match="no answer"):
-            pool.stall(pool.slots[0], EngineError("engine 0: no answer"))
+            pool.mark_stalled(pool.slots[0], EngineError("engine 0: no answer"))
         for task in waiting:
             with pytest.raises(EngineError, match="engine 0: no answer"):
                 await task
         with pytest.raises(EngineError, match="engine 0: no answer"):
-            await pool.joinable()
-        await pool.starved()  # returns, so that the driver starts the push that reports the error
+            await pool.wait_for_reachable()
+        await pool.wait_until_starved()  # returns, so that the driver starts the push that reports the error
 
     play(Hung, HealthConfig(on_stalled_engine="stop"), scene)
 
@@ -96,7 +96,7 @@ def test_an_engine_that_cannot_restart_ends_the_run() -> None:
         for task in waiting:
             with pytest.raises(EngineError, match=r"engine 0 was lost .* health.max_restarts=2 .* does not start"):
                 await task
-        assert pool.slots[0].restarts == 3
+        assert pool.slots[0].num_restarts == 3
 
     play(Hung, HealthConfig(max_restarts=2), scene)
 
@@ -115,13 +115,13 @@ def test_an_engine_replaced_during_a_push_is_not_admitted() -> None:
         for engine, verb in zip(engines, (post, late), strict=True):
             engine._post = engine._request = verb
             engine.pause = engine.begin_update = lambda *_: post("")
-        push = Push(pool)
-        assert [address.name for address in await push.begin()] == ["engine 0", "engine 1"]
-        resuming = asyncio.create_task(push.resume(5))
+        update = PoolUpdate(pool)
+        assert [address.name for address in await update.begin()] == ["engine 0", "engine 1"]
+        resuming = asyncio.create_task(update.resume(5))
         await let_run()
-        pool.lose(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
+        pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
         await let_run()
-        assert not pool.slots[0].down and pool.slots[0].client is not engines[0]
+        assert not pool.slots[0].is_restarting and pool.slots[0].client is not engines[0]
         release.set()
         await resuming
         assert pool.router.engines == [engines[1]]
@@ -138,14 +138,14 @@ def test_a_check_cut_short_by_a_push_is_repeated_immediately() -> None:
             pool.health.interval_s = 1e9  # no further round
             decode_flags.append(decodes)
             if decodes:
-                pool.push_begins()
+                pool.on_push_begin()
             return False
 
         async def well(seconds: float, *, decodes: bool) -> bool:
             return True
 
         for slot, health in zip(pool.slots, (cut_short, well), strict=True):
-            slot.answered, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+            slot.has_responded, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
         HealthMonitor(pool).start()
         while not pool.recoveries:
             await asyncio.sleep(0)
@@ -168,7 +168,7 @@ def test_a_hanging_check_does_not_block_checks_of_other_engines() -> None:
             return True
 
         for slot, health in zip(pool.slots, (hangs, well), strict=True):
-            slot.answered, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+            slot.has_responded, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
         HealthMonitor(pool).start()
         while len(decode_flags) < 3:
             await asyncio.sleep(0)

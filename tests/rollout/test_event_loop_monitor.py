@@ -78,7 +78,7 @@ def check(server: Server, *, blocked_s: float) -> tuple[bool, tuple[str, ...]]:
     """Block the loop once after the server received the check; return the check's result and the user messages."""
 
     async def scene() -> tuple[bool, tuple[str, ...]]:
-        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), receives_pushes=False)
 
         def hold() -> None:
             if server.num_checks == 0:  # no check was received yet
@@ -89,7 +89,7 @@ def check(server: Server, *, blocked_s: float) -> tuple[bool, tuple[str, ...]]:
 
         hold()
         try:
-            return await pool.check_health(pool.slots[0], pool.slots[0].client, decodes=True), pool.news()
+            return await pool.check_health(pool.slots[0], pool.slots[0].client, decodes=True), pool.drain_messages()
         finally:
             await pool.stop()
 
@@ -138,13 +138,13 @@ def test_a_replaced_engine_is_not_checked_again(server: Server) -> None:
     decode_flags: list[bool] = []
 
     async def scene() -> bool:
-        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), receives_pushes=False)
         slot, engine = pool.slots[0], pool.slots[0].client
 
         async def replaced(seconds: float | None = None, *, decodes: bool = False) -> bool:
             decode_flags.append(decodes)
             time.sleep(1)
-            slot.down = True
+            slot.is_restarting = True
             return False
 
         engine.health = replaced

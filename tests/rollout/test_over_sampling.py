@@ -24,9 +24,9 @@ from slime_like.interfaces import Sampling
 from slime_like.rollout.collect import resumable
 from slime_like.rollout.collect.group_filters import FilterReport
 from slime_like.rollout.collect.over_sampling import OverSampling
-from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.collect.sampler import GroupRequest
-from slime_like.rollout.collect.state import Produced, RolloutState
+from slime_like.rollout.collect.state import GeneratedRollout, RolloutState
 from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import Usage
@@ -79,7 +79,7 @@ class Process:
     def __post_init__(self) -> None:
         names = [f"engine {i}" for i in range(self.setting.num_engines)]
         self.supervisors = [SlowSupervisor(self.rng, self.version, name, self.setting.dies) for name in names]
-        self.pool = EnginePool(self.supervisors, HealthConfig(max_restarts=1000), pushed=False)  # pyright: ignore[reportArgumentType]
+        self.pool = EnginePool(self.supervisors, HealthConfig(max_restarts=1000), receives_pushes=False)  # pyright: ignore[reportArgumentType]
         policy, partial = self.setting.policy, self.setting.partial
         config = RolloutConfig(
             batch_size=policy.batch_size,
@@ -100,7 +100,7 @@ class Process:
         return self.source.state()["taken"]
 
     async def group(
-        self, request: GroupRequest, journal: PartialCompletions, gate: PauseGate, generated: Callable[[], None]
+        self, request: GroupRequest, journal: CallJournal, gate: PauseGate, generated: Callable[[], None]
     ) -> SampleGroup:
         seeds = [request.group_id * N + i for i in range(N)]
         with self.pool.router.lease(1) as lease:
@@ -170,13 +170,13 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
     for rollout_id in range(5):
         saved = process.oversampler.state()
         if rollout_id in resumes:
-            await process.oversampler.make(rollout_id)
+            await process.oversampler.generate(rollout_id)
             await process.close()
             save_groups(folder / "in_flight.npz", saved.in_flight())
             process = Process(setting, rng, rollout_id)
-            process.restore(RolloutState.of(saved.cursor, load_groups(folder / "in_flight.npz")))
+            process.restore(RolloutState.from_groups(saved.cursor, load_groups(folder / "in_flight.npz")))
         before = len(process.dropped)
-        groups = (await process.oversampler.make(rollout_id)).groups
+        groups = (await process.oversampler.generate(rollout_id)).groups
         assert len(groups) == setting.policy.batch_size
         assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
         for group in groups:
@@ -192,11 +192,11 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
     places = [
         *(group.prompt.prompt_id for group in trained),
         *dropped,
-        *(waiting.prompt.prompt_id for waiting in state.returned),
-        *(unfinished.prompt.prompt_id for unfinished in state.unfinished),
+        *(waiting.prompt.prompt_id for waiting in state.queued),
+        *(unfinished.prompt.prompt_id for unfinished in state.partial_groups),
     ]
     assert sorted(places) == list(range(state.cursor["taken"]))  # none lost, none duplicated
-    ids = [*(group.group_id for group in trained), *(unfinished.group_id for unfinished in state.unfinished)]
+    ids = [*(group.group_id for group in trained), *(unfinished.group_id for unfinished in state.partial_groups)]
     assert len(ids) == len(set(ids))
 
 
@@ -230,11 +230,11 @@ def test_no_prompt_or_token_is_lost_or_duplicated(
 
 def collect(
     setting: Setting, rollouts: int, seed: int = 0, *, pushes: bool = True
-) -> tuple[list[Produced], Process, dict[str, float]]:
-    async def run() -> tuple[list[Produced], Process, dict[str, float]]:
+) -> tuple[list[GeneratedRollout], Process, dict[str, float]]:
+    async def run() -> tuple[list[GeneratedRollout], Process, dict[str, float]]:
         process, results = Process(setting, random.Random(seed), 0), []
         for rollout_id in range(rollouts):
-            results.append(await process.oversampler.make(rollout_id))
+            results.append(await process.oversampler.generate(rollout_id))
             process.push(rollout_id + 1 if pushes else 0)
         counts = {metric.name: metric.value for metric in process.oversampler.metrics()}
         await process.close()
@@ -250,7 +250,7 @@ def test_long_answers_are_continued_until_they_end() -> None:
     long = [group for group in used if any(length(sample.seed) == 40 for sample in group.samples)]
     assert len(long) > 5
     assert all(
-        unfinished.group_id // 6 >= 20 - 3 for unfinished in process.oversampler.unfinished()
+        unfinished.group_id // 6 >= 20 - 3 for unfinished in process.oversampler.partial_groups()
     )  # started recently
     assert any(len(set(sample.versions)) > 1 for group in long for sample in group.samples)
     assert counts["rollout/wasted_tokens"] == 0
@@ -279,15 +279,15 @@ def test_without_partial_rollouts_prompts_of_stopped_groups_come_first() -> None
     rollouts, process, counts = collect(Setting(Refills(3, 5, 0), Partial(False, 9)), 2)
     assert all(group.oldest_version == i for i, filled in enumerate(rollouts) for group in filled.groups)
     assert process.num_taken == 2 * 3 + 2
-    assert len(process.prompts.returned) == 2
-    assert process.oversampler.unfinished() == ()
+    assert len(process.prompts.queued) == 2
+    assert process.oversampler.partial_groups() == ()
     assert counts["rollout/wasted_tokens"] > 0
 
 
 def test_a_prompt_given_up_three_times_is_completed() -> None:
     rollouts, process, _ = collect(Setting(Refills(2, 4, 0), Partial(False, 9)), 30)
     rollout_of_prompt = {g.prompt.prompt_id: i for i, filled in enumerate(rollouts) for g in filled.groups}
-    assert max(waiting.given_up for waiting in process.prompts.returned) <= 3
+    assert max(waiting.num_aborts for waiting in process.prompts.queued) <= 3
     assert set(range(40)) <= set(rollout_of_prompt)  # of about 60 prompts; no early one was starved
 
 
@@ -297,8 +297,8 @@ def test_groups_that_are_too_stale_are_restarted() -> None:
     assert counts["rollout/restarted_groups"] > 0
     assert all(i - group.oldest_version <= 1 for i, filled in enumerate(rollouts) for group in filled.groups)
     places = [g.prompt.prompt_id for filled in rollouts for g in filled.groups]
-    places += [w.prompt.prompt_id for w in process.prompts.returned] + [
-        u.prompt.prompt_id for u in process.oversampler.unfinished()
+    places += [w.prompt.prompt_id for w in process.prompts.queued] + [
+        u.prompt.prompt_id for u in process.oversampler.partial_groups()
     ]
     assert sorted(places) == list(range(process.num_taken))
 
@@ -326,7 +326,7 @@ def test_a_failing_group_ends_the_rollout_without_leaving_tasks() -> None:
         sample = process.group
 
         async def fail(
-            request: GroupRequest, journal: PartialCompletions, gate: PauseGate, generated: Callable[[], None]
+            request: GroupRequest, journal: CallJournal, gate: PauseGate, generated: Callable[[], None]
         ) -> SampleGroup:
             if request.group_id == 1:
                 raise RewardError("broken")
@@ -334,7 +334,7 @@ def test_a_failing_group_ends_the_rollout_without_leaving_tasks() -> None:
 
         process.group = fail
         with pytest.raises(RewardError, match="broken"):
-            await process.oversampler.make(0)
+            await process.oversampler.generate(0)
         await process.close()
         return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 

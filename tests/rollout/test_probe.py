@@ -29,7 +29,7 @@ TRAINER_T = column(0, -1, -2, 0, -3, 0, -1, -4, -5)
 
 def trainer(trainer_T: F32 = TRAINER_T, *engines: probe.ProbeScores) -> probe.TrainerScores:
     scores = probe.TrainerScores(engines or (SCORES,), max_tokens=100)
-    scores.take([trainer_T])
+    scores.set_columns([trainer_T])
     return scores
 
 
@@ -60,7 +60,7 @@ def test_sequences_are_packed_into_rows_of_max_tokens(max_tokens: int, ends: lis
     scores = probe.TrainerScores([SCORES], max_tokens)
     assert [rows.cu_seqlens.tolist() for rows in scores.rows] == ends
     cuts = np.cumsum([end[-1] for end in ends])[:-1]
-    scores.take(np.split(TRAINER_T, cuts))
+    scores.set_columns(np.split(TRAINER_T, cuts))
     probe.check(SCORES, scores, 3, 1e-4)
 
 
@@ -92,6 +92,6 @@ def test_a_wrong_weight_version_ends_the_run() -> None:
 
 def test_differences_by_layer_kind_are_reported_without_a_check() -> None:
     off = TRAINER_T + column(0, 0.25, 0, 0, -0.5, 0, 9, 9, 9)
-    metrics = probe.by_kind(SCORES, trainer(off), "gdn")
+    metrics = probe.layer_metrics(SCORES, trainer(off), "gdn")
     assert [metric.name for metric in metrics] == ["probe/logprob_abs_diff_max/gdn", "probe/logprob_abs_diff_mean/gdn"]
     assert reduce_metrics(metrics) == {metrics[0].name: 0.5, metrics[1].name: 0.25}

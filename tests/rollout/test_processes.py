@@ -53,7 +53,7 @@ def test_only_segments_of_the_group_are_found_and_removed(names: list[Path]) -> 
 
 def test_an_orphaned_child_removes_its_segments(names: list[Path]) -> None:
     program = (
-        "from slime_like.rollout.engine.server import die_with_parent; die_with_parent(); "
+        "from slime_like.rollout.engine.main import die_with_parent; die_with_parent(); "
         "print('mapped', flush=True); import signal; signal.pause()"
     )
     child = start(program, names)

@@ -4,24 +4,24 @@ import pytest
 
 from slime_like.errors import SlimeLikeError
 from slime_like.rollout.collect.producer import Producer
-from slime_like.rollout.collect.state import Produced
+from slime_like.rollout.collect.state import GeneratedRollout
 
 
-def produced(rollout_id: int) -> Produced:
-    return Produced(rollout_id, (), 0.0, 1.0)
+def produced(rollout_id: int) -> GeneratedRollout:
+    return GeneratedRollout(rollout_id, (), 0.0, 1.0)
 
 
 def recording(ids: list[int], gate: asyncio.Event | None = None):
-    async def make(rollout_id: int) -> Produced:
+    async def generate(rollout_id: int) -> GeneratedRollout:
         ids.append(rollout_id)
         if gate is not None and rollout_id > 0:
             await gate.wait()
         return produced(rollout_id)
 
-    return make
+    return generate
 
 
-async def settle() -> None:
+async def run_pending_tasks() -> None:
     """Let every task run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
@@ -33,7 +33,7 @@ def test_production_runs_ahead_by_the_staleness(staleness: int, ahead: list[int]
         ids: list[int] = []
         producer = Producer(recording(ids), first=0, last=10, max_staleness=staleness)
         assert (await producer.get(0)).rollout_id == 0
-        await settle()
+        await run_pending_tasks()
         await producer.stop()
         return ids
 
@@ -47,7 +47,7 @@ def test_the_last_rollout_ends_production() -> None:
         for rollout_id in (3, 4):
             assert (await producer.get(rollout_id)).rollout_id == rollout_id
             producer.forget(rollout_id)
-        await settle()
+        await run_pending_tasks()
         await producer.stop()
         return ids
 
@@ -55,13 +55,13 @@ def test_the_last_rollout_ends_production() -> None:
 
 
 def test_a_failure_is_raised_to_the_waiting_caller() -> None:
-    async def make(rollout_id: int) -> Produced:
+    async def generate(rollout_id: int) -> GeneratedRollout:
         if rollout_id == 1:
             raise ValueError("engine gone")
         return produced(rollout_id)
 
     async def scenario() -> None:
-        producer = Producer(make, first=0, last=3, max_staleness=1)
+        producer = Producer(generate, first=0, last=3, max_staleness=1)
         await producer.get(0)
         for rollout_id in (1, 2):  # rollouts after a failure fail too, instead of waiting forever
             with pytest.raises(ValueError, match="engine gone"):
@@ -72,11 +72,11 @@ def test_a_failure_is_raised_to_the_waiting_caller() -> None:
 
 
 def test_a_generation_that_cancels_itself_fails() -> None:
-    async def make(rollout_id: int) -> Produced:
+    async def generate(rollout_id: int) -> GeneratedRollout:
         raise asyncio.CancelledError
 
     async def scenario() -> None:
-        producer = Producer(make, first=0, last=3, max_staleness=1)
+        producer = Producer(generate, first=0, last=3, max_staleness=1)
         for rollout_id in (0, 1):
             with pytest.raises(SlimeLikeError, match=r"rollout 0: rollout\.generate raised CancelledError"):
                 await asyncio.wait_for(producer.get(rollout_id), 5)
@@ -91,7 +91,7 @@ def test_stop_cancels_rollouts_in_flight() -> None:
         ids: list[int] = []
         producer = Producer(recording(ids, gate), first=0, last=3, max_staleness=1)
         await producer.get(0)
-        await settle()
+        await run_pending_tasks()
         assert ids == [0, 1]
         await producer.stop()
         return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
@@ -99,41 +99,41 @@ def test_stop_cancels_rollouts_in_flight() -> None:
     assert asyncio.run(scenario()) == 0
 
 
-def test_settled_waits_for_admitted_rollouts_and_restore_continues_after_them() -> None:
+def test_wait_until_idle_waits_for_admitted_rollouts_and_restore_continues_after_them() -> None:
     async def scenario() -> tuple[list[int], list[int], list[int]]:
         gate = asyncio.Event()
         ids: list[int] = []
         producer = Producer(recording(ids, gate), first=0, last=9, max_staleness=2)
         await producer.get(0)
         producer.forget(0)
-        settled = asyncio.create_task(producer.settled())
-        await settle()
-        assert not settled.done()
+        idle = asyncio.create_task(producer.wait_until_idle())
+        await run_pending_tasks()
+        assert not idle.done()
         gate.set()
-        await settled
-        waiting = producer.waiting()
+        await idle
+        waiting = producer.completed_rollouts()
         await producer.stop()
 
         resumed_ids: list[int] = []
         resumed = Producer(recording(resumed_ids), first=1, last=9, max_staleness=2)
         resumed.restore(waiting)
         assert await resumed.get(1) is waiting[0]
-        await settle()
+        await run_pending_tasks()
         await resumed.stop()
         return ids, [produced.rollout_id for produced in waiting], resumed_ids
 
     assert asyncio.run(scenario()) == ([0, 1, 2], [1, 2], [3])
 
 
-def test_settled_returns_after_a_failure() -> None:
-    async def make(rollout_id: int) -> Produced:
+def test_wait_until_idle_returns_after_a_failure() -> None:
+    async def generate(rollout_id: int) -> GeneratedRollout:
         raise ValueError("engine gone")
 
     async def scenario() -> None:
-        producer = Producer(make, first=0, last=3, max_staleness=1)
+        producer = Producer(generate, first=0, last=3, max_staleness=1)
         with pytest.raises(ValueError, match="engine gone"):
             await producer.get(0)
-        await producer.settled()
+        await producer.wait_until_idle()
         await producer.stop()
 
     asyncio.run(scenario())

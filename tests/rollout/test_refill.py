@@ -16,7 +16,7 @@ from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.collector import GroupCollector
 from slime_like.rollout.collect.group_filters import FilterReport
 from slime_like.rollout.collect.sampler import GroupRequest
-from slime_like.rollout.collect.state import Produced
+from slime_like.rollout.collect.state import GeneratedRollout
 from slime_like.types import SampleGroup
 from tests.rollout.counting import Counting
 
@@ -46,10 +46,10 @@ class Process:
         return FilterReport()
 
 
-def run(passes: Sequence[bool], batch_size: int, max_refills: int) -> tuple[Produced, Process]:
+def run(passes: Sequence[bool], batch_size: int, max_refills: int) -> tuple[GeneratedRollout, Process]:
     """Collect one rollout."""
     process = Process(passes, batch_size, max_refills)
-    return asyncio.run(process.collector.make(ROLLOUT_ID)), process
+    return asyncio.run(process.collector.generate(ROLLOUT_ID)), process
 
 
 def test_each_round_requests_the_missing_groups() -> None:

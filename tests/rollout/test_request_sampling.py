@@ -123,7 +123,7 @@ def run_engine(generate: str, *, rollouts: int = 0, evaluate: bool = False, push
         samples_per_rollout=BATCH * N,
         first_rollout=0,
         deterministic=False,
-        pushes=pushes,
+        receives_pushes=pushes,
     )
 
     async def run() -> RecordingEngine:

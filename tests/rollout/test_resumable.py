@@ -10,7 +10,7 @@ import numpy as np
 
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.interfaces import Sampling
-from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import Usage
 from tests.rollout.slow_engine import Request, SlowSupervisor, token
@@ -23,8 +23,8 @@ class Group:
 
     def __init__(self) -> None:
         self.supervisors = [SlowSupervisor(random.Random(0), version, f"engine {version}", 0) for version in range(2)]
-        self.pool = EnginePool(self.supervisors, HealthConfig(), pushed=True)  # pyright: ignore[reportArgumentType]
-        self.journal = PartialCompletions()
+        self.pool = EnginePool(self.supervisors, HealthConfig(), receives_pushes=True)  # pyright: ignore[reportArgumentType]
+        self.journal = CallJournal()
 
 
 def play(turns: Callable[[Group, ResumableEngine], Awaitable[None]]) -> Group:
@@ -85,4 +85,4 @@ def test_scores_come_from_a_serving_engine() -> None:
         assert scores.tolist() == PROMPT[1:].tolist()
         assert group.pool.router.engines == [group.supervisors[1].client]
 
-    assert play(turns).pool.news()[0].startswith("engine 0 is dead and is restarted")
+    assert play(turns).pool.drain_messages()[0].startswith("engine 0 is dead and is restarted")

@@ -60,14 +60,14 @@ def test_a_group_keeps_its_engine_until_it_is_withdrawn() -> None:
         with router.lease(10) as first, router.lease(1) as second:
             assert (first.engine, second.engine) == (a, b)
             first.spend(10)
-            await router.settle(second)
+            await router.wait_for_engine(second)
             assert second.engine is b  # although the other engine has less load
             router.withdraw(b)
             assert router.serving(second) is None  # no request goes to a withdrawn engine
-            await router.settle(second)
+            await router.wait_for_engine(second)
             assert second.engine is a
             router.admit(b)
-            await router.settle(second)
+            await router.wait_for_engine(second)
             assert second.engine is a
             with router.lease(1) as third:
                 assert third.engine is b  # its load was reset when it was withdrawn
@@ -85,10 +85,10 @@ def test_a_group_waits_for_an_engine_to_be_admitted() -> None:
         async def ask() -> None:
             with router.lease(1) as lease:
                 assert lease.engine is None
-                await router.settle(lease)
+                await router.wait_for_engine(lease)
                 assigned.append(lease.engine)
 
-        emptied = asyncio.create_task(router.empty())
+        emptied = asyncio.create_task(router.wait_until_empty())
         router.withdraw(a)
         await emptied
         tasks = [asyncio.create_task(ask()) for _ in range(3)]
@@ -107,7 +107,7 @@ def test_waiting_groups_get_the_fatal_error() -> None:
 
         async def ask() -> None:
             with router.lease(1) as lease:
-                await router.settle(lease)
+                await router.wait_for_engine(lease)
 
         tasks = [asyncio.create_task(ask()) for _ in range(2)]
         await let_run()

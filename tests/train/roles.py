@@ -90,10 +90,10 @@ def in_order(ranks: list[Columns]) -> list[list[F32]]:
 
 # ---- critic ----------------------------------------------------------------------------------------------------------
 def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> Trained:
-    """Rollouts through actor and critic, as the ensemble takes them."""
+    """Rollouts through actor and critic, as RoleTrainers takes them."""
     with _summed_twice() if fault else contextlib.nullcontext():
         actor = make_actor(
-            world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS, tells_advantages=True
+            world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS, returns_advantages=True
         )
         critic = make_critic(world, shared.models["untied"], layout)
         first: list[list[F32]] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.schema.resolved import EngineSpec
-from slime_like.rollout.engine import server
+from slime_like.rollout.engine import environment as engine_environment
 from tests.upstream import targets
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow]
@@ -26,7 +26,7 @@ ENGINE = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 
 @functools.cache
 def run(package: str) -> subprocess.CompletedProcess[str]:
     """The process that puts the touch-ups of ``package`` in place."""
-    environment = server.child_environment(ENGINE, "/nowhere") if package == "sglang" else None
+    environment = engine_environment.child_environment(ENGINE, "/nowhere") if package == "sglang" else None
     return subprocess.run(
         [sys.executable, "-m", "tests.upstream.targets", package],
         cwd=Path(__file__).parents[2],

@@ -14,7 +14,7 @@ from slime_like.config.rules.experts import stage_ranks
 from slime_like.config.rules.files import family_of
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.pipeline import segments
-from slime_like.config.rules.schedule import actor_steps, settle_schedule
+from slime_like.config.rules.schedule import actor_steps, resolve_schedule
 from slime_like.config.rules.tree import batch_identity, trainer_ranks
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.model import OptimConfig, ParallelConfig
@@ -37,7 +37,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     if p.sequence_parallel and p.tp == 1:
         notes.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
     optim = _optim(cfg, device, dtype, dp, notes)
-    settled = replace(
+    model_config = replace(
         cfg.model,
         dtype=dtype,
         family=cfg.model.family if model is None else family_of(cfg, model),
@@ -45,11 +45,11 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     )
     if cfg.model.family == "auto":
         reason = "written by run.prepare" if model is None else f"model_type of {model.folder}"
-        notes.add("model.family", settled.family, reason)
-    for config in (settled, optim):
+        notes.add("model.family", model_config.family, reason)
+    for config in (model_config, optim):
         config.seal()
     spec = ActorSpec(
-        model=settled,
+        model=model_config,
         optim=optim,
         algo=cfg.algo,
         layout=_layout(p, dp, model, notes),
@@ -65,13 +65,13 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         teacher_checkpoint=teacher_swap(cfg, notes.add),
         guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, notes.add)),
         verify=on_ranks(cfg),
-        tells_advantages=cfg.run.dump_rollouts,
+        returns_advantages=cfg.run.dump_rollouts,
     )
     check_attention(cfg, device, dtype)
     if cfg.run.deterministic and device == "cpu":
-        check_bits(cfg, settled.family, dtype)
+        check_bits(cfg, model_config.family, dtype)
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
-        notes.add("model.ref_checkpoint", settled.ref_checkpoint, "the policy's initial weights")
+        notes.add("model.ref_checkpoint", model_config.ref_checkpoint, "the policy's initial weights")
     return spec
 
 
@@ -87,7 +87,7 @@ def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> 
     steps, formula = actor_steps(cfg)
     if cfg.run.mode == "rollout_only":
         return cfg.optim
-    optim, parallel = settle_schedule(cfg.optim, steps, formula), cfg.parallel
+    optim, parallel = resolve_schedule(cfg.optim, steps, formula), cfg.parallel
     if cfg.optim.decay_steps is None and optim.schedule != "constant":
         notes.add("optim.decay_steps", steps, formula)
     if cfg.optim.wsd_decay_steps is None and optim.wsd_decay_steps is not None:

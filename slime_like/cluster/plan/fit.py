@@ -27,16 +27,16 @@ def rank_roles(
     world = actor.layout.world_size if needs_trainer else 0
     ranks = tuple((rank,) for rank in range(world))
     first = 0 if colocated else world
-    served = tuple(tuple(range(first + i * e.tp, first + (i + 1) * e.tp)) for i, e in enumerate(engines))
-    if device == "cuda" and colocated and world and engines and served[-1][-1] >= world:
+    engine_devices = tuple(tuple(range(first + i * e.tp, first + (i + 1) * e.tp)) for i, e in enumerate(engines))
+    if device == "cuda" and colocated and world and engines and engine_devices[-1][-1] >= world:
         raise ConfigError(
             f"rollout.num_engines {len(engines)} * rollout.tp {cfg.rollout.tp} = {len(engines) * cfg.rollout.tp} GPUs, "
             f"but the trainer that they share has {world}: set rollout.num_engines={max(1, world // cfg.rollout.tp)}, "
             f"placement.actor_num_gpus_per_node, or placement.mode=split"
         )
     if device == "cpu":
-        ranks, served = tuple(() for _ in ranks), tuple(() for _ in served)
-    roles = (Role("trainer", ranks, actor.layout), Role("engine", served))
+        ranks, engine_devices = tuple(() for _ in ranks), tuple(() for _ in engine_devices)
+    roles = (Role("trainer", ranks, actor.layout), Role("engine", engine_devices))
     return tuple(role for role in roles if role.devices)
 
 

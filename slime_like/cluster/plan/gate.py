@@ -13,7 +13,7 @@ from slime_like.metrics.drift import ROUNDING
 # weights cause far larger differences.
 FLOAT32 = {"cpu": 1e-4, "cuda": 1e-3}  # on a CPU more than ten times the measured value (docs/architecture.md)
 BFLOAT16_PROBE = 0.15
-ANY_NUMBER = float("inf")
+UNLIMITED = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def gates(cfg: TrainConfig, device: str, dtype: str, notes: Notes) -> Gates:
     if dtype == "float32":
         probe = samples = FLOAT32[device]
     else:
-        probe, samples = BFLOAT16_PROBE, ANY_NUMBER
+        probe, samples = BFLOAT16_PROBE, UNLIMITED
         samples_reason = (
             f"single tokens of low probability differ a lot in {dtype}; weights.drift_warning monitors the mean"
         )

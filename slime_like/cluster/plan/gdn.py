@@ -13,7 +13,9 @@ from slime_like.config.schema.resolved import ActorSpec
 from slime_like.config.schema.root import TrainConfig
 
 
-def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machine: Machine, notes: Notes) -> ActorSpec:
+def resolve_gdn(
+    cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machine: Machine, notes: Notes
+) -> ActorSpec:
     """Resolve every open value of ``model.gdn``. Raises ``ConfigError`` if its kernels cannot run here."""
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)
@@ -35,9 +37,9 @@ def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machi
     local = cfg.placement.ray_address is None and machine.kernels is not None and cfg.run.mode != "rollout_only"
     if model is not None and model.gdn is not None and local and machine.kernels is not None:
         check_runtime(config, replace(machine.kernels, device=actor.device), actor.dtype, model.gdn)
-    settled = replace(actor.model, gdn=replace(config, backend=backend, auto_cp=auto_cp))
-    settled.seal()
-    return replace(actor, model=settled)
+    model_config = replace(actor.model, gdn=replace(config, backend=backend, auto_cp=auto_cp))
+    model_config.seal()
+    return replace(actor, model=model_config)
 
 
 def _auto_cp(setting: bool | None, backend: str, actor: ActorSpec) -> tuple[bool, str]:

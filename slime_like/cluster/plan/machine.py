@@ -23,7 +23,7 @@ class Machine:
     memory_bytes: int
     gpu_names: tuple[str, ...]
     kernels: Runtime | None = None  # for Gated DeltaNet; None: not probed
-    here: bool = True  # False: only described, memory_bytes is not a limit
+    is_local: bool = True  # False: only described, memory_bytes is not a limit
 
 
 def probe_machine() -> Machine:
@@ -42,7 +42,7 @@ def described_machine(text: str) -> Machine:
     if match is None:
         raise ConfigError(f"--plan-for {text}: write the number of GPUs, optionally with their name: --plan-for 8xH200")
     count = int(match[1])
-    return Machine(count, CORES_PER_GPU * count, 2**62, (match[2] or "GPU",) * count, here=False)
+    return Machine(count, CORES_PER_GPU * count, 2**62, (match[2] or "GPU",) * count, is_local=False)
 
 
 def cpu_count() -> int:

@@ -9,7 +9,7 @@ from slime_like.cluster.plan.actor import actor_spec
 from slime_like.cluster.plan.advice import advice
 from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
 from slime_like.cluster.plan.gate import Gates, gates
-from slime_like.cluster.plan.gdn import settle_gdn
+from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.types import Decision, Notes, Role
@@ -79,7 +79,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         notes.add("model.dtype", dtype, f"placement.device is {device}")
     context = _context(cfg, model, notes)
     gate = gates(cfg, device, dtype, notes)
-    actor = settle_gdn(cfg, actor_spec(cfg, model, device, dtype, notes), model, machine, notes)
+    actor = resolve_gdn(cfg, actor_spec(cfg, model, device, dtype, notes), model, machine, notes)
     supervised = isinstance(cfg.algo, SftConfig)
     by_layer = cfg.weights.probe_layers and not supervised
     actor = replace(actor, sample_tolerance=gate.samples, drift_by_layer=by_layer)

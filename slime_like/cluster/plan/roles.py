@@ -9,7 +9,7 @@ from pathlib import Path
 from slime_like.checkpoint.record import critic_source
 from slime_like.config.rules.hf import read_hf_config
 from slime_like.config.rules.roles import shape_difference
-from slime_like.config.rules.schedule import settle_schedule
+from slime_like.config.rules.schedule import resolve_schedule
 from slime_like.config.rules.weight_files import check_weights
 from slime_like.config.schema.resolved import ActorSpec, CriticSpec, Layout, TeacherSpec
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
@@ -41,7 +41,7 @@ def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | 
         decay_steps=cfg.optim.decay_steps,
         wsd_decay_steps=cfg.optim.wsd_decay_steps,
     )
-    optim = settle_schedule(optim, steps, warmup_key="critic.lr_warmup_steps")
+    optim = resolve_schedule(optim, steps, warmup_key="critic.lr_warmup_steps")
     optim.seal()
     rank = replace(
         _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout, key, folder)),

@@ -27,13 +27,13 @@ def describe(command: Command, argv: Sequence[str]) -> str:
             return show_plan(argv, command.machine)
 
 
-def show_plan(argv: Sequence[str], elsewhere: str | None = None) -> str:
-    """Return the plan of a command line for this machine, or for the one described by ``elsewhere`` (``8xH200``).
+def show_plan(argv: Sequence[str], description: str | None = None) -> str:
+    """Return the plan of a command line for this machine, or for the one described by ``description`` (``8xH200``).
 
     Files are checked unless ``run.prepare`` will create them.
     """
-    cfg = load_config(argv, files=False, machine=elsewhere is None)
-    machine = probe_machine() if elsewhere is None else described_machine(elsewhere)
+    cfg = load_config(argv, files=False, machine=description is None)
+    machine = probe_machine() if description is None else described_machine(description)
     if cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists():
         check_files(cfg)
     return render_plan(cfg, make_plan(cfg, machine), machine)
@@ -49,7 +49,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
     host = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
-    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {host if machine.here else 'described by --plan-for: its memory is not checked'}"
+    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {host if machine.is_local else 'described by --plan-for: its memory is not checked'}"
     yield ""
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:

@@ -16,7 +16,7 @@ from random import Random
 from ray.actor import ActorHandle
 
 from slime_like.cluster.supervise import process_tree
-from slime_like.cluster.supervise.stacks import living
+from slime_like.cluster.supervise.stacks import live_processes
 from slime_like.cluster.workers.calls import call
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.rollout_actor import RolloutActor
@@ -34,15 +34,16 @@ SIGNALS = {
     "hangup": "SIGHUP",
 }
 VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # prefixes of the other kinds
+# Kinds that affect one process of an engine; the others affect all of them.
 ENGINE_PARTS = {
     "kill_http_server": "http server",
     "kill_detokenizer": "detokenizer",
-}  # other kinds affect the entire engine
+}
 RAY = ("raylet", "gcs", "dashboard_agent", "runtime_env_agent")
 NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # name prefixes of processes that register for stacks
 
 
-def planned(config: ChaosConfig, num_rollout: int) -> list[Fault]:
+def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
     """Return the faults of ``config`` in a run of ``num_rollout`` rollouts. Deterministic."""
     rng = Random(f"chaos {config.seed}")
     drawn = [
@@ -69,21 +70,21 @@ class Chaos:
     engines: Mapping[str, ActorHandle[EngineActor]]
     manager: ActorHandle[RolloutActor] | None = None
     pending: list[Fault] = field(default_factory=list[Fault])
-    strikes: list[InjectedFault] = field(default_factory=list[InjectedFault])
+    injections: list[InjectedFault] = field(default_factory=list[InjectedFault])
     recoveries: list[Recovery] = field(default_factory=list[Recovery])  # after injected and real faults
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def plan(self, num_rollout: int) -> None:
         """Schedule every fault that has not been injected yet."""
-        due = planned(self.config, num_rollout)
-        injected = {strike.fault for strike in faults.read(self.run_dir)[0]} if due else set[str]()
-        self.pending = [fault for fault in due if str(fault) not in injected]
+        scheduled = planned_faults(self.config, num_rollout)
+        injected = {injection.fault for injection in faults.read(self.run_dir)[0]} if scheduled else set[str]()
+        self.pending = [fault for fault in scheduled if str(fault) not in injected]
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
         """Run a phase of the loop; inject its faults after their delay, or at the end of the phase if that is earlier."""
-        due = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
-        timers = [threading.Timer(fault.seconds, self._strike, (fault,)) for fault in due]
+        phase_faults = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
+        timers = [threading.Timer(fault.seconds, self._inject, (fault,)) for fault in phase_faults]
         for timer in timers:
             timer.daemon = True
             timer.start()
@@ -92,10 +93,10 @@ class Chaos:
         finally:
             for timer in timers:
                 timer.cancel()
-        for fault in due:
-            self._strike(fault)
+        for fault in phase_faults:
+            self._inject(fault)
 
-    def recovered(self, recoveries: Sequence[Recovery]) -> None:
+    def record_recoveries(self, recoveries: Sequence[Recovery]) -> None:
         """Record lost engines and their recovery."""
         self.recoveries = faults.newest([*self.recoveries, *recoveries])
         try:
@@ -103,7 +104,7 @@ class Chaos:
         except DataError as error:  # a full disk; the final report includes them
             sys.stderr.write(visible(f"warning: {error}\n"))
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         """Inject a fault once. A second caller waits for the first, so that the phase cannot end before the fault."""
         with self._lock:
             if fault not in self.pending:
@@ -111,56 +112,60 @@ class Chaos:
             self.pending.remove(fault)
             rng = Random(f"{self.config.seed} {fault}")
             if fault.kind in RECOVERED:
-                self._hurt_engine(fault, rng)
+                self._signal_engine(fault, rng)
             elif fault.kind in REWARDS:
-                self._lose_reward_server(fault)
+                self._block_reward_server(fault)
             else:
-                self._signal(fault, rng)
+                self._signal_process(fault, rng)
 
-    def _hurt_engine(self, fault: Fault, rng: Random) -> None:
+    def _signal_engine(self, fault: Fault, rng: Random) -> None:
         if not self.engines:
-            self._note(fault, "", "the run has no engine")
+            self._record(fault, "", "the run has no engine")
             return
         name = rng.choice(sorted(self.engines))
-        self._note(fault, name)
+        self._record(fault, name)
         engine = self.engines[name]
-        call(engine, EngineActor.hurt, _signal_of(fault), ENGINE_PARTS.get(fault.kind, ""))
+        call(engine, EngineActor.inject_fault, _signal_of(fault), ENGINE_PARTS.get(fault.kind, ""))
         if fault.kind == "slow_engine":
-            resume = threading.Timer(self.config.slow_s, call, (engine, EngineActor.hurt, "SIGCONT"))
+            resume = threading.Timer(self.config.slow_s, call, (engine, EngineActor.inject_fault, "SIGCONT"))
             resume.daemon = True
             resume.start()
 
-    def _lose_reward_server(self, fault: Fault) -> None:
+    def _block_reward_server(self, fault: Fault) -> None:
         if self.manager is None:
-            self._note(fault, "", "the run has no reward server")
+            self._record(fault, "", "the run has no reward server")
             return
-        self._note(fault, REWARD_SERVER)
-        call(self.manager, RolloutActor.lose_reward_server, self.config.slow_s)
+        self._record(fault, REWARD_SERVER)
+        call(self.manager, RolloutActor.block_reward_server, self.config.slow_s)
 
-    def _signal(self, fault: Fault, rng: Random) -> None:
+    def _signal_process(self, fault: Fault, rng: Random) -> None:
         assert fault.kind in FATAL | WORKERS
         victim = fault.kind.partition("_")[2]
         processes = {"driver": os.getpid()}
         if victim in RAY:
             process_name = victim.replace("_", " ").replace("gcs", "gcs_server")
             processes = {
-                name: pid for name, pid in process_tree.of_ray().items() if name.replace("-", " ") == process_name
+                name: pid
+                for name, pid in process_tree.ray_processes().items()
+                if name.replace("-", " ") == process_name
             }
         elif victim == "reward_worker":
             processes = {f"reward worker {pid}": pid for pid in process_tree.reward_workers()}
         elif (prefix := NAMES.get(victim)) is not None:
-            processes = {name: pid for name, pid in living(self.run_dir / "stacks").items() if name.startswith(prefix)}
+            processes = {
+                name: pid for name, pid in live_processes(self.run_dir / "stacks").items() if name.startswith(prefix)
+            }
         if not processes:
-            self._note(fault, "", "no such process on the driver's node")
+            self._record(fault, "", "no such process on the driver's node")
             return
         name = rng.choice(sorted(processes))
-        self._note(fault, name)
+        self._record(fault, name)
         os.kill(processes[name], signal.Signals[_signal_of(fault)])
 
-    def _note(self, fault: Fault, target: str, note: str = "") -> None:
-        strike = InjectedFault(str(fault), target, time.time(), note)
-        self.strikes.append(strike)
-        faults.append(self.run_dir, strike)
+    def _record(self, fault: Fault, target: str, note: str = "") -> None:
+        injection = InjectedFault(str(fault), target, time.time(), note)
+        self.injections.append(injection)
+        faults.append(self.run_dir, injection)
 
 
 def _signal_of(fault: Fault) -> str:
@@ -168,18 +173,18 @@ def _signal_of(fault: Fault) -> str:
 
 
 def report_lines(
-    strikes: Sequence[InjectedFault], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()
+    injections: Sequence[InjectedFault], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()
 ) -> list[str]:
     """Return the recovery report: a summary and one line per fault; empty if there were none.
 
     ``pending`` are the faults that were not injected.
     """
-    outcomes = faults.outcomes(strikes, recoveries)
+    outcomes = faults.outcomes(injections, recoveries)
     if not (outcomes or pending):
         return []
     engines = [recovery for recovery in recoveries if recovery.engine != REWARD_SERVER]
-    back = sum(bool(recovery.joined) for recovery in engines)
-    head = f"faults: {len(strikes)} injected, {len(engines)} engines lost, {back} of them serving again"
+    num_serving = sum(bool(recovery.joined) for recovery in engines)
+    head = f"faults: {len(injections)} injected, {len(engines)} engines lost, {num_serving} of them serving again"
     results = [f"  {outcome.fault} on {outcome.target or 'nothing'}: {outcome.result}" for outcome in outcomes]
     return [
         head,

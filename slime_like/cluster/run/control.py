@@ -58,8 +58,9 @@ class Control:
     _status: RunStatus = field(default_factory=lambda: RunStatus(0, 0))
     _open: dict[Request, ControlReply] = field(default_factory=dict[Request, ControlReply])  # seen but unanswered
     _signalled: float | None = None
-    _stuck: set[tuple[str, tuple[int, int]]] = field(default_factory=set[tuple[str, tuple[int, int]]])  # not removable
-    _troubles: set[str] = field(default_factory=set[str])
+    # Name and identity of files that could not be removed.
+    _unremovable: set[tuple[str, tuple[int, int]]] = field(default_factory=set[tuple[str, tuple[int, int]]])
+    _warnings: set[str] = field(default_factory=set[str])
     _previous_handler: Any = None
 
     @property
@@ -67,26 +68,26 @@ class Control:
         """Folder of requests."""
         return self.run_dir / FOLDER
 
-    def open(self, step: int, num_steps: int) -> None:
+    def open(self, num_trained: int, num_rollouts: int) -> None:
         """Drop requests from before the run started and install the SIGUSR2 handler."""
-        self._status = RunStatus(step, num_steps)
+        self._status = RunStatus(num_trained, num_rollouts)
         self._drop("it was requested before this run started")
         self._previous_handler = signal.signal(signal.SIGUSR2, self._on_signal)
         self._write()
 
-    def read(self, step: int) -> tuple[Request, ...]:
-        """Return each request since the last call once; ``step`` is the number of trained rollouts."""
-        self._status = replace(self._status, step=step)
+    def read(self, num_trained: int) -> tuple[Request, ...]:
+        """Return each request since the last call once; ``num_trained`` is the number of trained rollouts."""
+        self._status = replace(self._status, step=num_trained)
         for request, time_s, by in self._take():
-            self._open[request] = ControlReply(request, time_s, SEEN, step, by=by)
+            self._open[request] = ControlReply(request, time_s, SEEN, num_trained, by=by)
         for answer in self._open.values():
-            self._settle(answer)
+            self._report(answer)
         self._write()
         return tuple(request for request in Request if request in self._open)
 
     def answer(self, request: Request, detail: str, *, failed: bool = False) -> None:
         """Report the result of a request that ``read`` returned."""
-        self._settle(replace(self._open.pop(request), state=FAILED if failed else DONE, detail=detail))
+        self._report(replace(self._open.pop(request), state=FAILED if failed else DONE, detail=detail))
 
     def close(self) -> None:
         """Answer all open requests and restore the signal handler."""
@@ -103,7 +104,7 @@ class Control:
         del number, frame
         self._signalled = time.time()
 
-    def _settle(self, answer: ControlReply) -> None:
+    def _report(self, answer: ControlReply) -> None:
         self._status = self._status.with_answer(answer)
         by = f" (requested by {answer.by})" if answer.by else ""
         self.say(f"control: {answer.request}{by}: {answer.state}{f': {answer.detail}' if answer.detail else ''}")
@@ -111,7 +112,7 @@ class Control:
 
     def _drop(self, detail: str) -> None:
         for request, time_s, by in self._take():
-            self._settle(ControlReply(request, time_s, DROPPED, self._status.step, detail, by))
+            self._report(ControlReply(request, time_s, DROPPED, self._status.step, detail, by))
 
     def _take(self) -> Iterator[tuple[Request, float, str]]:
         """Remove the files of the folder; yield (request, time, user if not ours) of each file and of the signal."""
@@ -120,7 +121,7 @@ class Control:
             self._signalled = None
         unknown: list[_File] = []
         for file in self._files():
-            if (file.name, file.identity) in self._stuck or not self._removed(file):
+            if (file.name, file.identity) in self._unremovable or not self._removed(file):
                 continue
             if file.is_folder or file.name not in set(Request):
                 unknown.append(file)
@@ -134,14 +135,14 @@ class Control:
         names = ", ".join(ascii(file.name)[:MAX_NAME_LEN] for file in files[:MAX_NAMES])
         further = f" and {len(files) - MAX_NAMES} more" if len(files) > MAX_NAMES else ""
         detail = f"unknown request: create an empty file named one of {', '.join(sorted(Request))}"
-        self._settle(ControlReply(f"{names}{further}", files[0].written, UNKNOWN, self._status.step, detail))
+        self._report(ControlReply(f"{names}{further}", files[0].written, UNKNOWN, self._status.step, detail))
 
     def _files(self) -> list[_File]:
         try:
             self.folder.mkdir(exist_ok=True)
-            return [file for entry in sorted(self.folder.iterdir()) for file in _look_at(entry)]
+            return [file for entry in sorted(self.folder.iterdir()) for file in _read_entry(entry)]
         except OSError as error:
-            self._trouble(f"{self.folder} cannot be read ({error.strerror}): requests wait until it can be read")
+            self._warn(f"{self.folder} cannot be read ({error.strerror}): requests wait until it can be read")
             return []
 
     def _removed(self, file: _File) -> bool:
@@ -152,23 +153,23 @@ class Control:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._stuck.add((file.name, file.identity))
-            self._trouble(f"{str(path)!a} cannot be removed ({error.strerror}): the request is handled only once")
+            self._unremovable.add((file.name, file.identity))
+            self._warn(f"{str(path)!a} cannot be removed ({error.strerror}): the request is handled only once")
         return True
 
     def _write(self) -> None:
         try:
             write_status(self.run_dir, self._status)
         except OSError as error:
-            self._trouble(f"{self.run_dir / 'status.json'} cannot be written ({error.strerror})")
+            self._warn(f"{self.run_dir / 'status.json'} cannot be written ({error.strerror})")
 
-    def _trouble(self, text: str) -> None:
-        if text not in self._troubles:
-            self._troubles.add(text)
+    def _warn(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
             self.say(f"control: {text}")
 
 
-def _look_at(path: Path) -> Iterator[_File]:
+def _read_entry(path: Path) -> Iterator[_File]:
     """Yield the entry with its lstat, but nothing for hidden files (editors, NFS) and files removed in the meantime."""
     if path.name.startswith("."):
         return

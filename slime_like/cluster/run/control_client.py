@@ -14,7 +14,7 @@ from slime_like.util.deadline import Deadline
 POLL_S = 0.2
 
 
-def living(run_dir: Path) -> RunStatus:
+def read_live_status(run_dir: Path) -> RunStatus:
     """Return the status of a live run. Raises ``DataError`` if the folder is not a run's or the run has ended."""
     status = read_status(run_dir)
     if status is None:
@@ -24,7 +24,7 @@ def living(run_dir: Path) -> RunStatus:
     return status
 
 
-def ask(run_dir: Path, request: Request) -> float:
+def send_request(run_dir: Path, request: Request) -> float:
     """Send ``request``; return its time in seconds since the epoch, by which the reply identifies it.
 
     An identical unread request is reused, with its time. Raises ``DataError`` naming the file that cannot be written.
@@ -42,12 +42,12 @@ def ask(run_dir: Path, request: Request) -> float:
         os.close(file)
 
 
-def wait_for_answer(run_dir: Path, request: Request, asked: float, deadline: Deadline) -> ControlReply:
+def wait_for_answer(run_dir: Path, request: Request, requested_at: float, deadline: Deadline) -> ControlReply:
     """Wait for the reply to a request. Raises ``DataError`` if the run ends without one, or ``DeadlineExceeded``."""
     while True:
         status = read_status(run_dir)
         for answer in () if status is None else status.requests:
-            if answer.request == request and answer.asked >= asked and answer.state != SEEN:
+            if answer.request == request and answer.asked >= requested_at and answer.state != SEEN:
                 return answer
         if status is None or not status.alive:
             raise DataError(f"{run_dir}: the run ended without an answer to {request}")

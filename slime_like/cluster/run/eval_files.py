@@ -15,14 +15,14 @@ from slime_like.checkpoint.files import write_text
 from slime_like.rollout.generate.evaluate import EvalAnswer
 
 
-def answers_path(run_dir: Path, step: int) -> Path:
-    """Return the file of the evaluation after ``step`` rollouts."""
-    return run_dir / "eval" / f"step_{step:07d}.jsonl"
+def answers_path(run_dir: Path, num_trained: int) -> Path:
+    """Return the file of the evaluation after ``num_trained`` rollouts."""
+    return run_dir / "eval" / f"step_{num_trained:07d}.jsonl"
 
 
-def write_answers(path: Path, step: int, answers: Sequence[EvalAnswer]) -> None:
+def write_answers(path: Path, num_trained: int, answers: Sequence[EvalAnswer]) -> None:
     """Write ``answers`` with a column ``step``, completely or not at all. A resumed run overwrites steps it repeats."""
-    rows = [{"step": step, **asdict(answer)} for answer in answers]
+    rows = [{"step": num_trained, **asdict(answer)} for answer in answers]
     write_text(
         path, "".join(json.dumps({name: _readable(value) for name, value in row.items()}) + "\n" for row in rows)
     )

@@ -13,14 +13,14 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from slime_like.checkpoint.files import write_text
-from slime_like.cluster.workers.calls import call, is_answered, wait_first
+from slime_like.cluster.workers.calls import call, is_ready, wait_first
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.errors import CheckpointError, DataError
-from slime_like.rollout.collect.state import in_flight_path, made_path
-from slime_like.rollout.generate.evaluate import Evaluated
-from slime_like.rollout.manager import Collected
+from slime_like.rollout.collect.state import generated_path, in_flight_path
+from slime_like.rollout.generate.evaluate import EvalResult
+from slime_like.rollout.manager import CollectedRollout
 from slime_like.types import SampleGroup
 from slime_like.util.deadline import Deadline
 from slime_like.util.reading import Count, InputFile
@@ -29,8 +29,8 @@ FIX = "resume from another checkpoint, or start over with another run.dir"
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A rollout collected ahead of training, without its groups."""
+class _SavedRollout:
+    """A rollout that was generated ahead of training, without its groups."""
 
     rollout_id: Count
     groups: tuple[()]
@@ -41,20 +41,20 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedState:
     """``state_<N>.json`` of a run with engines."""
 
     next_rollout: Count
     cursor: dict[str, Any]
-    made: tuple[_Made, ...]
+    made: tuple[_SavedRollout, ...]
     in_flight: Count = 0
 
 
 class Rollout(Protocol):
     """Source of a run's rollouts, with state that survives a restart."""
 
-    def collect(self, rollout_id: int) -> Collected: ...
-    def evaluate(self) -> Evaluated: ...
+    def collect(self, rollout_id: int) -> CollectedRollout: ...
+    def evaluate(self) -> EvalResult: ...
     def save(self, folder: Path, next_rollout: int) -> None: ...
     def load(self, folder: Path, next_rollout: int) -> None: ...
 
@@ -63,19 +63,21 @@ class Rollout(Protocol):
 class EngineRollout:
     """Engines behind a rollout manager.
 
-    If no engine is serving while a rollout is awaited, ``feed`` pushes weights to restarted engines.
+    If no engine is serving while a rollout is awaited, ``push_weights`` pushes weights to restarted engines.
     """
 
     manager: ActorHandle[RolloutActor]
     deadline_s: float
-    feed: Callable[[], object] = lambda: None
-    _starved: ObjectRef[None] | None = None  # pending call to the manager that returns when an engine needs weights
+    push_weights: Callable[[], object] = lambda: None
+    _starved_call: ObjectRef[None] | None = (
+        None  # pending call to the manager that returns when an engine needs weights
+    )
 
-    def collect(self, rollout_id: int) -> Collected:
+    def collect(self, rollout_id: int) -> CollectedRollout:
         """Return the groups of one rollout."""
         return self._call(RolloutActor.collect, rollout_id)
 
-    def evaluate(self) -> Evaluated:
+    def evaluate(self) -> EvalResult:
         """Return metrics ``eval/<dataset>`` and answers under the engines' weights."""
         return self._call(RolloutActor.evaluate)
 
@@ -92,18 +94,18 @@ class EngineRollout:
         self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         deadline = Deadline("driver", method.__name__, self.deadline_s)
-        if self._starved is not None and is_answered(self._starved):
-            self._starved = None  # stale: the loop may have pushed since
+        if self._starved_call is not None and is_ready(self._starved_call):
+            self._starved_call = None  # stale: the loop may have pushed since
         ref = call(self.manager, method, *args, **kwargs)
         while True:
-            if self._starved is None:
-                self._starved = call(self.manager, RolloutActor.starved)
-            pending: dict[str, ObjectRef[Any]] = {"rollout manager": ref, "its engines": self._starved}
+            if self._starved_call is None:
+                self._starved_call = call(self.manager, RolloutActor.wait_until_starved)
+            pending: dict[str, ObjectRef[Any]] = {"rollout manager": ref, "its engines": self._starved_call}
             name, result = wait_first(pending, deadline)
             if name == "rollout manager":
                 return result
-            self._starved = None
-            self.feed()
+            self._starved_call = None
+            self.push_weights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,14 @@ class ReplayRollout:
 
     dumps: Path
 
-    def collect(self, rollout_id: int) -> Collected:
+    def collect(self, rollout_id: int) -> CollectedRollout:
         """Return the dumped rollout of this id."""
         started = time.time()
-        return Collected(load_groups(rollout_path(self.dumps, rollout_id)), started, time.time(), ())
+        return CollectedRollout(load_groups(rollout_path(self.dumps, rollout_id)), started, time.time(), ())
 
-    def evaluate(self) -> Evaluated:
+    def evaluate(self) -> EvalResult:
         """Return no metrics: there is no engine."""
-        return Evaluated()
+        return EvalResult()
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """Do nothing: the rollout id is the only state."""
@@ -135,15 +137,15 @@ class DemonstrationRollout:
     demonstrations: Demonstrations
     rows_per_rollout: int
 
-    def collect(self, rollout_id: int) -> Collected:
+    def collect(self, rollout_id: int) -> CollectedRollout:
         """Return the next rows as groups of one sample."""
         started = time.time()
         groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
-        return Collected(tuple(groups), started, time.time(), ())
+        return CollectedRollout(tuple(groups), started, time.time(), ())
 
-    def evaluate(self) -> Evaluated:
+    def evaluate(self) -> EvalResult:
         """Return no metrics: there is no engine."""
-        return Evaluated()
+        return EvalResult()
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """Save the cursor."""
@@ -176,14 +178,14 @@ def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
     state = file.json_object()
     if "made" not in state:  # from a run without engines, which has no groups
         return state
-    saved = file.typed(state, _Saved)
-    ahead = [rollout.rollout_id for rollout in saved.made]
-    if saved.next_rollout != next_rollout or ahead != [next_rollout + k for k in range(len(ahead))]:
+    saved = file.typed(state, _SavedState)
+    generated_ids = [rollout.rollout_id for rollout in saved.made]
+    if saved.next_rollout != next_rollout or generated_ids != [next_rollout + k for k in range(len(generated_ids))]:
         raise file.refused(
-            f"is for rollout {saved.next_rollout}, with {ahead} generated ahead, not for rollout {next_rollout}"
+            f"is for rollout {saved.next_rollout}, with {generated_ids} generated ahead, not for rollout {next_rollout}"
         )
     leftover = _leftover(folder, next_rollout)
-    for path in (leftover, *(made_path(leftover, rollout.rollout_id) for rollout in saved.made)):
+    for path in (leftover, *(generated_path(leftover, rollout.rollout_id) for rollout in saved.made)):
         _saved_groups(path)
     if saved.in_flight:
         in_flight_groups = _saved_groups(in_flight_path(leftover))
@@ -210,4 +212,4 @@ def _saved_groups(path: Path) -> tuple[SampleGroup, ...]:
     try:
         return load_groups(path)
     except DataError as error:
-        raise CheckpointError(f"{path}: groups of this checkpoint are missing or torn ({error}): {FIX}") from error
+        raise CheckpointError(f"{path}: groups of this checkpoint are missing or damaged ({error}): {FIX}") from error

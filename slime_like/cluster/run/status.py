@@ -40,9 +40,8 @@ class RunStatus:
     time: float = field(default_factory=time.time)  # last update, s since the epoch
     host: str = field(default_factory=socket.gethostname)
     pid: Count = field(default_factory=os.getpid)
-    started: str = field(
-        default_factory=lambda: start_time(os.getpid())
-    )  # distinguishes the process from a later one with the same id
+    # Distinguishes the process from a later one with the same id.
+    started: str = field(default_factory=lambda: start_time(os.getpid()))
     requests: tuple[ControlReply, ...] = ()  # oldest first
 
     @property

@@ -24,12 +24,11 @@ class StopRequest:
 
     def install(self) -> None:
         """Install the signal handlers of the main thread."""
-        handled = [
-            number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-        ]  # nohup ignores SIGHUP
+        # nohup ignores SIGHUP.
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
 
-    def hold(self) -> None:
+    def ignore_signals(self) -> None:
         """Ignore signals from now on: the run is being torn down."""
         self._closing = True
 

@@ -22,7 +22,7 @@ from slime_like.rollout.pool.probe import TrainerScores
 from slime_like.util.deadline import Deadline
 from slime_like.weight_sync import manifest
 
-ABORT_S = 15.0  # above the limits that rollout.pool.push sets for each half
+ABORT_S = 15.0  # above the limits that rollout.pool.pool_update sets for each half
 
 
 class Sync(Protocol):
@@ -60,14 +60,14 @@ class EngineSync:
 
         On failure all engine locks are released before the error propagates.
         """
-        losses = 0
+        num_losses = 0
         try:
             while True:
                 try:
                     return self._push(version)
                 except EngineLost:
-                    losses += 1
-                    if losses > self.max_losses:
+                    num_losses += 1
+                    if num_losses > self.max_losses:
                         raise
         except BaseException:
             with contextlib.suppress(SlimeLikeError):  # the original failure matters more than a failed abort
@@ -83,7 +83,7 @@ class EngineSync:
             self._call(RolloutActor.skip_push, version)
         else:
             engines = self._call(RolloutActor.begin_push)
-            sent = self.trainer.push(engines, self.transport)
+            sent = self.trainer.send_weights(engines, self.transport)
             manifest.check(version, self.manifest, sent)
             self._call(RolloutActor.commit_push, version)
         return self._probe(version)
@@ -95,14 +95,14 @@ class EngineSync:
         if not probe_scores:
             return ()
         trainer = TrainerScores(probe_scores, self.max_score_tokens)
-        trainer.take([self.trainer.score(rows) for rows in trainer.rows])
+        trainer.set_columns([self.trainer.score(rows) for rows in trainer.rows])
         metrics = [
             metric for scores in probe_scores for metric in probe.check(scores, trainer, version, self.tolerance)
         ]
         if self.config.probe_layers:
             for kind in (*self.trainer.layer_kinds(), "all"):
-                trainer.take([self.trainer.score(rows, kind) for rows in trainer.rows])
-                metrics += [metric for scores in probe_scores for metric in probe.by_kind(scores, trainer, kind)]
+                trainer.set_columns([self.trainer.score(rows, kind) for rows in trainer.rows])
+                metrics += [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, kind)]
         return tuple(metrics)
 
     def _call[**P, R](

@@ -31,7 +31,7 @@ from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric, RunWarning, reduce_metrics
 from slime_like.metrics.view import evaluations
 from slime_like.printable import visible
-from slime_like.rollout.manager import Collected
+from slime_like.rollout.manager import CollectedRollout
 from slime_like.types import StepStats
 
 PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of chaos.faults
@@ -99,9 +99,9 @@ class Run:
         with self.spans(name), self.chaos(PHASES.get(name, name), self.rollout_id):
             yield
 
-    def assemble(self, rollout_id: int, collected: Collected) -> TrainBatch:
+    def assemble(self, rollout_id: int, collected: CollectedRollout) -> TrainBatch:
         """Assemble the train batch of a rollout. With ``run.dump_rollouts``, score some samples first."""
-        self.chaos.recovered(collected.recovered)  # before this rollout's step or push, which may end the run
+        self.chaos.record_recoveries(collected.recovered)  # before this rollout's step or push, which may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
         self.token_table = None
         if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":
@@ -112,7 +112,7 @@ class Run:
         return batch
 
     def finish_rollout(
-        self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]
+        self, rollout_id: int, collected: CollectedRollout, stats: StepStats, probe_metrics: tuple[Metric, ...]
     ) -> None:
         """Dump, evaluate, log and save, where each is due or requested."""
         if rollout_id == self.first_rollout:
@@ -125,7 +125,12 @@ class Run:
             sys.stderr.write(visible(f"warning: {warning}\n"))
             self.sink.warn(num_trained, warning)
         self.num_empty += not collected.groups
-        metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
+        metrics = [
+            *group_metrics(collected.groups, stats.version - 1),
+            *collected.metrics,
+            *stats.metrics,
+            *probe_metrics,
+        ]
         if self.assembly.overlong is not None:
             metrics += self.assembly.overlong.metrics(collected.groups)
         if self.engine_ranks:
@@ -133,14 +138,14 @@ class Run:
             seconds = max(collected.stopped - collected.started, 1e-9)
             metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
         requests = self.control.read(num_trained)
-        if self._eval_due(num_trained) or Request.EVAL in requests:
-            evaluated = self._evaluate(num_trained)
-            metrics += evaluated
+        if self._is_eval_due(num_trained) or Request.EVAL in requests:
+            eval_metrics = self._evaluate(num_trained)
+            metrics += eval_metrics
             if Request.EVAL in requests:
-                self._answer_eval(evaluated)
+                self._answer_eval(eval_metrics)
         self._log(num_trained, metrics)
-        self._save_due(num_trained)
-        self._obey(requests, num_trained)
+        self._save_if_due(num_trained)
+        self._handle_requests(requests, num_trained)
 
     def _name_kernels(self) -> None:
         """Print the kernels used in the first rollout."""
@@ -148,7 +153,7 @@ class Run:
             for line in self.trainer.kernels():
                 sys.stdout.write(visible(f"{self.cfg.run.name}: {line}\n"))
 
-    def _dump(self, rollout_id: int, collected: Collected) -> None:
+    def _dump(self, rollout_id: int, collected: CollectedRollout) -> None:
         """Write the rollout's groups, and the token table of some samples with their advantages."""
         folder = self.run_dir / "rollouts"
         with tolerate_full_disk(path := rollout_path(folder, rollout_id), self.cfg.run):
@@ -163,7 +168,7 @@ class Run:
         scores = ", ".join(f"{name} {value:.3f}" for name, value in evaluations(reduce_metrics(metrics)).items())
         self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
 
-    def _obey(self, requests: tuple[Request, ...], num_trained: int) -> None:
+    def _handle_requests(self, requests: tuple[Request, ...], num_trained: int) -> None:
         """Handle requests for a checkpoint (complete on return), a report, or a stop."""
         if Request.SAVE in requests:
             with self.timer("save"):
@@ -177,9 +182,9 @@ class Run:
             path, problem = try_report(self.run_dir)
             self.control.answer(Request.REPORT, problem if path is None else path.name, failed=path is None)
         if Request.STOP in requests:
-            self._stop(num_trained)
+            self._handle_stop(num_trained)
 
-    def _stop(self, num_trained: int) -> None:
+    def _handle_stop(self, num_trained: int) -> None:
         """Stop after this rollout. The checkpoint is written before the reply, so the caller can safely shut the machine down."""
         self.stop.requested = True
         with self.timer("save"):
@@ -192,7 +197,7 @@ class Run:
             Request.STOP, f"the run ends after {num_trained} rollouts{checkpoint_text}", failed=saves and not complete
         )
 
-    def _save_due(self, num_trained: int) -> None:
+    def _save_if_due(self, num_trained: int) -> None:
         """Save and export if due; name a pending checkpoint the latest once it is complete."""
         run = self.cfg.run
         with self.timer("save"):
@@ -204,36 +209,35 @@ class Run:
                 with tolerate_full_disk(folder := hf_folder(self.run_dir, num_trained), self.cfg.run):
                     self.trainer.export_hf(folder)
 
-    def _eval_due(self, num_trained: int) -> bool:
+    def _is_eval_due(self, num_trained: int) -> bool:
         interval = self.cfg.evaluation.interval
         return num_trained == self.cfg.loop.num_rollout or (interval is not None and num_trained % interval == 0)
 
-    def _evaluate(self, step: int) -> tuple[Metric, ...]:
-        """Evaluate after ``step`` rollouts and write the answers to a file."""
+    def _evaluate(self, num_trained: int) -> tuple[Metric, ...]:
+        """Evaluate after ``num_trained`` rollouts and write the answers to a file."""
         self.trainer.rest()
         with self.timer("eval"):
-            evaluated = self.rollout.evaluate()
-        if evaluated.answers:
-            path = answers_path(self.run_dir, step)
+            eval_result = self.rollout.evaluate()
+        if eval_result.answers:
+            path = answers_path(self.run_dir, num_trained)
             try:
-                write_answers(path, step, evaluated.answers)
+                write_answers(path, num_trained, eval_result.answers)
             except OSError as error:  # a full disk; the metrics are still logged
                 sys.stderr.write(
                     visible(f"warning: {path}: the evaluation's answers were not written ({error.strerror})\n")
                 )
-        return evaluated.metrics
+        return eval_result.metrics
 
-    def _log(self, step: int, metrics: list[Metric]) -> None:
+    def _log(self, num_trained: int, metrics: list[Metric]) -> None:
         spans = self.spans.drain()
         metrics += [Last(f"perf/{name}_time", stop - start) for name, (start, stop) in spans.items()]
-        loop_spans = [
-            span for name, span in spans.items() if name != "rollout"
-        ]  # generation may have begun in an earlier step
+        # Generation may have begun in an earlier step.
+        loop_spans = [span for name, span in spans.items() if name != "rollout"]
         if loop_spans:
             metrics.append(
                 Last("perf/step_time", max(stop for _, stop in loop_spans) - min(start for start, _ in loop_spans))
             )
-        self.sink.log(step, reduce_metrics(metrics), spans)
+        self.sink.log(num_trained, reduce_metrics(metrics), spans)
 
 
 def hf_folder(run_dir: Path, num_trained: int) -> Path:

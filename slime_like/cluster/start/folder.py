@@ -15,7 +15,7 @@ from slime_like.util.reading import reason
 
 
 @contextmanager
-def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
+def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
     """Lock ``run_dir`` for this run; the kernel releases the lock when the process ends.
 
     Raises ``ConfigError`` if it cannot be written or is locked by a live run.

@@ -60,7 +60,7 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
     check_reward(cfg.reward)
     supervised = not plan.needs_engines
     needs_label = _every_row_needs_label if supervised else label_rule(cfg.reward)
-    begun = cfg.rollout.over_sampling_batch_size or cfg.rollout.batch_size
+    num_started = cfg.rollout.over_sampling_batch_size or cfg.rollout.batch_size
 
     def context(path: str, dataset: str, key: str) -> SourceContext:
         return SourceContext(
@@ -75,8 +75,8 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
             key=key,
             vocab_size=vocab_size,
             supervised=supervised,
-            batch_size=begun,
-            max_prompts=begun * (1 + cfg.rollout.max_refills),
+            batch_size=num_started,
+            max_prompts=num_started * (1 + cfg.rollout.max_refills),
         )
 
     factory: Any = resolve("data.source", cfg.data.source, names.DATA_SOURCES)
@@ -92,9 +92,9 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
     return RunInputs(tokenizer, stops, train, heldout, advice)
 
 
-def _heldout(cfg: TrainConfig, chosen: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
+def _heldout(cfg: TrainConfig, dataset: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
     """Read all prompts of a held-out set; its column names default to those of the training data."""
-    return FileSource(chosen.columns(cfg.data), replace(context, rm_type=chosen.rm_type)).prompts
+    return FileSource(dataset.columns(cfg.data), replace(context, rm_type=dataset.rm_type)).prompts
 
 
 def _check_dumps(cfg: TrainConfig, folder: Path) -> None:

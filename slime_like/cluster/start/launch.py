@@ -14,13 +14,13 @@ from typing import Any
 from slime_like.cluster.plan.guard import ring_folder
 from slime_like.cluster.plan.planner import Plan, make_plan, probe_machine
 from slime_like.cluster.plan.verify import verify_starts
-from slime_like.cluster.run.chaos import planned
+from slime_like.cluster.run.chaos import planned_faults
 from slime_like.cluster.run.checkpoints import remove_leftovers
 from slime_like.cluster.run.control import Control
 from slime_like.cluster.run.rollouts import check_cursor
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.training_run import Run
-from slime_like.cluster.start.folder import claimed
+from slime_like.cluster.start.folder import claim_folder
 from slime_like.cluster.start.identity import run_record
 from slime_like.cluster.start.inputs import RunInputs, load_inputs
 from slime_like.cluster.start.limits import check_limits
@@ -51,7 +51,7 @@ def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> Run
     inputs = load_inputs(cfg, plan)
     if first and inputs.source is not None:
         check_cursor(checkpoint_folder(cfg, run_dir), first, inputs.source)
-    if planned(cfg.chaos, cfg.loop.num_rollout):
+    if planned_faults(cfg.chaos, cfg.loop.num_rollout):
         faults.read(run_dir)
     return inputs
 
@@ -66,9 +66,9 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     run_dir = Path(cfg.run.dir).resolve()
     first, record = _check_checkpoints(cfg, run_dir)
     inputs = _read_inputs(cfg, plan, run_dir, first)
-    with claimed(cfg, run_dir):
+    with claim_folder(cfg, run_dir):
         remove_leftovers(run_dir)
-        supervised.claimed(run_dir, ring_folder(cfg.run.dir))
+        supervised.report_run_dir(run_dir, ring_folder(cfg.run.dir))
         sink = _open(cfg, run_dir, first)
         stop, control = StopRequest(), Control(run_dir, sink.note)
         cluster = Cluster(cfg, plan, run_dir, Progress(partial(_say, cfg)), partial(_say, cfg))
@@ -85,13 +85,13 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             yield run
             code = 0
         except Exception as error:
-            explained = _explained(cfg, run_dir, error, cluster)
-            explained.say()  # before the processes are stopped, which may take long or fail
-            code = exit_code(explained)
-            raise explained from error
+            full_error = _error_with_bundle(cfg, run_dir, error, cluster)
+            full_error.say()  # before the processes are stopped, which may take long or fail
+            code = exit_code(full_error)
+            raise full_error from error
         finally:
-            supervised.ending(code)
-            stop.hold()
+            supervised.report_teardown(code)
+            stop.ignore_signals()
             with ExitStack() as teardown:  # each runs even if another fails; processes are stopped first
                 teardown.callback(stop.restore)  # runs last: another signal must not interrupt the other callbacks
                 teardown.callback(_report, cfg, run_dir)
@@ -108,10 +108,10 @@ def _planned(cfg: TrainConfig) -> Plan:
     return plan
 
 
-def _explained(cfg: TrainConfig, run_dir: Path, error: Exception, cluster: Cluster) -> SlimeLikeError:
+def _error_with_bundle(cfg: TrainConfig, run_dir: Path, error: Exception, cluster: Cluster) -> SlimeLikeError:
     """Write the crash bundle and return the error with details from the processes."""
     if isinstance(error, (WorkerError, EngineError)):
-        supervised.clear_ray()
+        supervised.confirm_ray()
     deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
     waiting_ranks = (
         forensics.report(ring_folder(cfg.run.dir)) if isinstance(error, (WorkerError, DeadlineExceeded)) else ""

@@ -14,9 +14,8 @@ SHARED = Path("/dev/shm")
 MIN_FILES = 1024  # raylet and an engine open a few hundred each
 WANTED_FILES = 65_536
 MIN_ADDRESSES = 16 * 2**30  # the driver of a run on a CPU maps 8 GB: Ray's object store, thread stacks
-MIN_SHARED = (
-    16 * 2**20
-)  # rings of the ranks, SGLang's segments; Ray moves its object store if there is too little space
+# Rings of the ranks, SGLang's segments; Ray moves its object store if there is too little space.
+MIN_SHARED = 16 * 2**20
 
 
 def check_limits(device: str) -> None:
@@ -24,11 +23,11 @@ def check_limits(device: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _finite(soft) < WANTED_FILES and soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(_finite(hard), WANTED_FILES)), hard))
-    if problems := list(too_low(device)):
+    if problems := list(limits_too_low(device)):
         raise ConfigError("\n".join(problems))
 
 
-def too_low(device: str) -> Iterator[str]:
+def limits_too_low(device: str) -> Iterator[str]:
     """Yield one line per limit that is too low, with its value, the requirement and the fix."""
     files = _limit(resource.RLIMIT_NOFILE)
     if files < MIN_FILES:

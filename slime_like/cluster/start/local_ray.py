@@ -34,11 +34,11 @@ CONNECT_S = 10.0
 JOIN_S = 60.0
 ESSENTIAL = ("raylet", "gcs_server")  # Ray ends without these, or without the agents of the raylet
 PREFIX = "slime_like-"
-SHORT = "/tmp"  # for Ray's files if TMPDIR is too long for a unix socket
+SHORT_FOLDER = "/tmp"  # for Ray's files if TMPDIR is too long for a unix socket
 SOCKET_BYTES = 107
 ADDED_BYTES = len(f"/{PREFIX}12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 REMOVE_S = 5.0  # for Ray processes that still write logs
-LATE = "timed out during startup"  # message of a plain Exception: Ray gives its node 30 s, not configurable
+TIMEOUT_TEXT = "timed out during startup"  # message of a plain Exception: Ray gives its node 30 s, not configurable
 
 _folders: list[Path] = []  # private folders of the Ray that this process has started
 
@@ -51,19 +51,22 @@ def start(namespace: str) -> None:
     _stay_on_loopback()
     folder = _private_folder()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default 15 lets other processes starve the run
-    # Otherwise an exiting actor kills its children before they remove their shared memory (rollout.engine.server does).
+    # Otherwise an exiting actor kills its children before they remove their shared memory (rollout.engine.main does).
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
     # In the environment, which only this user can read: Ray would write it world-readable to ~/.ray/auth_token.
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     deadline = Deadline("driver", "placement", SECONDS)
-    tries = Retrying(
-        retry=retry_if_exception(_is_late), stop=stop_after_delay(deadline.limit), before_sleep=_clear, reraise=True
+    retrying = Retrying(
+        retry=retry_if_exception(_timed_out),
+        stop=stop_after_delay(deadline.limit),
+        before_sleep=_end_before_retry,
+        reraise=True,
     )
     try:
         within = Deadline("driver", "placement", SECONDS + TRY_S)
         with keep_sigterm(), supervised.limit(within, "Ray to start on this machine", at_once=True):
-            tries(
+            retrying(
                 ray.init,
                 address="local",
                 namespace=namespace,
@@ -75,7 +78,7 @@ def start(namespace: str) -> None:
     except Exception as error:
         with supervised.limit(Deadline("driver", "placement", TRY_S), "the processes of Ray to end", at_once=True):
             _end()
-        if _is_late(error):
+        if _timed_out(error):
             raise deadline.exceeded("the node of Ray that it started") from error
         raise
     node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
@@ -83,7 +86,7 @@ def start(namespace: str) -> None:
         pids = {
             name: info.process.pid for name, infos in node.all_processes.items() if name in ESSENTIAL for info in infos
         }
-        supervised.ray_started(pids, Path(node.get_logs_dir_path()))
+        supervised.report_ray(pids, Path(node.get_logs_dir_path()))
 
 
 def join(address: str, namespace: str) -> None:
@@ -149,8 +152,8 @@ def _private_folder() -> Path:
 
     Ray opens its folder and sockets to every user of the machine; the private parent folder prevents access.
     """
-    locations = (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), SHORT)
-    location = next((p for p in locations if p and len(os.fsencode(p)) + ADDED_BYTES <= SOCKET_BYTES), SHORT)
+    locations = (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), SHORT_FOLDER)
+    location = next((p for p in locations if p and len(os.fsencode(p)) + ADDED_BYTES <= SOCKET_BYTES), SHORT_FOLDER)
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=location))
     except OSError as error:
@@ -158,7 +161,7 @@ def _private_folder() -> Path:
             f"Ray's files cannot be kept in {location} ({error.strerror}): set TMPDIR to a folder that you may write to"
         ) from error
     _folders.append(folder)
-    supervised.owns(folder)
+    supervised.report_folder(folder)
     return folder / "ray"
 
 
@@ -185,11 +188,11 @@ def _end() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _is_late(error: BaseException) -> bool:
-    return LATE in str(error)
+def _timed_out(error: BaseException) -> bool:
+    return TIMEOUT_TEXT in str(error)
 
 
-def _clear(_: RetryCallState) -> None:
+def _end_before_retry(_: RetryCallState) -> None:
     _end()
 
 

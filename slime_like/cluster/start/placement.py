@@ -37,7 +37,7 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 class _GpuProbe:
     """Runs briefly in a GPU bundle to identify its node and GPU."""
 
-    def where(self) -> tuple[str, str]:
+    def location(self) -> tuple[str, str]:
         """Return node id and GPU id."""
         context = ray.get_runtime_context()
         return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
@@ -95,14 +95,14 @@ class Placement:
             for i in range(needed)
         ]
         gpus = wait_all(
-            {f"GPU probe {i}": call(probe, _GpuProbe.where) for i, probe in enumerate(probes)},
+            {f"GPU probe {i}": call(probe, _GpuProbe.location) for i, probe in enumerate(probes)},
             Deadline("driver", "placement", 120),
         )
         self._gpus = list(gpus.values())
         for probe in probes:
             ray.kill(probe)
 
-    def trainers(self) -> list[ActorHandle[TrainerWorker]]:
+    def start_trainers(self) -> list[ActorHandle[TrainerWorker]]:
         """Start one worker per rank, which sees one GPU at most."""
         world = self._plan.actor.layout.world_size
         env = self._env(self._plan.trainer_threads)
@@ -113,7 +113,7 @@ class Placement:
         self._ranks += workers
         return workers
 
-    def role(self, name: str) -> list[ActorHandle[RoleWorker]]:
+    def start_role(self, name: str) -> list[ActorHandle[RoleWorker]]:
         """Start one worker per rank of a critic or teacher; its GPUs may be shared with the actor."""
         devices = next(role.devices for role in self._plan.roles if role.name == name)
         workers: list[ActorHandle[RoleWorker]] = []
@@ -124,7 +124,7 @@ class Placement:
         self._ranks += workers
         return workers
 
-    def engines(self, admin_key: str) -> list[ActorHandle[EngineActor]]:
+    def start_engines(self, admin_key: str) -> list[ActorHandle[EngineActor]]:
         """Start one actor per engine; its child, the SGLang server, sees the engine's GPUs."""
         first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
         actors: list[ActorHandle[EngineActor]] = []
@@ -141,7 +141,7 @@ class Placement:
         self._engines += actors
         return actors
 
-    def manager(self) -> ActorHandle[RolloutActor]:
+    def start_manager(self) -> ActorHandle[RolloutActor]:
         """Start the rollout manager."""
         log = self._logs / "rollout_manager.log"
         self._manager = start_actor(RolloutActor, num_cpus=0, max_concurrency=1000)(self._stacks_dir, CPU_ENV, str(log))

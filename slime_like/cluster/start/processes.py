@@ -26,9 +26,9 @@ from slime_like.cluster.start.resume import checkpoint_folder
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
-from slime_like.cluster.workers.ensemble import RoleTrainers
 from slime_like.cluster.workers.no_trainer import FrozenTrainer
 from slime_like.cluster.workers.role_group import RoleGroup
+from slime_like.cluster.workers.role_trainers import RoleTrainers
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
 from slime_like.config.schema.policy import PolicyConfig
@@ -80,8 +80,8 @@ class Cluster:
         self.placement.open()
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
         if self.plan.needs_engines:
-            self.engines = tuple(self.placement.engines(secrets.token_urlsafe(32)))
-            self.manager = self.placement.manager()
+            self.engines = tuple(self.placement.start_engines(secrets.token_urlsafe(32)))
+            self.manager = self.placement.start_manager()
         trainer = self._start_trainer(first)
         addresses = self._wait_for_engines()
         rollout = self._start_rollout(inputs, addresses, first)
@@ -89,7 +89,7 @@ class Cluster:
             rollout.load(self._checkpoints(), first)
         sync = self._make_sync()
         if isinstance(rollout, EngineRollout):
-            rollout.feed = lambda: sync.push(trainer.version)
+            rollout.push_weights = lambda: sync.push(trainer.version)
         engines = {f"engine {i}": engine for i, engine in enumerate(self.engines)}
         self.chaos = Chaos(self.cfg.chaos, self.run_dir, engines, self.manager)
         self.chaos.plan(self.cfg.loop.num_rollout)
@@ -127,19 +127,19 @@ class Cluster:
         assert self.placement is not None, "start comes first"
         if not self.plan.needs_trainer:
             return FrozenTrainer(first)
-        actor = TrainerGroup(self.placement.trainers(), self.plan.actor)
+        actor = TrainerGroup(self.placement.start_trainers(), self.plan.actor)
         critic, teacher = self._role("critic", self.plan.critic), self._role("teacher", self.plan.teacher)
         started = [group for group in (actor, critic, teacher) if group is not None]
         seconds = max(self.cfg.rollout.start_deadline_s, self.cfg.loop.step_deadline_s)
         connect(started, actor.deadline("connect", seconds), self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor
-        trainer = self._ensemble(actor, critic, teacher)
+        trainer = self._combine_roles(actor, critic, teacher)
         if first > 0:
             trainer.load(self._checkpoints(), first)
         return trainer
 
-    def _ensemble(self, actor: TrainerGroup, critic: RoleGroup | None, teacher: RoleGroup | None) -> Trainer:
+    def _combine_roles(self, actor: TrainerGroup, critic: RoleGroup | None, teacher: RoleGroup | None) -> Trainer:
         """Return the actor, combined with a critic or a teacher if there is one."""
         if critic is None and teacher is None:
             return actor
@@ -147,7 +147,7 @@ class Cluster:
 
     def _role(self, name: str, spec: CriticSpec | TeacherSpec | None) -> RoleGroup | None:
         assert self.placement is not None, "start comes first"
-        return None if spec is None else RoleGroup(name, self.placement.role(name), spec)
+        return None if spec is None else RoleGroup(name, self.placement.start_role(name), spec)
 
     def _wait_for_engines(self) -> tuple[EngineAddress, ...]:
         refs = {f"engine {i}": call(actor, EngineActor.ready) for i, actor in enumerate(self.engines)}
@@ -179,7 +179,7 @@ class Cluster:
             baseline=_baseline(cfg),
             overlong=self._overlong(),
             health=cfg.health,
-            pushes=self.plan.needs_trainer,
+            receives_pushes=self.plan.needs_trainer,
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
         engines = list(zip(self.engines, addresses, strict=True))
@@ -249,10 +249,10 @@ class Cluster:
         if self.manager is not None:
             ref, deadline = call(self.manager, RolloutActor.last_recoveries), Deadline("driver", "report", REPORT_S)
             try:
-                self.chaos.recovered(wait_one("rollout manager", ref, deadline))
+                self.chaos.record_recoveries(wait_one("rollout manager", ref, deadline))
             except SlimeLikeError as error:
                 self.say(f"faults: the rollout manager did not report other losses ({one_line(error)})")
-        for line in report_lines(self.chaos.strikes, self.chaos.recoveries, self.chaos.pending):
+        for line in report_lines(self.chaos.injections, self.chaos.recoveries, self.chaos.pending):
             self.say(line)
 
     @property

@@ -40,7 +40,7 @@ FREE_KEYS = (
     "reward.remote_concurrency",
     *(f"{role}.{name}" for role in ("critic", "teacher") for name in ("tp", "pp", "cp", "dp", "placement")),
 )
-SHOWN = 4
+MAX_NAMES = 4
 
 
 def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
@@ -164,8 +164,8 @@ def _settings_of(path: Path) -> dict[str, Any] | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    suffix = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + suffix
+    suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + suffix
 
 
 def _free(key: str) -> bool:

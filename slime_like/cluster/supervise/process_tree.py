@@ -18,7 +18,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 WAIT_S = 0.05
 END_S = 20.0  # for killed processes to exit; an uninterruptible wait lasts as long as its disk
 
-AGENTS = {  # children of the raylet: name -> parts of the command line, after and before it sets a title
+RAY_AGENTS = {  # children of the raylet: name -> parts of the command line, after and before it sets a title
     "dashboard agent": ("ray::DashboardAgent", "dashboard/agent.py"),
     "runtime-env agent": ("ray::RuntimeEnvAgent", "runtime_env/agent/main.py"),
 }
@@ -43,10 +43,10 @@ def children() -> frozenset[psutil.Process]:
     return frozenset(psutil.Process().children())
 
 
-def descendants(spared: frozenset[psutil.Process] = frozenset()) -> list[psutil.Process]:
-    """Return all descendants of this process, except ``spared`` children and their descendants."""
+def descendants(excluded: frozenset[psutil.Process] = frozenset()) -> list[psutil.Process]:
+    """Return all descendants of this process, except ``excluded`` children and their descendants."""
     processes: list[psutil.Process] = []
-    for child in children() - spared:
+    for child in children() - excluded:
         processes.append(child)
         with suppress(psutil.Error):
             processes += child.children(recursive=True)
@@ -79,20 +79,20 @@ def kill(processes: Iterable[psutil.Process]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def of_ray() -> dict[str, int]:
+def ray_processes() -> dict[str, int]:
     """Return essential processes of the Ray started by this process: name -> process id."""
     named = {_name(child): child for child in children()}
     pids = {name: named[name].pid for name in ("raylet", "gcs_server") if name in named}
-    return pids | (agents(named["raylet"]) if "raylet" in pids else {})
+    return pids | (ray_agents(named["raylet"]) if "raylet" in pids else {})
 
 
-def agents(raylet: psutil.Process) -> dict[str, int]:
+def ray_agents(raylet: psutil.Process) -> dict[str, int]:
     """Return the agents of a raylet, which it starts with a delay: name -> process id."""
     pids: dict[str, int] = {}
     with suppress(psutil.Error):
         for child in raylet.children():
             line = command(child)
-            pids |= {name: child.pid for name, marks in AGENTS.items() if any(mark in line for mark in marks)}
+            pids |= {name: child.pid for name, marks in RAY_AGENTS.items() if any(mark in line for mark in marks)}
     return pids
 
 

@@ -11,7 +11,7 @@ import psutil
 
 from slime_like.cluster.supervise import process_tree
 
-AWAY_S = 5.0  # gap between checks that shows that this process was stopped, maybe with all others
+PAUSED_S = 5.0  # gap between checks that shows that this process was stopped, maybe with all others
 STOPPED_S = 10.0  # allowed stop of a Ray process; shorter than the time after which Ray declares its node dead
 
 
@@ -43,7 +43,7 @@ class RayWatch:
         self._alive[name] = _RayProcess(label, process)
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._died(name, fd))
 
-    def lost(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Return a message for each process that died or, if none did, that has been stopped for too long."""
         self._look_for_agents()
         return self.dead or self._stopped()
@@ -55,14 +55,14 @@ class RayWatch:
 
     def _look_for_agents(self) -> None:
         raylet = self._alive.get("raylet")
-        if raylet is not None and not self._alive.keys() >= process_tree.AGENTS.keys():
-            for name, pid in process_tree.agents(raylet.process).items():
+        if raylet is not None and not self._alive.keys() >= process_tree.RAY_AGENTS.keys():
+            for name, pid in process_tree.ray_agents(raylet.process).items():
                 if name not in self._alive and psutil.pid_exists(pid):
                     self.add(name, pid)
 
     def _stopped(self) -> list[str]:
         now = time.monotonic()
-        was_stopped, self._last_check = now - self._last_check > AWAY_S, now
+        was_stopped, self._last_check = now - self._last_check > PAUSED_S, now
         stopped: list[str] = []
         for ray in self._alive.values():
             if was_stopped or not process_tree.is_stopped(ray.process):

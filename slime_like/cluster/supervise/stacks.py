@@ -21,18 +21,18 @@ def dump_stacks_on_signal(folder: Path, name: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
-def living(folder: Path) -> dict[str, int]:
+def live_processes(folder: Path) -> dict[str, int]:
     """Return name -> process id of every live process of this node registered in ``folder``.
 
     Start times guard against reused process ids.
     """
-    parts = (path.stem.rsplit(".", 2) for path in _of_living(folder))
+    parts = (path.stem.rsplit(".", 2) for path in _files_of_live_processes(folder))
     return {name: int(pid) for name, pid, _ in parts}
 
 
 def request_stacks(folder: Path) -> None:
     """Request stacks of every live process of this node registered in ``folder``."""
-    for pid in living(folder).values():
+    for pid in live_processes(folder).values():
         with suppress(ProcessLookupError):  # it has ended in the meantime
             os.kill(pid, signal.SIGUSR1)
 
@@ -49,13 +49,13 @@ def gather_stacks(folder: Path, seconds: float) -> None:
         time.sleep(POLL_S)
         current = _sizes(folder)
         if current == previous and all(
-            current[path] > initial.get(path, 0) for path in _of_living(folder) if path in current
+            current[path] > initial.get(path, 0) for path in _files_of_live_processes(folder) if path in current
         ):
             return
         previous = current
 
 
-def _of_living(folder: Path) -> list[Path]:
+def _files_of_live_processes(folder: Path) -> list[Path]:
     """Return the files of live processes."""
     named = ((path, path.stem.rsplit(".", 2)) for path in folder.glob("*.txt"))
     return [path for path, (_, pid, started) in named if start_time(int(pid)) == started]

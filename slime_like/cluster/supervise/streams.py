@@ -14,22 +14,22 @@ GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-def keep_streams() -> None:
+def tolerate_write_errors() -> None:
     """Make stdout and stderr tolerate write errors, unless the program has replaced them."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _lasting(sys.stdout)
+        sys.stdout = _tolerant(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _lasting(sys.stderr)
+        sys.stderr = _tolerant(sys.stderr)
 
 
-def _lasting(stream: TextIO) -> TextIO:
+def _tolerant(stream: TextIO) -> TextIO:
     stream.flush()
-    raw = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+    raw = io.BufferedWriter(_TolerantFile(stream.fileno(), "w", closefd=False))
     buffered = stream.fileno() == 1 and not stream.isatty()
     return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=not buffered)
 
 
-class _Lasting(io.FileIO):
+class _TolerantFile(io.FileIO):
     """Drops output that cannot be written, and warns once on stderr."""
 
     _warned = False

@@ -25,10 +25,10 @@ from slime_like.printable import visible
 from slime_like.util.deadline import Deadline, scale
 from slime_like.util.leave import leave
 
-CLEARED_S = 30.0  # for the supervisor's answer
+CONFIRM_S = 30.0  # for the supervisor to answer
 
 _line: socket.socket | None = None
-_cleared = threading.Event()  # set when the supervisor has confirmed that Ray is alive
+_ray_confirmed = threading.Event()  # set when the supervisor has confirmed that Ray is alive
 _folders: list[Path] = []  # to remove if the supervisor dies
 _numbers = itertools.count()
 
@@ -50,7 +50,7 @@ def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    tell(kind="done")
+    _send(kind="done")
     leave(code)
 
 
@@ -59,47 +59,47 @@ def connect(line: socket.socket) -> None:
     global _line
     _line = line
     os.environ[process_tree.MARK] = secrets.token_hex(8)
-    threading.Thread(target=_follow, args=(line,), name="supervisor-watch", daemon=True).start()
+    threading.Thread(target=_watch_supervisor, args=(line,), name="supervisor-watch", daemon=True).start()
 
 
-def tell(**note: Any) -> None:
-    """Send ``note`` to the supervisor, if there is one."""
+def _send(**message: Any) -> None:
+    """Send a message, one line of JSON, to the supervisor, if there is one. ``DriverState.update`` reads it."""
     if _line is not None:
         with suppress(OSError):  # the supervisor died: this process is about to be killed
-            _line.sendall(json.dumps(note).encode() + b"\n")
+            _line.sendall(json.dumps(message).encode() + b"\n")
 
 
-def claimed(run_dir: Path, rings: Path) -> None:
+def report_run_dir(run_dir: Path, rings: Path) -> None:
     """Report the folder of crash bundles, and the shared memory to remove at the end."""
-    tell(kind="claimed", run_dir=str(run_dir))
-    owns(rings)
+    _send(kind="run_dir", run_dir=str(run_dir))
+    report_folder(rings)
 
 
-def owns(folder: Path) -> None:
+def report_folder(folder: Path) -> None:
     """Report a folder to remove at the end: shared memory, Ray's files and sockets."""
     _folders.append(folder)
-    tell(kind="owns", folder=str(folder))
+    _send(kind="folder", folder=str(folder))
 
 
-def ray_started(pids: dict[str, int], logs: Path | None) -> None:
+def report_ray(pids: dict[str, int], logs: Path | None) -> None:
     """Report Ray's processes: the death of one ends the run."""
-    tell(kind="ray", pids=pids, logs=None if logs is None else str(logs))
+    _send(kind="ray", pids=pids, logs=None if logs is None else str(logs))
 
 
-def clear_ray() -> None:
+def confirm_ray() -> None:
     """Wait until the supervisor confirms that Ray is alive; if a Ray process died, it ends the run with that cause.
 
     When Ray dies, its actors die too: without this check the driver might blame the first lost actor.
     """
     if _line is not None:
-        _cleared.clear()
-        tell(kind="suspects")
-        _cleared.wait(CLEARED_S * scale())
+        _ray_confirmed.clear()
+        _send(kind="check_ray")
+        _ray_confirmed.wait(CONFIRM_S * scale())
 
 
-def ending(code: int) -> None:
+def report_teardown(code: int) -> None:
     """Report the start of the teardown, which ends with ``code``: deaths of processes are no longer faults."""
-    tell(kind="ending", code=code)
+    _send(kind="teardown", code=code)
 
 
 @contextmanager
@@ -109,8 +109,8 @@ def limit(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Gener
     ``at_once``: a signal during the call ends the run immediately, as there is nothing to save yet.
     """
     number = next(_numbers)
-    tell(
-        kind="begin",
+    _send(
+        kind="call_begins",
         number=number,
         owner=deadline.owner,
         phase=deadline.phase,
@@ -121,7 +121,7 @@ def limit(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Gener
     try:
         yield
     finally:
-        tell(kind="end", number=number)
+        _send(kind="call_ends", number=number)
 
 
 def _leave_terminal() -> None:
@@ -132,10 +132,10 @@ def _leave_terminal() -> None:
         os.close(null)
 
 
-def _follow(line: socket.socket) -> None:
+def _watch_supervisor(line: socket.socket) -> None:
     with suppress(OSError):
         while line.recv(1):
-            _cleared.set()
+            _ray_confirmed.set()
     process_tree.kill(process_tree.descendants())
     process_tree.kill(process_tree.marked(os.environ[process_tree.MARK]))
     for folder in _folders:

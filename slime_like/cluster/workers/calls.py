@@ -1,6 +1,6 @@
 """Typed calls of Ray actors, and ``ray.get`` with deadlines.
 
-``call(actor, EngineActor.hurt, "SIGKILL")`` is ``actor.hurt.remote("SIGKILL")``, except that a type checker knows the method,
+``call(actor, EngineActor.inject_fault, "SIGKILL")`` is ``actor.inject_fault.remote("SIGKILL")``, except that a type checker knows the method,
 its arguments and its result, and an editor finds its definition.
 """
 
@@ -100,7 +100,7 @@ def wait_first[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> tuple
     return name, _get(name, refs[name], deadline)
 
 
-def is_answered(ref: ObjectRef[Any]) -> bool:
+def is_ready(ref: ObjectRef[Any]) -> bool:
     """Return True if the result or error of a call is available."""
     return bool(ray.wait([ref], timeout=0)[0])
 

@@ -58,23 +58,23 @@ class EngineActor:
 
     def restart(self) -> tuple[EngineAddress, str]:
         """Replace the server, whatever its state; return the new address and how the old server ended."""
-        last_words = self._server.last_words()
+        exit_summary = self._server.exit_summary()
         with self._server_lock:
             self._server.stop()
             self._server = self._start()
-        return self.ready(), last_words
+        return self.ready(), exit_summary
 
     def stopped(self) -> tuple[int, ...]:
         """Return the processes of the server that are stopped, as by SIGSTOP."""
-        return processes.stopped(self._server.pid) if self._server.alive() else ()
+        return processes.stopped_pids(self._server.pid) if self._server.alive() else ()
 
-    def hurt(self, signal_name: str, part: str = "") -> None:
+    def inject_fault(self, signal_name: str, part: str = "") -> None:
         """Inject a fault of ``chaos.*``: signal one ``part`` of the server, or all of it, if it is running."""
         number = signal.Signals[signal_name]
         with contextlib.suppress(ProcessLookupError):  # restarting after an earlier fault
             if not part:
                 os.killpg(self._server.pid, number)
-            for pid in processes.parts(self._server.pid, part) if part else ():
+            for pid in processes.pids_of_part(self._server.pid, part) if part else ():
                 os.kill(pid, number)
 
     def cause_of_death(self, suspected: bool) -> str:

@@ -33,9 +33,9 @@ class RayEngineSupervisor:
     async def restart(self) -> tuple[EngineClient, str]:
         """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended."""
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
-        self.address, last_words = await self._ask(EngineActor.restart, deadline)
+        self.address, exit_summary = await self._ask(EngineActor.restart, deadline)
         self.client = self._connect()
-        return self.client, last_words
+        return self.client, exit_summary
 
     async def stopped(self) -> tuple[int, ...]:
         """Return the stopped processes of the server."""

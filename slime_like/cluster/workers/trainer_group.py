@@ -21,9 +21,8 @@ from slime_like.metrics.types import Metric
 from slime_like.types import F32, StepStats
 from slime_like.util.deadline import Deadline
 
-REST_DEADLINES = (
-    2  # collective deadlines allowed for releasing communicators, which is one collective without computation
-)
+# Collective deadlines allowed for releasing communicators, which is one collective without computation.
+REST_DEADLINES = 2
 type Refs[R] = dict[str, ObjectRef[R]]  # rank name -> pending result
 
 
@@ -180,8 +179,8 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         """Return the tensors that each sender will send in a push."""
         return [manifest for manifest in self.on_all(TrainerWorker.manifest).values() if manifest]
 
-    def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+    def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send all weights and return the metadata of the sent tensors."""
-        refs = self.start(TrainerWorker.push, list(engines), transport)
+        refs = self.start(TrainerWorker.send_weights, list(engines), transport)
         sent = wait_all(refs, self.deadline("push", transport.deadline_s))
         return [meta for metas in sent.values() for meta in metas]

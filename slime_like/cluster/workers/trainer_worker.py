@@ -65,7 +65,7 @@ class TrainerWorker(RankWorker):
     def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__("trainer", rank, world_size, stacks_dir, env)
         self._trainer: RankTrainer | None = None
-        self._sender = PushSender(rank)
+        self._sender = RankSender(rank)
         self._peaks = MemoryPeaks(cuda=False)
         self._events = asyncio.new_event_loop()
 
@@ -154,7 +154,7 @@ class TrainerWorker(RankWorker):
         weights = self.trainer.weights
         return weights.manifest() if weights.is_sender else ()
 
-    def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+    def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send this rank's weights to every engine; return the metadata of the sent tensors."""
         from slime_like.distributed.wrapper import install
 
@@ -163,8 +163,8 @@ class TrainerWorker(RankWorker):
             return self._events.run_until_complete(sent)
 
 
-class PushSender:
-    """This rank's sender to the engines of a push. Separate from the actor, which may not have coroutines."""
+class RankSender:
+    """This rank's weight sender to the engines. Separate from the actor, which may not have coroutines."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -18,8 +18,8 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: 
     """
     chain = list(_chain(error))
     text = "\n".join(str(e) for e in chain)
-    if found := re.search(r"Could not find '([\w-]+)/([^']+)'", text):
-        return _option(found[1], found[2], text)
+    if missing_file := re.search(r"Could not find '([\w-]+)/([^']+)'", text):
+        return _unknown_option(missing_file[1], missing_file[2], text)
     location = _where(text)
     if mark := next((m for e in chain if (m := getattr(e, "problem_mark", None)) is not None), None):
         problem = getattr(error, "problem", "")
@@ -52,7 +52,7 @@ def _where(text: str) -> str:
     return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""
 
 
-def _option(group: str, name: str, text: str) -> ConfigError:
+def _unknown_option(group: str, name: str, text: str) -> ConfigError:
     """Return the error about an unknown ``algo=`` or ``recipe=``."""
     options = [line.strip() for line in re.findall(r"^\s+([\w-]+)$", text, re.MULTILINE)]
     flag = "+recipe" if group == "recipe" else group

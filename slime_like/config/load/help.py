@@ -57,22 +57,22 @@ def _group(group: str) -> Iterator[str]:
         if key.partition(".")[0] != group:
             continue
         default = default_of(item)
-        shown = "required" if default == MISSING else format_value(default)
-        only = _owners(key, shown) if group == "algo" else ""
+        default_text = "required" if default == MISSING else format_value(default)
+        owners_note = _owners(key, default_text) if group == "algo" else ""
         choices = item.metadata.get("choices", ())
         kind = " | ".join(choices) if choices else type_of(item)
         help_text = str(item.metadata.get("help", ""))
-        yield from _entry(key, f"{help_text} ({kind}; {shown}){only}")
+        yield from _entry(key, f"{help_text} ({kind}; {default_text}){owners_note}")
 
 
-def _owners(key: str, shown: str) -> str:
-    """Return a note listing the algorithms that have ``key`` (if not all do) and any default other than ``shown``."""
+def _owners(key: str, default_text: str) -> str:
+    """Return a note listing the algorithms that have ``key`` (if not all do) and any default other than ``default_text``."""
     owners = [name for name in ALGORITHMS if key in known_keys(name)]
     others = [name for name in ALGORITHMS if name not in owners]
     short = ", ".join(owners) if len(owners) <= len(others) else f"all but {', '.join(others)}"
     suffix = f" [{short}]" if others else ""
     defaults = {name: format_value(default_of(known_keys(name)[key])) for name in owners}
-    differing = [f"{name}: {value}" for name, value in defaults.items() if value != shown]
+    differing = [f"{name}: {value}" for name, value in defaults.items() if value != default_text]
     return suffix + (f" [{', '.join(differing)}]" if differing and key != "algo.name" else "")
 
 

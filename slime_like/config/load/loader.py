@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slime_like.config.load.explain import explain
 from slime_like.config.load.paths import config_folder
-from slime_like.config.rules.epochs import settle_epochs
+from slime_like.config.rules.epochs import resolve_epochs
 from slime_like.config.rules.files import check_files
-from slime_like.config.rules.path_values import settle_paths
+from slime_like.config.rules.path_values import resolve_paths
 from slime_like.config.rules.tree import check_rules
 from slime_like.config.rules.user_functions import check_function
 from slime_like.config.schema.known import ALGORITHMS, describe, free_root, is_text
@@ -36,13 +36,14 @@ from slime_like_compat.flags.translate import flag_of, translate
 
 GROUPS = ("algo", "guard", "recipe")
 QUOTES = "'\""
+# Raised by OmegaConf on malformed trees.
 UNREADABLE = (
     ValueError,
     TypeError,
     AttributeError,
     LookupError,
     RecursionError,
-)  # raised by OmegaConf on malformed trees
+)
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
 
 
@@ -85,7 +86,7 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
         check_function("run.prepare", cfg.run.prepare, {})
         resolve("run.prepare", cfg.run.prepare, {})(cfg)
     check_files(cfg)
-    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # only now the rows can be counted
+    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # the rows can be counted only now
 
 
 def read_override(text: str) -> tuple[str, Any]:
@@ -167,11 +168,11 @@ def _finish(
     tree: DictConfig, values: dict[str, str], *, files: bool, machine: bool = True, code: bool = True
 ) -> TrainConfig:
     cfg = _values(tree, values)
-    settle_paths(cfg)
+    resolve_paths(cfg)
     cfg.check("")
     if files:
-        settle_epochs(cfg)
-    check_rules(cfg, machine=machine, code=code, counted=files or cfg.loop.num_epoch is None)
+        resolve_epochs(cfg)
+    check_rules(cfg, machine=machine, code=code, num_rollout_known=files or cfg.loop.num_epoch is None)
     if files:
         check_files(cfg)
     cfg.seal()
@@ -186,7 +187,7 @@ def _missing(key: str) -> str:
 
 def _algo(tree: DictConfig) -> str | None:
     schema = OmegaConf.get_type(tree, "algo")
-    return next((name for name, known in ALGORITHMS.items() if known is schema), None)
+    return next((name for name, candidate in ALGORITHMS.items() if candidate is schema), None)
 
 
 def _compose(overrides: _Overrides) -> DictConfig:

@@ -13,18 +13,18 @@ from slime_like.util.user_code import check_signature
 
 OPENAI_AGENT = "openai_agent"  # of table GENERATE
 KEYS = ("agent", "agent_deadline_s", "agent_concurrency")
-CALLED = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
+AGENT_SIGNATURE = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
 
 
 def check_agent(config: RolloutConfig) -> None:
     """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or is unset and unused."""
     if config.generate != OPENAI_AGENT:
-        setting, cure = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
-        refuse_unread("rollout.", config, KEYS, setting, cure)
+        setting, fix = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
+        refuse_unread("rollout.", config, KEYS, setting, fix)
         return
     if config.agent is None:
         raise ConfigError(
-            f"rollout.generate={OPENAI_AGENT} runs an agent: set rollout.agent=my_package.my_module:function, {CALLED}"
+            f"rollout.generate={OPENAI_AGENT} runs an agent: set rollout.agent=my_package.my_module:function, {AGENT_SIGNATURE}"
         )
     agent_function(config.agent)
 
@@ -39,8 +39,8 @@ def agent_function(path: str) -> Any:
     function = resolve("rollout.agent", path, {})
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
-            f"rollout.agent={path!r} is not a coroutine function: it must be {CALLED}; wrap blocking calls in "
+            f"rollout.agent={path!r} is not a coroutine function: it must be {AGENT_SIGNATURE}; wrap blocking calls in "
             "asyncio.to_thread"
         )
-    check_signature("rollout.agent", path, function, CALLED, 4)
+    check_signature("rollout.agent", path, function, AGENT_SIGNATURE, 4)
     return function

@@ -31,11 +31,11 @@ def check_bits(cfg: TrainConfig, family: str, dtype: str) -> None:
                 f"{key}={value} with run.deterministic=true on a CPU: {reason}, and engine and trainer must agree "
                 f"bitwise; set {key}={required} (data and pipeline parallelism are allowed), or run.deterministic=false"
             )
-    known = [name for name, entry in FAMILIES.items() if entry.bitwise]
-    if family not in (*known, "auto"):
+    bitwise_families = [name for name, entry in FAMILIES.items() if entry.bitwise]
+    if family not in (*bitwise_families, "auto"):
         raise ConfigError(
             f"run.deterministic=true with a model of family {family!r} on a CPU: engine and trainer are known to agree "
-            f"bitwise only for {', '.join(known)}; set run.deterministic=false"
+            f"bitwise only for {', '.join(bitwise_families)}; set run.deterministic=false"
         )
     if cfg.model.cpu_kernels == "c":
         raise ConfigError(

@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError
 from slime_like.util.row_count import selected_rows
 
 
-def settle_epochs(cfg: TrainConfig) -> None:
+def resolve_epochs(cfg: TrainConfig) -> None:
     """Set loop.num_rollout if loop.num_epoch is set. Raises ``ConfigError`` if the rows cannot be counted or are
     fewer than one rollout needs."""
     epochs, prompts = cfg.loop.num_epoch, cfg.rollout.batch_size

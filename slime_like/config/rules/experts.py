@@ -8,7 +8,7 @@ from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-RECOMPUTED = ("moe", "shared_experts")  # values of model.recompute_modules for models with experts only
+EXPERT_RECOMPUTE_MODULES = ("moe", "shared_experts")  # values of model.recompute_modules for models with experts only
 
 
 def stage_ranks(cfg: TrainConfig, world: int) -> int:
@@ -35,7 +35,9 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
                 f"parallel.ep={p.ep}: the model in {model.folder} (model_type {model.model_type}) has no experts to "
                 "distribute; set parallel.ep=1"
             )
-        if cfg.model.recompute == "selective" and (idle := [m for m in cfg.model.recompute_modules if m in RECOMPUTED]):
+        if cfg.model.recompute == "selective" and (
+            idle := [m for m in cfg.model.recompute_modules if m in EXPERT_RECOMPUTE_MODULES]
+        ):
             raise ConfigError(
                 f"model.recompute_modules={idle}: the model in {model.folder} has no experts; remove {' and '.join(idle)}"
             )

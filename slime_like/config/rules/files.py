@@ -129,9 +129,9 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _stop_tokens(cfg: TrainConfig, model: HfConfig) -> None:
-    if strange := [token for token in cfg.rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
+    if invalid := [token for token in cfg.rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
         raise ConfigError(
-            f"rollout.stop_token_ids has {strange[0]}, but the last token id of {model.folder} is "
+            f"rollout.stop_token_ids has {invalid[0]}, but the last token id of {model.folder} is "
             f"{model.vocab_size - 1}: no response could end with that token; correct the token id"
         )
 
@@ -175,15 +175,21 @@ def check_data_file(key: str, text: str) -> None:
     match = _SLICE.fullmatch(text)
     path = Path(match["path"] if match else text)
     if "@[" in path.name:
-        raise DataError(f"{key}={text!r}: write a slice as path@[a:b]; omit a or b to start or end with the file")
+        raise DataError(
+            f"{key}={text!r}: write a slice as path@[a:b]; without a it starts at the first row, without b it ends at the last"
+        )
     if path.is_dir():
-        inside = ", ".join(sorted(p.name for p in path.glob("*") if p.suffix in DATA_SUFFIXES)[:5])
-        raise DataError(f"{key}={text!r} is a folder: name one file ({inside or 'it has no .jsonl or .parquet'})")
+        file_names = ", ".join(sorted(p.name for p in path.glob("*") if p.suffix in DATA_SUFFIXES)[:5])
+        raise DataError(f"{key}={text!r} is a folder: name one file ({file_names or 'it has no .jsonl or .parquet'})")
     if not path.is_file():
-        near = (
+        data_files = (
             sorted(p.name for p in path.parent.glob("*") if p.suffix in DATA_SUFFIXES) if path.parent.is_dir() else []
         )
-        hint = f"{nearest(path.name, near)} (in {path.parent})" if near else f"no data file is in {path.parent}"
+        hint = (
+            f"{nearest(path.name, data_files)} (in {path.parent})"
+            if data_files
+            else f"no data file is in {path.parent}"
+        )
         raise DataError(f"{key}={text!r}: the file {path} does not exist: {hint}")
     if path.suffix not in DATA_SUFFIXES:
         raise DataError(f"{key}={text!r}: expected a {' or '.join(DATA_SUFFIXES)} file")

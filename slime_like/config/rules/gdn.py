@@ -32,8 +32,8 @@ def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
     config = cfg.model.gdn
     check_options(config, deterministic=cfg.run.deterministic)
     # Cluster nodes may differ from this machine, so each rank checks its own node.
-    elsewhere = not machine or cfg.placement.ray_address is not None
-    if config.backend == "auto" or cfg.run.mode == "rollout_only" or elsewhere:
+    is_other_machine = not machine or cfg.placement.ray_address is not None
+    if config.backend == "auto" or cfg.run.mode == "rollout_only" or is_other_machine:
         return
     gpus = () if cfg.placement.device == "cpu" else visible_gpus()
     device = cfg.placement.device if cfg.placement.device != "auto" else "cuda" if gpus else "cpu"

@@ -12,7 +12,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import check, is_path
 
-type Named = tuple[str, str, dict[str, str]]  # key, name, table
+type NameEntry = tuple[str, str, dict[str, str]]  # key, name, table
 
 
 def check_names(cfg: TrainConfig, *, code: bool) -> None:
@@ -44,7 +44,7 @@ def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, Mapping[str, obj
             yield key, name, table
 
 
-def _open_names(cfg: TrainConfig) -> Iterator[Named]:
+def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
     """Yield the names that may also be the path of a function that is called directly."""
     yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
     for name in (name for name in cfg.reward.weights if name != ROW):
@@ -58,7 +58,7 @@ def _open_names(cfg: TrainConfig) -> Iterator[Named]:
         yield "metrics.sinks", name, names.SINKS
 
 
-def _algorithm_names(cfg: TrainConfig) -> Iterator[Named]:
+def _algorithm_names(cfg: TrainConfig) -> Iterator[NameEntry]:
     """Yield the names of algorithm components that may also be a path."""
     yield "algo.loss", cfg.algo.loss, names.LOSSES
     if cfg.algo.group_advantage is not None:

@@ -9,10 +9,10 @@ from slime_like.errors import ConfigError
 
 def check_over_sampling(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if over-sampling contradicts another key, or one of its keys has no effect."""
-    begun, bound = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
-    if begun is not None and cfg.run.deterministic:
+    num_started, bound = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
+    if num_started is not None and cfg.run.deterministic:
         raise ConfigError(
-            f"rollout.over_sampling_batch_size={begun} with run.deterministic=true: the groups that finish first are trained "
+            f"rollout.over_sampling_batch_size={num_started} with run.deterministic=true: the groups that finish first are trained "
             f"on, which depends on timing; set rollout.over_sampling_batch_size=null (and "
             "rollout.partial_rollout=false), or run.deterministic=false"
         )

@@ -33,7 +33,7 @@ USER_CODE = (
 )
 
 
-def settle_paths(cfg: TrainConfig) -> None:
+def resolve_paths(cfg: TrainConfig) -> None:
     """Replace ``~`` in every path of an unsealed config, and make the path in ``file.py:name`` absolute.
 
     Paths are absolute because a run's processes may have different working directories. Raises ``ConfigError`` naming
@@ -43,7 +43,7 @@ def settle_paths(cfg: TrainConfig) -> None:
         group, _, name = key.partition(".")
         value: str | None = getattr(getattr(cfg, group), name)
         if value is not None:
-            setattr(getattr(cfg, group), name, _settled(key, value))
+            setattr(getattr(cfg, group), name, _expand_path(key, value))
     for key in USER_CODE:
         group, _, name = key.partition(".")
         value = getattr(getattr(cfg, group), name, None)  # an algorithm has some of the keys
@@ -53,10 +53,12 @@ def settle_paths(cfg: TrainConfig) -> None:
     cfg.metrics.sinks = [absolute(name) for name in cfg.metrics.sinks]
     cfg.reward.weights = {absolute(name): weight for name, weight in cfg.reward.weights.items()}
     datasets = cfg.evaluation.datasets
-    cfg.evaluation.datasets = {name: _settled(f"evaluation.datasets.{name}", path) for name, path in datasets.items()}
+    cfg.evaluation.datasets = {
+        name: _expand_path(f"evaluation.datasets.{name}", path) for name, path in datasets.items()
+    }
 
 
-def _settled(key: str, value: str) -> str:
+def _expand_path(key: str, value: str) -> str:
     if not value.strip():
         raise ConfigError(f"{key} is empty: give a path")
     if not value.startswith("~"):

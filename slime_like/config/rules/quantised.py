@@ -46,10 +46,10 @@ def check_config(key: str, folder: Path, values: Mapping[str, Any]) -> None:
 def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
     """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is quantised."""
     for name, dtype in dtypes.items():
-        made_by = next((kind for end, kind in NAMES.items() if name.endswith(end)), "")
-        whole_number = dtype in INTEGERS and name.endswith(".weight")
-        if made_by or whole_number or dtype.startswith(LOW_FLOATS):
-            by = f", as {made_by} has it" if made_by else ""
+        format_name = next((kind for end, kind in NAMES.items() if name.endswith(end)), "")
+        is_integer = dtype in INTEGERS and name.endswith(".weight")
+        if format_name or is_integer or dtype.startswith(LOW_FLOATS):
+            by = f", as {format_name} has it" if format_name else ""
             raise _refused(key, path.parent, f"{path.name} holds {name!r} in {dtype}{by}")
 
 

@@ -17,7 +17,7 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
     return (cfg.loop.num_rollout - warmup) * cfg.loop.steps_per_rollout, formula
 
 
-def settle_schedule(
+def resolve_schedule(
     optim: OptimConfig, num_steps: int, formula: str = "", warmup_key: str = "optim.warmup_steps"
 ) -> OptimConfig:
     """Return ``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in optimizer steps.

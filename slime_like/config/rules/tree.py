@@ -9,13 +9,13 @@ from slime_like.config.rules.agents import check_agent
 from slime_like.config.rules.attention import check_attention
 from slime_like.config.rules.deterministic import check_seeds
 from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
-from slime_like.config.rules.experts import RECOMPUTED, stage_ranks
+from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_ranks
 from slime_like.config.rules.gdn import check_gdn
 from slime_like.config.rules.names import check_names
 from slime_like.config.rules.over_sampling import check_over_sampling
 from slime_like.config.rules.pipeline import check_pipeline
 from slime_like.config.rules.roles import check_roles
-from slime_like.config.rules.schedule import actor_steps, settle_schedule
+from slime_like.config.rules.schedule import actor_steps, resolve_schedule
 from slime_like.config.rules.trained_sampling import check_trained_sampling
 from slime_like.config.schema import names
 from slime_like.config.schema.algo import SftConfig
@@ -27,15 +27,15 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import check, is_path
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # for any model family
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *EXPERT_RECOMPUTE_MODULES)  # for any model family
 BIG = 1e12
 
 
-def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, counted: bool = True) -> None:
+def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, num_rollout_known: bool = True) -> None:
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
 
     With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no dotted path is
-    imported. With ``counted=False``, loop.num_rollout is not known yet, so rules that read it are skipped.
+    imported. With ``num_rollout_known=False``, loop.num_rollout is not known yet, so rules that read it are skipped.
     """
     _ranges(cfg)
     check_names(cfg, code=code)
@@ -51,9 +51,9 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, co
     check_pipeline(cfg.parallel)
     _placement(cfg)
     check_roles(cfg)
-    cfg.chaos.check_asked(cfg.reward.remote_url)
-    if counted:
-        cfg.chaos.check_reached(cfg.loop.num_rollout)
+    cfg.chaos.check_reward_server(cfg.reward.remote_url)
+    if num_rollout_known:
+        cfg.chaos.check_rollout_ids(cfg.loop.num_rollout)
         _schedule(cfg)
     _memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)
@@ -154,7 +154,7 @@ def _algorithm(cfg: TrainConfig) -> None:
     chosen = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
     if algo.name != chosen:
         raise ConfigError(f"algo.name={algo.name!r} cannot be set: choose the algorithm with algo={algo.name}")
-    _fixed_by_algorithm(algo, chosen)
+    _check_components(algo, chosen)
     n = cfg.rollout.n_samples_per_prompt
     if isinstance(algo, SftConfig):
         if n != 1:
@@ -162,15 +162,15 @@ def _algorithm(cfg: TrainConfig) -> None:
         if cfg.evaluation.datasets:
             raise ConfigError("evaluation.datasets with algo=sft: no engine runs; set evaluation.datasets={}")
         return
-    own = is_path(algo.group_advantage)
-    if algo.group_advantage is not None and not own and n < 2 and cfg.run.mode != "rollout_only":
+    is_user_function = is_path(algo.group_advantage)
+    if algo.group_advantage is not None and not is_user_function and n < 2 and cfg.run.mode != "rollout_only":
         raise ConfigError(
             f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
             "would be 0, because a sample would be its own baseline; set n_samples_per_prompt to at least 2, or algo=reinforce_pp"
         )
 
 
-def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
+def _check_components(algo: AlgoConfig, chosen: str) -> None:
     """Refuse the loss or advantage of another algorithm, because it reads keys that ``algo`` lacks.
 
     Dotted paths are accepted.
@@ -262,7 +262,7 @@ def _placement(cfg: TrainConfig) -> None:
 
 def _schedule(cfg: TrainConfig) -> None:
     if cfg.run.mode != "rollout_only":
-        settle_schedule(cfg.optim, *actor_steps(cfg))
+        resolve_schedule(cfg.optim, *actor_steps(cfg))
 
 
 def _memory_and_overlap(cfg: TrainConfig) -> None:

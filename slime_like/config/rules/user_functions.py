@@ -119,8 +119,8 @@ def check_bound(key: str, name: str, config: AlgoConfig) -> None:
 def _check(key: str, name: str, function: Callable[..., Any] | None, form: Form) -> None:
     if function is None:
         raise ConfigError(f"{key}={name!r}: its instances cannot be called; it must have {form.call}")
-    own_call = getattr(function, "__call__", None)  # noqa: B004  of an instance with an async __call__
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(own_call)
+    instance_call = getattr(function, "__call__", None)  # noqa: B004  of an instance with an async __call__
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(instance_call)
     if is_async != form.is_async:
         wrong = "is not a coroutine function" if form.is_async else "is a coroutine function, but is not awaited"
         raise ConfigError(f"{key}={name!r} {wrong}: it must be {form.call}{location(function)}")

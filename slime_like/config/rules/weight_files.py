@@ -14,7 +14,7 @@ from slime_like.errors import CheckpointError
 from slime_like.util.reading import Count, InputFile, parse_json, shown, typed
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_BESIDE = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model)\.")  # towers with separate layers
+_OTHER_TOWERS = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model)\.")  # towers with separate layers
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LONGEST_NAME = 255  # maximum bytes of a file name on Linux
@@ -30,7 +30,7 @@ BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorEntry:
     """Tensor entry of a safetensors header."""
 
     dtype: str
@@ -51,7 +51,7 @@ def check_shapes(key: str, model: HfConfig) -> None:
     """Raise ``CheckpointError`` naming ``key`` unless the weights have the vocabulary, width and layers of config.json."""
     headers = _headers(key, model.folder)
     tensors = {
-        name: tensor for header in headers.values() for name, tensor in header.items() if not _BESIDE.search(name)
+        name: tensor for header in headers.values() for name, tensor in header.items() if not _OTHER_TOWERS.search(name)
     }
     for name, tensor in tensors.items():
         expected = (model.vocab_size, model.hidden_size)
@@ -73,7 +73,7 @@ def check_shapes(key: str, model: HfConfig) -> None:
         )
 
 
-def _headers(key: str, folder: str) -> dict[str, dict[str, Stored]]:
+def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
     """Check every safetensors file of ``folder`` and return file name -> tensors."""
     root = Path(folder)
     index = root / INDEX
@@ -84,11 +84,11 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, Stored]]:
                 f"{key}={folder!r} has neither {SINGLE} nor {INDEX}: download the model in safetensors format"
             )
         return {SINGLE: read_header(key, single)}
-    placed = read_index(key, index)
-    headers = {name: read_header(key, root / name) for name in sorted(set(placed.values()))}
-    if misplaced := sorted(name for name, file in placed.items() if name not in headers[file]):
+    file_of_tensor = read_index(key, index)
+    headers = {name: read_header(key, root / name) for name in sorted(set(file_of_tensor.values()))}
+    if misplaced := sorted(name for name, file in file_of_tensor.items() if name not in headers[file]):
         raise CheckpointError(
-            f"{key}: {index} places {shown(misplaced[0])} in {placed[misplaced[0]]}, which does not contain it "
+            f"{key}: {index} places {shown(misplaced[0])} in {file_of_tensor[misplaced[0]]}, which does not contain it "
             f"({len(misplaced)} such tensors); download the model again"
         )
     return headers
@@ -97,16 +97,16 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, Stored]]:
 def read_index(key: str, path: Path) -> dict[str, str]:
     """Return tensor name -> file name of an index. Raises ``CheckpointError`` naming ``key`` and the index."""
     file = downloaded(key, path)
-    placed = file.json_object().get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+    file_of_tensor = file.json_object().get("weight_map")
+    if not isinstance(file_of_tensor, dict) or not file_of_tensor:
         raise file.refused("has no weight_map")
-    files = file.typed(placed, dict[str, str])
+    files = file.typed(file_of_tensor, dict[str, str])
     if strange := next((name for name in files.values() if Path(name).name != name or len(name) > LONGEST_NAME), None):
         raise file.refused(f"names the file {shown(strange)}, which is not in the same folder")
     return files
 
 
-def read_header(key: str, path: Path) -> dict[str, Stored]:
+def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name.
 
     Raises ``CheckpointError`` naming ``key`` and the file unless every tensor has the size of its dtype and shape, and
@@ -135,7 +135,7 @@ def read_header(key: str, path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _parsed(file: InputFile) -> tuple[dict[str, Stored], int]:
+def _parsed(file: InputFile) -> tuple[dict[str, TensorEntry], int]:
     """Return the header's entries and the offset at which tensor data begins."""
     size = file.path.stat().st_size
     try:
@@ -146,10 +146,10 @@ def _parsed(file: InputFile) -> tuple[dict[str, Stored], int]:
             values = parse_json(content.read(length))
         if isinstance(values, Mapping):
             values = {name: entry for name, entry in values.items() if name != "__metadata__"}
-        return typed(values, dict[str, Stored]), 8 + length
+        return typed(values, dict[str, TensorEntry]), 8 + length
     except (OSError, ValueError) as error:
         raise file.refused(f"has no readable safetensors header ({error})") from error
 
 
-def _parameters(tensors: Mapping[str, Stored]) -> int:
+def _parameters(tensors: Mapping[str, TensorEntry]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors.values())

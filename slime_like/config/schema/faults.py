@@ -131,7 +131,7 @@ class ChaosConfig(Config):
         if self.random and not self.kinds:
             raise ConfigError(f"{prefix}random={self.random} with {prefix}kinds=[]: name the faults to draw from")
 
-    def check_asked(self, remote_url: str | None) -> None:
+    def check_reward_server(self, remote_url: str | None) -> None:
         """Raise ``ConfigError`` on a fault of the reward server in a run that has no reward server."""
         drawn = [f"chaos.kinds: {kind!r}" for kind in self.kinds if self.random and kind in REWARDS]
         named = [f"chaos.faults: {text!r}" for text in self.faults if parse_fault(text).kind in REWARDS]
@@ -141,7 +141,7 @@ class ChaosConfig(Config):
                 "reward.name=remote_rm, or rm_type remote_rm in the rows), or remove the fault"
             )
 
-    def check_reached(self, num_rollout: int) -> None:
+    def check_rollout_ids(self, num_rollout: int) -> None:
         """Raise ``ConfigError`` on a fault after the last rollout."""
         for text in self.faults:
             if parse_fault(text).rollout_id >= num_rollout:

@@ -104,21 +104,21 @@ def unknown(key: str, algo: str | None) -> str:
     name = key.removeprefix("algo.")
     if algo in ALGORITHMS and key.startswith("algo."):
         algo_keys = known_keys(algo)
-        having = [other for other, schema in ALGORITHMS.items() if name in {f.name for f in fields(schema)}]
-        if having and key not in algo_keys:
-            return f"exists only under algo={' or '.join(having)}, and this run has algo={algo}; {_nearest(key, algo_keys)}"
+        algorithms = [other for other, schema in ALGORITHMS.items() if name in {f.name for f in fields(schema)}]
+        if algorithms and key not in algo_keys:
+            return f"exists only under algo={' or '.join(algorithms)}, and this run has algo={algo}; {_nearest(key, algo_keys)}"
         return f"is unknown under algo={algo}: {_nearest(key, algo_keys)}"
-    known = known_keys()
-    below = [k for k in known if k.startswith(f"{key}.")]
-    if below:
-        return f"is a group, not a key: set one of {', '.join(below)}"
-    return f"is unknown: {_nearest(key, known)}"
+    all_keys = known_keys()
+    group_keys = [k for k in all_keys if k.startswith(f"{key}.")]
+    if group_keys:
+        return f"is a group, not a key: set one of {', '.join(group_keys)}"
+    return f"is unknown: {_nearest(key, all_keys)}"
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def _nearest(key: str, candidates: Iterable[str]) -> str:
     """Return a hint that names the nearest known key, by last word, in its group or in any; else the group's keys."""
     group, _, last = key.rpartition(".")
-    options = list(known)
+    options = list(candidates)
     last_words = {k.rpartition(".")[2]: k for k in options if group and k.startswith(f"{group}.")}
     hint = nearest(last, last_words) if last_words else ""
     if hint.startswith("did you mean"):

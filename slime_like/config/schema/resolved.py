@@ -58,7 +58,7 @@ class ActorSpec:
     )
     drift_by_layer: bool = False  # also report that difference with each kind of layer run in float64
     verify: bool = True  # check hashes of checkpoints before loading
-    tells_advantages: bool = False  # return each token's advantage after an update; copies stay on the host
+    returns_advantages: bool = False  # return each token's advantage after an update; copies stay on the host
 
     @property
     def swaps_teacher(self) -> bool:

@@ -20,6 +20,6 @@ def check_reward_name(key: str, name: str, *, dotted: bool = False) -> None:
     """Raise ``ConfigError`` unless ``name`` is a known reward or, with ``dotted``, a dotted path."""
     boxed, base = split_prefix(name)
     if boxed and base not in REWARDS:
-        check(key, name, {f"{PREFIX}{known}": target for known, target in REWARDS.items()})
+        check(key, name, {f"{PREFIX}{reward}": target for reward, target in REWARDS.items()})
     elif not boxed:
         check(key, name, REWARDS, dotted=dotted)

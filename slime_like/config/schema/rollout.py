@@ -93,13 +93,13 @@ class RolloutConfig(Config):
         self._check_over_sampling(prefix)
 
     def _check_over_sampling(self, prefix: str) -> None:
-        begun, needed = self.over_sampling_batch_size, self.batch_size
-        if begun is not None and begun < needed:
+        num_started, needed = self.over_sampling_batch_size, self.batch_size
+        if num_started is not None and num_started < needed:
             raise ConfigError(
-                f"{prefix}over_sampling_batch_size={begun} is below {prefix}batch_size={needed}: the first round could never "
+                f"{prefix}over_sampling_batch_size={num_started} is below {prefix}batch_size={needed}: the first round could never "
                 f"fill a rollout; raise {prefix}over_sampling_batch_size"
             )
-        if self.partial_rollout and begun is None:
+        if self.partial_rollout and num_started is None:
             raise ConfigError(
                 f"{prefix}partial_rollout=true has no effect without {prefix}over_sampling_batch_size, because a "
                 f"rollout then waits for every group: set {prefix}over_sampling_batch_size={needed * 3 // 2 + 1}, or remove it"

@@ -9,11 +9,11 @@ from slime_like.config.schema.base import Config
 from slime_like.errors import ConfigError
 
 
-def refuse_unread(prefix: str, config: Config, names: Container[str], setting: str, cure: str) -> None:
-    """Raise ``ConfigError`` if one of ``names``, unused under ``setting``, was changed; the message suggests ``cure``."""
+def refuse_unread(prefix: str, config: Config, names: Container[str], setting: str, fix: str) -> None:
+    """Raise ``ConfigError`` if one of ``names``, unused under ``setting``, was changed; the message suggests ``fix``."""
     for item in fields(config):
         value = getattr(config, item.name)
         if item.name in names and value != item.default:
             raise ConfigError(
-                f"{prefix}{item.name}={value!r} has no effect with {setting}: set {cure}, or remove {prefix}{item.name}"
+                f"{prefix}{item.name}={value!r} has no effect with {setting}: set {fix}, or remove {prefix}{item.name}"
             )

@@ -55,13 +55,13 @@ class Endpoint:
             self._runner = runner
             self.base_url = f"http://{HOST}:{runner.addresses[0][1]}/v1"
 
-    def admit(self, session: Session) -> str:
+    def open_session(self, session: Session) -> str:
         """Return a new key for calls of ``session``."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._connections[key] = AgentConnection(session)
         return key
 
-    def dismiss(self, key: str) -> None:
+    def close_session(self, key: str) -> None:
         """Refuse calls with ``key`` from now on, and cancel those in flight."""
         connection = self._connections.pop(key)
         connection.closed = True
@@ -78,7 +78,7 @@ class Endpoint:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         connection = self._connections.get(key.strip()) if scheme.lower() == "bearer" else None
         if connection is None:
-            raise _no_key()
+            raise _invalid_key()
         return connection
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -89,7 +89,7 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         connection = self._connection(request)
         chat_request = await _read(request, min(MAX_BODY_BYTES, connection.session.max_body_bytes))
-        answer = await _answered(connection, chat_request)
+        answer = await _call_session(connection, chat_request)
         if not chat_request.stream:
             return web.json_response(answer.body())
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -114,9 +114,9 @@ async def _read(request: web.Request, max_bytes: int) -> ChatRequest:
     return parse_request(body)
 
 
-async def _answered(connection: AgentConnection, chat_request: ChatRequest) -> AgentReply:
+async def _call_session(connection: AgentConnection, chat_request: ChatRequest) -> AgentReply:
     if connection.closed:
-        raise _no_key()
+        raise _invalid_key()
     if connection.session.failure is not None:
         raise ApiError("the run is ending", status=500)
     call = asyncio.ensure_future(connection.session.answer(chat_request))
@@ -129,13 +129,13 @@ async def _answered(connection: AgentConnection, chat_request: ChatRequest) -> A
     except asyncio.CancelledError as error:
         if is_task_cancelled():
             raise
-        raise _no_key() from error
+        raise _invalid_key() from error
     except Exception as error:  # fault boundary: the agent's runner raises the error; the agent only gets a status 500
         connection.session.failure = error
         raise ApiError(f"the engine failed: {error}", status=500) from error
 
 
-def _no_key() -> ApiError:
+def _invalid_key() -> ApiError:
     return ApiError(
         "this key belongs to no running agent: use the api_key passed to the agent, while it runs",
         status=401,

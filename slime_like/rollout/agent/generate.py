@@ -83,13 +83,13 @@ class OpenAIAgent:
 
     async def _episode(self, prompt: Prompt, session: Session, engine: Engine) -> list[Sample]:
         async with self._semaphores.setdefault(prompt.dataset, asyncio.Semaphore(self._concurrency)):
-            key = self._endpoint.admit(session)
+            key = self._endpoint.open_session(session)
             self._running += 1
             try:
                 reward, status = await self._run(prompt, session, key, engine)
             finally:
                 self._running -= 1
-                self._endpoint.dismiss(key)
+                self._endpoint.close_session(key)
         if session.failure is not None:
             raise session.failure
         self._count(session, failed=status is Status.FAILED)
@@ -118,7 +118,7 @@ class OpenAIAgent:
         except Exception as error:  # noqa: BLE001  fault boundary: an agent is user code
             return None, self._failed(session, error)
         reward = self._reward(value)
-        if not session.num_calls and session.ended is None:
+        if not session.num_calls and session.end_status is None:
             return None, self._no_calls()
         return reward, None
 
@@ -137,8 +137,8 @@ class OpenAIAgent:
         return Status.FAILED
 
     def _failed(self, session: Session, error: BaseException) -> Status:
-        if session.ended is not None:  # caused by a refused call, not by a bug in the agent
-            return session.ended
+        if session.end_status is not None:  # caused by a refused call, not by a bug in the agent
+            return session.end_status
         self._counts["failures"] += 1
         self._last_failure = self._warnings["failure"] = f"rollout.agent={self._path} failed: {_error_line(error)}"
         return Status.FAILED

@@ -31,7 +31,7 @@ class AgentLoop:
         Raises ``AgentTimeout`` after ``seconds``, not counting the growth of ``paused_s()`` in the meantime.
         """
         started, paused_before_s = time.monotonic(), paused_s()
-        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contained(work), self._started()))
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_without_exit(work), self._ensure_loop()))
         remaining_s = seconds
         try:
             while not (await asyncio.wait([future], timeout=remaining_s))[0]:
@@ -50,7 +50,7 @@ class AgentLoop:
             self._thread.join(JOIN_S)
             self._loop = self._thread = None
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _ensure_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(self._threads, "agent"))
@@ -74,7 +74,7 @@ class AgentLoop:
         loop.close()
 
 
-async def _contained[T](work: Coroutine[Any, Any, T]) -> T:
+async def _without_exit[T](work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` and convert ``sys.exit`` into an ordinary error: asyncio would end the thread of all agents."""
     try:
         return await work

@@ -51,7 +51,7 @@ class Session:
         self._episodes: list[Episode] = []
         self._num_requests = 0
         self._text = ""  # of the newest answer
-        self.ended: Status | None = None  # why calls are refused: the context is full, or the engine aborted
+        self.end_status: Status | None = None  # why calls are refused: the context is full, or the engine aborted
         self.failure: Exception | None = None  # error of an engine or of this program, not of the agent
         self.overrides: dict[str, str] = {}  # requested sampling settings that were ignored, by name
 
@@ -68,9 +68,9 @@ class Session:
     async def answer(self, request: ChatRequest) -> AgentReply:
         """Sample an answer and record it. Raises ``ApiError`` for unsupported requests, and ``EngineError``."""
         self._refuse_aborted()
-        self.ended = None  # an earlier conversation was full; this call may belong to another one
+        self.end_status = None  # an earlier conversation was full; this call may belong to another one
         self._note_overrides(request)
-        turn = self._extended(request)
+        turn = self._find_continued(request)
         prompt_ids, between = self._prompt(request, turn)
         max_tokens = self._max_tokens(turn, prompt_ids, between)
         if max_tokens < 1:
@@ -84,9 +84,9 @@ class Session:
             episode.status = Status.COMPLETED  # the agent set this limit, not the run
         self._text = self._context.decode(completion.token_ids.tolist())
         if episode.status is Status.ABORTED:
-            self.ended = Status.ABORTED
+            self.end_status = Status.ABORTED
         self._refuse_aborted()
-        return self._answered(request, completion, episode, number)
+        return self._to_reply(request, completion, episode, number)
 
     def samples(self, prompt: Prompt, reward: Reward | None, status: Status | None) -> list[Sample]:
         """Return the recorded samples, one per conversation, all in one episode. ``status``, if not None, overrides theirs.
@@ -106,7 +106,7 @@ class Session:
             samples.append(replace(sample, sample_id=sample_id, reward=reward, status=status or sample.status))
         return samples
 
-    def _extended(self, request: ChatRequest) -> Turn | None:
+    def _find_continued(self, request: ChatRequest) -> Turn | None:
         """Return the longest answered conversation that the request continues, preferring one not yet continued."""
         messages, tools = tuple(message.identity() for message in request.messages), _tools(request)
 
@@ -121,8 +121,8 @@ class Session:
             return self._renderer.conversation(request), np.zeros(0, dtype=np.int32)
         earlier = turn.episode.token_ids[: turn.length]
         between = self._renderer.after(request, len(turn.messages) - 1)
-        ended = len(earlier) and len(between) and earlier[-1] == between[0]  # the answer's end was sampled
-        return earlier, between[1:] if ended else between
+        end_was_sampled = len(earlier) and len(between) and earlier[-1] == between[0]  # the answer's end was sampled
+        return earlier, between[1:] if end_was_sampled else between
 
     def _max_tokens(self, turn: Turn | None, prompt_ids: I32, between: I32) -> int:
         episode = turn.episode if turn is not None and turn.is_last else Episode(prompt_ids, self._context)
@@ -130,7 +130,7 @@ class Session:
         return min(episode.room, context)
 
     def _refuse(self, turn: Turn | None, num_tokens: int) -> None:
-        self.ended = Status.TRUNCATED
+        self.end_status = Status.TRUNCATED
         if turn is not None and turn.is_last:
             turn.episode.status = Status.TRUNCATED
         raise ApiError(
@@ -142,7 +142,7 @@ class Session:
         )
 
     def _refuse_aborted(self) -> None:
-        if self.ended is Status.ABORTED:
+        if self.end_status is Status.ABORTED:
             raise ApiError("the rollout was aborted", status=500, code="aborted")
 
     def _sampling(self, request: ChatRequest, max_tokens: int) -> Sampling:
@@ -165,17 +165,17 @@ class Session:
         episode.sampled(completion)
         return episode
 
-    def _answered(self, request: ChatRequest, completion: Completion, episode: Episode, number: int) -> AgentReply:
+    def _to_reply(self, request: ChatRequest, completion: Completion, episode: Episode, number: int) -> AgentReply:
         token_ids = completion.token_ids.tolist()
-        called = find_calls(self._text) if request.tools else find_calls("")
+        parsed = find_calls(self._text) if request.tools else find_calls("")
         answer = AgentReply(
             answer_id=f"chatcmpl-{self._context.first_sample_id + self._index}-{number}",
             created=int(time.time()),
             request=request,
             completion=completion,
             pieces=tuple(self._context.tokenizer.decode([token]) for token in token_ids) if request.logprobs else (),
-            content=called.content if called.calls else self._text,
-            calls=tuple((f"call_{number}_{i}", *call) for i, call in enumerate(called.calls)),
+            content=parsed.content if parsed.calls else self._text,
+            calls=tuple((f"call_{number}_{i}", *call) for i, call in enumerate(parsed.calls)),
             num_prompt_tokens=len(episode) - len(token_ids),
         )
         messages = (*request.messages, Message.model_validate(answer.message))  # as a client sends it back

@@ -15,14 +15,14 @@ _CALL = re.compile(f"{BEGIN}(.*?){END}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class ParsedAnswer:
     """Text of an answer before its first call, and the calls as (name, arguments as JSON text)."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
 
 
-def find_calls(text: str) -> Called:
+def find_calls(text: str) -> ParsedAnswer:
     """Parse calls: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is ``("add", '{"a": 1}')``.
 
     If any call is not such JSON, the entire text is content: no text of the model is lost.
@@ -34,10 +34,10 @@ def find_calls(text: str) -> Called:
             call: Any = json.loads(match[1].strip())
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return Called(text, ())
+            return ParsedAnswer(text, ())
         if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
-            return Called(text, ())
+            return ParsedAnswer(text, ())
         calls.append((name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
     if not calls:
-        return Called(text, ())
-    return Called(text.partition(BEGIN)[0].strip(), tuple(calls))
+        return ParsedAnswer(text, ())
+    return ParsedAnswer(text.partition(BEGIN)[0].strip(), tuple(calls))

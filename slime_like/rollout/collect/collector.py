@@ -16,7 +16,7 @@ from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Metric
 from slime_like.rollout.collect.group_filters import GroupFilters
 from slime_like.rollout.collect.sampler import GroupRequest, GroupSampler
-from slime_like.rollout.collect.state import Produced, QueuedPrompt, RolloutState, Unfinished
+from slime_like.rollout.collect.state import GeneratedRollout, PartialGroup, QueuedPrompt, RolloutState
 from slime_like.types import Prompt, SampleGroup
 
 
@@ -25,17 +25,17 @@ class PromptQueue:
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
-        self.returned: tuple[QueuedPrompt, ...] = ()
+        self.queued: tuple[QueuedPrompt, ...] = ()
 
     def take(self, n: int) -> list[QueuedPrompt]:
         """Return the next ``n`` prompts."""
-        first, self.returned = self.returned[:n], self.returned[n:]
+        first, self.queued = self.queued[:n], self.queued[n:]
         fresh = self.source.next(n - len(first)) if len(first) < n else []
         return [*first, *map(QueuedPrompt, fresh)]
 
     def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
         """Put back prompts that were taken and not answered; they come before all others."""
-        self.returned = (*prompts, *self.returned)
+        self.queued = (*prompts, *self.queued)
 
 
 class GroupCollector:
@@ -50,7 +50,7 @@ class GroupCollector:
         self._filters = GroupFilters(cfg)
         self._starts: dict[int, RolloutState] = {}  # state before each rollout that is not consumed
 
-    async def make(self, rollout_id: int) -> Produced:
+    async def generate(self, rollout_id: int) -> GeneratedRollout:
         """Return the groups of one rollout, scored and filtered, ordered by id.
 
         Raises ``DataError`` if too few passed after ``max_refills`` rounds, for example with a filter that hardly any prompt passes.
@@ -59,19 +59,19 @@ class GroupCollector:
         started = time.time()
         groups, num_generated, num_refills = await self._collect(rollout_id)
         report = self._filters.report()
-        return Produced(rollout_id, tuple(groups), started, time.time(), num_generated, num_refills, report)
+        return GeneratedRollout(rollout_id, tuple(groups), started, time.time(), num_generated, num_refills, report)
 
     def metrics(self) -> list[Metric]:
         """Return metrics of groups in flight since the last call."""
         return []
 
-    def unfinished(self) -> tuple[Unfinished, ...]:
+    def partial_groups(self) -> tuple[PartialGroup, ...]:
         """Return a snapshot of the groups in flight that outlive their rollout."""
         return ()
 
     def state(self) -> RolloutState:
         """Return the data cursor and every prompt that no rollout contains."""
-        return RolloutState(self._prompts.source.state(), self._prompts.returned, self.unfinished())
+        return RolloutState(self._prompts.source.state(), self._prompts.queued, self.partial_groups())
 
     def state_before(self, rollout_id: int) -> RolloutState:
         """Return the state before a rollout took its prompts; the current state if the rollout has not begun."""
@@ -83,9 +83,9 @@ class GroupCollector:
 
     def restore(self, state: RolloutState) -> None:
         """Continue from ``state``. The data source must already be at its cursor."""
-        self._prompts.give_back(state.returned)
+        self._prompts.give_back(state.queued)
         # The checkpoint may contain groups that over-sampling had in flight: they start again.
-        self._prompts.give_back([QueuedPrompt(unfinished.prompt) for unfinished in state.unfinished])
+        self._prompts.give_back([QueuedPrompt(partial.prompt) for partial in state.partial_groups])
 
     async def close(self) -> None:
         """Cancel the groups in flight."""

@@ -64,9 +64,8 @@ class GroupFilters:
 
     def __init__(self, cfg: RolloutConfig) -> None:
         self._rules: list[tuple[str, GroupFilter]] = [(name, resolve(KEY, name, names.FILTERS)) for name in cfg.filters]
-        self._dropped: dict[str, Counter[str]] = defaultdict(
-            Counter
-        )  # filter -> reason -> groups since the last report
+        # Filter -> reason -> groups since the last report.
+        self._dropped: dict[str, Counter[str]] = defaultdict(Counter)
         self._stats = _GroupStats()
 
     def keep(self, group: SampleGroup) -> bool:

@@ -1,8 +1,8 @@
 """Over-sampling: start more groups than a rollout needs, take the first that pass the filters, interrupt the others.
 
 With partial rollouts, the next rollout continues an interrupted group under its own weights. Otherwise the group is
-aborted and its prompt moves to the front of the queue; after ``MAX_GIVEN_UP`` aborts the rollout waits for it. In both
-cases every prompt is answered for exactly one rollout: at any time it is either taken, dropped by a filter, in flight,
+aborted and its prompt moves to the front of the queue; after ``MAX_ABORTS`` aborts the rollout waits for it. In both
+cases every prompt is answered for exactly one rollout: at any time it is in a rollout, dropped by a filter, in flight,
 or back in the queue.
 
 Sources: over-sampling and partial rollouts as in slime (slime/rollout/sglang_rollout.py); the staleness bound of
@@ -22,13 +22,13 @@ from slime_like.config.schema.run import LoopConfig
 from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Metric, Sum
 from slime_like.rollout.collect.collector import GroupCollector
-from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate
+from slime_like.rollout.collect.resumable import CallJournal, PauseGate
 from slime_like.rollout.collect.sampler import GroupSampler
-from slime_like.rollout.collect.state import QueuedPrompt, RolloutState, Unfinished
+from slime_like.rollout.collect.state import PartialGroup, QueuedPrompt, RolloutState
 from slime_like.types import Prompt, SampleGroup
 from slime_like.util.deadline import Deadline
 
-MAX_GIVEN_UP = 3
+MAX_ABORTS = 3
 DEFAULT_PARTIAL_STALENESS = 4  # versions beyond loop.max_staleness
 
 
@@ -45,15 +45,15 @@ class GroupTask:
 
     group_id: int
     prompt: Prompt
-    given_up: int = 0  # rollouts that started a group for this prompt and aborted it
-    journal: PartialCompletions = field(default_factory=PartialCompletions)
-    generated: bool = False  # True once only the reward is missing
+    num_aborts: int = 0  # rollouts that started a group for this prompt and aborted it
+    journal: CallJournal = field(default_factory=CallJournal)
+    is_generated: bool = False  # True once only the reward is missing
     task: asyncio.Task[SampleGroup] | None = None
     group: SampleGroup | None = None  # scored, and passed the filters
 
     def on_generated(self) -> None:
         """Mark the group as generated: only its reward is missing."""
-        self.generated = True
+        self.is_generated = True
         self.journal.close()
 
     @property
@@ -80,9 +80,9 @@ class OverSampling(GroupCollector):
         super().__init__(cfg, sampling, source, sampler)
         self._max_staleness = max_staleness
         self._gate = PauseGate()
-        self._works: list[GroupTask] = []
-        self._finished: list[GroupTask] = []  # in order of completion; consumed by ``_sift``
-        self._given_up: set[asyncio.Task[SampleGroup]] = set()
+        self._in_flight: list[GroupTask] = []
+        self._finished: list[GroupTask] = []  # in order of completion; consumed by ``_filter_finished``
+        self._aborted: set[asyncio.Task[SampleGroup]] = set()
         self._counts: Counter[str] = Counter()
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
@@ -98,47 +98,56 @@ class OverSampling(GroupCollector):
         self._gate.open()
         batch_size, max_refills = self._cfg.batch_size, self._cfg.max_refills
         round_size = self._cfg.over_sampling_batch_size or batch_size
-        for work in self._works:  # restored from an earlier process
-            if work.task is None:
-                self._begin(work)
-        num_requested = self._begin_further(rollout_id, 0, round_size - len(self._works))
+        for group_task in self._in_flight:  # restored from an earlier process
+            if group_task.task is None:
+                self._start(group_task)
+        num_requested = self._start_groups(rollout_id, 0, round_size - len(self._in_flight))
         refills = 0
         while True:
-            self._sift()
-            passed = [work for work in self._works if work.group is not None]
-            coming = [work for work in self._works if work.group is None]
-            if len(passed) >= batch_size and not self._awaits_due(passed, coming, rollout_id):
+            self._filter_finished()
+            passed = [group_task for group_task in self._in_flight if group_task.group is not None]
+            unfinished = [group_task for group_task in self._in_flight if group_task.group is None]
+            if len(passed) >= batch_size and not self._waits_for_required(passed, unfinished, rollout_id):
                 break
-            if len(passed) + len(coming) < batch_size and refills < max_refills:
-                num_requested += self._begin_further(rollout_id, num_requested, round_size)
+            if len(passed) + len(unfinished) < batch_size and refills < max_refills:
+                num_requested += self._start_groups(rollout_id, num_requested, round_size)
                 refills += 1
-            elif len(passed) + len(coming) < batch_size and max_refills:
+            elif len(passed) + len(unfinished) < batch_size and max_refills:
                 text = f"{len(passed)} of {num_requested} groups passed rollout.filters or may still pass"
                 raise self._too_few(rollout_id, text)
-            elif coming:
-                await asyncio.wait([work.running for work in coming], return_when=asyncio.FIRST_COMPLETED)
+            elif unfinished:
+                await asyncio.wait(
+                    [group_task.running for group_task in unfinished], return_when=asyncio.FIRST_COMPLETED
+                )
             else:
                 break
         selected = self._select(rollout_id)
         await self._gate.shut(
             self._sampler.pool.abort_all, Deadline("rollout", "stop of a rollout", self._cfg.request_deadline_s)
         )
-        self._settle()
-        groups = sorted((work.group for work in selected if work.group is not None), key=lambda group: group.group_id)
+        self._keep_or_abort_interrupted()
+        groups = sorted(
+            (group_task.group for group_task in selected if group_task.group is not None),
+            key=lambda group: group.group_id,
+        )
         return groups, num_requested, refills
 
-    def unfinished(self) -> tuple[Unfinished, ...]:
+    def partial_groups(self) -> tuple[PartialGroup, ...]:
         """Return a snapshot of the groups in flight."""
-        return tuple(Unfinished(work.group_id, work.prompt, work.journal.copy()) for work in self._works)
+        return tuple(
+            PartialGroup(group_task.group_id, group_task.prompt, group_task.journal.copy())
+            for group_task in self._in_flight
+        )
 
     def restore(self, state: RolloutState) -> None:
         """Continue the groups that an earlier process had in flight, or queue their prompts if partial rollouts are off."""
         if not self._cfg.partial_rollout:
             super().restore(state)
             return
-        self._prompts.give_back(state.returned)
-        self._works = [
-            GroupTask(item.group_id, item.prompt, journal=PartialCompletions(item.calls)) for item in state.unfinished
+        self._prompts.give_back(state.queued)
+        self._in_flight = [
+            GroupTask(partial.group_id, partial.prompt, journal=CallJournal(partial.calls))
+            for partial in state.partial_groups
         ]
 
     def metrics(self) -> list[Metric]:
@@ -150,87 +159,95 @@ class OverSampling(GroupCollector):
 
     async def close(self) -> None:
         """Cancel all tasks."""
-        tasks = [*(work.task for work in self._works if work.task is not None), *self._given_up]
+        tasks = [*(group_task.task for group_task in self._in_flight if group_task.task is not None), *self._aborted]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- steps -------------------------------------------------------------------------------------------------------
-    def _begin_further(self, rollout_id: int, num_requested: int, count: int) -> int:
+    # ---- phases of a rollout -----------------------------------------------------------------------------------------
+    def _start_groups(self, rollout_id: int, num_requested: int, count: int) -> int:
         """Start groups for ``count`` more prompts, after the ``num_requested`` of this rollout. Return the number started."""
         taken = self._take(rollout_id, num_requested, max(0, count))
-        works = [GroupTask(group_id, item.prompt, item.given_up) for group_id, item in taken]
-        self._works += works
-        for work in works:
-            self._begin(work)
-        return len(works)
+        group_tasks = [GroupTask(group_id, queued.prompt, queued.num_aborts) for group_id, queued in taken]
+        self._in_flight += group_tasks
+        for group_task in group_tasks:
+            self._start(group_task)
+        return len(group_tasks)
 
-    def _begin(self, work: GroupTask) -> None:
-        request = self._request(work.group_id, work.prompt)
-        work.task = asyncio.ensure_future(self._sampler.group(request, work.journal, self._gate, work.on_generated))
-        work.task.add_done_callback(lambda _: self._finished.append(work))
+    def _start(self, group_task: GroupTask) -> None:
+        request = self._request(group_task.group_id, group_task.prompt)
+        group_task.task = asyncio.ensure_future(
+            self._sampler.group(request, group_task.journal, self._gate, group_task.on_generated)
+        )
+        group_task.task.add_done_callback(lambda _: self._finished.append(group_task))
 
-    def _sift(self) -> None:
+    def _filter_finished(self) -> None:
         """Apply the filters to finished groups. Raises the error of a failed group."""
         finished, self._finished = self._finished, []
-        for work in finished:
-            if work not in self._works:
+        for group_task in finished:
+            if group_task not in self._in_flight:
                 continue
-            self._works.remove(work)
-            group = work.running.result()
+            self._in_flight.remove(group_task)
+            group = group_task.running.result()
             if self._filters.keep(group):
-                work.group = group
-                self._works.append(work)  # passed groups are kept in order of completion
+                group_task.group = group
+                self._in_flight.append(group_task)  # passed groups are kept in order of completion
 
-    def _is_due(self, work: GroupTask, rollout_id: int) -> bool:
+    def _is_required(self, group_task: GroupTask, rollout_id: int) -> bool:
         """Return whether the rollout must wait for this group: it would exceed the staleness bound in the next rollout, or
         was aborted too often.
         """
         if not self._cfg.partial_rollout:
-            return work.given_up >= MAX_GIVEN_UP
-        oldest = work.journal.oldest_version
+            return group_task.num_aborts >= MAX_ABORTS
+        oldest = group_task.journal.oldest_version
         return oldest is not None and rollout_id + 1 - oldest > self._max_staleness
 
-    def _awaits_due(self, passed: Sequence[GroupTask], coming: Sequence[GroupTask], rollout_id: int) -> bool:
-        """Return whether due groups are unfinished and fewer than ``batch_size`` due groups have passed."""
-        due = sum(self._is_due(work, rollout_id) for work in passed)
-        return due < self._cfg.batch_size and any(self._is_due(work, rollout_id) for work in coming)
+    def _waits_for_required(
+        self, passed: Sequence[GroupTask], unfinished: Sequence[GroupTask], rollout_id: int
+    ) -> bool:
+        """Return whether required groups are unfinished and fewer than ``batch_size`` required groups have passed."""
+        num_required = sum(self._is_required(group_task, rollout_id) for group_task in passed)
+        return num_required < self._cfg.batch_size and any(
+            self._is_required(group_task, rollout_id) for group_task in unfinished
+        )
 
     def _select(self, rollout_id: int) -> list[GroupTask]:
-        """Take the groups of this rollout: due groups first, then in order of completion."""
-        passed = [work for work in self._works if work.group is not None]
-        passed.sort(key=lambda work: not self._is_due(work, rollout_id))
+        """Take the groups of this rollout: required groups first, then in order of completion."""
+        passed = [group_task for group_task in self._in_flight if group_task.group is not None]
+        passed.sort(key=lambda group_task: not self._is_required(group_task, rollout_id))
         selected = passed[: self._cfg.batch_size]
-        self._works = [work for work in self._works if work not in selected]
+        self._in_flight = [group_task for group_task in self._in_flight if group_task not in selected]
         return selected
 
-    def _settle(self) -> None:
+    def _keep_or_abort_interrupted(self) -> None:
         """Keep the interrupted groups, or abort them if partial rollouts are off."""
-        self._counts["stopped_groups"] += len(self._works)
+        self._counts["stopped_groups"] += len(self._in_flight)
         if not self._cfg.partial_rollout:
-            self._give_up(self._works)
+            self._abort(self._in_flight)
 
     def _restart_stale(self, rollout_id: int) -> None:
-        """Restart groups beyond the staleness bound: more groups were due than fit into a rollout, or the bound was lowered."""
+        """Restart groups beyond the staleness bound: more groups were required than fit into a rollout, or the bound was lowered."""
         oldest_allowed = rollout_id - self._max_staleness
-        ages = [(work, work.journal.oldest_version) for work in self._works]
-        stale = [work for work, oldest in ages if oldest is not None and oldest < oldest_allowed]
+        ages = [(group_task, group_task.journal.oldest_version) for group_task in self._in_flight]
+        stale = [group_task for group_task, oldest in ages if oldest is not None and oldest < oldest_allowed]
         self._counts["restarted_groups"] += len(stale)
-        self._give_up(stale)
+        self._abort(stale)
 
-    def _give_up(self, works: Sequence[GroupTask]) -> None:
-        works = sorted(works, key=lambda work: work.group_id)
-        self._works = [work for work in self._works if work not in works]
-        self._prompts.give_back([QueuedPrompt(work.prompt, work.given_up + 1) for work in works])
-        for work in works:
-            self._counts["wasted_tokens"] += work.journal.num_tokens
-            if work.task is not None:
-                self._given_up.add(work.task)
-                work.task.add_done_callback(self._forget)
-                if not work.generated:  # let a reward finish: cancelling it would kill its process
-                    work.task.cancel()
+    def _abort(self, group_tasks: Sequence[GroupTask]) -> None:
+        group_tasks = sorted(group_tasks, key=lambda group_task: group_task.group_id)
+        self._in_flight = [group_task for group_task in self._in_flight if group_task not in group_tasks]
+        self._prompts.give_back(
+            [QueuedPrompt(group_task.prompt, group_task.num_aborts + 1) for group_task in group_tasks]
+        )
+        for group_task in group_tasks:
+            self._counts["wasted_tokens"] += group_task.journal.num_tokens
+            if group_task.task is not None:
+                self._aborted.add(group_task.task)
+                group_task.task.add_done_callback(self._discard_aborted)
+                if not group_task.is_generated:  # let a reward finish: cancelling it would kill its process
+                    group_task.task.cancel()
 
-    def _forget(self, task: asyncio.Task[SampleGroup]) -> None:
-        self._given_up.discard(task)
+    def _discard_aborted(self, task: asyncio.Task[SampleGroup]) -> None:
+        self._aborted.discard(task)
         if not task.cancelled():
             task.exception()  # nothing awaits this task: its prompt is sampled again

@@ -1,7 +1,7 @@
 """Generation of rollouts in order, ahead of the trainer by at most the staleness bound.
 
 consumes  admission (``get``)
-produces  ``Produced`` per rollout id, in order
+produces  ``GeneratedRollout`` per rollout id, in order
 waits for the trainer's requests: rollout j starts once rollout ``j - max_staleness`` has been requested
 """
 
@@ -11,30 +11,30 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from slime_like.errors import SlimeLikeError
-from slime_like.rollout.collect.state import Produced
+from slime_like.rollout.collect.state import GeneratedRollout
 from slime_like.util.concurrency import is_task_cancelled
 
 
 class Producer:
-    """One task that runs ``make(rollout_id)`` for each admitted rollout.
+    """One task that runs ``generate(rollout_id)`` for each admitted rollout.
 
     Example: with ``max_staleness=1``, requesting rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
     """
 
     def __init__(
-        self, make: Callable[[int], Awaitable[Produced]], *, first: int, last: int, max_staleness: int
+        self, generate: Callable[[int], Awaitable[GeneratedRollout]], *, first: int, last: int, max_staleness: int
     ) -> None:
-        self._make = make
+        self._generate = generate
         self._next = first
         self._last = last
         self._ahead = max_staleness
         self._admitted = first - 1
         self._wake = asyncio.Event()
-        self._ready: dict[int, asyncio.Future[Produced]] = {}
+        self._ready: dict[int, asyncio.Future[GeneratedRollout]] = {}
         self._task: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
-    async def get(self, rollout_id: int) -> Produced:
+    async def get(self, rollout_id: int) -> GeneratedRollout:
         """Return rollout ``rollout_id`` once it is complete. Raises the error that stopped its generation."""
         if self._failure is not None and rollout_id not in self._ready:
             raise self._failure
@@ -44,21 +44,21 @@ class Producer:
             self._task = asyncio.create_task(self._run(), name="rollout producer")
         return await self._slot(rollout_id)
 
-    async def settled(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until every admitted rollout is complete or has failed."""
         for rollout_id in range(self._next, min(self._admitted + 1, self._last)):
             if self._failure is None:
                 await asyncio.wait([self._slot(rollout_id)])
 
-    def waiting(self) -> list[Produced]:
+    def completed_rollouts(self) -> list[GeneratedRollout]:
         """Return rollouts that are complete and not consumed, in order."""
         return [slot.result() for _, slot in sorted(self._ready.items()) if slot.done()]
 
-    def restore(self, rollouts: Sequence[Produced]) -> None:
+    def restore(self, rollouts: Sequence[GeneratedRollout]) -> None:
         """Add rollouts that an earlier run completed."""
-        for produced in rollouts:
-            self._slot(produced.rollout_id).set_result(produced)
-            self._next, self._admitted = produced.rollout_id + 1, produced.rollout_id
+        for generated in rollouts:
+            self._slot(generated.rollout_id).set_result(generated)
+            self._next, self._admitted = generated.rollout_id + 1, generated.rollout_id
 
     def forget(self, rollout_id: int) -> None:
         """Release a consumed rollout."""
@@ -70,7 +70,7 @@ class Producer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _slot(self, rollout_id: int) -> asyncio.Future[Produced]:
+    def _slot(self, rollout_id: int) -> asyncio.Future[GeneratedRollout]:
         return self._ready.setdefault(rollout_id, asyncio.get_running_loop().create_future())
 
     async def _run(self) -> None:
@@ -80,23 +80,23 @@ class Producer:
                 await self._wake.wait()
             slot = self._slot(self._next)
             try:
-                slot.set_result(await self._make(self._next))
+                slot.set_result(await self._generate(self._next))
             except asyncio.CancelledError as error:
                 if is_task_cancelled():
                     raise
-                self._fail(slot, _own_cancel(self._next, error))
+                self._fail(slot, _uncaused_cancel(self._next, error))
                 return
             except Exception as error:  # noqa: BLE001  fault boundary of the task: raised in the waiter of this rollout
                 self._fail(slot, error)
                 return
             self._next += 1
 
-    def _fail(self, slot: asyncio.Future[Produced], error: Exception) -> None:
+    def _fail(self, slot: asyncio.Future[GeneratedRollout], error: Exception) -> None:
         self._failure = error
         slot.set_exception(error)
 
 
-def _own_cancel(rollout_id: int, error: asyncio.CancelledError) -> SlimeLikeError:
+def _uncaused_cancel(rollout_id: int, error: asyncio.CancelledError) -> SlimeLikeError:
     failure = SlimeLikeError(
         f"rollout {rollout_id}: rollout.generate raised CancelledError, though nothing cancelled it: it awaited a task or "
         "future that was cancelled; catch the CancelledError in rollout.generate"

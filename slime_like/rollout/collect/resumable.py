@@ -6,7 +6,7 @@ produces  complete answers, in which each token has the version and log-probabil
 waits for an engine that serves; for the gate, which is shut between rollouts while unfinished answers are retained
 
 A generate function does not notice an interruption: its calls just wait. If the process has ended, the function runs
-again, and calls that it repeats are answered from a record (``PartialCompletions``). A call that differs from the recorded
+again, and calls that it repeats are answered from a record (``CallJournal``). A call that differs from the recorded
 one (for example because a tool returned another result) is sent to an engine.
 """
 
@@ -31,7 +31,7 @@ from slime_like.util.deadline import Deadline
 
 ABORT = "abort"  # finish reason of a completion that may be continued
 ABORT_AGAIN_S = 0.2  # an abort misses a request that has not reached the scheduler
-NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), ABORT)
+EMPTY_COMPLETION = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), ABORT)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class EngineCall:
         return [i for i, completion in enumerate(self.completions) if completion.finish == ABORT]
 
 
-class PartialCompletions:
+class CallJournal:
     """Recorded calls of one group."""
 
     def __init__(self, calls: Iterable[EngineCall] = ()) -> None:
@@ -60,7 +60,7 @@ class PartialCompletions:
             if call.seeds == tuple(seeds) and np.array_equal(call.token_ids, token_ids):
                 self._unclaimed.remove(call)
                 return call
-        call = EngineCall(token_ids, tuple(seeds), [NOTHING] * len(seeds))
+        call = EngineCall(token_ids, tuple(seeds), [EMPTY_COMPLETION] * len(seeds))
         self._calls.append(call)
         return call
 
@@ -88,7 +88,7 @@ class PartialCompletions:
         return (completion for call in self._calls for completion in call.completions)
 
 
-def continuable(part: Completion) -> Completion:
+def drop_last_token(part: Completion) -> Completion:
     """Return an interrupted completion without its last token, which is sampled again.
 
     SGLang reports a request as aborted even if the abort comes in the step of its end-of-sequence token (or its last allowed
@@ -102,7 +102,7 @@ def continuable(part: Completion) -> Completion:
     return replace(part, token_ids=part.token_ids[:n], logprobs=part.logprobs[:n], versions=versions)
 
 
-def joined(first: Completion, second: Completion) -> Completion:
+def concatenate(first: Completion, second: Completion) -> Completion:
     """Concatenate a completion and its continuation; each token keeps the log-probability and version it was sampled with."""
     n = len(first.token_ids)
     shifted = [*first.versions, *((start + n, stop + n, version) for start, stop, version in second.versions)]
@@ -123,20 +123,20 @@ class PauseGate:
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
-        self._inside = 0
+        self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._shut_at: float | None = None
-        self._shut_before = 0.0
+        self._shut_before_s = 0.0
 
     @property
     def shut_s(self) -> float:
         """Total seconds for which the gate has been shut."""
-        return self._shut_before + (0.0 if self._shut_at is None else time.monotonic() - self._shut_at)
+        return self._shut_before_s + (0.0 if self._shut_at is None else time.monotonic() - self._shut_at)
 
     def open(self) -> None:
         """Let requests through."""
-        self._shut_before, self._shut_at = self.shut_s, None
+        self._shut_before_s, self._shut_at = self.shut_s, None
         self._open.set()
 
     async def shut(self, abort_all: Callable[[], Awaitable[None]], deadline: Deadline) -> None:
@@ -146,9 +146,9 @@ class PauseGate:
         """
         self._open.clear()
         self._shut_at = self._shut_at or time.monotonic()
-        while self._inside:
+        while self._num_inside:
             await abort_all()
-            remaining_s = deadline.remaining(f"{self._inside} aborted requests")
+            remaining_s = deadline.remaining(f"{self._num_inside} aborted requests")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), min(ABORT_AGAIN_S, remaining_s))
 
@@ -157,13 +157,13 @@ class PauseGate:
         """Hold one request inside the gate; waits while the gate is shut."""
         while not self._open.is_set():  # the gate may be shut again before this task runs
             await self._open.wait()
-        self._inside += 1
+        self._num_inside += 1
         self._empty.clear()
         try:
             yield
         finally:
-            self._inside -= 1
-            if not self._inside:
+            self._num_inside -= 1
+            if not self._num_inside:
                 self._empty.set()
 
 
@@ -174,15 +174,15 @@ class ResumableEngine:
         self,
         pool: EnginePool,
         lease: Lease,
-        journal: PartialCompletions,
+        journal: CallJournal,
         gate: PauseGate,
         usage: Usage,
-        trained: Sampling | None = None,
+        required_sampling: Sampling | None = None,
     ) -> None:
-        """``trained`` is the sampling distribution required of answers that are trained on; None if they are not."""
+        """``required_sampling`` is the sampling distribution required of answers that are trained on; None if they are not."""
         self._pool, self._lease = pool, lease
         self._journal, self._gate, self._usage = journal, gate, usage
-        self._trained = trained
+        self._required_sampling = required_sampling
 
     @property
     def paused_s(self) -> float:
@@ -195,11 +195,11 @@ class ResumableEngine:
         ``finish`` is ``abort`` only if the engine ended a request that this run did not abort.
         Raises ``ConfigError`` if ``sampling`` differs from the distribution that is trained on.
         """
-        if self._trained is not None:
-            check_generate(self._trained, sampling)
+        if self._required_sampling is not None:
+            check_generate(self._required_sampling, sampling)
         call = self._journal.call(token_ids, seeds)
         while call.unfinished():
-            await self._pool.router.settle(self._lease)
+            await self._pool.router.wait_for_engine(self._lease)
             async with self._gate.passage():
                 if not await self._continue(call, sampling):
                     break
@@ -209,8 +209,8 @@ class ResumableEngine:
         """See ``interfaces.Engine``."""
         scores = None
         while scores is None:
-            engine = await self._pool.router.settle(self._lease)
-            scores = await self._pool.ask(self._lease, engine.score(token_ids, temperature))
+            engine = await self._pool.router.wait_for_engine(self._lease)
+            scores = await self._pool.call_leased(self._lease, engine.score(token_ids, temperature))
         return scores
 
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
@@ -220,15 +220,15 @@ class ResumableEngine:
             return True
         indices = call.unfinished()
         partials = [call.completions[i] for i in indices]
-        answered = await self._pool.ask(self._lease, self._extend(engine, call, indices, sampling))
+        answered = await self._pool.call_leased(self._lease, self._extend(engine, call, indices, sampling))
         if answered is None:  # the engine was lost together with the tokens of this request
             return True
-        parts, aborted_here = answered
+        parts, aborted_by_run = answered
         for index, partial, part in zip(indices, partials, parts, strict=True):
-            call.completions[index] = joined(partial, continuable(part) if aborted_here else part)
+            call.completions[index] = concatenate(partial, drop_last_token(part) if aborted_by_run else part)
         self._lease.spend(sum(len(part.token_ids) for part in parts))
         self._usage.add(engine.name, parts)
-        return aborted_here or all(part.finish != ABORT for part in parts)
+        return aborted_by_run or all(part.finish != ABORT for part in parts)
 
     @staticmethod
     async def _extend(

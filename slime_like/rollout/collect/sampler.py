@@ -13,7 +13,7 @@ from slime_like.interfaces import GenerateContext, GenerateFn, Generator, Sampli
 from slime_like.metrics.types import Metric
 from slime_like.registry import resolve
 from slime_like.reward.pool import RewardPool
-from slime_like.rollout.collect.resumable import PartialCompletions, PauseGate, ResumableEngine
+from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.generate.sampling import sample_seeds
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import Usage
@@ -59,12 +59,12 @@ class GroupSampler:
     async def group(
         self,
         request: GroupRequest,
-        journal: PartialCompletions | None = None,
+        journal: CallJournal | None = None,
         gate: PauseGate | None = None,
-        generated: Callable[[], None] | None = None,
+        on_generated: Callable[[], None] | None = None,
     ) -> SampleGroup:
         """Return the scored group. ``journal`` contains its earlier partial answers. Requests wait while ``gate`` is shut.
-        ``generated`` is called when only the rewards are missing.
+        ``on_generated`` is called when only the rewards are missing.
         """
         n, first = request.n, request.group_id * request.n
         seeds = sample_seeds(self.seed, request.stream, first, n)
@@ -80,16 +80,16 @@ class GroupSampler:
         is_training = request.stream == TRAIN_STREAM
         usage = self.usage if is_training else Usage(1)  # evaluation requests are not reported
         with self.pool.router.lease(request.sampling.max_new_tokens * n) as lease:
-            trained = request.sampling if is_training and self.trains else None
+            required_sampling = request.sampling if is_training and self.trains else None
             engine = ResumableEngine(
-                self.pool, lease, journal or PartialCompletions(), gate or PauseGate(), usage, trained
+                self.pool, lease, journal or CallJournal(), gate or PauseGate(), usage, required_sampling
             )
             subject = f"prompt {request.prompt.prompt_id} ({request.prompt.dataset})"
             with errors_named("rollout.generate", self.generate_name, subject):
                 returned = await self.generate(request.prompt, engine, seeds, context)
-            samples = self._checked(returned, subject)
-        if generated is not None:
-            generated()
+            samples = self._check_samples(returned, subject)
+        if on_generated is not None:
+            on_generated()
         group = SampleGroup(request.group_id, request.prompt, samples)
         return (await self.rewards.score([group], unshaped=not is_training))[0]
 
@@ -99,8 +99,8 @@ class GroupSampler:
 
     def metrics(self) -> list[Metric]:
         """Return metrics of the generate function and of engine usage since the last call."""
-        own = self.generate.metrics() if isinstance(self.generate, Generator) else ()
-        return [*own, *self.usage.drain()]
+        metrics = self.generate.metrics() if isinstance(self.generate, Generator) else ()
+        return [*metrics, *self.usage.drain()]
 
     def warnings(self) -> tuple[str, ...]:
         """Return warnings of the generate function since the last call."""
@@ -111,7 +111,7 @@ class GroupSampler:
         if isinstance(self.generate, Generator):
             await self.generate.close()
 
-    def _checked(self, returned: object, subject: str) -> tuple[Sample, ...]:
+    def _check_samples(self, returned: object, subject: str) -> tuple[Sample, ...]:
         """Return the samples of a generate function. Raises ``UserCodeError`` if it returned anything else."""
         if isinstance(returned, Sequence):
             items = cast("Sequence[object]", returned)

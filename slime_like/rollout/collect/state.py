@@ -20,7 +20,7 @@ FINISH = {status: finish for finish, status in STATUS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Produced:
+class GeneratedRollout:
     """Scored groups of one rollout that passed the filters, ordered by id, and the time span of their generation."""
 
     rollout_id: int
@@ -48,11 +48,11 @@ class QueuedPrompt:
     """A prompt to be answered, and the number of rollouts that started and aborted it."""
 
     prompt: Prompt
-    given_up: int = 0
+    num_aborts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class PartialGroup:
     """A group to be continued."""
 
     group_id: int
@@ -65,22 +65,22 @@ class RolloutState:
     """Data cursor, and every prompt that was taken but is in no rollout: it was given back, or its group is unfinished."""
 
     cursor: Mapping[str, Any]  # of the data source
-    returned: tuple[QueuedPrompt, ...]
-    unfinished: tuple[Unfinished, ...]
+    queued: tuple[QueuedPrompt, ...]
+    partial_groups: tuple[PartialGroup, ...]
 
     def in_flight(self) -> list[SampleGroup]:
         """Return everything but the cursor as groups to be saved; prompts given back become groups with negative ids."""
-        returned = [SampleGroup(-1 - item.given_up, item.prompt, ()) for item in self.returned]
-        return [*returned, *map(to_group, self.unfinished)]
+        queued = [SampleGroup(-1 - item.num_aborts, item.prompt, ()) for item in self.queued]
+        return [*queued, *map(to_group, self.partial_groups)]
 
     @staticmethod
-    def of(cursor: Mapping[str, Any], groups: Sequence[SampleGroup]) -> RolloutState:
+    def from_groups(cursor: Mapping[str, Any], groups: Sequence[SampleGroup]) -> RolloutState:
         """Return the inverse of ``in_flight``."""
-        returned = tuple(QueuedPrompt(group.prompt, -1 - group.group_id) for group in groups if group.group_id < 0)
-        return RolloutState(cursor, returned, tuple(from_group(group) for group in groups if group.group_id >= 0))
+        queued = tuple(QueuedPrompt(group.prompt, -1 - group.group_id) for group in groups if group.group_id < 0)
+        return RolloutState(cursor, queued, tuple(from_group(group) for group in groups if group.group_id >= 0))
 
 
-def made_path(leftover: Path, rollout_id: int) -> Path:
+def generated_path(leftover: Path, rollout_id: int) -> Path:
     """Return the path of a rollout that was generated but not trained on, next to the leftover groups."""
     return leftover.with_name(f"{leftover.stem}_made_{rollout_id}.npz")
 
@@ -90,17 +90,17 @@ def in_flight_path(leftover: Path) -> Path:
     return leftover.with_name(f"{leftover.stem}_in_flight.npz")
 
 
-def to_group(unfinished: Unfinished) -> SampleGroup:
+def to_group(partial: PartialGroup) -> SampleGroup:
     """Return the on-disk form: one sample per completion, with the call as episode and the index in the call as sample id."""
     samples = [
-        _to_sample(unfinished.group_id, episode, index, call)
-        for episode, call in enumerate(unfinished.calls)
+        _to_sample(partial.group_id, episode, index, call)
+        for episode, call in enumerate(partial.calls)
         for index in range(len(call.seeds))
     ]
-    return SampleGroup(unfinished.group_id, unfinished.prompt, tuple(samples))
+    return SampleGroup(partial.group_id, partial.prompt, tuple(samples))
 
 
-def from_group(group: SampleGroup) -> Unfinished:
+def from_group(group: SampleGroup) -> PartialGroup:
     """Return the inverse of ``to_group``."""
     calls: list[EngineCall] = []
     for _, grouped in groupby(group.samples, key=lambda sample: sample.episode_id):
@@ -111,7 +111,7 @@ def from_group(group: SampleGroup) -> Unfinished:
                 prompt_ids, tuple(s.seed for s in samples), [_to_completion(s, len(prompt_ids)) for s in samples]
             )
         )
-    return Unfinished(group.group_id, group.prompt, tuple(calls))
+    return PartialGroup(group.group_id, group.prompt, tuple(calls))
 
 
 def _to_sample(group_id: int, episode: int, index: int, call: EngineCall) -> Sample:

@@ -31,7 +31,7 @@ def members(group: int) -> Iterator[Path]:
             continue
 
 
-def parts(group: int, part: str) -> tuple[int, ...]:
+def pids_of_part(group: int, part: str) -> tuple[int, ...]:
     """Return the process ids of one kind: ``http server`` (leader of the group), ``detokenizer`` or ``scheduler``."""
     if part == "http server":
         return (group,)
@@ -43,7 +43,7 @@ def parts(group: int, part: str) -> tuple[int, ...]:
     return tuple(pids)
 
 
-def stopped(group: int) -> tuple[int, ...]:
+def stopped_pids(group: int) -> tuple[int, ...]:
     """Return ids of processes stopped as by SIGSTOP; a process in tracing stop (debugger) does not count."""
     pids: list[int] = []
     for process in members(group):

@@ -1,16 +1,8 @@
-"""SGLang HTTP server in a child process that leads its own process group.
-
-No other module of slime_like imports sglang; the SGLang plugins do too.
-
-The parent sends the child one line of JSON on stdin (``ps`` would show a key on the command line) and keeps the pipe
-open. When the parent ends, the child reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire when
-only the *thread* that started the child ends, so only SGLang's own workers use it.
-"""
+"""SGLang HTTP server of one engine, in a child process that leads its own process group (``main.py``)."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -19,53 +11,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
-from slime_like.printable import hide_in_logs
 from slime_like.rollout.engine import processes
-from slime_like.rollout.engine.model_config import merge_overrides, other_models, override_args
+from slime_like.rollout.engine.environment import LOOPBACK, child_environment
+from slime_like.rollout.engine.main import EngineLaunch
 from slime_like.util.deadline import Deadline
-from slime_like.util.imports import heavy_imports
-from slime_like.util.ports import PortLease, interface_environment
+from slime_like.util.ports import PortLease
 
 POLL_S = 0.05
-ANSWER_S = 5.0  # limit for one health request to a starting server
-DYING_S = 8.0  # on a GPU SGLang waits five seconds before it exits
-LAST_WORDS_S = 1.0
-LOOPBACK = "127.0.0.1"
-SGLANG_PLUGINS = (
-    "SLIME_LIKE_SGLANG"  # comma-separated plugins of this project for the engine (slime_like_plugins.sglang_hooks)
-)
-# Spin count of libgomp's threads at the end of a parallel region before they sleep: about 0.03 ms. Decoding opens hundreds
-# of regions per token, a few microseconds apart; waking a thread for each costs more than two threads gain. With a
-# higher count they would occupy the core that the scheduler, the detokenizer and the server share.
-SPIN_COUNT = "2000"
-SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # overrides SPIN_COUNT, to measure it (benchmarks/run.py spin)
-THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
-CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
+HEALTH_S = 5.0  # limit for one health request to a starting server
+EXIT_S = 8.0  # on a GPU SGLang waits five seconds before it exits
+REPLACED_EXIT_S = 1.0  # for the exit code of a server that is about to be replaced
 DECODE_LINE = "slime_like decodes with "
-# Without these, a server whose worker died waits five seconds for GPU state dumps before it exits.
-NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-MODEL_OVERRIDES = "json_model_override_args"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLaunch:
-    """Message from the parent to the child."""
-
-    spec: EngineSpec
-    admin_key: str
-    host: str
-    port: int
 
 
 class EngineServer:
@@ -99,7 +64,7 @@ class EngineServer:
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "slime_like.rollout.engine.server"],
+                [sys.executable, "-m", "slime_like.rollout.engine.main"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -118,7 +83,7 @@ class EngineServer:
         """
         deadline = Deadline("rollout", "engine start", self._spec.start_deadline_s)
         subject = f"engine at {self.url} (log: {self._spec.log_path})"
-        while not self._answers(min(ANSWER_S, deadline.remaining(subject))):
+        while not self._answers(min(HEALTH_S, deadline.remaining(subject))):
             if not self.alive():
                 raise EngineError(f"engine did not start: {self.cause_of_death()}")
             time.sleep(POLL_S)
@@ -144,18 +109,18 @@ class EngineServer:
         if self._process is None:
             return f"engine for {self._spec.model_path} was not started"
         try:
-            code = self._process.wait(timeout=DYING_S)
+            code = self._process.wait(timeout=EXIT_S)
         except subprocess.TimeoutExpired:
             return f"engine at {self.url} (pid {self.pid}) is alive"
         lines = processes.last_lines(self._spec.log_path)
         ended = processes.describe_exit(code) + processes.headline(lines)
         return f"engine at {self.url} (pid {self.pid}) {ended}; end of {self._spec.log_path}:\n" + "\n".join(lines)
 
-    def last_words(self) -> str:
+    def exit_summary(self) -> str:
         """Return one line on how the server ended, before it is replaced; empty if it does not end within a second."""
         assert self._process is not None, "it was started"
         try:
-            ended = processes.describe_exit(self._process.wait(LAST_WORDS_S))
+            ended = processes.describe_exit(self._process.wait(REPLACED_EXIT_S))
         except subprocess.TimeoutExpired:
             return ""
         return ended + processes.headline(processes.last_lines(self._spec.log_path))
@@ -184,126 +149,3 @@ class EngineServer:
                 return reply.status == 200
         except (URLError, OSError, HTTPException):
             return False
-
-
-def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
-    """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
-    environment = {**interface_environment(host), **os.environ}
-    plugins = ["weight_commit", "rollout_sampling"]
-    if spec.device == "cpu":
-        plugins.insert(0, "cpu")
-        if spec.deterministic:
-            plugins.append("exact")
-            environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
-        environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
-        # Only one thread until the workers start, so that they can be forked; the model's worker then restores this count.
-        environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
-        environment["OMP_NUM_THREADS"] = "1"
-        environment["GOMP_SPINCOUNT"] = spin_count()
-        environment = NO_CRASH_DUMPS | environment
-    environment |= {
-        SGLANG_PLUGINS: ",".join(plugins),
-        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
-        "TMPDIR": scratch,
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
-        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
-    }
-    if os.path.isdir(spec.model_path):
-        environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(spec.model_path))}
-    return environment
-
-
-def spin_count() -> str:
-    """Return the spin count of an engine's threads.
-
-    Raises ``EngineError`` if the setting is not a number, which libgomp would ignore.
-    """
-    count = os.environ.get(SPIN, SPIN_COUNT)
-    if not count.isdecimal():
-        raise EngineError(
-            f"{SPIN}={count!r} is not a number of spins: set it to a number such as {SPIN_COUNT}, or unset it"
-        )
-    return count
-
-
-def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
-    """Return SGLang's ServerArgs for an engine with token ids as input and output; ``spec.sglang`` overrides."""
-    spec = launch.spec
-    arguments: dict[str, Any] = {
-        "model_path": spec.model_path,
-        "device": spec.device,
-        "dtype": spec.dtype,
-        "tp_size": spec.tp,
-        "context_length": spec.context_length,
-        "random_seed": spec.seed,
-        "max_running_requests": spec.max_running_requests,
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "weight_version": "0",
-        "log_level": "info",
-        "log_level_http": "warning",
-        "decode_log_interval": 1_000,
-    }
-    if spec.device == "cpu":
-        arguments["disable_overlap_schedule"] = True  # scheduler and model share the core: nothing to overlap
-        if spec.deterministic:
-            arguments["attention_backend"] = "slime_like_exact"
-    elif spec.deterministic:
-        arguments["enable_deterministic_inference"] = True
-    identity = {
-        "host": launch.host,
-        "port": launch.port,
-        "api_key": launch.admin_key,
-        "admin_api_key": launch.admin_key,
-        "trust_remote_code": False,
-    }
-    arguments |= spec.sglang | identity
-    if overrides := override_args(spec.model_path):
-        user_overrides = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
-        arguments[MODEL_OVERRIDES] = json.dumps(merge_overrides(overrides, user_overrides))
-    return arguments
-
-
-def die_with_parent() -> None:
-    """Start a thread that waits for end-of-file on stdin, which means that the parent has ended, then kills this process
-    group and removes its files.
-    """
-
-    scratch = Path(os.environ.get("TMPDIR", ""))
-
-    def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin: a forked worker would inherit its lock
-            pass
-        if scratch.name.startswith(processes.SCRATCH_PREFIX):  # created for this engine by EngineServer.start
-            shutil.rmtree(scratch, ignore_errors=True)
-        processes.remove_segments(processes.mapped_segments(os.getpgid(0)))
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def main() -> None:
-    """Entry point of the child: read the launch from stdin, serve until killed."""
-    with os.fdopen(os.dup(0), "rb") as stdin:
-        fields = json.loads(stdin.readline())
-    launch = EngineLaunch(**(fields | {"spec": EngineSpec(**fields["spec"])}))
-    die_with_parent()
-    hide_in_logs(launch.admin_key)  # SGLang logs all of its arguments
-    serve(server_arguments(launch))
-
-
-def serve(arguments: dict[str, Any]) -> None:
-    """Run SGLang in this process. Plugins load first: they add choices against which the arguments are checked."""
-    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  SGLang's dumper takes a second to import it
-    with heavy_imports():
-        plugins: Any = importlib.import_module("sglang.srt.plugins")
-        plugins.load_plugins()
-        server_args: Any = importlib.import_module("sglang.srt.server_args")
-        http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
-    http_server.launch_server(server_args.ServerArgs(**arguments))
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,7 @@ class EvalAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvalResult:
     """Result of one evaluation of all held-out sets."""
 
     metrics: tuple[Metric, ...] = ()
@@ -79,28 +79,28 @@ def eval_metrics(name: str, groups: Sequence[SampleGroup]) -> tuple[Metric, ...]
     return tuple(Last(f"eval/{name}{suffix}", value) for suffix, value in values.items())
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the unbiased estimate ``1 - C(n - c, k) / C(n, k)``, computed as a product that does not overflow.
 
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1. Example: ``pass_at_k(4, 1, 2) == 0.5``.
     """
-    assert 0 <= num_right <= num_samples and 1 <= k <= num_samples, (num_samples, num_right, k)
-    num_wrong = num_samples - num_right
-    if num_wrong < k:
+    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples, (num_samples, num_correct, k)
+    num_incorrect = num_samples - num_correct
+    if num_incorrect < k:
         return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(num_wrong + 1, num_samples + 1)))
+    return float(1.0 - np.prod(1.0 - k / np.arange(num_incorrect + 1, num_samples + 1)))
 
 
-def mean_pass_at_k(right: Sequence[Sequence[bool]]) -> dict[int, float]:
+def mean_pass_at_k(is_correct: Sequence[Sequence[bool]]) -> dict[int, float]:
     """Return k -> pass@k averaged over prompts, for each power of two up to the smallest number of samples per prompt.
 
-    Empty if a prompt has one sample, since pass@1 is the accuracy. ``right[p][i]`` is True if sample i of prompt p is correct.
+    Empty if a prompt has one sample, since pass@1 is the accuracy. ``is_correct[p][i]`` is True if sample i of prompt p is correct.
     """
-    min_samples = min((len(samples) for samples in right), default=0)
+    min_samples = min((len(samples) for samples in is_correct), default=0)
     if min_samples < 2:
         return {}
     ks = [2**i for i in range(min_samples.bit_length())]
-    return {k: float(np.mean([pass_at_k(len(samples), sum(samples), k) for samples in right])) for k in ks}
+    return {k: float(np.mean([pass_at_k(len(samples), sum(samples), k) for samples in is_correct])) for k in ks}
 
 
 def _episodes(group: SampleGroup) -> list[Sample]:

@@ -32,34 +32,34 @@ DEAD, STALLED = "dead", "stalled"
 class EnginePool:
     """All engines of a run. Bound to the event loop that first uses it."""
 
-    def __init__(self, supervisors: Sequence[EngineSupervisor], health: HealthConfig, *, pushed: bool) -> None:
-        """``pushed`` is True if engines receive weights by pushes; otherwise they keep their initial weights."""
+    def __init__(self, supervisors: Sequence[EngineSupervisor], health: HealthConfig, *, receives_pushes: bool) -> None:
+        """``receives_pushes`` is True if engines receive weights by pushes; otherwise they keep their initial weights."""
         self.slots = [EngineSlot(supervisor, supervisor.client) for supervisor in supervisors]
         self.router = EngineRouter([slot.client for slot in self.slots])
         self.recoveries: list[Recovery] = []
         self._reported: dict[int, Recovery] = {}  # index -> value last returned
         self.health = health
-        self._pushed = pushed
-        self.pushing = False  # engines are paused: they respond, and decode nothing
+        self._receives_pushes = receives_pushes
+        self.is_pushing = False  # engines are paused: they respond, and decode nothing
         self.num_pushes = 0
-        self._news: list[str] = []
-        self._num_restarts = self._num_groups = 0  # since take_restart_counts
+        self._messages: list[str] = []
+        self._num_restarts = self._num_moved_groups = 0  # since take_restart_counts
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- use ---------------------------------------------------------------------------------------------------------
-    async def ask[T](self, lease: Lease, request: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a request to the leased engine; None if the engine was lost and the lease must be settled again."""
+    async def call_leased[T](self, lease: Lease, request: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of a request to the leased engine; None if the engine was lost, so that the lease needs another."""
         engine = lease.engine
         assert engine is not None
         slot = next(slot for slot in self.slots if slot.client is engine)
         result = await self.call(slot, engine, request)
         if result is not None:
-            slot.answered = True
+            slot.has_responded = True
         elif lease.engine is engine:  # otherwise another request of the group has already handled the loss
             lease.engine = None
-            self._note_group(slot)
+            self._count_moved_group(slot)
         return result
 
     async def call[T](self, slot: EngineSlot, engine: EngineClient, request: Coroutine[Any, Any, T]) -> T | None:
@@ -68,9 +68,9 @@ class EnginePool:
         Raises the error of the request if the engine is alive, or the fatal error if the run is ending.
         """
         try:
-            return await _unless_lost(slot.lost, engine, request)
+            return await _unless_lost(slot.lost_event, engine, request)
         except (EngineError, DeadlineExceeded) as error:
-            await self._failed(slot, engine, error)
+            await self._handle_failure(slot, engine, error)
             return None
 
     async def check_health(self, slot: EngineSlot, engine: EngineClient, *, decodes: bool = False) -> bool:
@@ -85,12 +85,12 @@ class EnginePool:
                 if await engine.health(self.health.timeout_s, decodes=decodes):
                     return True
             waited_s += monitor.ran_s
-            replaced = slot.client is not engine or slot.down
-            if replaced or not monitor.blocked_s or waited_s >= self.health.timeout_s * scale():
+            was_replaced = slot.client is not engine or slot.is_restarting
+            if was_replaced or not monitor.blocked_s or waited_s >= self.health.timeout_s * scale():
                 return False
             if not warned:
                 warned = True
-                self._news.append(
+                self._messages.append(
                     f"the rollout manager was blocked for {monitor.blocked_s:.1f} s during a health check of {engine.name}, "
                     f"which is repeated: run code that blocks the event loop (for example in rollout.generate) in "
                     f"asyncio.to_thread, unless the machine is just too busy"
@@ -99,16 +99,16 @@ class EnginePool:
     async def abort_all(self) -> None:
         """Abort the requests on every running engine; each keeps its sampled tokens."""
         await asyncio.gather(
-            *(self.call(slot, slot.client, slot.client.abort_all()) for slot in self.slots if not slot.down)
+            *(self.call(slot, slot.client, slot.client.abort_all()) for slot in self.slots if not slot.is_restarting)
         )
 
-    async def _failed(self, slot: EngineSlot, engine: EngineClient, error: Exception) -> None:
+    async def _handle_failure(self, slot: EngineSlot, engine: EngineClient, error: Exception) -> None:
         """Handle a failed engine call. Returns if the engine was lost and is being restarted; re-raises ``error`` if the engine
         is alive, or raises the fatal error if the run is ending.
         """
         if self._failure is not None:
             raise copy_error(self._failure)
-        if slot.client is not engine or slot.down:
+        if slot.client is not engine or slot.is_restarting:
             return
         kind = DEAD if isinstance(error, EngineLost) else STALLED
         if isinstance(error, EngineError) and kind != DEAD:
@@ -117,18 +117,18 @@ class EnginePool:
                     raise error
             except EngineLost:
                 kind = DEAD
-            if slot.client is not engine or slot.down:
+            if slot.client is not engine or slot.is_restarting:
                 return
         if isinstance(error, DeadlineExceeded) and self.health.on_stalled_engine == "wait":
             raise error
-        self.lose(slot, kind, error)
+        self.mark_lost(slot, kind, error)
 
     def take_restart_counts(self) -> tuple[int, int]:
         """Return (restarts, groups moved to other engines) since the last call, and reset the restart limit of each engine."""
-        counts, self._num_restarts, self._num_groups = (self._num_restarts, self._num_groups), 0, 0
+        counts, self._num_restarts, self._num_moved_groups = (self._num_restarts, self._num_moved_groups), 0, 0
         for slot in self.slots:
-            if not slot.down:
-                slot.restarts = 0
+            if not slot.is_restarting:
+                slot.num_restarts = 0
         return counts
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
@@ -137,45 +137,47 @@ class EnginePool:
         self._reported |= changed
         return tuple(changed.values())
 
-    def news(self) -> tuple[str, ...]:
+    def drain_messages(self) -> tuple[str, ...]:
         """Return messages for the user since the last call."""
-        messages, self._news = tuple(self._news), []
+        messages, self._messages = tuple(self._messages), []
         return messages
 
     # ---- pushes ------------------------------------------------------------------------------------------------------
-    def push_begins(self) -> None:
+    def on_push_begin(self) -> None:
         """Switch to the health checks of paused engines."""
-        self.pushing, self.num_pushes = True, self.num_pushes + 1
+        self.is_pushing, self.num_pushes = True, self.num_pushes + 1
 
-    def push_ends(self) -> None:
+    def on_push_end(self) -> None:
         """Switch back to the health checks of decoding engines."""
-        self.pushing = False
+        self.is_pushing = False
 
-    async def joinable(self) -> list[EngineSlot]:
+    async def wait_for_reachable(self) -> list[EngineSlot]:
         """Return the engines that a push can reach, once there is one. Raises the error that ends the run."""
         while self._failure is None:
-            if reachable := [slot for slot in self.slots if not (slot.down or slot.stalled)]:
+            if reachable := [slot for slot in self.slots if not (slot.is_restarting or slot.is_stalled)]:
                 return reachable
             await self._changed.wait()
         raise copy_error(self._failure)
 
-    async def starved(self) -> None:
+    async def wait_until_starved(self) -> None:
         """Wait until no engine serves and one waits for weights, or until the run ends."""
-        while self._failure is None and (self.router.engines or all(slot.down or slot.stalled for slot in self.slots)):
+        while self._failure is None and (
+            self.router.engines or all(slot.is_restarting or slot.is_stalled for slot in self.slots)
+        ):
             await self._changed.wait()
 
-    def joined(self, slot: EngineSlot, version: int) -> None:
+    def admit(self, slot: EngineSlot, version: int) -> None:
         """Record that ``slot`` has all weights of ``version``, and let it serve."""
-        if slot.down:
+        if slot.is_restarting:
             return
         self.router.admit(slot.client)
-        if slot.recovery >= 0 and not self.recoveries[slot.recovery].joined:
-            last = self.recoveries[slot.recovery]
-            self.recoveries[slot.recovery] = replace(last, joined=time.time(), version=version)
+        if slot.recovery_index >= 0 and not self.recoveries[slot.recovery_index].joined:
+            last = self.recoveries[slot.recovery_index]
+            self.recoveries[slot.recovery_index] = replace(last, joined=time.time(), version=version)
         self._wake()
 
     # ---- loss --------------------------------------------------------------------------------------------------------
-    def lose(self, slot: EngineSlot, kind: str, error: Exception) -> None:
+    def mark_lost(self, slot: EngineSlot, kind: str, error: Exception) -> None:
         """Withdraw an engine and restart it, or end the run, depending on ``health.*``."""
         policy = self.health.on_dead_engine if kind == DEAD else self.health.on_stalled_engine
         name = slot.client.name
@@ -183,31 +185,31 @@ class EnginePool:
             self._fail(error)
             raise error
         self.router.withdraw(slot.client)
-        slot.down, slot.stalled = True, False
-        slot.lost.set()
-        slot.recovery = len(self.recoveries)
+        slot.is_restarting, slot.is_stalled = True, False
+        slot.lost_event.set()
+        slot.recovery_index = len(self.recoveries)
         self.recoveries.append(Recovery(name, f"{kind}: {error}", time.time()))
-        self._news.append(f"{name} is {kind} and is restarted; it joins at the next push ({_line(error)})")
+        self._messages.append(f"{name} is {kind} and is restarted; it joins at the next push ({_first_line(error)})")
         self.spawn(self._restart(slot, error))
         self._wake()
 
-    def stall(self, slot: EngineSlot, error: Exception) -> None:
+    def mark_stalled(self, slot: EngineSlot, error: Exception) -> None:
         """Wait for an unresponsive engine, or treat it as lost, depending on ``health.on_stalled_engine``."""
         if self.health.on_stalled_engine != "wait":
-            self.lose(slot, STALLED, error)
-        elif not slot.stalled:
-            slot.stalled = True
+            self.mark_lost(slot, STALLED, error)
+        elif not slot.is_stalled:
+            slot.is_stalled = True
             self.router.withdraw(slot.client)
-            self._news.append(f"{slot.client.name} does not respond; waiting for it ({_line(error)})")
+            self._messages.append(f"{slot.client.name} does not respond; waiting for it ({_first_line(error)})")
             self._wake()
 
-    def revive(self, slot: EngineSlot) -> None:
+    def mark_responsive(self, slot: EngineSlot) -> None:
         """Accept a stalled engine that responds again; its weights are old, so it joins at the next push."""
-        if slot.stalled:
-            slot.stalled = False
-            self._news.append(f"{slot.client.name} answers again; it joins at the next push")
-            if not self._pushed:
-                self.joined(slot, -1)
+        if slot.is_stalled:
+            slot.is_stalled = False
+            self._messages.append(f"{slot.client.name} answers again; it joins at the next push")
+            if not self._receives_pushes:
+                self.admit(slot, -1)
             self._wake()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -233,8 +235,8 @@ class EnginePool:
     async def _restart(self, slot: EngineSlot, cause: Exception) -> None:
         old, name = slot.client, slot.client.name
         while True:
-            slot.restarts += 1
-            if slot.restarts > self.health.max_restarts:
+            slot.num_restarts += 1
+            if slot.num_restarts > self.health.max_restarts:
                 limit = f"health.max_restarts={self.health.max_restarts} within a rollout"
                 self._fail(EngineError(f"{name} was lost once more than {limit}, the last time by: {cause}"))
                 return
@@ -245,22 +247,22 @@ class EnginePool:
                 cause = error
         await old.close()
         self._num_restarts += 1
-        last = self.recoveries[slot.recovery]
-        self.recoveries[slot.recovery] = replace(
+        last = self.recoveries[slot.recovery_index]
+        self.recoveries[slot.recovery_index] = replace(
             last, cause=f"{last.cause}; it {ended}" if ended else last.cause, up=time.time()
         )
-        slot.down, slot.answered, slot.stopped, slot.since = False, False, (), time.monotonic()
-        slot.lost = asyncio.Event()
-        if not self._pushed:
-            self.joined(slot, -1)
+        slot.is_restarting, slot.has_responded, slot.stopped_pids, slot.ready_since = False, False, (), time.monotonic()
+        slot.lost_event = asyncio.Event()
+        if not self._receives_pushes:
+            self.admit(slot, -1)
         self._wake()
 
-    def _note_group(self, slot: EngineSlot) -> None:
+    def _count_moved_group(self, slot: EngineSlot) -> None:
         """Count a group whose engine was lost."""
-        self._num_groups += 1
-        if slot.recovery >= 0:
-            last = self.recoveries[slot.recovery]
-            self.recoveries[slot.recovery] = replace(last, groups=last.groups + 1)
+        self._num_moved_groups += 1
+        if slot.recovery_index >= 0:
+            last = self.recoveries[slot.recovery_index]
+            self.recoveries[slot.recovery_index] = replace(last, groups=last.groups + 1)
 
     def _fail(self, error: Exception) -> None:
         """End the run with ``error``, unless an earlier error has ended it. All waiters for an engine or its reply get it."""
@@ -268,7 +270,7 @@ class EnginePool:
             self._failure = error
             self.router.fail(error)
         for slot in self.slots:
-            slot.lost.set()
+            slot.lost_event.set()
         self._wake()
 
     def _wake(self) -> None:
@@ -277,7 +279,7 @@ class EnginePool:
 
 
 async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ``EngineLost`` as soon as ``lost_event`` (``EngineSlot.lost``) is set."""
+    """Return the result of ``work``. Raises ``EngineLost`` as soon as ``lost_event`` (``EngineSlot.lost_event``) is set."""
     task, lost_task = asyncio.ensure_future(work), asyncio.ensure_future(lost_event.wait())
     try:
         await asyncio.wait({task, lost_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -290,5 +292,5 @@ async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work:
         await asyncio.gather(task, lost_task, return_exceptions=True)
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]

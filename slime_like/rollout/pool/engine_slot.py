@@ -36,11 +36,12 @@ class EngineSlot:
 
     supervisor: EngineSupervisor
     client: EngineClient
-    since: float = field(default_factory=time.monotonic)  # time at which it became ready to respond
-    down: bool = False  # being restarted
-    stalled: bool = False  # withdrawn until it responds again
-    answered: bool = False  # True after the first completed request since its start
-    stopped: tuple[int, ...] = ()  # stopped processes at the last check
-    restarts: int = 0  # within this rollout
-    lost: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine is lost: requests to it end
-    recovery: int = -1  # index of the newest one in EnginePool.recoveries
+    # Monotonic time at which the current process became ready.
+    ready_since: float = field(default_factory=time.monotonic)
+    is_restarting: bool = False
+    is_stalled: bool = False  # withdrawn until it responds again
+    has_responded: bool = False  # True after the first completed request since its start
+    stopped_pids: tuple[int, ...] = ()  # processes that were stopped (SIGSTOP) at the last check
+    num_restarts: int = 0  # within this rollout
+    lost_event: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine is lost: requests to it end
+    recovery_index: int = -1  # of its newest recovery in EnginePool.recoveries; -1: none

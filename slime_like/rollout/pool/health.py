@@ -33,42 +33,42 @@ class HealthMonitor:
     async def _run(self, slot: EngineSlot) -> None:
         while True:
             await asyncio.sleep(self._pool.health.interval_s * scale())
-            while not slot.down and not await self._check(slot):
+            while not slot.is_restarting and not await self._check(slot):
                 pass
 
     async def _check(self, slot: EngineSlot) -> bool:
         """Check one engine. Return False if it must be repeated: a push paused the engine during the check."""
         health, engine, pushes = self._pool.health, slot.client, self._pool.num_pushes
-        if not slot.answered and time.monotonic() - slot.since < health.first_wait_s * scale():
+        if not slot.has_responded and time.monotonic() - slot.ready_since < health.first_wait_s * scale():
             return True
-        decodes = not self._pool.pushing
+        decodes = not self._pool.is_pushing
         try:
             healthy = await self._pool.check_health(slot, engine, decodes=decodes)
             stopped = await slot.supervisor.stopped() if healthy and not decodes else ()
         except EngineLost as error:
-            if slot.client is engine and not slot.down:
-                self._lose(slot, error)
+            if slot.client is engine and not slot.is_restarting:
+                self._mark_lost_or_stalled(slot, error)
             return True
         except (EngineError, DeadlineExceeded):
             return True  # the supervisor did not respond; if it is dead, the engine soon ends too
-        if slot.client is not engine or slot.down:
+        if slot.client is not engine or slot.is_restarting:
             return True
         if not healthy and decodes and pushes != self._pool.num_pushes:
             return False
-        still_stopped, slot.stopped = set(stopped) & set(slot.stopped), stopped
+        still_stopped, slot.stopped_pids = set(stopped) & set(slot.stopped_pids), stopped
         if healthy and not still_stopped:
-            self._pool.revive(slot)
+            self._pool.mark_responsive(slot)
             return True
         symptom = f"processes {sorted(still_stopped)} are stopped" if still_stopped else "no response to a health check"
         failure = EngineError(f"{engine.name} at {engine.url}: {symptom} (health.timeout_s={health.timeout_s:g})")
-        self._lose(slot, failure)
+        self._mark_lost_or_stalled(slot, failure)
         return True
 
-    def _lose(self, slot: EngineSlot, error: EngineError) -> None:
+    def _mark_lost_or_stalled(self, slot: EngineSlot, error: EngineError) -> None:
         try:
             if isinstance(error, EngineLost):
-                self._pool.lose(slot, DEAD, error)
+                self._pool.mark_lost(slot, DEAD, error)
             else:
-                self._pool.stall(slot, error)
+                self._pool.mark_stalled(slot, error)
         except EngineError:
             return  # the run is ending; requests to engines raise the cause

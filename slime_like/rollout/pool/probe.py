@@ -61,7 +61,9 @@ class EngineProbe:
             self.remember([])
         if not self._sequences:  # one-token prompts have nothing to score; the first rollout has longer sequences
             return ()
-        results = await asyncio.gather(*(self._score(slot, version) for slot in self._pool.slots if not slot.down))
+        results = await asyncio.gather(
+            *(self._score(slot, version) for slot in self._pool.slots if not slot.is_restarting)
+        )
         if not (probe_scores := [scores for scores in results if scores is not None]):
             raise EngineLost(f"no remaining engine has the weights of version {version}")
         return tuple(probe_scores)
@@ -82,7 +84,7 @@ class EngineProbe:
         engine = slot.client
         if engine not in self._pool.router.engines:
             return None
-        request = ask(engine, version, self._sequences, self._temperature, self._max_context_len)
+        request = probe_engine(engine, version, self._sequences, self._temperature, self._max_context_len)
         return await self._pool.call(slot, engine, request)
 
     def _can_score(self, group: SampleGroup) -> bool:
@@ -90,7 +92,7 @@ class EngineProbe:
         return 1 < len(group.samples[0].token_ids) < self._max_context_len
 
 
-async def ask(
+async def probe_engine(
     engine: EngineClient, version: int, sequences: Sequence[I32], temperature: float, max_context_len: int
 ) -> ProbeScores:
     """Return the scores of an engine that serves ``version``.
@@ -127,7 +129,7 @@ class TrainerScores:
         self._columns: Mapping[bytes, F32] = {}
         self.rows = [to_rows(part) for part in _parts(list(self._sequences.values()), max_tokens)]
 
-    def take(self, columns_T: Sequence[F32]) -> None:
+    def set_columns(self, columns_T: Sequence[F32]) -> None:
         """Store the trainer's packed log-probabilities, one column for each of ``rows``."""
         columns = [
             column
@@ -136,7 +138,7 @@ class TrainerScores:
         ]
         self._columns = dict(zip(self._sequences, columns, strict=True))
 
-    def of(self, token_ids: I32) -> F32:
+    def logprobs_of(self, token_ids: I32) -> F32:
         """Return [L - 1] log-probabilities of tokens 1 .. L - 1."""
         return self._columns[token_ids.tobytes()][1:]
 
@@ -174,7 +176,7 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
             f"an engine serves weights of version {scores.version} after the push of version {version}"
         )
     prefill = prefill_differences(scores, trainer)
-    _judge(
+    _check_differences(
         prefill,
         version,
         tolerance,
@@ -185,12 +187,14 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
         Max("probe/logprob_abs_diff_max", float(prefill.max())),
         Mean("probe/logprob_abs_diff_mean", float(prefill.mean())),
     ]
-    differences = [np.abs(trainer.of(c.token_ids)[-len(c.logprobs) :] - c.logprobs) for c in scores.continuations]
+    differences = [
+        np.abs(trainer.logprobs_of(c.token_ids)[-len(c.logprobs) :] - c.logprobs) for c in scores.continuations
+    ]
     if differences:
         num_cached = sum(c.num_cached for c in scores.continuations)
         num_prefix = sum(len(c.token_ids) - len(c.logprobs) for c in scores.continuations)
         decode = np.concatenate(differences)
-        _judge(
+        _check_differences(
             decode,
             version,
             tolerance,
@@ -206,7 +210,7 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
     return tuple(metrics)
 
 
-def by_kind(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
+def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
     """Return metrics ``probe/logprob_abs_diff_*/<kind>``: differences when the trainer computes layers of ``kind`` exactly."""
     difference = prefill_differences(scores, trainer)
     return (
@@ -217,10 +221,12 @@ def by_kind(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Met
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
     """Return |trainer - engine| of every token of the scored sequences except the first tokens."""
-    return np.abs(np.concatenate([trainer.of(ids) for ids in scores.token_ids]) - np.concatenate(scores.logprobs))
+    return np.abs(
+        np.concatenate([trainer.logprobs_of(ids) for ids in scores.token_ids]) - np.concatenate(scores.logprobs)
+    )
 
 
-def _judge(difference: F32, version: int, tolerance: float, description: str, cause: str) -> None:
+def _check_differences(difference: F32, version: int, tolerance: float, description: str, cause: str) -> None:
     worst = float(difference.max()) if np.isfinite(difference).all() else float("inf")
     if not worst <= tolerance:
         raise ConsistencyError(

@@ -35,7 +35,7 @@ class EngineRouter:
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._starved_at = None if engines else time.monotonic()
-        self._starved_before = 0.0
+        self._starved_before_s = 0.0
 
     @property
     def engines(self) -> list[EngineClient]:
@@ -45,13 +45,13 @@ class EngineRouter:
     @property
     def starved_s(self) -> float:
         """Total seconds without a serving engine."""
-        return self._starved_before + (0.0 if self._starved_at is None else time.monotonic() - self._starved_at)
+        return self._starved_before_s + (0.0 if self._starved_at is None else time.monotonic() - self._starved_at)
 
     def admit(self, engine: EngineClient) -> None:
         """Let groups go to ``engine``."""
         if engine not in self._engines:
             self._engines.append(engine)
-        self._starved_before, self._starved_at = self.starved_s, None
+        self._starved_before_s, self._starved_at = self.starved_s, None
         self._wake()
 
     def withdraw(self, engine: EngineClient) -> None:
@@ -66,7 +66,7 @@ class EngineRouter:
         self._failure = error
         self._wake()
 
-    async def empty(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Wait until no engine serves."""
         while self._engines:
             await self._changed.wait()
@@ -74,7 +74,7 @@ class EngineRouter:
     @contextmanager
     def lease(self, tokens: int) -> Generator[Lease]:
         """Lease the least loaded engine; ``tokens`` count as its load until they are spent or the block ends. The lease has
-        no engine while no engine serves; ``settle`` waits for one.
+        no engine while no engine serves; ``wait_for_engine`` waits for one.
         """
         lease = Lease(tokens, self._least_loaded() if self._engines else None)
         self._leases.append(lease)
@@ -83,7 +83,7 @@ class EngineRouter:
         finally:
             self._leases = [remaining for remaining in self._leases if remaining is not lease]
 
-    async def settle(self, lease: Lease) -> EngineClient:
+    async def wait_for_engine(self, lease: Lease) -> EngineClient:
         """Wait for an engine: the assigned one while it serves, otherwise the least loaded one, where the group then stays.
 
         Raises the error passed to ``fail``.
@@ -97,7 +97,7 @@ class EngineRouter:
         return engine
 
     def serving(self, lease: Lease) -> EngineClient | None:
-        """Return the assigned engine; None if it no longer serves and the lease must be settled again."""
+        """Return the assigned engine; None if it no longer serves, so that the lease needs another."""
         return lease.engine if lease.engine in self._engines else None
 
     def _least_loaded(self) -> EngineClient:

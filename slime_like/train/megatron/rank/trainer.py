@@ -51,7 +51,7 @@ class RankTrainer(RankModel):
         self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, rank_info)
         self.token_advantage = bind_token_advantage(spec.algo)
         self._reports_advantages = (
-            spec.tells_advantages and self.token_advantage is not None and rank_info.speaks_for_shard
+            spec.returns_advantages and self.token_advantage is not None and rank_info.speaks_for_shard
         )
         # In HF names. Shared by all pushes: the placement of weights never changes.
         self.weights = HFExport(self.model, self.family, rank_info)

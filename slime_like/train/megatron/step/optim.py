@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime_like.config.rules.schedule import settle_schedule
+from slime_like.config.rules.schedule import resolve_schedule
 from slime_like.config.schema.resolved import ActorSpec
 from slime_like.train.megatron.model.model import Chunks
 from slime_like.train.megatron.model.transformer_config import dtype_of
@@ -111,7 +111,7 @@ def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
     The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises
     ``ConfigError`` on a schedule that does not fit the run.
     """
-    optim = settle_schedule(spec.optim, spec.num_steps)
+    optim = resolve_schedule(spec.optim, spec.num_steps)
     decay = optim.decay_steps or spec.num_steps
     if optim.schedule == "constant":
         decay = max(decay, optim.warmup_steps + 1)  # megatron requires an end

@@ -1,4 +1,4 @@
-"""Partial completions: joined, continued and saved without losing or repeating a token."""
+"""Partial completions: concatenate, continued and saved without losing or repeating a token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
 from slime_like.rollout.collect.collector import PromptQueue
-from slime_like.rollout.collect.resumable import NOTHING, EngineCall, PartialCompletions, continuable, joined
-from slime_like.rollout.collect.state import QueuedPrompt, RolloutState, Unfinished
+from slime_like.rollout.collect.resumable import EMPTY_COMPLETION, CallJournal, EngineCall, concatenate, drop_last_token
+from slime_like.rollout.collect.state import PartialGroup, QueuedPrompt, RolloutState
 from slime_like.types import Prompt
 from tests.rollout.counting import Counting
 
@@ -23,7 +23,7 @@ def part(tokens: list[int], *versions: tuple[int, int, int], finish: str = "abor
 
 
 def test_parts_are_joined_and_spans_of_one_version_merged() -> None:
-    completion = joined(part([1, 2], (0, 1, 4), (1, 2, 5)), part([3, 4], (0, 1, 5), (1, 2, 6), finish="stop"))
+    completion = concatenate(part([1, 2], (0, 1, 4), (1, 2, 5)), part([3, 4], (0, 1, 5), (1, 2, 6), finish="stop"))
     assert completion.token_ids.tolist() == [1, 2, 3, 4]
     assert completion.logprobs.tolist() == [-1, -2, -3, -4]
     assert completion.versions == ((0, 1, 4), (1, 3, 5), (3, 4, 6))
@@ -32,30 +32,30 @@ def test_parts_are_joined_and_spans_of_one_version_merged() -> None:
 
 def test_the_last_token_of_an_aborted_part_is_sampled_again() -> None:
     """It may end the sequence: SGLang reports a request aborted in its final step as aborted."""
-    cut = continuable(part([1, 2, 3], (0, 2, 4), (2, 3, 5)))
+    cut = drop_last_token(part([1, 2, 3], (0, 2, 4), (2, 3, 5)))
     assert (cut.token_ids.tolist(), cut.logprobs.tolist(), cut.versions) == ([1, 2], [-1, -2], ((0, 2, 4),))
     ended = part([1, 2], (0, 2, 4), finish="stop")
-    assert continuable(ended) is ended
-    assert continuable(NOTHING) is NOTHING
+    assert drop_last_token(ended) is ended
+    assert drop_last_token(EMPTY_COMPLETION) is EMPTY_COMPLETION
 
 
 def test_a_repeated_call_gets_its_answer_once() -> None:
-    first = PartialCompletions()
+    first = CallJournal()
     first.call(IDS, [1, 2]).completions[0] = part([9], (0, 1, 3), finish="stop")
     first.call(IDS, [3])
-    replayed = PartialCompletions(first.copy())
+    replayed = CallJournal(first.copy())
     assert replayed.call(IDS + 1, [1, 2]).unfinished() == [0, 1]  # another prompt
     assert replayed.call(IDS, [1, 2]).completions[0].token_ids.tolist() == [9]
     assert replayed.call(IDS, [1, 2]).unfinished() == [0, 1]  # a second identical call is sampled again
     assert (replayed.oldest_version, replayed.num_tokens) == (3, 1)
-    assert (PartialCompletions().oldest_version, PartialCompletions().num_tokens) == (None, 0)
+    assert (CallJournal().oldest_version, CallJournal().num_tokens) == (None, 0)
 
 
 def test_calls_not_repeated_do_not_count_for_the_oldest_version() -> None:
-    first = PartialCompletions()
+    first = CallJournal()
     first.call(IDS, [1]).completions[0] = part([9], (0, 1, 3), finish="stop")
     first.call(IDS, [2]).completions[0] = part([9], (0, 1, 7), finish="stop")
-    replayed = PartialCompletions(first.copy())
+    replayed = CallJournal(first.copy())
     replayed.call(IDS, [2])
     assert replayed.oldest_version == 3  # the first call may still be repeated
     replayed.close()
@@ -77,7 +77,7 @@ def test_unfinished_groups_are_saved_and_loaded(
 ) -> None:
     prompts = tuple(QueuedPrompt(p, i) for i, p in enumerate(Counting().next(returned)))
     unfinished = tuple(
-        Unfinished(
+        PartialGroup(
             i,
             Prompt(i, IDS, "t", "l", None),
             tuple(EngineCall(IDS[:k], tuple(range(len(c))), c) for k, c in enumerate(g)),
@@ -86,10 +86,10 @@ def test_unfinished_groups_are_saved_and_loaded(
     )
     path = tmp_path_factory.getbasetemp() / "written.npz"
     save_groups(path, RolloutState({"at": 3}, prompts, unfinished).in_flight())
-    loaded = RolloutState.of({"at": 3}, load_groups(path))
-    assert [(w.prompt.prompt_id, w.given_up) for w in loaded.returned] == [(i, i) for i in range(returned)]
-    assert [u.group_id for u in loaded.unfinished] == list(range(len(groups)))
-    for actual_group, expected_group in zip(loaded.unfinished, unfinished, strict=True):
+    loaded = RolloutState.from_groups({"at": 3}, load_groups(path))
+    assert [(w.prompt.prompt_id, w.num_aborts) for w in loaded.queued] == [(i, i) for i in range(returned)]
+    assert [u.group_id for u in loaded.partial_groups] == list(range(len(groups)))
+    for actual_group, expected_group in zip(loaded.partial_groups, unfinished, strict=True):
         for call, expected in zip(actual_group.calls, expected_group.calls, strict=True):
             assert (call.seeds, call.token_ids.tolist()) == (expected.seeds, expected.token_ids.tolist())
             for c, e in zip(call.completions, expected.completions, strict=True):
@@ -106,6 +106,6 @@ def test_returned_prompts_come_first(num_returned: list[int]) -> None:
         batch = queue.take(5)
         queue.give_back(batch[:n])
         used += [waiting.prompt.prompt_id for waiting in batch[n:]]
-        assert list(queue.returned[:n]) == batch[:n]
-    remaining = [waiting.prompt.prompt_id for waiting in queue.returned]
+        assert list(queue.queued[:n]) == batch[:n]
+    remaining = [waiting.prompt.prompt_id for waiting in queue.queued]
     assert sorted(used + remaining) == list(range(source.state()["taken"]))

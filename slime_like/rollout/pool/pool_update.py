@@ -1,4 +1,7 @@
-"""Weight updates of a pool's engines. Engines that are lost during a push are left out of it."""
+"""Weight update of a pool's engines: the part of a push that runs in the rollout manager.
+
+Engines that are lost during the update are left out of it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ ABORT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class PushTarget:
-    """An engine that takes part in a push, and its slot, in which a restarted engine may replace it."""
+class UpdateTarget:
+    """An engine that takes part in an update, and its slot, in which a restarted engine may replace it."""
 
     slot: EngineSlot
     engine: EngineClient
@@ -29,36 +32,38 @@ class PushTarget:
     @property
     def is_current(self) -> bool:
         """True if the slot still has this engine, and it is not being restarted."""
-        return self.slot.client is self.engine and not self.slot.down
+        return self.slot.client is self.engine and not self.slot.is_restarting
 
 
-class Push:
-    """One weight update at a time, over all reachable engines, restarted ones included."""
+class PoolUpdate:
+    """Updates all reachable engines, restarted ones included; at most one update is open at a time."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._targets: list[PushTarget] = []
-        self._begun = False  # True while a push is neither resumed nor aborted
+        self._targets: list[UpdateTarget] = []
+        self._is_open = False  # True while an update is neither resumed nor aborted
 
     async def begin(self) -> tuple[EngineAddress, ...]:
-        """Pause each engine and open its update; return the addresses of the participants. An update left open is aborted.
+        """Pause each engine and open its update; return the addresses of the participants. Abort an update that is still open.
 
         Waits for a restart if no engine is left. When a push starts over, an engine may not respond because it still waits
         for an engine lost in the first attempt: it counts as stalled after ``health.timeout_s``.
         """
-        seconds = self._pool.health.timeout_s if self._begun and self._pool.health.on_stalled_engine != "wait" else None
-        self._begun = True
-        self._pool.push_begins()
+        seconds = (
+            self._pool.health.timeout_s if self._is_open and self._pool.health.on_stalled_engine != "wait" else None
+        )
+        self._is_open = True
+        self._pool.on_push_begin()
         self._targets = []
         while not self._targets:
-            targets = [PushTarget(slot, slot.client) for slot in await self._pool.joinable()]
-            self._targets = await self._each(targets, partial(_open, seconds=seconds))
+            targets = [UpdateTarget(slot, slot.client) for slot in await self._pool.wait_for_reachable()]
+            self._targets = await self._on_each(targets, partial(_open, seconds=seconds))
         return tuple(target.engine.address for target in self._targets)
 
     async def commit(self, version: int) -> None:
         """Close the update, which fails unless every engine received all its parameters; flush the KV caches.
 
-        Raises ``EngineLost`` if no engine is left to serve ``version``.
+        Engines that are lost meanwhile are left out.
         """
 
         async def close(engine: EngineClient) -> None:
@@ -68,39 +73,39 @@ class Push:
                 raise WeightSyncError(f"{engine.name} reports version {served} after the commit of version {version}")
             await engine.flush()
 
-        self._targets = await self._each([target for target in self._targets if target.is_current], close)
+        self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
         """Let the engines decode under ``version``. Raises ``EngineLost`` if none is left."""
-        resumed = await self._each(self._targets, EngineClient.resume)
+        resumed = await self._on_each(self._targets, EngineClient.resume)
         for target in resumed:
-            self._pool.joined(target.slot, version)
+            self._pool.admit(target.slot, version)
         current = {target.engine for target in resumed}
         for engine in self._pool.router.engines:
             if engine not in current:  # the engine stalled and has old weights
                 self._pool.router.withdraw(engine)
-        self._pool.push_ends()
-        self._begun = False
+        self._pool.on_push_end()
+        self._is_open = False
         if not resumed:
             raise EngineLost(f"no remaining engine has the weights of version {version}")
 
     async def abort(self) -> None:
-        """Release the locks of all responding engines after a push that failed for good."""
-        self._pool.push_ends()
-        self._begun = False
+        """Release the locks of all responding engines after a push that failed and is not repeated."""
+        self._pool.on_push_end()
+        self._is_open = False
         for undo in (EngineClient.abort_update, EngineClient.resume):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S * scale()):
-                    undone = (undo(slot.client) for slot in self._pool.slots if not slot.down)
-                    await asyncio.gather(*undone, return_exceptions=True)
+                    calls = (undo(slot.client) for slot in self._pool.slots if not slot.is_restarting)
+                    await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _each(
-        self, targets: Sequence[PushTarget], verb: Callable[[EngineClient], Coroutine[Any, Any, None]]
-    ) -> list[PushTarget]:
-        """Run ``verb`` on each engine; return the targets that remain. Raises any error except the loss of an engine."""
+    async def _on_each(
+        self, targets: Sequence[UpdateTarget], action: Callable[[EngineClient], Coroutine[Any, Any, None]]
+    ) -> list[UpdateTarget]:
+        """Run ``action`` on each engine; return the targets that remain. Raises any error except the loss of an engine."""
 
         async def run(engine: EngineClient) -> bool:
-            await verb(engine)
+            await action(engine)
             return True
 
         calls = (self._pool.call(target.slot, target.engine, run(target.engine)) for target in targets)

@@ -65,9 +65,9 @@ class RoleTrainers:
         columns: list[dict[str, Columns]] = [{} for _ in range(ranks)]
         metrics: list[Metric] = []
         for name, group in self._scorers:
-            dealt, reported = group.scored(answers, batch, ranks)
+            actor_columns, reported = group.scored(answers, batch, ranks)
             metrics += reported
-            for rank, column in enumerate(dealt):
+            for rank, column in enumerate(actor_columns):
                 columns[rank][name] = column
         return columns, metrics
 

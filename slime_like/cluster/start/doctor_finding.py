@@ -1,0 +1,24 @@
+"""Findings of ``train.py --doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """Severity of a finding; ``MISSING`` makes the doctor exit with 1."""
+
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "MISSING"
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFinding:
+    """One line of the report; ``fix`` is empty if the level is OK."""
+
+    level: Level
+    subject: str
+    text: str
+    fix: str = ""

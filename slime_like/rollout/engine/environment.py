@@ -1,0 +1,64 @@
+"""Environment of an engine's process: variables that torch, SGLang and the SGLang plugins read."""
+
+from __future__ import annotations
+
+import os
+
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.errors import EngineError
+from slime_like.rollout.engine.model_config import other_models
+from slime_like.util.ports import interface_environment
+
+LOOPBACK = "127.0.0.1"
+SGLANG_PLUGINS = "SLIME_LIKE_SGLANG"  # comma-separated plugins to activate (slime_like_plugins.sglang_hooks)
+# Spin count of libgomp's threads at the end of a parallel region before they sleep: about 0.03 ms. Decoding opens hundreds
+# of regions per token, a few microseconds apart; waking a thread for each costs more than two threads gain. With a
+# higher count they would occupy the core that the scheduler, the detokenizer and the server share.
+SPIN_COUNT = "2000"
+SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # overrides SPIN_COUNT, to measure it (benchmarks/run.py spin)
+THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
+CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
+# Without these, a server whose worker died waits five seconds for GPU state dumps before it exits.
+NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+
+
+def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
+    """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
+    environment = {**interface_environment(host), **os.environ}
+    plugins = ["weight_commit", "rollout_sampling"]
+    if spec.device == "cpu":
+        plugins.insert(0, "cpu")
+        if spec.deterministic:
+            plugins.append("exact")
+            environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
+        environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
+        # Only one thread until the workers start, so that they can be forked; the model's worker then restores this count.
+        environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
+        environment["OMP_NUM_THREADS"] = "1"
+        environment["GOMP_SPINCOUNT"] = spin_count()
+        environment = NO_CRASH_DUMPS | environment
+    environment |= {
+        SGLANG_PLUGINS: ",".join(plugins),
+        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
+        "TMPDIR": scratch,
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
+    }
+    if os.path.isdir(spec.model_path):
+        environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(spec.model_path))}
+    return environment
+
+
+def spin_count() -> str:
+    """Return the spin count of an engine's threads.
+
+    Raises ``EngineError`` if the setting is not a number, which libgomp would ignore.
+    """
+    count = os.environ.get(SPIN, SPIN_COUNT)
+    if not count.isdecimal():
+        raise EngineError(
+            f"{SPIN}={count!r} is not a number of spins: set it to a number such as {SPIN_COUNT}, or unset it"
+        )
+    return count

@@ -1,0 +1,120 @@
+"""Entry point of an engine's process: ``python -m slime_like.rollout.engine.main`` runs an SGLang HTTP server.
+
+No other module of slime_like imports sglang; the SGLang plugins do too.
+
+The parent (``EngineServer``) sends one line of JSON on stdin, since ``ps`` would show a key on the command line, and keeps
+the pipe open. When the parent ends, this process reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire
+when only the *thread* that started this process ends, so only SGLang's own workers use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.printable import hide_in_logs
+from slime_like.rollout.engine import processes
+from slime_like.rollout.engine.model_config import merge_overrides, override_args
+from slime_like.util.imports import heavy_imports
+
+MODEL_OVERRIDES = "json_model_override_args"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaunch:
+    """Message from the parent."""
+
+    spec: EngineSpec
+    admin_key: str
+    host: str
+    port: int
+
+
+def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
+    """Return SGLang's ServerArgs for an engine with token ids as input and output; ``spec.sglang`` overrides."""
+    spec = launch.spec
+    arguments: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "tp_size": spec.tp,
+        "context_length": spec.context_length,
+        "random_seed": spec.seed,
+        "max_running_requests": spec.max_running_requests,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "weight_version": "0",
+        "log_level": "info",
+        "log_level_http": "warning",
+        "decode_log_interval": 1_000,
+    }
+    if spec.device == "cpu":
+        arguments["disable_overlap_schedule"] = True  # scheduler and model share the core: nothing to overlap
+        if spec.deterministic:
+            arguments["attention_backend"] = "slime_like_exact"
+    elif spec.deterministic:
+        arguments["enable_deterministic_inference"] = True
+    identity = {
+        "host": launch.host,
+        "port": launch.port,
+        "api_key": launch.admin_key,
+        "admin_api_key": launch.admin_key,
+        "trust_remote_code": False,
+    }
+    arguments |= spec.sglang | identity
+    if overrides := override_args(spec.model_path):
+        user_overrides = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
+        arguments[MODEL_OVERRIDES] = json.dumps(merge_overrides(overrides, user_overrides))
+    return arguments
+
+
+def die_with_parent() -> None:
+    """Start a thread that waits for end-of-file on stdin, which means that the parent has ended, then kills this process
+    group and removes its files.
+    """
+
+    scratch = Path(os.environ.get("TMPDIR", ""))
+
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: a forked worker would inherit its lock
+            pass
+        if scratch.name.startswith(processes.SCRATCH_PREFIX):  # created for this engine by EngineServer.start
+            shutil.rmtree(scratch, ignore_errors=True)
+        processes.remove_segments(processes.mapped_segments(os.getpgid(0)))
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> None:
+    """Entry point of the child: read the launch from stdin, serve until killed."""
+    with os.fdopen(os.dup(0), "rb") as stdin:
+        fields = json.loads(stdin.readline())
+    launch = EngineLaunch(**(fields | {"spec": EngineSpec(**fields["spec"])}))
+    die_with_parent()
+    hide_in_logs(launch.admin_key)  # SGLang logs all of its arguments
+    serve(server_arguments(launch))
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    """Run SGLang in this process. Plugins load first: they add choices against which the arguments are checked."""
+    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  SGLang's dumper takes a second to import it
+    with heavy_imports():
+        plugins: Any = importlib.import_module("sglang.srt.plugins")
+        plugins.load_plugins()
+        server_args: Any = importlib.import_module("sglang.srt.server_args")
+        http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
+    http_server.launch_server(server_args.ServerArgs(**arguments))
+
+
+if __name__ == "__main__":
+    main()
