@@ -7,7 +7,7 @@
 
 A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for N packed sequences. Parity: output, final
 state and every gradient, including the gradient of the initial state, against the recurrence, token by token in float64
-(tests/gdn/recurrence.py), relative to the largest value of each. Times: medians over rounds in which all arms take turns, of
+(tests/gdn/recurrence.py), relative to the largest value of each. Times: medians over rounds, in each of which every arm runs once, of
 device time on a GPU and of the process's CPU time (one thread) on a CPU; ratios: medians of the ratios of
 each round. The first call, which compiles and tunes kernels, is listed separately. Exit code 1 if parity fails.
 """
@@ -131,7 +131,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         f"`python benchmarks/gdn.py {' '.join(sys.argv[1:])}`",
         "",
         f"Commit {commit()}, torch {torch.__version__}, {options.dtype}, {machine(options.device)}; medians of "
-        f"{options.rounds} rounds in which the arms take turns.",
+        f"{options.rounds} rounds; in a round each arm runs once.",
         f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster.",
         "",
         "## What ran",

@@ -109,7 +109,7 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
         rewards=np.zeros(8, np.float32),
         sample_ids=np.arange(8, dtype=np.int64),
     )
-    actor.step([[rows]], [tokens - 8])
+    actor.train_rollout([[rows]], [tokens - 8])
 
 
 def _checkpoints(run_dir: Path, actor: Any, async_save: bool | None) -> Any:

@@ -134,7 +134,7 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
     for _ in range(WARM_UP + rounds):
         for arm, trainer in trainers.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            metrics = trainer.step([[rows]], [trained])
+            metrics = trainer.train_rollout([[rows]], [trained])
             times[arm].append((time.perf_counter() - wall, time.process_time() - cpu))
             norms.setdefault(arm, next(metric.value for metric in metrics if metric.name == "train/grad_norm"))
     results = {"times": {arm: pairs[WARM_UP:] for arm, pairs in times.items()}, "norms": norms}

@@ -194,8 +194,8 @@ class TokenAdvantage(Protocol):
 
 
 @runtime_checkable
-class HasCriticTargets(Protocol):
-    """A ``TokenAdvantage`` that also computes the targets of a critic."""
+class ReturnEstimator(Protocol):
+    """A ``TokenAdvantage`` that also computes returns, the targets of a critic."""
 
     def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
         """Return the targets F32 [T] for each view, 0 at untrained tokens."""
@@ -310,7 +310,7 @@ class Trainer(Protocol):
 
 
 @runtime_checkable
-class NamesKernels(Protocol):
+class MultiKernelLayer(Protocol):
     """A layer with more than one kernel implementation."""
 
     def kernels(self) -> str:

@@ -16,11 +16,11 @@ from slime_like.errors import UserCodeError
 from slime_like.interfaces import (
     Diagnostics,
     GroupAdvantage,
-    HasCriticTargets,
     LossFn,
     LossOutput,
     LossView,
     Reduce,
+    ReturnEstimator,
     Sequences,
     TokenAdvantage,
     TokenView,
@@ -132,7 +132,7 @@ def token_advantages(
     return _columns(config, views, lambda: advantage(views, reduce))
 
 
-def critic_targets(config: AlgoConfig, advantage: HasCriticTargets, views: Sequence[TokenView]) -> list[Tensor]:
+def critic_targets(config: AlgoConfig, advantage: ReturnEstimator, views: Sequence[TokenView]) -> list[Tensor]:
     """Return the critic's targets, [T] for each view. Raises ``UserCodeError`` as ``token_advantages`` does."""
     return _columns(config, views, lambda: advantage.returns(views))
 

@@ -24,7 +24,7 @@ from slime_like.distributed.wrapper import install
 from slime_like.errors import MemoryShortage
 from slime_like.util.deadline import Deadline
 from slime_like.util.imports import heavy_imports
-from tests.train.jobs import make_actor, reuse_groups
+from tests.train.jobs import make_actor, reuse_groups, save_checkpoint
 from tests.train.lifecycle import batch, digest, train
 from tests.train.ranks import World
 
@@ -152,7 +152,7 @@ def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[st
     """Run two rollouts, a save, a load and an export; return digests of weights and scores, and metrics."""
     metrics = train(actor, layout, 1)
     digests = [digest(actor)]
-    actor.save(scratch, 1)
+    save_checkpoint(actor, scratch, 1)
     train(actor, layout, 2)
     digests.append(digest(actor))
     actor.load(scratch, 1)
@@ -160,7 +160,7 @@ def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[st
     score = actor.score(batch(3)[0])
     digests.append("" if score is None else hashlib.sha256(score.tobytes()).hexdigest())
     sha = hashlib.sha256()
-    for bucket in actor.weights.buckets(1 << 20):
+    for bucket in actor.hf_export.buckets(1 << 20):
         for tensor_name, tensor in bucket.tensors:
             sha.update(tensor_name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return [*digests, sha.hexdigest()], metrics

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.conftest import VOCAB, Models
-from tests.train.models import EPSILON, THETA, fused, rewrite
+from tests.train.models import EPSILON, THETA, fuse_experts, rewrite
 from tests.train.parity import by_expert
 
 SHAPE: dict[str, Any] = {
@@ -106,7 +106,7 @@ def build(folder: Path, family: str) -> Models:
                     parameter.mul_(2)
         model.eval().save_pretrained(folder / name)
         if family == WITH_VISION:
-            rewrite(folder / name, fused)
+            rewrite(folder / name, fuse_experts)
         hf[name] = model
     return HybridModels({name: folder / name for name in hf}, hf)
 

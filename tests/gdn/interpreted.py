@@ -25,7 +25,7 @@ from slime_like.train.megatron.platform import host
 from slime_like_plugins.qwen_gdn.fla import FLASH_QLA_SWITCH, FlaGDN, active_dispatch, dispatched_functions
 from tests.gdn.recurrence import Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
 from tests.train.ranks import World, fork_ranks
-from tests.train.state_passing import Case, meet, range_errors
+from tests.train.state_passing import Case, join_group, range_errors
 
 RULES: dict[str, tuple[Shape, float, torch.dtype]] = {
     "packed, padded, grouped": (Shape((70, 1, 5), heads=1, groups=2, key=16, value=16, tail=3), 0.3, torch.float32),
@@ -81,7 +81,7 @@ def interpret() -> None:
 
 def on_ranks(world: World) -> dict[str, Any]:
     """Return errors of each stream against one rank, the sizes of fla's gathers, and errors without its backward gather."""
-    meet(world)
+    join_group(world)
     backend, shared = FlaGDN(), cast("Any", importlib.import_module("fla.ops.cp.chunk_delta_h"))
     gather, calls = shared.all_gather_into_tensor, list[int]()
 

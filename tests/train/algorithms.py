@@ -18,13 +18,13 @@ from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
 from tests.algo.reference import importance, is_kept, surrogate
-from tests.train.faults import replaced
+from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens
 from tests.train.ranks import World
 
-# make_rows draws rollout log-probabilities at random, so that ratios to them fall on both sides of every bound here.
+# Rollout log-probabilities are random (``make_rows``), so that ratios are on both sides of every bound.
 GEOMETRIC: dict[str, Any] = {"rejection": "geometric", "rejection_low": 0.8, "rejection_high": 1.2}
 ALGORITHMS: dict[str, PolicyConfig] = {
     "gspo": GspoConfig(use_rollout_logprobs=True, eps_clip=0.1, eps_clip_high=0.2),
@@ -45,33 +45,35 @@ OWN = GrpoConfig(
 def every_algorithm(
     world: World, shared: Shared, layout: Layout, fault: bool = False
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Metrics of a step of each algorithm, and the losses that must come out, on the reporter; {} elsewhere. At lr 0 all
-    meet the same weights. With ``fault`` a sequence is summed over what its rank holds of it."""
+    """Return metrics and expected loss of a step of each algorithm on the reporter, {} elsewhere.
+
+    The learning rate is 0, so that all have the same weights. ``fault`` restricts sums over sequences to one rank.
+    """
     from slime_like.train.megatron.platform.collective import DifferentiableSum
 
     actor = make_actor(world, shared.models["tied"], layout, optim={"lr": 0.0})
     scores = [actor.score(rows) for rows in batch(1)]
-    with replaced(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
-        found = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
-    found["own"] = _own_step(actor, layout)
+    with replace_attribute(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
+        metrics = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
+    metrics["own"] = _own_step(actor, layout)
     if not actor.rank_info.is_reporter:
         return {}, {}
-    known = [score for score in scores if score is not None]
-    expected = {name: reference(config, known) for name, config in ALGORITHMS.items()}
-    return found, expected | {"own": own_reference(known)}
+    reported_scores = [score for score in scores if score is not None]
+    expected = {name: reference(config, reported_scores) for name, config in ALGORITHMS.items()}
+    return metrics, expected | {"own": own_reference(reported_scores)}
 
 
 def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
     actor.optimizer_step._loss = bind_loss(config)
     rows = batch(1)
-    return reduce_metrics(actor.step([rows[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(rows)]))
+    return reduce_metrics(actor.train_rollout([rows[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(rows)]))
 
 
 def _own_step(actor: Any, layout: Layout) -> dict[str, float]:
     trainer = actor
     with (
-        replaced(trainer, "spec", replace(trainer.spec, algo=OWN)),
-        replaced(trainer, "token_advantage", bind_token_advantage(OWN)),
+        replace_attribute(trainer, "spec", replace(trainer.spec, algo=OWN)),
+        replace_attribute(trainer, "token_advantage", bind_token_advantage(OWN)),
     ):
         return _step(actor, layout, OWN)
 
@@ -86,7 +88,7 @@ def own_reference(scores: list[np.ndarray]) -> float:
 
 
 def reference(config: PolicyConfig, scores: list[np.ndarray]) -> float:
-    """The loss of one step in Python floats, sequence by sequence, from the trainer's log-probabilities."""
+    """Return the loss of one step from the trainer's log-probabilities, in Python floats, sequence by sequence."""
     total = 0.0
     for rows, score in zip(batch(1), scores, strict=True):
         assert rows.advantages is not None
@@ -96,9 +98,9 @@ def reference(config: PolicyConfig, scores: list[np.ndarray]) -> float:
             logs = drift if config.use_rollout_logprobs else [0.0] * len(tokens)
             if isinstance(config, GspoConfig):
                 logs = [math.fsum(logs) / len(logs)] * len(logs)
-            kept = is_kept(config, math.fsum(drift), len(drift))
+            keep = is_kept(config, math.fsum(drift), len(drift))
             for i, t in enumerate(tokens):
                 ratio, logprob = torch.tensor(math.exp(logs[i])), torch.tensor(float(score[t]))
                 loss = float(surrogate(config, ratio, logprob, float(rows.advantages[s])))
-                total += float(rows.loss_weight[t]) * kept * importance(config, math.exp(drift[i])) * loss
+                total += float(rows.loss_weight[t]) * keep * importance(config, math.exp(drift[i])) * loss
     return total

@@ -1,4 +1,4 @@
-"""Models and references that trainer tests share; each world size is spawned once per test run."""
+"""Models, references and results that trainer tests share. The ranks of each world size are started once per session."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.train.jobs import SECONDS_PER_JOB, Job, Results, Shared
 from tests.train.models import SHARED, add_mtp, make_model, make_qwen3, make_vision
 from tests.train.ranks import run_ranks
 
-BALANCE = {"qwen3_moe balanced": 0.05}  # coefficient of the routers' auxiliary loss, where there is one
+BALANCE = {"qwen3_moe balanced": 0.05}  # kind -> coefficient of the routers' auxiliary loss; others have none
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small checkpoints: Qwen3 with the output layer tied to the embedding and not, and one per other family and variant."""
+    """Return folders of small models: Qwen3 tied and untied, and one per other family and variant."""
     folder = tmp_path_factory.mktemp("models")
     qwen3 = {
         kind: make_qwen3(folder / kind, tied=kind == "tied", seed=seed) for seed, kind in enumerate(("tied", "untied"))
     }
-    found = qwen3 | {
+    folders = qwen3 | {
         "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
         "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),
         "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4),
@@ -40,18 +40,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "vision": make_vision(folder / "vision", seed=7),
         "vision experts": make_vision(folder / "vision_experts", seed=10, experts=True),
     }
-    return found | {"qwen3_moe balanced": found["qwen3_moe"]}
+    return folders | {"qwen3_moe balanced": folders["qwen3_moe"]}
 
 
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder that jobs write to; a job's folder has its name."""
+    """Return the folder with the output of the jobs, in one folder per job name."""
     return tmp_path_factory.mktemp("jobs")
 
 
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Path) -> Results:
-    """Results of every rank of every job of the collected modules."""
+    """Return the results of every rank of every job of the collected modules."""
     by_size: dict[int, list[Job]] = {}
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
     trainers = [module for module in modules if getattr(module, "__name__", "").startswith("tests.train.")]

@@ -1,4 +1,4 @@
-"""Ranks of test_delta_net: one Gated DeltaNet layer in float64, its ranks beside the recurrence token by token."""
+"""Rank functions of test_delta_net: one Gated DeltaNet layer in float64, compared with the recurrence."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from tests.train.ranks import World
 
 HIDDEN, VALUE_HEADS, KEY, VALUE, WIDTH = 24, 8, 8, 6, 4
 LENGTHS = (37, 1, 5, 60, 2)
-NOT_READ = Path("no checkpoint")
+UNUSED_FOLDER = Path("no checkpoint")
 NET = "model.layers.0.linear_attn"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCase:
-    """A layout, how its context parallel ranks share the rule, the size of log decays, and perhaps a planted fault."""
+    """A layout and the settings of its layer."""
 
     layout: Layout
-    mode: str = "head"
-    decay: float = 1.0
-    fault: str | None = None
+    mode: str = "head"  # model.gdn.cp_mode
+    decay: float = 1.0  # size of the log decays
+    fault: str | None = None  # a fault to inject, of FAULTS
     key_heads: int = 4
 
 
 def errors(world: World, shared: Shared, cases: Sequence[LayerCase]) -> list[dict[str, float]]:
-    """Per case the largest error of this rank's output and of each gradient, relative to its largest entry anywhere."""
+    """Return per case the largest error of this rank's output and gradients, relative to the largest entry on any rank."""
     del shared
-    found: list[dict[str, float]] = []
+    errors_of_cases: list[dict[str, float]] = []
     for case in cases:
         with FAULTS[case.fault]() if case.fault else contextlib.nullcontext():
-            found.append(_errors(world, case))
-    return found
+            errors_of_cases.append(_errors(world, case))
+    return errors_of_cases
 
 
 def _errors(world: World, case: LayerCase) -> dict[str, float]:
@@ -57,40 +57,42 @@ def _errors(world: World, case: LayerCase) -> dict[str, float]:
 
     sizes = case.layout
     rank_info = groups.enter(
-        make_spec(NOT_READ, sizes),
+        make_spec(UNUSED_FOLDER, sizes),
         rank=world.rank,
         world_size=world.size,
         master=RendezvousAddress(world.host, world.port),
     )
     micro = make_micro(make_rows(LENGTHS, seed=0), rank_info)
-    bounds, mine = micro.layout.padded_cu_seqlens, torch.from_numpy(micro.layout.local_index)
+    bounds, local_index = micro.layout.padded_cu_seqlens, torch.from_numpy(micro.layout.local_index)
     layer, table = _layer(rank_info, case)
     full = _weights(table, case.decay)
     for name, parameter in layer.named_parameters():
         weight = table[name]
         parameter.data = weight.split([full[n].detach() for n in weight.names], sizes.tp, rank_info.tp_rank)
     if sizes.sequence_parallel:
-        mine = mine.chunk(sizes.tp)[rank_info.tp_rank]
+        local_index = local_index.chunk(sizes.tp)[rank_info.tp_rank]
     hidden, upstream = _normal(1, int(bounds[-1]), HIDDEN), _normal(2, int(bounds[-1]), HIDDEN)
     expected = layer_reference(hidden.requires_grad_(), full, bounds, layer.out_norm.eps, case.key_heads)
     (expected * upstream).sum().backward()
-    local = hidden.detach()[mine].requires_grad_()
+    local = hidden.detach()[local_index].requires_grad_()
     out = layer(local[:, None], packed_seq_params=micro.packed)[0][:, 0]
-    (out * upstream[mine]).sum().backward()
+    (out * upstream[local_index]).sum().backward()
     assert local.grad is not None and hidden.grad is not None
-    found = {
-        "out": _relative(out, expected.detach()[mine], expected.detach()),
-        "hidden": _relative(local.grad, hidden.grad[mine], hidden.grad),
+    errors_of_part = {
+        "out": _relative(out, expected.detach()[local_index], expected.detach()),
+        "hidden": _relative(local.grad, hidden.grad[local_index], hidden.grad),
     }
     for name, parameter in layer.named_parameters():
-        whole: list[Any] = [full[n].grad for n in table[name].names]
-        _reduce(parameter, rank_info)
-        found[name] = _relative(parameter.grad, table[name].split(whole, sizes.tp, rank_info.tp_rank), *whole)
-    return found
+        full_grads: list[Any] = [full[n].grad for n in table[name].names]
+        _reduce_gradient(parameter, rank_info)
+        errors_of_part[name] = _relative(
+            parameter.grad, table[name].split(full_grads, sizes.tp, rank_info.tp_rank), *full_grads
+        )
+    return errors_of_part
 
 
 def _layer(rank_info: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
-    """The layer, not filled, and which tensors make each of its parameters."""
+    """Return the layer with uninitialised weights, and the ``Weight`` of each of its parameters."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
     from transformers import Qwen3_5TextConfig
@@ -111,10 +113,10 @@ def _layer(rank_info: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
         linear_conv_kernel_dim=WIDTH,
     )
     family = Qwen35(hf, rank_info.layout.tp)
-    asked = make_spec(NOT_READ, rank_info.layout, model={"gdn": GDNConfig(cp_mode=case.mode)})
-    config = transformer_config(asked, family)
+    actor_spec = make_spec(UNUSED_FOLDER, rank_info.layout, model={"gdn": GDNConfig(cp_mode=case.mode)})
+    config = transformer_config(actor_spec, family)
     config.params_dtype = torch.float64
-    spec: Any = layer_spec(config, asked.model, rank_info)
+    spec: Any = layer_spec(config, actor_spec.model, rank_info)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer: Any = build_module(spec.submodules.self_attention, config, layer_number=1, pg_collection=groups)
     start = "blocks.0.self_attention."
@@ -122,21 +124,21 @@ def _layer(rank_info: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
 
 
 def _weights(table: Mapping[str, Weight], decay: float) -> dict[str, Tensor]:
-    """Random tensors as HF stores them; log decays per token are about ``-decay``."""
+    """Return random HF tensors, with log decays per token of about ``-decay``."""
     out: dict[str, Tensor] = {}
     for weight in table.values():
         for name, shape in zip(weight.names, weight.shapes, strict=True):
-            made = _normal(len(out) + 10, *shape) * (0.4 if len(shape) > 1 else 1.0)
+            tensor = _normal(len(out) + 10, *shape) * (0.4 if len(shape) > 1 else 1.0)
             if name.endswith("A_log"):
-                made = made * 0.3 + float(np.log(decay))
-            out[name] = made.requires_grad_()
+                tensor = tensor * 0.3 + float(np.log(decay))
+            out[name] = tensor.requires_grad_()
     return out
 
 
 def layer_reference(
     hidden_TD: Tensor, full: Mapping[str, Tensor], bounds: np.ndarray, eps: float, key_heads: int
 ) -> Tensor:
-    """Qwen3.5's layer by its definition: projections, convolution, the recurrence token by token, gated norm, projection."""
+    """Compute Qwen3.5's layer by definition: projections, convolution, recurrence token by token, gated norm, projection."""
     part = {name.removeprefix(f"{NET}.").removesuffix(".weight"): tensor for name, tensor in full.items()}
     edges = tuple(int(b) for b in bounds)
     qkv, z, b, a = (hidden_TD @ part[f"in_proj_{name}"].T for name in ("qkv", "z", "b", "a"))
@@ -153,8 +155,8 @@ def layer_reference(
     return (normed * F.silu(z.unflatten(-1, (VALUE_HEADS, VALUE)))).flatten(1) @ part["out_proj"].T
 
 
-def _reduce(parameter: Any, rank_info: Any) -> None:
-    """As the end of a step does: over the ranks that share sequences, and of what sequence parallelism marks, over tp."""
+def _reduce_gradient(parameter: Any, rank_info: Any) -> None:
+    """Reduce a gradient as at the end of an optimizer step: over the cp ranks, and over tp if sequence parallelism marks it."""
     if rank_info.layout.cp > 1:
         dist.all_reduce(parameter.grad, group=rank_info.cp_group)
     if getattr(parameter, "sequence_parallel", False):
@@ -165,5 +167,7 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _relative(mine: Tensor, right: Tensor, *whole: Tensor) -> float:
-    return float((mine.detach() - right).abs().max() / max(float(t.abs().max()) for t in (whole or (right,))))
+def _relative(actual: Tensor, expected: Tensor, *references: Tensor) -> float:
+    return float(
+        (actual.detach() - expected).abs().max() / max(float(t.abs().max()) for t in (references or (expected,)))
+    )

@@ -1,8 +1,7 @@
-"""A disk that counts what is done to a folder, and dies or is full before a chosen operation.
+"""Disk faults in tests: record the operations on a folder, and kill the process or fill the disk before one of them.
 
-What the folder holds then is what a process killed there would have left: nothing is changed any more, also not by
-whoever cleans up. Python's audit events tell every opening for writing, renaming and removing, in whatever library;
-``fsync``, which has none, is wrapped.
+After a simulated kill, further operations fail too, so the folder stays as a killed process leaves it. Python's audit events
+report every open for writing, rename and removal in any library; ``fsync`` has no audit event and is wrapped.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Killed(BaseException):
-    """The process would be gone."""
+    """Simulated kill of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One change, as it is about to be made."""
+    """A change of the file system that is about to be made."""
 
     event: str
     path: str
@@ -34,7 +33,7 @@ class Operation:
 
 
 class Disk:
-    """One per process: audit hooks cannot be removed."""
+    """Recorder of file operations. One per process, because audit hooks cannot be removed."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -42,24 +41,27 @@ class Disk:
         self._dies_before: int | None = None
         self._full_at: str | None = None
         self._fsync = os.fsync
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_event)
 
     @contextlib.contextmanager
     def watching(
         self, folder: Path, *, dies_before: int | None = None, full_at: str | None = None
     ) -> Generator[list[Operation]]:
-        """Watch ``folder``: from operation ``dies_before`` on every one raises ``Killed``; those on a path that ends with
-        ``full_at`` raise ENOSPC."""
+        """Record the operations on ``folder`` and yield them.
+
+        From operation ``dies_before`` on, every operation raises ``Killed``. Operations on a path that ends with ``full_at``
+        raise ENOSPC.
+        """
         self.operations = []
         self._folder, self._dies_before, self._full_at = str(folder), dies_before, full_at
-        os.fsync = self._hear_fsync
+        os.fsync = self._on_fsync
         try:
             yield self.operations
         finally:
             self._folder = None
             os.fsync = self._fsync
 
-    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         if self._folder is None:
             return
         if event == "open" and isinstance(args[0], str) and args[2] & WRITES:
@@ -69,9 +71,9 @@ class Disk:
             relative = event in ("os.remove", "os.rmdir") and args[1] != -1  # inside shutil.rmtree
             self._count(Operation(event, f"{self._folder}/*/{args[0]}" if relative else os.fspath(args[0]), to))
 
-    def _hear_fsync(self, handle: int) -> None:
+    def _on_fsync(self, handle: int) -> None:
         self._count(Operation("fsync", os.readlink(f"/proc/self/fd/{handle}")))
-        if self._dies_before is None:  # who is killed leaves what the kernel has, on the disk or not
+        if self._dies_before is None:  # a killed process leaves unsynced data to the kernel
             self._fsync(handle)
 
     def _count(self, operation: Operation) -> None:

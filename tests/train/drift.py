@@ -1,4 +1,4 @@
-"""Rank functions of test_drift: train on samples as an engine would report them, then on samples with a fault in them."""
+"""Rank functions of test_drift: train on samples as an engine reports them, then on samples with a fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConsistencyError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import F32
-from tests.train.faults import replaced
+from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import _from_reporter, digest, four_micro_batches
 from tests.train.models import count_tokens
@@ -27,7 +27,7 @@ Columns = Sequence[F32]
 
 
 def sampled(rows: Sequence[PackedBatch], columns: Columns, version: int) -> list[PackedBatch]:
-    """``rows`` as if an engine had sampled them with these log-probabilities, with sample ids that name the micro-batch."""
+    """Return ``rows`` with log-probabilities and version of an engine, and sample ids that identify the micro-batch."""
     return [
         replace(
             row,
@@ -40,7 +40,7 @@ def sampled(rows: Sequence[PackedBatch], columns: Columns, version: int) -> list
 
 
 def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, Any]:
-    """Metrics of a healthy rollout; then per fault the error, and whether weights and version are as before it."""
+    """Return the metrics of a correct rollout, and for each fault the error and whether weights and version are unchanged."""
     actor = make_actor(
         world,
         shared.models["tied"],
@@ -59,11 +59,11 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
     def train(
         columns: Sequence[Columns], version: int, change: Callable[[PackedBatch], PackedBatch] = lambda row: row
     ) -> Any:
-        """A rollout of which ``change`` is made to the last micro-batch of the last step."""
+        """Train on a rollout after applying ``change`` to the last micro-batch of the last optimizer step."""
         batches = [sampled(rows, column, version) for rows, column in zip(plan, columns, strict=True)]
         batches[-1][-1] = change(batches[-1][-1])
         shards = [batch[actor.rank_info.dp_rank :: layout.dp] for batch in batches]
-        return reduce_metrics(actor.step(shards, [count_tokens(batch) for batch in batches]))
+        return reduce_metrics(actor.train_rollout(shards, [count_tokens(batch) for batch in batches]))
 
     def refused(
         columns: Sequence[Columns], change: Callable[[PackedBatch], PackedBatch] = lambda row: row
@@ -73,29 +73,31 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
             train(columns, actor.version, change)
         except ConsistencyError as error:
             return str(error), (digest(actor), actor.version) == before
-        return "trained on it", False
+        return "no error", False
 
-    first = scores()
-    found: dict[str, Any] = {"healthy": train(first, 0)}
-    now = scores()
-    found["older weights"] = refused(first)
-    found["shifted"] = refused(now, lambda row: replace(row, rollout_logprobs=np.roll(row.rollout_logprobs, 1)))
+    initial_scores = scores()
+    results: dict[str, Any] = {"healthy": train(initial_scores, 0)}
+    current_scores = scores()
+    results["older weights"] = refused(initial_scores)
+    results["shifted"] = refused(
+        current_scores, lambda row: replace(row, rollout_logprobs=np.roll(row.rollout_logprobs, 1))
+    )
     actor.scoring = replace(actor.scoring, temperature=0.75)
-    found["temperature"] = refused(scores())
+    results["temperature"] = refused(scores())
     actor.scoring = replace(actor.scoring, temperature=0.7)
     actor.spec = replace(actor.spec, sample_tolerance=math.inf)
-    found["not a number"] = refused(
-        now, lambda row: replace(row, rollout_logprobs=row.rollout_logprobs * np.float32(np.nan))
+    results["not a number"] = refused(
+        current_scores, lambda row: replace(row, rollout_logprobs=row.rollout_logprobs * np.float32(np.nan))
     )
     actor.spec = replace(actor.spec, sample_tolerance=TOLERANCE)
-    found["mixed"] = train(now, actor.version, begun_by_another)
+    results["mixed"] = train(current_scores, actor.version, begun_by_another)
     with one_tensor_left_behind(actor):
-        found["reference"] = refused(scores())
-    return found
+        results["reference"] = refused(scores())
+    return results
 
 
 def begun_by_another(row: PackedBatch) -> PackedBatch:
-    """The first sampled token of each sequence is of an older version; the others' log-probabilities are a nat off."""
+    """Return ``row`` with an older version at the first sampled token of each sequence, and log-probabilities that are 1 too low."""
     versions = row.versions.copy()
     versions[[start + np.argmax(versions[start:] >= 0) for start in row.cu_seqlens[:-1]]] = 0
     return replace(row, versions=versions, rollout_logprobs=row.rollout_logprobs - np.float32(1))
@@ -103,13 +105,13 @@ def begun_by_another(row: PackedBatch) -> PackedBatch:
 
 @contextmanager
 def one_tensor_left_behind(actor: Any) -> Generator[None]:
-    """The swap of the reference leaves one tensor of it in the policy."""
+    """Make the swap of the reference leave one of its tensors in the policy."""
     trainer = actor
-    left = sorted(key for key in trainer.reference if "linear_fc2" in key)[0]
+    changed = min(name for name in trainer.reference if "linear_fc2" in name)
 
     def fill(weights: dict[str, Any]) -> None:
-        stock({**weights, left: trainer.reference[left]} if left in weights else weights)
+        stock({**weights, changed: trainer.reference[changed]} if changed in weights else weights)
 
-    stock = trainer._fill
-    with replaced(trainer, "_fill", fill):
+    stock = trainer._set_weights
+    with replace_attribute(trainer, "_set_weights", fill):
         yield

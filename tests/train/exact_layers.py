@@ -1,4 +1,4 @@
-"""Ranks of test_exact_layers: a kind of layer rounds to four bits, and scores are taken with each kind exact in turn."""
+"""Rank functions of test_exact_layers: one kind of layer rounds to four bits, and each kind in turn is computed exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.train.ranks import World
 
 
 def coarse(x: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``x`` with three bits of its fraction: in the scores an error far above float32's, by any kind of layer."""
+    """Return float32 ``x`` with three bits of its fraction, a much larger error than the rounding of float32."""
     return (x.view(torch.int32) & -(1 << 20)).view(torch.float32)
 
 
@@ -37,22 +37,22 @@ def plant(model: Any, fault: str, stack: ExitStack) -> None:
     """Make the layers of kind ``fault`` round until ``stack`` closes."""
     from megatron.core.ssm.mlp_layer import MLPLayer
 
-    from slime_like.train.megatron.model.exact_layers import replaced
+    from slime_like.train.megatron.model.exact_layers import replace_attribute
     from slime_like.train.megatron.model.layers import PackedAttention
 
     for layer in model.modules():
         module: Any = layer
         if fault == "attention" and isinstance(module, PackedAttention):
-            stack.enter_context(replaced(module, "forward", rounding(module.forward)))
+            stack.enter_context(replace_attribute(module, "forward", rounding(module.forward)))
         if fault == "mlp" and isinstance(module, MLPLayer):
-            stack.enter_context(replaced(module.mlp, "forward", rounding(module.mlp.forward)))
+            stack.enter_context(replace_attribute(module.mlp, "forward", rounding(module.mlp.forward)))
         if fault == "gdn" and hasattr(module, "mixing"):
             mixing: Any = module.mixing
-            stack.enter_context(replaced(mixing, "backend", Rounding(mixing.backend)))
+            stack.enter_context(replace_attribute(mixing, "backend", Rounding(mixing.backend)))
 
 
 class Rounding:
-    """A GDN backend that rounds."""
+    """GDN backend whose delta rule rounds."""
 
     def __init__(self, backend: Any) -> None:
         self.chunk_rule = rounding(backend.chunk_rule)
@@ -60,17 +60,17 @@ class Rounding:
 
 
 def attribute(world: World, shared: Shared, kind: str, layout: Layout, fault: str) -> dict[str, float] | None:
-    """Mean |difference| from transformers by kind of exact layers, "" for none; on the reporter, None elsewhere."""
+    """Return the mean |difference| from transformers by kind of exact layers ("": none) on the reporter, None elsewhere."""
     actor = make_actor(world, shared.models[kind], layout, temperature=TEMPERATURE)
     assert set(actor.layer_kinds()) == {"attention", "gdn", "mlp"}
     rows, expected = batch()[0], shared.references[kind].logprobs[0]
-    found: dict[str, float] = {}
+    mean_errors: dict[str, float] = {}
     with ExitStack() as stack:
         plant(actor.model, fault, stack)
         for exact in (None, "attention", "gdn", "mlp", "all", None):
             scores = actor.score(rows, exact)
             if scores is not None:
                 value = float(np.abs(scores - expected).mean())
-                assert exact or not found or value == found[""], "something stayed exact"
-                found[exact or ""] = value
-    return found if actor.rank_info.is_reporter else None
+                assert exact or not mean_errors or value == mean_errors[""], "a layer stayed exact"
+                mean_errors[exact or ""] = value
+    return mean_errors if actor.rank_info.is_reporter else None

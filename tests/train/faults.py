@@ -1,4 +1,4 @@
-"""Faults that tests of ranks plant in the trainer, by name: under each a comparison must turn red."""
+"""Faults that rank tests inject into the trainer. Each must be detected by a comparison."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 @contextlib.contextmanager
-def replaced(target: Any, name: str, value: Any) -> Generator[None]:
-    """``target.name = value`` for a while."""
+def replace_attribute(target: Any, name: str, value: Any) -> Generator[None]:
+    """Set ``target.name`` until exit."""
     stock = getattr(target, name)
     setattr(target, name, value)
     try:
@@ -26,17 +26,17 @@ def replaced(target: Any, name: str, value: Any) -> Generator[None]:
 
 
 def skipped_tp_reduction() -> Any:
-    """The hidden states' gradient is not summed over the tensor parallel ranks, which hold parts of the vocabulary."""
+    """Skip the sum of the hidden states' gradient over the tensor parallel ranks, which have parts of the vocabulary."""
     from slime_like.train.megatron.model import model
 
     stock = model.gather_from_sequence_parallel_region
-    return replaced(
+    return replace_attribute(
         model, "gather_from_sequence_parallel_region", lambda x, **_: stock(x, tensor_parallel_output_grad=False)
     )
 
 
 def shifted_positions() -> Any:
-    """Every token gets its neighbour's position (a constant shift would change nothing: RoPE is relative)."""
+    """Give every token its neighbour's position. (RoPE is relative, so a constant shift would have no effect.)"""
     from slime_like.train.megatron.model import forward
 
     def shifted(*args: Any, **kwargs: Any) -> Any:
@@ -44,11 +44,11 @@ def shifted_positions() -> Any:
         return dataclasses.replace(layout, position_ids=np.roll(layout.position_ids, 1))
 
     stock = forward.token_layout
-    return replaced(forward, "token_layout", shifted)
+    return replace_attribute(forward, "token_layout", shifted)
 
 
 def denominator_per_micro_batch() -> Any:
-    """Each micro-batch's loss is divided by its own weight."""
+    """Divide the loss of each micro-batch by the weight of the micro-batch."""
     from slime_like.train.megatron.step.step import PolicyStep
 
     def averaged(self: Any, micro: Any, *args: Any) -> Any:
@@ -56,11 +56,11 @@ def denominator_per_micro_batch() -> Any:
         return loss / float(micro.rows.loss_weight.sum()) / 4, count
 
     stock = PolicyStep._loss_of
-    return replaced(PolicyStep, "_loss_of", averaged)
+    return replace_attribute(PolicyStep, "_loss_of", averaged)
 
 
 def shuffled_biases() -> Any:
-    """Query, key and value biases are stacked as three matrices instead of by query group."""
+    """Stack query, key and value biases as three matrices instead of by query group."""
     from slime_like.train.megatron.families import base
 
     def split(self: Any, tensors: Any, tp: int, rank: int) -> Tensor:
@@ -69,11 +69,11 @@ def shuffled_biases() -> Any:
         return stock(self, tensors, tp, rank)
 
     stock = base.QKV.split
-    return replaced(base.QKV, "split", split)
+    return replace_attribute(base.QKV, "split", split)
 
 
 def swapped_chunks() -> Any:
-    """Under context parallelism a rank holds its two chunks of each sequence in the wrong order."""
+    """Swap the two chunks of each sequence on a context parallel rank."""
     from slime_like.train.megatron.model import forward
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
@@ -84,39 +84,41 @@ def swapped_chunks() -> Any:
         return dataclasses.replace(layout, row_index=layout.row_index[order], next_index=layout.next_index[order])
 
     stock = forward.token_layout
-    return replaced(forward, "token_layout", swapped)
+    return replace_attribute(forward, "token_layout", swapped)
 
 
 def dropped_norm_reduction() -> Any:
-    """Under sequence parallelism the norms' gradients stay those of each rank's own tokens."""
-    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function shadows its name
-    return replaced(module, "_allreduce_non_tensor_model_parallel_grads", lambda *_, **__: None)
+    """Skip the sum of norm gradients over the ranks of sequence parallelism."""
+    module = importlib.import_module(
+        "megatron.core.distributed.finalize_model_grads"
+    )  # a function of the package has the same name
+    return replace_attribute(module, "_allreduce_non_tensor_model_parallel_grads", lambda *_, **__: None)
 
 
 def columns_of_one_rank() -> Any:
-    """Under context parallelism scores are those of each rank's own part of the sequences."""
+    """Skip the sum of score columns over the context parallel ranks."""
     from slime_like.train.megatron.model import forward
 
-    return replaced(forward, "sum_columns", lambda columns, group: list(columns))
+    return replace_attribute(forward, "sum_columns", lambda columns, group: list(columns))
 
 
 def swapped_experts() -> Any:
-    """Each of two expert parallel ranks is given the other's experts."""
+    """Swap the experts of two expert parallel ranks."""
     from slime_like.train.megatron.model import model
 
     stock = model.global_key
-    return replaced(model, "global_key", lambda key, num_local, ep_rank: stock(key, num_local, 1 - ep_rank))
+    return replace_attribute(model, "global_key", lambda key, num_local, ep_rank: stock(key, num_local, 1 - ep_rank))
 
 
 def unnormalised_router() -> Any:
-    """The weights of a token's experts are their share among all experts."""
+    """Do not renormalise the weights of a token's experts."""
     from slime_like.train.megatron.families.experts import Experts
 
-    return replaced(Experts, "renormalises", False)
+    return replace_attribute(Experts, "renormalises", False)
 
 
 def unreduced_experts() -> Any:
-    """Gradients of experts stay those of each copy's own tokens."""
+    """Skip the reduction of expert gradients over the copies of an expert."""
     from megatron.core.distributed import DistributedDataParallel
 
     stock: Any = DistributedDataParallel.__init__
@@ -126,32 +128,32 @@ def unreduced_experts() -> Any:
         for group in self.expert_parallel_bucket_groups:
             group.start_grad_sync = group.finish_grad_sync = lambda **_: None
 
-    return replaced(DistributedDataParallel, "__init__", init)
+    return replace_attribute(DistributedDataParallel, "__init__", init)
 
 
 def balance_per_trained_token() -> Any:
-    """The auxiliary loss is divided by the trained tokens, as the others, though it is a sum over all."""
+    """Divide the auxiliary loss, a sum over all tokens, by the number of trained tokens."""
     from slime_like.train.megatron.step import balance
 
-    return replaced(balance.ExpertBalance, "open_step", lambda *_: None)
+    return replace_attribute(balance.ExpertBalance, "open_step", lambda *_: None)
 
 
 def unsummed_head_norm() -> Any:
-    """The norm of Gated DeltaNet's heads keeps the gradient of each tensor parallel rank's own heads, as in megatron-core."""
+    """Skip the sum of the gradient of DeltaNet's head norm over the tensor parallel ranks, as megatron-core does."""
     from slime_like.train.megatron.model import norms
 
-    return replaced(norms, "copy_to_tensor_model_parallel_region", lambda weight: weight)
+    return replace_attribute(norms, "copy_to_tensor_model_parallel_region", lambda weight: weight)
 
 
 def unordered_ranks() -> Any:
-    """Under context parallelism Gated DeltaNet takes tokens in the order of the ranks that hold them."""
+    """Pass tokens to Gated DeltaNet in the order of the context parallel ranks."""
     from slime_like.train.megatron.model import forward
 
-    return replaced(forward, "tokens_by_rank", lambda bounds, cp: np.arange(bounds[-1]))
+    return replace_attribute(forward, "tokens_by_rank", lambda bounds, cp: np.arange(bounds[-1]))
 
 
 def convolution_across_borders() -> Any:
-    """The short convolution takes all packed sequences for one."""
+    """Treat all packed sequences as one in the short convolution."""
     from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
     stock = TorchGDN.causal_conv
@@ -159,20 +161,20 @@ def convolution_across_borders() -> Any:
     def across(self: Any, x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         return stock(self, x, weight, **{**kwargs, "cu_seqlens_cpu": kwargs["cu_seqlens_cpu"][[0, -1]]})
 
-    return replaced(TorchGDN, "causal_conv", across)
+    return replace_attribute(TorchGDN, "causal_conv", across)
 
 
 def gradient_of_own_range() -> Any:
-    """Where states are passed on, backward keeps what a rank's own tokens say of them, as if no other rank had read any."""
+    """Keep only this rank's gradient of its state in state passing, without the gradients of the later ranks."""
     from slime_like_plugins.qwen_gdn import ranges
 
-    return replaced(ranges, "gather_from_sequence_parallel_region", _Kept.of)
+    return replace_attribute(ranges, "gather_from_sequence_parallel_region", _GatherOwnGradient.of)
 
 
-class _Kept(torch.autograd.Function):
+class _GatherOwnGradient(torch.autograd.Function):
     @staticmethod
     def of(local: Tensor, group: Any) -> Tensor:
-        return _Kept.apply(local, group)
+        return _GatherOwnGradient.apply(local, group)
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Jobs of test_starting: read folders whose pickles would run code, on every path that reads a folder."""
+"""Rank functions of test_starting: every path that reads a folder, on folders whose pickles would run code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.train.ranks import World
 
 
 class Touch:
-    """Unpickled without restriction, it makes a file."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,22 +36,22 @@ def _instead_of_metadata(folder: Path, touch: Touch) -> None:
 
 
 def _within_metadata(folder: Path, touch: Touch) -> None:
-    """The metadata as it was, so that all the rest of the load succeeds."""
+    """Keep the rest of the metadata, so that the load could succeed."""
     _edit_metadata(folder, lambda metadata: setattr(metadata, "planner_data", touch))
 
 
 def _object(folder: Path, touch: Touch) -> None:
-    """The state that every load reads first, in a file of its own."""
+    """Replace the state that every load reads first, in a separate file."""
     _redirect(folder, touch, "__9_9.distcp")
 
 
 def _outside(folder: Path, touch: Touch) -> None:
-    """The same, and in a file that belongs to another folder."""
+    """Replace the same state, in a file of another folder."""
     _redirect(folder, touch, "../elsewhere.distcp")
 
 
 def _common(folder: Path, touch: Touch) -> None:
-    """Return the object of earlier versions of megatron-core."""
+    """Add the file of earlier versions of megatron-core."""
     torch.save({"args": touch}, folder / "common.pt")
 
 
@@ -84,9 +84,9 @@ def _edit_metadata(folder: Path, edit: Callable[[Any], object]) -> None:
 
 
 def read_planted(world: World, shared: Shared, gpt: str, saved_by: str) -> dict[str, str]:
-    """``<path>, <plant>`` -> error of the load, after the word ``ran`` where the planted code ran."""
-    from slime_like.train.megatron.model_io import checkpoint
+    """Return ``<path>, <plant>`` -> error of the load, prefixed by ``ran`` if the planted code ran."""
     from slime_like.train.megatron.model_io.convert import export_checkpoint
+    from slime_like.train.megatron.model_io.load import load_weights
 
     models = shared.models
     actor = make_actor(world, models["tied"], Layout(), algo=SftConfig())
@@ -103,27 +103,27 @@ def read_planted(world: World, shared: Shared, gpt: str, saved_by: str) -> dict[
             _within(folder), str(models["untied"]), shared.scratch / "hf", dtype="float32", max_bytes=2**30
         )
 
-    foreign: dict[str, Callable[[Path], object]] = {"start": start, "reference": reference, "export": export}
-    own: dict[str, Callable[[Path], object]] = {
+    any_paths: dict[str, Callable[[Path], object]] = {"start": start, "reference": reference, "export": export}
+    own_paths: dict[str, Callable[[Path], object]] = {
         "resume": actor.load,
-        "critic": lambda folder: checkpoint.load_weights(actor.checkpoint_parts(), _within(folder)),
+        "critic": lambda folder: load_weights(actor.state(), _within(folder)),
     }
-    cases = [(path, action, plant, gpt) for path, action in foreign.items() for plant in PLANTS]
-    cases += [(path, action, plant, saved_by) for path, action in own.items() for plant in PLANTS]
+    cases = [(path, action, plant, gpt) for path, action in any_paths.items() for plant in PLANTS]
+    cases += [(path, action, plant, saved_by) for path, action in own_paths.items() for plant in PLANTS]
     out: dict[str, str] = {}
     for number, (path, action, plant, source) in enumerate(cases):
         folder, marker = shared.scratch / str(number), shared.scratch / f"ran{number}"
         shutil.copytree(shared.scratch.with_name(source), folder)
         inner = _within(folder)
         PLANTS[plant](inner, Touch(marker))
-        if (inner / MANIFEST).is_file():  # whoever plants code can also write a manifest that fits it
+        if (inner / MANIFEST).is_file():  # an attacker can also write a matching manifest
             write_manifest(inner, read_manifest(shared.scratch.with_name(source) / inner.name))
         try:
             action(folder)
-            said = "no error"
+            outcome = "no error"
         except SlimeLikeError as error:
-            said = f"{type(error).__name__}: {error}"
-        out[f"{path}, {plant}"] = ("ran; " if marker.exists() else "") + said
+            outcome = f"{type(error).__name__}: {error}"
+        out[f"{path}, {plant}"] = ("ran; " if marker.exists() else "") + outcome
         shutil.rmtree(folder)
     return out
 

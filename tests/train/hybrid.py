@@ -1,4 +1,4 @@
-"""Rank functions of test_hybrid in addition to the comparison with transformers: save, load elsewhere, train in 16 bits."""
+"""Rank functions of test_hybrid: save, load in other layouts, train in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.resolved import Layout
 from tests.train import options
-from tests.train.faults import replaced
-from tests.train.jobs import Shared, make_actor
+from tests.train.faults import replace_attribute
+from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.lifecycle import digest, train
 from tests.train.parity import DECAYS
 from tests.train.ranks import World
@@ -21,18 +21,18 @@ from tests.train.traps import outcome, stock
 
 
 def save(world: World, shared: Shared, kind: str, layout: Layout) -> list[float | None]:
-    """Two steps, a save, and the losses of the next two."""
+    """Take two optimizer steps, save, and return the losses of the next two."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     for seed in (1, 2):
         train(actor, layout, seed)
-    actor.save(shared.scratch, 2)
+    save_checkpoint(actor, shared.scratch, 2)
     return [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
 
 
 def resume(
     world: World, shared: Shared, kind: str, sources: Sequence[str], layout: Layout
 ) -> dict[str, list[float | None]]:
-    """The next two losses from the checkpoint of each source."""
+    """Return the next two losses after loading the checkpoint of each source."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     out: dict[str, list[float | None]] = {}
     for source in sources:
@@ -42,64 +42,64 @@ def resume(
 
 
 def half(world: World, shared: Shared, kind: str, layout: Layout) -> dict[str, Any]:
-    """A step in bfloat16 too small for bfloat16, then a save and a load: what became of the decays."""
+    """Take a step that is too small for bfloat16, save and load. Return the state of the decays."""
     options: dict[str, Any] = {"algo": SftConfig(), "dtype": "bfloat16", "optim": {"lr": 1e-5}}
     actor = make_actor(world, shared.models[kind], layout, **options)
     before = {name: p.detach().clone() for name, p in _parameters(actor)}
     loss = train(actor, layout, 1).get("train/loss")
-    actor.save(shared.scratch, 1)
+    save_checkpoint(actor, shared.scratch, 1)
     resumed = make_actor(world, shared.models[kind], layout, **options)
     resumed.load(shared.scratch, 1)
-    same = digest(resumed) == digest(actor)
-    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in _parameters(actor)}
+    is_same = digest(resumed) == digest(actor)
+    distances = {name: float((p.detach() - before[name]).abs().max()) for name, p in _parameters(actor)}
     train(actor, layout, 2)
     train(resumed, layout, 2)
     return {
         "loss": loss,
         "dtypes": {str(p.dtype) for name, p in _parameters(actor) if name.endswith(DECAYS)},
         "others": {str(p.dtype) for name, p in _parameters(actor) if not name.endswith(DECAYS)},
-        "moved": min(distance for name, distance in moved.items() if name.endswith(DECAYS)),
+        "moved": min(distance for name, distance in distances.items() if name.endswith(DECAYS)),
         "rounded": [n for n, p in _parameters(actor) if n.endswith(DECAYS) and torch.equal(p.bfloat16().float(), p)],
-        "loaded": same,
-        "goes on": digest(resumed) == digest(actor),
-        "exported": {t.dtype for t in actor.weights.manifest() if t.name.endswith(DECAYS)},
+        "loaded": is_same,
+        "continues": digest(resumed) == digest(actor),
+        "exported": {t.dtype for t in actor.hf_export.manifest() if t.name.endswith(DECAYS)},
     }
 
 
 def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: bool) -> list[str]:
-    """Weights after each of two rollouts; with the fault the convolution's weight is read as it lies."""
+    """Return the weights after each of two rollouts. The fault reads the convolution's weight without the gather."""
     from slime_like_plugins.qwen_gdn.layer import GatedDeltaNetLayer
 
-    early = replaced(GatedDeltaNetLayer, "_conv_weight", lambda layer: layer.conv1d.weight[:, 0])
-    with early if fault else contextlib.nullcontext():
+    unsynced = replace_attribute(GatedDeltaNetLayer, "_conv_weight", lambda layer: layer.conv1d.weight[:, 0])
+    with unsynced if fault else contextlib.nullcontext():
         try:
             return options.overlap(world, shared, kind, layout, None).weights
-        except AssertionError:  # megatron's, at the next gather of a bucket that nobody waited for
+        except AssertionError:  # raised by megatron at the next gather of the bucket
             assert fault
             return []
 
 
 def upstream(world: World, shared: Shared, kind: str) -> dict[str, str]:
-    """Return megatron-core's behaviour without each of our patches."""
+    """Return the outcome of a save with our patches, and without each of them."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.ssm.gated_delta_net import common
 
     def save() -> None:
         actor = make_actor(world, shared.models[kind], Layout(), algo=SftConfig(), dtype="bfloat16")
         train(actor, Layout(), 1)
-        actor.save(shared.scratch, 1)
+        save_checkpoint(actor, shared.scratch, 1)
 
     name = "_build_optimizer_group_ranges"
     out = {"ours": outcome(save)}
-    with replaced(DistributedOptimizer, name, stock("DistributedOptimizer", name)):
+    with replace_attribute(DistributedOptimizer, name, stock("DistributedOptimizer", name)):
         out["groups of two dtypes"] = outcome(save)
-    with replaced(common, "HAVE_FLA", stock(common.__name__, "HAVE_FLA")):
+    with replace_attribute(common, "HAVE_FLA", stock(common.__name__, "HAVE_FLA")):
         out["no fla"] = outcome(save)
     return out
 
 
 def half_norms(world: World, shared: Shared) -> dict[str, dict[str, float]]:
-    """Norms of bfloat16 values: relative errors of result and gradients against float64, and what stays for backward."""
+    """Return the relative errors of norms of bfloat16 values against float64, and the bytes saved for backward in other dtypes."""
     from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
 
     config: Any = SimpleNamespace(
@@ -107,24 +107,30 @@ def half_norms(world: World, shared: Shared) -> dict[str, dict[str, float]]:
     )
     config.tensor_model_parallel_size = 1
     out: dict[str, dict[str, float]] = {}
-    for name, made in (("zero-centred", RMSNorm(config, 48)), ("gated", GatedHeadNorm(config, 48))):
+    for name, norm in (("zero-centred", RMSNorm(config, 48)), ("gated", GatedHeadNorm(config, 48))):
         torch.manual_seed(0)
         inputs = [torch.randn(5, 7, 48).bfloat16().requires_grad_() for _ in range(1 if name != "gated" else 2)]
         with torch.no_grad():
-            made.weight.add_(0.3 * torch.randn(48))
-        wide: Any = [x.detach().double().requires_grad_() for x in (*inputs, made.weight)]
-        scale = wide[-1] + (1 if name != "gated" else 0)
-        exact = torch.nn.functional.rms_norm(wide[0], (48,), scale, made.eps)
-        exact = exact * torch.nn.functional.silu(wide[1]) if name == "gated" else exact
-        kept: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, k=kept: (k.append(x), x)[1], lambda x: x):
-            found = made(*inputs)
+            norm.weight.add_(0.3 * torch.randn(48))
+        wide_inputs: Any = [x.detach().double().requires_grad_() for x in (*inputs, norm.weight)]
+        scale = wide_inputs[-1] + (1 if name != "gated" else 0)
+        exact = torch.nn.functional.rms_norm(wide_inputs[0], (48,), scale, norm.eps)
+        exact = exact * torch.nn.functional.silu(wide_inputs[1]) if name == "gated" else exact
+        saved_tensors: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, k=saved_tensors: (k.append(x), x)[1], lambda x: x):
+            actual = norm(*inputs)
         grad = torch.randn(5, 7, 48).bfloat16()
-        found.backward(grad)
+        actual.backward(grad)
         exact.backward(grad.double())
-        pairs: Any = [(found, exact), *((x.grad, w.grad) for x, w in zip((*inputs, made.weight), wide, strict=True))]
+        pairs: Any = [
+            (actual, exact),
+            *((x.grad, w.grad) for x, w in zip((*inputs, norm.weight), wide_inputs, strict=True)),
+        ]
         errors = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs]
-        out[name] = {"error": max(errors), "wide bytes": sum(4 * k.numel() for k in kept if k.dtype != torch.bfloat16)}
+        out[name] = {
+            "error": max(errors),
+            "wide bytes": sum(4 * k.numel() for k in saved_tensors if k.dtype != torch.bfloat16),
+        }
     return out
 
 

@@ -1,7 +1,7 @@
-"""Jobs for ranks: a test module lists what its ranks must do, and each world size is spawned once for all of them.
+"""Jobs for ranks: test modules list functions to run on ranks, and the ranks of each world size are started once for all jobs.
 
-A module's ``JOBS`` maps world size -> jobs. The session fixture ``results`` collects the jobs of the modules that are
-run; a test then reads ``results[name]``, a list with what each rank returned. A job that failed leaves its traceback.
+A module's ``JOBS`` maps world size -> jobs. The session fixture ``results`` collects the jobs of the selected modules. A
+test reads ``results[name]``, the list of the ranks' results. The result of a failed job is its traceback.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.batch import PackedBatch
+from slime_like.checkpoint.files import name_latest
 from slime_like.config.schema.resolved import ActorSpec, Layout
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import RendezvousAddress
@@ -24,6 +25,7 @@ from tests.train.ranks import World, fork_ranks, run_ranks
 if TYPE_CHECKING:
     from slime_like.train.megatron.model.forward import MicroBatch
     from slime_like.train.megatron.platform.groups import RankInfo
+    from slime_like.train.megatron.rank.rank_model import RankModel
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
@@ -31,26 +33,26 @@ SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``target(world, shared, *args)`` on every rank."""
+    """Call of ``target(world, shared, *args)`` on every rank."""
 
     name: str
     target: str  # module:function
     args: tuple[Any, ...] = ()
-    late: bool = False  # after all jobs that are not: it reads what more ranks have saved
+    late: bool = False  # True: run after all other jobs, to read checkpoints of larger world sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
     """Inputs shared by all jobs, and a folder for the job's output."""
 
-    models: dict[str, Path]  # tied, untied
-    references: dict[str, Any]  # the same names -> parity.Reference
+    models: dict[str, Path]  # kind -> HF folder
+    references: dict[str, Any]  # kind -> parity.Reference
     scratch: Path
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An error raised by a rank's job."""
+    """Traceback of a job that failed on a rank."""
 
     text: str
 
@@ -59,14 +61,14 @@ SECONDS_PER_JOB = 4
 
 
 def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> dict[str, list[Any]]:
-    """The jobs of every world size, one size after the other, by forks of this process: name -> what each rank returned."""
+    """Run the jobs of every world size, one size after another, on forks of this process. Return job name -> results."""
     assert world.size == 1
     prepare([job for jobs in by_size.values() for job in jobs])
     out: dict[str, list[Any]] = {}
     rounds = [
-        (size, [job for job in jobs if job.late == late])
-        for late in (False, True)
-        for size, jobs in sorted(by_size.items())  # what one rank saved, two may read
+        (size, [job for job in jobs if job.late == runs_late])
+        for runs_late in (False, True)
+        for size, jobs in sorted(by_size.items())  # ascending, because jobs of two ranks read checkpoints of one rank
     ]
     for size, jobs in (pool for pool in rounds if pool[1]):
         ranks = fork_ranks(run_jobs, size, shared, jobs, seconds=60 + SECONDS_PER_JOB * len(jobs))
@@ -75,7 +77,7 @@ def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> di
 
 
 def run_forked(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
-    """Return the results of ``run_ranks`` on forks of one rank that has imported megatron, which each would import again."""
+    """Return the results of ``run_ranks``, on forks of one process that has imported megatron."""
     return run_ranks("tests.train.jobs:fork_target", 1, target, size, args, seconds, seconds=seconds + 60)[0]
 
 
@@ -108,39 +110,41 @@ def import_trainer(*modules: str) -> None:
 
 
 def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Every job in turn, in one process group; a failing one does not hide the others."""
+    """Run the jobs in turn in one process group. A failing job does not stop the others."""
     out: dict[str, Any] = {}
     for job in jobs:
         gc.collect()
-        gc.freeze()  # megatron collects garbage at every save and load: of this job's then, not of all that was imported
+        gc.freeze()  # so that megatron's garbage collections at saves and loads skip imported objects
         module, _, function = job.target.partition(":")
-        own = Shared(shared.models, shared.references, shared.scratch / job.name.replace(" ", "_"))
+        job_shared = Shared(shared.models, shared.references, shared.scratch / job.name.replace(" ", "_"))
         try:
-            out[job.name] = getattr(importlib.import_module(module), function)(world, own, *job.args)
-        except Exception:  # noqa: BLE001 (fault boundary: the test shows it)
+            out[job.name] = getattr(importlib.import_module(module), function)(world, job_shared, *job.args)
+        except Exception:  # noqa: BLE001 (fault boundary: the test prints the error)
             out[job.name] = Failed(traceback.format_exc())
     return out
 
 
 def reuse_groups() -> None:
-    """A layout met before gets its process groups again: every new set of gloo groups leaves some 60 threads behind."""
+    """Reuse the process groups of an earlier job with the same layout, because each set of gloo groups leaves 60 threads."""
     from megatron.core import parallel_state
 
-    known: dict[str, dict[str, Any]] = {}
+    groups_of: dict[str, dict[str, Any]] = {}
     stock = parallel_state.initialize_model_parallel
 
     def initialize(**sizes: Any) -> None:
         key = repr(sorted(sizes.items()))
-        if key not in known:
+        if key not in groups_of:
             stock(**sizes)
-            known[key] = {name: value for name, value in vars(parallel_state).items() if name[:1] == "_" != name[1:2]}
-        parallel_state.__dict__.update(known[key])
+            groups_of[key] = {
+                name: value for name, value in vars(parallel_state).items() if name[:1] == "_" != name[1:2]
+            }
+        parallel_state.__dict__.update(groups_of[key])
 
     parallel_state.initialize_model_parallel = initialize
 
 
 def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> RankTrainer:
-    """A rank of a small trainer; keyword arguments as for ``make_spec``."""
+    """Return a rank of a small trainer. Keyword arguments as for ``make_spec``."""
     return start_trainer(world, make_spec(folder, layout, **spec))
 
 
@@ -152,8 +156,17 @@ def start_trainer(world: World, spec: ActorSpec, local_rank: int = 0) -> RankTra
     return RankTrainer(spec, rank_info)
 
 
+def save_checkpoint(trainer: RankModel, folder: Path, iteration: int) -> None:
+    """Write a checkpoint and record it as the latest of ``folder``, as the driver does. Collective."""
+    from slime_like.train.megatron.platform.collective import on_rank_zero
+
+    trainer.begin_save(folder, iteration)
+    trainer.finish_save(wait=True)
+    on_rank_zero(lambda: name_latest(folder, iteration))
+
+
 def enter(world: World, spec: ActorSpec, local_rank: int = 0) -> RankInfo:
-    """Join the world; megatron may be imported afterwards."""
+    """Join the world. megatron can be imported afterwards."""
     from slime_like.train.megatron.platform import groups
 
     master = RendezvousAddress(world.host, world.port)
@@ -168,10 +181,10 @@ def annotated(trainer: RankTrainer, rows: Sequence[PackedBatch]) -> list[MicroBa
 
 
 class Results(dict[str, list[Any]]):
-    """Job name -> what each rank returned; reading a job that failed fails the test with its traceback."""
+    """Job name -> results of the ranks. Reading a failed job fails the test with its traceback."""
 
     def __getitem__(self, name: str) -> list[Any]:
-        found = super().__getitem__(name)
-        for rank, result in enumerate(found):
+        results = super().__getitem__(name)
+        for rank, result in enumerate(results):
             assert not isinstance(result, Failed), f"job {name!r}, rank {rank}:\n{result.text}"
-        return found
+        return results

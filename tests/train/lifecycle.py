@@ -18,38 +18,38 @@ from slime_like.config.schema.algo import AlgoConfig, GrpoConfig, SftConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
-from tests.train.jobs import Shared, annotated, make_actor
-from tests.train.models import count_tokens, make_rows, normalised
+from tests.train.jobs import Shared, annotated, make_actor, save_checkpoint
+from tests.train.models import count_tokens, make_rows, normalise
 from tests.train.ranks import World
 from tests.unchanged import unchanged
 
 
 def batch(seed: int, version: int = 0) -> list[PackedBatch]:
-    """Two ragged micro-batches of unequal weight: many sequences, fewer tokens where ``seed`` is even, and one alone."""
+    """Return two ragged micro-batches of unequal weight: many sequences (fewer tokens if ``seed`` is even), and one sequence."""
     lengths = (23, 9, 14, 5, 2, 8, 6, 11, 17, 12) if seed % 2 else (7, 9, 3, 5, 2, 8, 6, 4, 10, 12)
     return _ragged([lengths, (31,)], seed, version)
 
 
 def four_micro_batches(seed: int) -> list[PackedBatch]:
-    """Enough for two on each of two data-parallel ranks."""
+    """Return four micro-batches, two for each of two data-parallel ranks."""
     return _ragged([(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)], seed, 0)
 
 
 def _ragged(lengths: Sequence[tuple[int, ...]], seed: int, version: int) -> list[PackedBatch]:
-    return normalised([make_rows(row, 10 * seed + i, version=version) for i, row in enumerate(lengths)])
+    return normalise([make_rows(row, 10 * seed + i, version=version) for i, row in enumerate(lengths)])
 
 
 def train(
     actor: Any, layout: Layout, seed: int, steps: int = 1, make: Callable[[int], list[PackedBatch]] = batch
 ) -> dict[str, float]:
-    """One rollout of ``steps`` optimizer steps; metrics on the reporter, {} elsewhere."""
+    """Train on one rollout of ``steps`` optimizer steps. Return the metrics on the reporter, {} elsewhere."""
     batches = [make(seed + k) for k in range(steps)]
     rows = [b[actor.rank_info.dp_rank :: layout.dp] for b in batches]
-    return reduce_metrics(actor.step(rows, [count_tokens(b) for b in batches]))
+    return reduce_metrics(actor.train_rollout(rows, [count_tokens(b) for b in batches]))
 
 
 def digest(actor: Any) -> str:
-    """Hash of this rank's weights, bit for bit."""
+    """Return a hash of the bytes of this rank's weights."""
     sha = hashlib.sha256()
     for parameter in actor.model.parameters():
         sha.update(parameter.detach().view(torch.uint8).numpy().tobytes())
@@ -60,29 +60,29 @@ def digest(actor: Any) -> str:
 def save_then_continue(
     world: World, shared: Shared, layout: Layout, kind: str = "tied", export: bool = False
 ) -> dict[str, Any]:
-    """Two steps, a save, two more: what a resumed run must repeat. ``export``: to hf as well, what was saved."""
+    """Take two optimizer steps, save, and take two more, which a resumed run must repeat. ``export``: also export the saved weights."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     for seed in (1, 2):
         train(actor, layout, seed)
-    actor.save(shared.scratch, 2)
-    drawn = float(torch.rand(()))
+    save_checkpoint(actor, shared.scratch, 2)
+    random_number = float(torch.rand(()))
     children = [child.name for child in multiprocessing.active_children()]
     if export:
         actor.export_hf(shared.scratch / "hf")
     losses = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
-    return {"losses": losses, "weights": digest(actor), "children": children, "drawn": drawn}
+    return {"losses": losses, "weights": digest(actor), "children": children, "random": random_number}
 
 
 def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: float = 1e-3) -> dict[str, Any]:
-    """Load what ``saved_by`` saved and take the same two steps."""
+    """Load the checkpoint of job ``saved_by`` and take the same two optimizer steps."""
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), optim={"lr": lr})
     iteration = actor.load(shared.scratch.with_name(saved_by.replace(" ", "_")))
-    version, drawn = actor.version, float(torch.rand(()))
+    version, random_number = actor.version, float(torch.rand(()))
     metrics = [train(actor, layout, seed) for seed in (3, 4)]
     return {
         "iteration": iteration,
         "version": version,
-        "drawn": drawn,
+        "random": random_number,
         "losses": [m.get("train/loss") for m in metrics],
         "lr": metrics[0].get("train/lr"),
         "weights": digest(actor),
@@ -90,16 +90,18 @@ def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: floa
 
 
 def same_bits(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Under ``run.deterministic``: two steps, a save and two more; the two more again by whoever loads it, by the same seeds
-    from the start, and, for comparison, from the saved weights alone."""
+    """Take two optimizer steps under ``run.deterministic``, save, and take two more.
+
+    Repeat the last two after a load, from the start with the same seeds, and (as a contrast) from the saved weights alone.
+    """
     kind: dict[str, Any] = {"algo": SftConfig(), "deterministic": True}
     out: dict[str, Any] = {}
-    for name in ("whole", "again"):
+    for name in ("first run", "second run"):
         actor = make_actor(world, shared.models["tied"], layout, **kind)
         for seed in (1, 2):
             train(actor, layout, seed)
-        if name == "whole":
-            actor.save(shared.scratch, 2)
+        if name == "first run":
+            save_checkpoint(actor, shared.scratch, 2)
         out[name] = _two_more(actor, layout)
     resumed = make_actor(world, shared.models["tied"], layout, **kind)
     resumed.load(shared.scratch)
@@ -117,7 +119,7 @@ def _two_more(actor: Any, layout: Layout) -> tuple[str, list[Any]]:
 def resume_from_each(
     world: World, shared: Shared, sources: Sequence[str], layout: Layout, kind: str = "tied"
 ) -> dict[str, list[Any]]:
-    """The next two losses from the checkpoint of each source, on one actor: a load leaves nothing of what was there."""
+    """Return the next two losses after loading the checkpoint of each source, one after another on the same actor."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     out: dict[str, list[Any]] = {}
     for source in sources:
@@ -139,7 +141,7 @@ DAMAGES = (
 
 
 def load_damaged(world: World, shared: Shared, saved_by: str) -> dict[str, str]:
-    """Load a damaged or foreign copy of a checkpoint of each kind: the error's class and message. The copies stay as they are."""
+    """Return class and message of the error on loading each damaged or foreign checkpoint, which stays unchanged."""
     source = shared.scratch.with_name(saved_by.replace(" ", "_"))
     out: dict[str, str] = {}
     for name in DAMAGES:
@@ -187,11 +189,11 @@ def _error(function: Callable[[], Any]) -> str:
 # ---- export ----------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """An export and what the trainer says of the same weights."""
+    """An export, and the trainer's scores with the same weights."""
 
     folder: Path
     manifest: list[tuple[str, tuple[int, ...], str]]
-    sent: list[list[tuple[str, tuple[int, ...], str]]]  # per bucket
+    sent: list[list[tuple[str, tuple[int, ...], str]]]  # (name, shape, dtype) per bucket
     bucket_bytes: list[int]
     is_sender: bool
     rows: PackedBatch
@@ -199,17 +201,17 @@ class Exported:
 
 
 def round_trip(world: World, shared: Shared, kind: str, layout: Layout) -> Path:
-    """Load and export, without training."""
+    """Load and export without training. Return the exported folder."""
     make_actor(world, shared.models[kind], layout).export_hf(shared.scratch / "hf")
     return shared.scratch / "hf"
 
 
 def export(world: World, shared: Shared, kind: str, layout: Layout, max_bytes: int, dtype: str = "float32") -> Exported:
-    """Train one step, then export to a folder and in buckets."""
+    """Take one optimizer step, then export to a folder and in buckets."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), dtype=dtype)
     train(actor, layout, 1)
     actor.export_hf(shared.scratch / "hf")
-    source = actor.weights
+    source = actor.hf_export
     sent: list[list[tuple[str, tuple[int, ...], str]]] = []
     sizes: list[int] = []
     for bucket in source.buckets(max_bytes):
@@ -231,13 +233,13 @@ def export(world: World, shared: Shared, kind: str, layout: Layout, max_bytes: i
 def rollouts(
     world: World, shared: Shared, layout: Layout, algo: AlgoConfig, steps: int, count: int, spec: dict[str, Any]
 ) -> list[dict[str, float]]:
-    """Metrics of ``count`` rollouts on the same rows, ``steps`` optimizer steps each."""
+    """Return the metrics of ``count`` rollouts on the same rows, with ``steps`` optimizer steps each."""
     actor = make_actor(world, shared.models["tied"], layout, algo=algo, steps_per_rollout=steps, **spec)
     return [train(actor, layout, 1, steps) for _ in range(count)]
 
 
 def steps_or_rollouts(world: World, shared: Shared, layout: Layout) -> list[tuple[float, str]]:
-    """Mean gradient norm and weights after the same two unequal batches: as two steps of a rollout, and as two rollouts."""
+    """Return mean gradient norm and weights after two unequal batches: as two optimizer steps of one rollout, and as two rollouts."""
     out: list[tuple[float, str]] = []
     for steps in (2, 1):
         actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), steps_per_rollout=steps)
@@ -247,7 +249,7 @@ def steps_or_rollouts(world: World, shared: Shared, layout: Layout) -> list[tupl
 
 
 def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Rows whose rollout logprobs are the trainer's own plus 0.25, of which one micro-batch has another version."""
+    """Train on rollout log-probabilities that are the trainer's plus 0.25; one of the micro-batches has another version."""
     actor = make_actor(world, shared.models["tied"], layout)
     rows = batch(1)
     scored: list[PackedBatch] = []
@@ -261,22 +263,22 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
                 versions=np.where(trained, 1 if i == 1 else 0, -1).astype(np.int32),
             )
         )
-    mine = scored[actor.rank_info.dp_rank :: layout.dp]
-    metrics = actor.step([mine], [count_tokens(rows)])
+    shard = scored[actor.rank_info.dp_rank :: layout.dp]
+    metrics = actor.train_rollout([shard], [count_tokens(rows)])
     return {"metrics": reduce_metrics(metrics), "stale": count_tokens(rows[1:2]), "all": count_tokens(rows)}
 
 
 def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
-    """Two micro-batches with trained tokens; with dp=2 the second rank has one without any and an empty one instead."""
+    """Train on two micro-batches. With dp=2, the second rank has one without trained tokens and an empty one."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(entropy_coef=0.1))
     rows = batch(1)
     untrained = dataclasses.replace(rows[0], loss_weight=np.zeros_like(rows[0].loss_weight))
-    mine = [rows, [untrained, make_rows([], 0)]][actor.rank_info.dp_rank]
-    return reduce_metrics(actor.step([mine], [count_tokens(rows)]))
+    shard = [rows, [untrained, make_rows([], 0)]][actor.rank_info.dp_rank]
+    return reduce_metrics(actor.train_rollout([shard], [count_tokens(rows)]))
 
 
 def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
-    """Return a step's errors on a foreign token id and a NaN advantage, and whether weights changed."""
+    """Return the errors on a token id outside the vocabulary and a NaN advantage, and whether weights changed."""
     actor = make_actor(world, shared.models["tied"], layout)
     rows, before = batch(1), digest(actor)
     out: dict[str, str] = {}
@@ -284,21 +286,21 @@ def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
     nan = dataclasses.replace(rows[0], advantages=np.full(len(rows[0].sample_ids), np.nan, np.float32))
     for name, bad in {"foreign token": foreign, "nan": nan}.items():
         try:
-            actor.step([[bad]], [count_tokens([bad])])
-        except Exception as error:  # noqa: BLE001 (what is raised is what is asked)
+            actor.train_rollout([[bad]], [count_tokens([bad])])
+        except Exception as error:  # noqa: BLE001 (any error is a result)
             out[name] = f"{type(error).__name__}: {error}"
-    return out | {"weights": "as before" if digest(actor) == before else "changed"}
+    return out | {"weights": "unchanged" if digest(actor) == before else "changed"}
 
 
 def another_reference(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
-    """Metrics of a first step whose reference is another checkpoint than the policy's."""
+    """Return the metrics of a first rollout whose reference is another checkpoint than the policy's."""
     model = {"ref_checkpoint": str(shared.models["untied"])}
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1), model=model)
     return train(actor, layout, 1)
 
 
 def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
-    """Largest difference from transformers' frequencies per kind of scaling, or the error of one that is not covered."""
+    """Return the largest difference from transformers' frequencies per kind of scaling, or the error on an unsupported kind."""
     import copy
 
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -322,34 +324,34 @@ def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
         hf = copy.deepcopy(HFFolder(shared.models["tied"]).config())
         hf.rope_parameters = {"rope_type": kind, "rope_theta": 5e5, **parameters}
         try:
-            found = Rotary(hf, hf.head_dim, torch.device("cpu")).frequencies
+            frequencies = Rotary(hf, hf.head_dim, torch.device("cpu")).frequencies
         except SlimeLikeError as error:
             out[kind] = f"{type(error).__name__}: {error}"
             continue
         expected: Any = Qwen3RotaryEmbedding(hf).inv_freq
-        out[kind] = float((found - expected).abs().max())
+        out[kind] = float((frequencies - expected).abs().max())
     return out
 
 
 def _from_reporter(score: np.ndarray | None) -> np.ndarray:
     import torch.distributed as dist
 
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, score)
-    (found,) = [s for s in everyone if s is not None]
-    return found
+    scores: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(scores, score)
+    (reported_score,) = [s for s in scores if s is not None]
+    return reported_score
 
 
 def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bool]:
-    """Return whether the reference keeps the first weights' scores, and the policy is restored bit for bit."""
+    """Return checks that the reference keeps the scores of the initial weights, and the policy is restored bit for bit."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1))
     rows = batch(5)[0]
     first = actor.score(rows)
     train(actor, layout, 1)
     before, trained = digest(actor), actor.score(rows)
     assert actor.reference is not None
-    with actor.swapped(actor.reference):
-        swapped, referenced = digest(actor), actor.score(rows)
+    with actor.swap_weights(actor.reference):
+        swapped_digest, referenced = digest(actor), actor.score(rows)
     (micro,) = annotated(actor, [rows])
     assert micro.ref_logprobs is not None
     column = np.where(rows.loss_weight > 0, micro.ref_logprobs.numpy(), 0.0)
@@ -357,7 +359,7 @@ def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bo
         "scores of the loss are the reference's": first is None
         or bool(np.allclose(column, np.where(rows.loss_weight > 0, first, 0.0), rtol=0, atol=1e-5)),
         "policy restored": digest(actor) == before,
-        "weights differ while swapped": swapped != before,
+        "weights differ while swapped": swapped_digest != before,
         "reference scores kept": first is None or bool(np.array_equal(referenced, first)),  # pyright: ignore[reportArgumentType]
         "policy moved": first is None or not np.array_equal(trained, first),  # pyright: ignore[reportArgumentType]
     }

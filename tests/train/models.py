@@ -16,7 +16,7 @@ from slime_like.config.schema.algo import AlgoConfig, GrpoConfig
 from slime_like.config.schema.model import ModelConfig, OptimConfig
 from slime_like.config.schema.resolved import ActorSpec, Layout
 
-VOCAB = 250  # not a multiple of anything: the padding is real
+VOCAB = 250  # so that the vocabulary is padded
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -24,7 +24,7 @@ ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "llama3": {"rope_type": "llama3", **LLAMA3},
 }
-# Each family's own, and none that a library has for a default: a constant in their place shows.
+# Different for each family and from every default of a library, so that a test detects a constant in their place.
 THETA = {
     "qwen2": 3e5,
     "qwen3": 2e5,
@@ -66,7 +66,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0) -> Path:
-    """Write a random Qwen3; returns its folder."""
+    """Write a random Qwen3 and return its folder."""
     return make_model(folder, "qwen3", tied=tied, layers=layers, hidden=hidden, seed=seed)
 
 
@@ -81,9 +81,9 @@ def make_model(
     rope: str = "default",
     changes: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a random model with 4 query heads, 2 key-value heads, unequal norms and biases; returns its folder.
+    """Write a random model with 4 query heads, 2 key-value heads, random norms and biases, and return its folder.
 
-    ``changes`` are keys of its config that differ from those of the family's model here.
+    ``changes`` replace keys of the config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -107,29 +107,29 @@ def make_model(
     )
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
-    unsettle(model)
+    randomise_constants(model)
     model.save_pretrained(folder)
     return folder
 
 
-def unsettle(model: Any) -> None:
-    """Change what starts as a constant, so that a mistake with it shows."""
+def randomise_constants(model: Any) -> None:
+    """Randomise parameters that are initialised to constants, so that a test detects a mistake with them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))  # so that a swapped norm shows
+                parameter.add_(0.1 * torch.randn_like(parameter))  # so that two norms differ
             elif name.endswith("A_log"):
-                pass  # decays are fast and slow as they are
+                pass  # already random
             elif name.endswith("bias"):
-                parameter.copy_(0.3 * torch.randn_like(parameter))  # they start at 0
+                parameter.copy_(0.3 * torch.randn_like(parameter))  # initialised to 0
             else:
                 parameter.mul_(2.0)  # so that logits are far from uniform
 
 
 def make_vision(folder: Path, seed: int, *, experts: bool = False) -> Path:
-    """Write a random Qwen3.5 with a vision tower, its output layer tied, and tensors for multi-token prediction.
+    """Write a random tied Qwen3.5 with a vision tower and tensors for multi-token prediction.
 
-    With ``experts`` those of a block lie in two tensors, as in released models.
+    With ``experts``, a block's experts are fused in two tensors, as in released models.
     """
     import transformers
 
@@ -147,14 +147,14 @@ def make_vision(folder: Path, seed: int, *, experts: bool = False) -> Path:
     )
     torch.manual_seed(seed)
     model: Any = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    unsettle(model)
+    randomise_constants(model)
     model.save_pretrained(folder)
-    rewrite(folder, fused)
+    rewrite(folder, fuse_experts)
     return add_mtp(folder)
 
 
 def add_mtp(folder: Path) -> Path:
-    """Give the model in ``folder`` tensors for multi-token prediction, in bfloat16, some of them of experts."""
+    """Add tensors for multi-token prediction to the model in ``folder``: bfloat16, some of them of experts."""
     names = ("fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight")
     names += tuple(f"layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(2) for part in ("gate", "up", "down"))
     more = {f"mtp.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in names}
@@ -163,29 +163,29 @@ def add_mtp(folder: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Write what ``change`` makes of all tensors of the one file in ``folder``."""
+    """Replace the tensors in ``folder`` by the result of ``change``."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
-def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same, with the experts of each block that lie alone in two tensors over all of them."""
+def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` with the experts of each block in two tensors over all experts."""
     out: dict[str, Tensor] = {}
-    alone: dict[str, dict[str, list[Tensor]]] = {}
+    matrices_of: dict[str, dict[str, list[Tensor]]] = {}
     names = [name for name in tensors if ".mlp.experts." in name]
     for name in sorted(names, key=lambda name: int(name.partition(".mlp.experts.")[2].partition(".")[0])):
         block, _, rest = name.partition(".mlp.experts.")
-        alone.setdefault(f"{block}.mlp.experts", {}).setdefault(rest.split(".")[1], []).append(tensors[name])
-    for own, parts in alone.items():
+        matrices_of.setdefault(f"{block}.mlp.experts", {}).setdefault(rest.split(".")[1], []).append(tensors[name])
+    for prefix, parts in matrices_of.items():
         gate, up, down = (torch.stack(parts[f"{part}_proj"]) for part in ("gate", "up", "down"))
-        out |= {f"{own}.gate_up_proj": torch.cat((gate, up), 1), f"{own}.down_proj": down}
+        out |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}.down_proj": down}
     return {name: tensor for name, tensor in tensors.items() if name not in names} | out
 
 
 def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
-    """An ActorSpec for tests; keyword arguments replace fields of it, ``model`` and ``optim`` being keys to set."""
+    """Return an ActorSpec. Keyword arguments replace its fields; ``model`` and ``optim`` are dicts of config keys."""
     model_keys: dict[str, Any] = {"logits_chunk": 16, **changes.pop("model", {})}
     optim_keys: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, **changes.pop("optim", {})}
     model = ModelConfig(hf_checkpoint=str(folder), **model_keys)
@@ -205,7 +205,7 @@ def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
 
 
 def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> PackedBatch:
-    """Random sequences (or none); the first third of each is a prompt. Weights are positive and uneven, not yet normalised."""
+    """Return random sequences, each with a third as its prompt, and uneven positive loss weights that are not normalised."""
     rng = np.random.default_rng(seed)
     total = sum(lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -225,8 +225,8 @@ def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> PackedB
     )
 
 
-def joined(first: PackedBatch, second: PackedBatch) -> PackedBatch:
-    """Both micro-batches as one."""
+def join_rows(first: PackedBatch, second: PackedBatch) -> PackedBatch:
+    """Return two micro-batches joined into one."""
     assert first.advantages is not None and second.advantages is not None
     join = lambda name: np.concatenate([getattr(first, name), getattr(second, name)])  # noqa: E731
     bounds = np.concatenate([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]]).astype(np.int32)
@@ -235,8 +235,8 @@ def joined(first: PackedBatch, second: PackedBatch) -> PackedBatch:
     return PackedBatch(cu_seqlens=bounds, **columns)
 
 
-def normalised(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """The same rows with loss weights that sum to 1 over all of them."""
+def normalise(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """Return the rows with loss weights that sum to 1 over all rows."""
     import dataclasses
 
     total = np.float32(sum(float(r.loss_weight.sum()) for r in rows))
@@ -244,10 +244,10 @@ def normalised(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
 
 
 def shard(rows: Sequence[PackedBatch], dp: int) -> list[list[PackedBatch]]:
-    """Micro-batches dealt to dp ranks in turn."""
+    """Return micro-batches distributed to dp ranks in turn."""
     return [list(rows[rank::dp]) for rank in range(dp)]
 
 
 def count_tokens(rows: Sequence[PackedBatch]) -> int:
-    """Trained tokens."""
+    """Return the number of trained tokens."""
     return sum(int((r.loss_weight > 0).sum()) for r in rows)

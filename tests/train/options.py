@@ -1,4 +1,4 @@
-"""Rank functions of test_options: recompute, overlap, bfloat16, schedules, AdamW and its offload, each beside a reference."""
+"""Rank functions of test_options: recompute, overlap, bfloat16, schedules, AdamW and optimizer offload against references."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from slime_like.config.schema.model import OptimConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
-from tests.train.faults import replaced
-from tests.train.jobs import Shared, annotated, make_actor
+from tests.train.faults import replace_attribute
+from tests.train.jobs import Shared, annotated, make_actor, save_checkpoint
 from tests.train.lifecycle import batch, digest, four_micro_batches, train
 from tests.train.models import count_tokens
 from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, pairs
@@ -31,7 +31,7 @@ from tests.train.ranks import World
 # ---- recompute -------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """A backward pass with recompute, beside one without: largest relative gradient error, and forward calls per part."""
+    """Largest relative gradient error of a backward pass with recompute, and its number of forward calls per layer part."""
 
     error: float
     calls: dict[str, int]
@@ -40,7 +40,7 @@ class Recomputed:
 def recompute(
     world: World, shared: Shared, layout: Layout, variants: dict[str, dict[str, Any]], kernels: str
 ) -> dict[str, Recomputed]:
-    """Gradients of one step under each variant against those without recompute, on this rank."""
+    """Compare this rank's gradients of one optimizer step under each variant with the gradients without recompute."""
     expected: dict[str, Tensor] | None = None
     out: dict[str, Recomputed] = {}
     for name, model in {"none": {}, **variants}.items():
@@ -54,7 +54,7 @@ def recompute(
 
 
 def gradients(actor: Any) -> dict[str, Tensor]:
-    """This rank's reduced gradients of one step."""
+    """Return this rank's reduced gradients of one optimizer step."""
     from slime_like.train.megatron.model.model import named_weights
 
     rows = pairs(parity_batch())[actor.rank_info.dp_rank :: actor.rank_info.layout.dp]
@@ -64,7 +64,7 @@ def gradients(actor: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _counted() -> Generator[dict[str, int]]:
-    """Forward calls per part of a layer."""
+    """Yield the number of forward calls per part of a layer, counted until exit."""
     from megatron.core.transformer.mlp import MLP
 
     from slime_like.train.megatron.model.layers import PackedAttention, RMSNorm
@@ -80,65 +80,69 @@ def _counted() -> Generator[dict[str, int]]:
 
     with contextlib.ExitStack() as stack:
         for name, part in (("core_attn", PackedAttention), ("mlp", MLP), ("layernorm", RMSNorm)):
-            stack.enter_context(replaced(part, "forward", counting(name, part.forward)))
+            stack.enter_context(replace_attribute(part, "forward", counting(name, part.forward)))
         yield calls
 
 
 # ---- overlap ---------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Overlapped:
-    """Weights and scores after two rollouts of two steps, and what went on behind the computation."""
+    """Weights and scores after two rollouts of two optimizer steps, and the communication that overlapped."""
 
     weights: list[str]  # after each rollout
     score: Any
     buckets: int
-    early: int  # buckets whose reduction started before backward was over
-    waited: list[bool]  # whether the output layer's weight was whole whenever it was read
+    num_early: int  # buckets whose reduction started before backward ended
+    gathered_at_read: list[bool]  # at each read of the output layer's weight
 
 
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5_000}
 
 
 def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str | None) -> Overlapped:
-    """Two rollouts of two optimizer steps each in ``layout``."""
+    """Train two rollouts of two optimizer steps each in ``layout``."""
     from slime_like.train.megatron.rank import trainer as trainer_module
 
-    # Without clipping: the norm's last bit depends on how the sum over ranks is divided.
+    # No clipping, because the last bit of the norm depends on the division of the sum over ranks.
     actor = make_actor(world, shared.models[kind], layout, steps_per_rollout=2, optim={"clip_grad": 0.0})
     chunks: list[Any] = list(actor.wrapped)
     wrapped: Any = chunks[-1]
-    early: list[bool] = []
+    early_reductions: list[bool] = []
     for group in (group for chunk in chunks for group in chunk.bucket_groups):
         stock = group.register_grad_ready
 
         def ready(*args: Any, group: Any = group, stock: Any = stock, **kwargs: Any) -> None:
             stock(*args, **kwargs)
             if group.is_last_microbatch and group.grad_reduce_handle is not None:
-                early.append(True)
+                early_reductions.append(True)
 
         group.register_grad_ready = ready
-    waited: list[bool] = []
+    gathered_at_read: list[bool] = []
 
     def read(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         group = wrapped.param_to_bucket_group[weight]
-        waited.append(group.param_gather_dispatched and group.param_gather_handle is None)
+        gathered_at_read.append(group.param_gather_dispatched and group.param_gather_handle is None)
         return stock_scores(hidden, weight, *args, **kwargs)
 
     weights: list[str] = []
     stock_scores = actor.model.last.vocab_scores
     with contextlib.ExitStack() as stack:
         if fault == "weights are read early":
-            stack.enter_context(replaced(trainer_module.optim, "settle_weights", lambda wrapped: None))
+            stack.enter_context(replace_attribute(trainer_module.optim, "sync_weights", lambda wrapped: None))
         if fault == "output layer does not wait":
             wrapped.remove_forward_pre_hook_handles[actor.model.last.output_layer].remove()
-            stack.enter_context(contextlib.suppress(AssertionError))  # megatron's, at the next gather of that bucket
+            stack.enter_context(
+                contextlib.suppress(AssertionError)
+            )  # raised by megatron at the next gather of that bucket
         if layout.overlap_param_gather:
-            stack.enter_context(replaced(actor.model.last, "vocab_scores", read))
+            stack.enter_context(replace_attribute(actor.model.last, "vocab_scores", read))
         for seed in (1, 2):
             train(actor, layout, 2 * seed, steps=2, make=four_micro_batches)
             weights.append(digest(actor))
     score = actor.score(batch(9)[0]) if len(weights) == 2 else None
-    return Overlapped(weights, score, sum(len(chunk.bucket_groups) for chunk in chunks), len(early), waited)
+    return Overlapped(
+        weights, score, sum(len(chunk.bucket_groups) for chunk in chunks), len(early_reductions), gathered_at_read
+    )
 
 
 # ---- bfloat16 --------------------------------------------------------------------------------------------------------
@@ -147,8 +151,10 @@ HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": ALGO, "temperature": TEMPER
 
 @dataclasses.dataclass(frozen=True)
 class Rounded:
-    """A bfloat16 model beside the float32 reference: relative error of any rank's worst gradient and, on the rank
-    that reports, mean and largest difference of a log-probability."""
+    """Errors of a bfloat16 model against the float32 reference.
+
+    The largest relative gradient error of any rank and, on the reporter, mean and largest log-probability difference.
+    """
 
     grad: float
     score: tuple[float, float] | None
@@ -157,7 +163,7 @@ class Rounded:
 def near(
     world: World, shared: Shared, layout: Layout, kind: str = "tied", model: dict[str, Any] | None = None
 ) -> Rounded:
-    """One backward pass and the scores of a bfloat16 model."""
+    """Compare gradients and scores of a bfloat16 model with the reference."""
 
     ref = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, **HALF, model=model or {})
@@ -179,15 +185,15 @@ def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -
     out: dict[str, Any] = {}
     tiny = make_actor(world, shared.models[kind], layout, **HALF, optim={"lr": 1e-6, "weight_decay": 0.0})
     out["dtypes"] = {(str(p.dtype), str(p.main_grad.dtype)) for _, p in named_weights(tiny.model)}  # pyright: ignore[reportAttributeAccessIssue]
-    out["sent"] = {m.dtype for m in tiny.weights.manifest()}
+    out["sent"] = {m.dtype for m in tiny.hf_export.manifest()}
     main_before = _main_weights(tiny)
     for seed in range(3):
         train(tiny, layout, seed)
     main = _main_weights(tiny)
     out["main dtypes"] = {str(p.dtype) for p in main}
-    moved = torch.cat([(a - b).abs().flatten() for a, b in zip(main, main_before, strict=True)])
-    out["main weights moved"] = float(moved.max())
-    tiny.save(shared.scratch, 3)
+    distances = torch.cat([(a - b).abs().flatten() for a, b in zip(main, main_before, strict=True)])
+    out["main weights moved"] = float(distances.max())
+    save_checkpoint(tiny, shared.scratch, 3)
     resumed = make_actor(world, shared.models[kind], layout, **HALF)
     resumed.load(shared.scratch)
     out["resumed exactly"] = all(torch.equal(a, b) for a, b in zip(main, _main_weights(resumed), strict=True))
@@ -195,13 +201,13 @@ def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -
 
 
 def _main_weights(actor: Any) -> list[Tensor]:
-    """Copies of what the optimizer updates on this rank."""
+    """Return copies of the main weights, which the optimizer updates, of this rank."""
     return [p.detach().clone() for group in actor.optimizer.param_groups for p in group["params"]]
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 def schedules(world: World, shared: Shared, cases: dict[str, dict[str, Any]], num_steps: int) -> dict[str, list[float]]:
-    """Learning rate of every optimizer step under each schedule."""
+    """Return the learning rate of every optimizer step for each schedule."""
     from slime_like.train.megatron.step.optim import make_schedule
 
     actor = make_actor(world, shared.models["tied"], Layout())
@@ -234,7 +240,7 @@ ADAMW: dict[str, Any] = {
 
 
 def adamw(world: World, shared: Shared) -> dict[str, float]:
-    """Four optimizer steps of a model with biases beside AdamW in float64 on the same gradients: largest errors."""
+    """Return the largest errors of four optimizer steps of a model with biases against AdamW in float64."""
     from slime_like.train.megatron.model.model import named_weights
 
     actor = make_actor(world, shared.models["qwen2"], Layout(), optim=ADAMW, num_steps=4, algo=SftConfig())
@@ -243,34 +249,34 @@ def adamw(world: World, shared: Shared) -> dict[str, float]:
     out = {"norm": 0.0, "largest norm": 0.0, "rate": 0.0}
     for t in range(1, 5):
         rows = batch(t)
-        micros = [actor.micro(r) for r in rows]
+        micros = [actor.lay_out(r) for r in rows]
         grads: dict[str, Tensor] = {}
 
         def step(update: Any = actor.optimizer.step, grads: dict[str, Tensor] = grads) -> Any:
             grads |= {key: p.main_grad.double() for key, p in named_weights(actor.model)}  # pyright: ignore[reportAttributeAccessIssue]
-            return update()  # which clips them in place
+            return update()  # clips the gradients in place
 
-        with replaced(actor.optimizer, "step", step):
+        with replace_attribute(actor.optimizer, "step", step):
             metrics = reduce_metrics(actor.optimizer_step(micros, count_tokens(rows), None))
         norm = _adamw_float64(weights, moments, grads, t)
         out["norm"] = max(out["norm"], abs(metrics["train/grad_norm"] / norm - 1))
         out["rate"] = max(out["rate"], abs(metrics["train/lr"] / _rate(t) - 1))
         out["largest norm"] = max(out["largest norm"], norm)
-    found = {key: p.detach().double() for key, p in named_weights(actor.model)}
+    weights_after = {key: p.detach().double() for key, p in named_weights(actor.model)}
     for kind, ndim in (("vectors", 1), ("matrices", 2)):
-        out[kind] = max(float((found[key] - w).abs().max()) for key, w in weights.items() if w.ndim == ndim)
+        out[kind] = max(float((weights_after[key] - w).abs().max()) for key, w in weights.items() if w.ndim == ndim)
     return out
 
 
 def _rate(t: int) -> float:
-    """Learning rate of step ``t``, counted from 1: one step of warmup, then a straight line down to the last of four."""
+    """Return the learning rate of optimizer step ``t``, counted from 1: one warmup step, then linear decay to the fourth step."""
     return ADAMW["min_lr"] + (ADAMW["lr"] - ADAMW["min_lr"]) * (1 - (t - 1) / 3)
 
 
 def _adamw_float64(
     weights: dict[str, Tensor], moments: dict[str, tuple[Tensor, Tensor]], grads: dict[str, Tensor], t: int
 ) -> float:
-    """One AdamW step (https://arxiv.org/abs/1711.05101) in place, after clipping; the norm before it."""
+    """Take one AdamW step (https://arxiv.org/abs/1711.05101) in place after clipping. Return the norm before clipping."""
     cfg = ADAMW
     rate = _rate(t)
     norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
@@ -288,7 +294,7 @@ def _adamw_float64(
 
 # ---- optimizer offload -----------------------------------------------------------------------------------------------
 def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> dict[str, Any]:
-    """A bfloat16 run whose optimizer is divided as offload divides it, beside one whose optimizer is not, and its resume."""
+    """Compare a bfloat16 run with a divided optimizer, as with offload, with an undivided one, and with its resumed run."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     spec: dict[str, Any] = {"dtype": "bfloat16", "algo": SftConfig(), "optim": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -299,7 +305,7 @@ def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> di
         divided = make_actor(world, shared.models["qwen2"], layout, **spec)
         for seed in range(3):
             train(divided, layout, seed)
-        divided.save(shared.scratch, 3)
+        save_checkpoint(divided, shared.scratch, 3)
         resumed = make_actor(world, shared.models["qwen2"], layout, **spec)
         resumed.load(shared.scratch)
         restored = digest(resumed) == digest(divided)
@@ -319,7 +325,7 @@ def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> di
 
 @contextlib.contextmanager
 def pretended_offload(fraction: float) -> Generator[None]:
-    """megatron's offload where there is no GPU: parameters that are not offloaded are said to be on one."""
+    """Run megatron's offload without a GPU, with the parameters that are not offloaded treated as the GPU part."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     from slime_like.train.megatron.step import optim
@@ -327,14 +333,14 @@ def pretended_offload(fraction: float) -> Generator[None]:
     def divide(self: Any, offload_fraction: float) -> tuple[Any, ...]:
         on_host, on_device, copies, originals, masters = [], [], {}, {}, {}
         numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        taken = 0
+        num_offloaded = 0
         for group in self.param_groups:
             halves: tuple[list[Tensor], list[Tensor]] = ([], [])
             for p in group["params"]:
-                offloaded = taken < numel * offload_fraction
+                offloaded = num_offloaded < numel * offload_fraction
                 master = masters[p] = p.detach().clone().float()
                 if offloaded:
-                    taken += p.numel()
+                    num_offloaded += p.numel()
                     copies[p], originals[master] = master, p
                 halves[0 if offloaded else 1].append(master)
             for chosen, params in zip((on_host, on_device), halves, strict=True):
@@ -343,29 +349,29 @@ def pretended_offload(fraction: float) -> Generator[None]:
         return on_host, on_device, copies, originals, masters
 
     with (
-        replaced(optim, "_offload", lambda spec: optim.offload_fields(fraction)),
-        replaced(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", divide),
-        replaced(HybridDeviceOptimizer, "_move_new_state_to_right_device", lambda self: None),
+        replace_attribute(optim, "_offload", lambda spec: optim.offload_fields(fraction)),
+        replace_attribute(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", divide),
+        replace_attribute(HybridDeviceOptimizer, "_move_new_state_to_right_device", lambda self: None),
     ):
         yield
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 def cpu_kernels(world: World, shared: Shared) -> dict[str, str]:
-    """The norm that layers are made of per (compiler or none, model.cpu_kernels), or why they are not."""
+    """Return the class of the norm, or the error, with and without a compiler for each value of model.cpu_kernels."""
     from slime_like.train.megatron.model.layers import LayerParts
     from slime_like.train.megatron.model.model import _on_cpu_kernels
     from slime_like_plugins.megatron_cpu import layer
 
-    def chosen(wanted: str) -> str:
+    def chosen(setting: str) -> str:
         layer.kernels.cache_clear()
         try:
-            return _on_cpu_kernels(LayerParts(), wanted).norm.__name__
+            return _on_cpu_kernels(LayerParts(), setting).norm.__name__
         except ConfigError as error:
             return str(error)
 
-    out = {f"compiler, {wanted}": chosen(wanted) for wanted in ("auto", "c", "torch")}
+    out = {f"compiler, {setting}": chosen(setting) for setting in ("auto", "c", "torch")}
     with mock.patch.dict(os.environ, {"PATH": "/nowhere", "CC": "", "XDG_CACHE_HOME": str(shared.scratch)}):
-        out |= {f"none, {wanted}": chosen(wanted) for wanted in ("auto", "c", "torch")}
+        out |= {f"none, {setting}": chosen(setting) for setting in ("auto", "c", "torch")}
     layer.kernels.cache_clear()
     return out

@@ -1,4 +1,4 @@
-"""Comparison of test_parity: an HF reference computed in one process, and what each rank of a layout gets."""
+"""Comparison of the ranks of a layout with an HF reference that is computed in one process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from slime_like.batch import PackedBatch
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
-from tests.train.faults import FAULTS, replaced
+from tests.train.faults import FAULTS, replace_attribute
 from tests.train.jobs import Results, Shared, make_actor
-from tests.train.models import VOCAB, count_tokens, joined, make_rows, normalised
+from tests.train.models import VOCAB, count_tokens, join_rows, make_rows, normalise
 from tests.train.ranks import World
 
 TEMPERATURE = 0.7
@@ -32,27 +32,27 @@ DECAYS = ("A_log", "dt_bias")
 
 
 def batch() -> list[PackedBatch]:
-    """Four ragged micro-batches of unequal weight: one sequence, many, a very short one."""
+    """Return four ragged micro-batches of unequal weight, with one, two, three and five sequences."""
     lengths = [(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)]
-    return normalised([make_rows(row, seed) for seed, row in enumerate(lengths)])
+    return normalise([make_rows(row, seed) for seed, row in enumerate(lengths)])
 
 
 def pairs(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """The same in half as many micro-batches: what a collective carries costs little, each costs its latency."""
-    return [joined(first, second) for first, second in itertools.batched(rows, 2)]
+    """Return the rows in half as many micro-batches, which need fewer collectives and so less time."""
+    return [join_rows(first, second) for first, second in itertools.batched(rows, 2)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """One optimizer step's worth of gradients by transformers, sequence by sequence, without packing."""
+    """Loss and gradients of one optimizer step by transformers, sequence by sequence without packing."""
 
     loss: float
     grad_norm: float
     grads: dict[str, Tensor]
     logprobs: list[np.ndarray]  # [T] per micro-batch
     logits: np.ndarray  # [T, V] of the first micro-batch
-    balance: float = 0.0  # auxiliary loss of the routers before its coefficient, mean over the layers
-    load: float = 0.0  # of a layer's busiest expert over the mean, mean over the layers
+    balance: float = 0.0  # auxiliary loss of the routers without its coefficient, mean over the layers
+    load: float = 0.0  # load of a layer's busiest expert over the mean load, mean over the layers
 
     @property
     def pairs(self) -> list[np.ndarray]:
@@ -61,22 +61,22 @@ class Reference:
 
 
 def reference(folder: Path, coefficient: float = 0.0) -> Reference:
-    """HF's loss and gradients of ``batch()``; to the gradients the routers' auxiliary loss adds with ``coefficient``."""
+    """Return HF's loss and gradients of ``batch()``. Gradients include the routers' auxiliary loss with ``coefficient``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     total = torch.zeros(())
     columns: list[np.ndarray] = []
     logits: list[np.ndarray] = []  # [T, V] per sequence
-    routed: list[list[tuple[Tensor, ...]]] = []  # per micro-batch and sequence the logits [T, E] of each router
+    router_logits: list[list[tuple[Tensor, ...]]] = []  # [micro-batch][sequence][layer] -> [T, E]
     for rows in batch():
-        routed.append([])
+        router_logits.append([])
         column = np.zeros(len(rows.token_ids), np.float32)
         for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
             ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
             with without_fla(model):
                 out = model(input_ids=ids, **({"output_router_logits": True} if coefficient else {}))
-            routed[-1] += [out.router_logits] if coefficient else []
+            router_logits[-1] += [out.router_logits] if coefficient else []
             logits.append(out.logits[0].detach().float().numpy())
             log_p = torch.log_softmax(out.logits[0, :-1].float() / TEMPERATURE, -1)
             logprobs = log_p.gather(1, ids[0, 1:, None])[:, 0]
@@ -86,7 +86,9 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
             total = total + (torch.from_numpy(rows.loss_weight[start + 1 : stop]) * losses).sum()
             column[start + 1 : stop] = logprobs.detach().numpy()
         columns.append(column)
-    balance, load = _balance(routed, model.config.num_experts_per_tok) if coefficient else (total.new_zeros(1), 0.0)
+    balance, load = (
+        _balance(router_logits, model.config.num_experts_per_tok) if coefficient else (total.new_zeros(1), 0.0)
+    )
     (total + coefficient * balance.sum()).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.cat([g.flatten().double() for g in grads.values()]).norm()
@@ -95,12 +97,12 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
     return Reference(float(total.detach()), float(norm), by_expert(grads), columns, first, *means)
 
 
-def _balance(routed: list[list[tuple[Tensor, ...]]], top: int) -> tuple[Tensor, float]:
-    """Per layer the mean over tokens of each micro-batch's auxiliary loss (Switch Transformer, eq. 4), and the load."""
+def _balance(router_logits: list[list[tuple[Tensor, ...]]], top: int) -> tuple[Tensor, float]:
+    """Return the auxiliary loss per layer (Switch Transformer, eq. 4), averaged over tokens, and the mean load."""
     layers: list[Tensor] = []
     loads: list[float] = []
-    for layer in range(len(routed[0][0])):
-        scores = [torch.softmax(torch.cat([s[layer] for s in micro]), -1) for micro in routed]
+    for layer in range(len(router_logits[0][0])):
+        scores = [torch.softmax(torch.cat([s[layer] for s in micro]), -1) for micro in router_logits]
         chosen = [torch.zeros_like(p).scatter(1, p.topk(top, -1).indices, 1.0) for p in scores]
         losses = [
             p.shape[1] * (c.mean(0) / top * p.mean(0)).sum() * len(p) for p, c in zip(scores, chosen, strict=True)
@@ -112,11 +114,11 @@ def _balance(routed: list[list[tuple[Tensor, ...]]], top: int) -> tuple[Tensor, 
 
 
 def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors over all experts as transformers saves them: matrices of each expert."""
+    """Return ``tensors`` with fused tensors over all experts split into the matrices of each expert, as transformers saves them."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         before, fused, part = name.partition("mlp.experts.")
-        if part not in ("gate_up_proj", "down_proj"):  # no expert's, or one expert's
+        if part not in ("gate_up_proj", "down_proj"):  # not a fused tensor
             out[name] = tensor
             continue
         for e, matrix in enumerate(tensor):
@@ -128,20 +130,20 @@ def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def without_fla(model: Any) -> Generator[None]:
-    """transformers' own functions for Gated DeltaNet: where fla is installed it would call that, also with CPU tensors."""
+    """Make transformers use its own functions for Gated DeltaNet. With fla installed it would call fla, also with CPU tensors."""
     module = importlib.import_module(type(model).__module__)
     names = [name for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn") if hasattr(module, name)]
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(replaced(module, name, inspect.unwrap(getattr(module, name))))
+            stack.enter_context(replace_attribute(module, name, inspect.unwrap(getattr(module, name))))
         yield
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Largest relative errors over all ranks. A gradient's error is relative to the maximum of its whole tensor.
+    """Largest relative errors over all ranks. A gradient's error is relative to the maximum of its full tensor.
 
-    That of a decay is a sum over all tokens whose terms all but cancel: rounding shows there first, transformers' own.
+    The gradient of a decay is a sum over all tokens whose terms almost cancel, so its rounding errors are the largest.
     """
 
     loss: float
@@ -150,26 +152,26 @@ class Comparison:
     worst_grad: str
     score: float  # absolute
     decay: float = 0.0  # as ``grad``, of the decays of Gated DeltaNet layers
-    balance: float = 0.0  # of the auxiliary loss and the load of experts, as they are reported
-    logits: float | None = None  # of a micro-batch's, whole [T, V], relative to the largest; on one rank alone
+    balance: float = 0.0  # of the reported auxiliary loss and load of experts
+    logits: float | None = None  # of the logits [T, V] of a micro-batch, relative to the largest; only on one rank
 
     @property
     def worst(self) -> float:
-        """The number that has a bound."""
+        """Largest error among loss, gradient norm and gradients."""
         return max(self.loss, self.grad_norm, self.grad)
 
 
 def comparison(results: Results, name: str) -> Comparison:
     """Return the result of a job of ``compare``: exactly one of its ranks reports."""
-    (found,) = [result for result in results[name] if result is not None]
-    assert isinstance(found, Comparison)
-    return found
+    (reported,) = [result for result in results[name] if result is not None]
+    assert isinstance(reported, Comparison)
+    return reported
 
 
 def compare(
     world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any], fault: str | None
 ) -> Comparison | None:
-    """Train one step in ``layout`` and compare with HF. The comparison on the reporter, None elsewhere."""
+    """Take one optimizer step in ``layout`` and compare it with HF. Return the comparison on the reporter, None elsewhere."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
         return _compare(world, shared, kind, layout, model)
 
@@ -178,9 +180,9 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
     ref: Reference = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, algo=ALGO, temperature=TEMPERATURE, model=model)
     rows = batch()
-    mine = rows[actor.rank_info.dp_rank :: layout.dp]
-    if layout.vpp > 1 and layout.dp == 1:  # an odd number, which the interleaved schedule does not take as it is
-        mine = [joined(mine[0], mine[1]), *mine[2:]]
+    shard = rows[actor.rank_info.dp_rank :: layout.dp]
+    if layout.vpp > 1 and layout.dp == 1:  # an odd number, which the interleaved schedule pads
+        shard = [join_rows(shard[0], shard[1]), *shard[2:]]
     count = count_tokens(rows)
     scores = [actor.score(r) for r in pairs(rows)]
     logits = _logits_error(actor, rows[0], ref) if layout.world_size == 1 else None
@@ -188,11 +190,11 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
     update = actor.optimizer.step
 
     def compared() -> Any:
-        errors.update(gradient_errors(actor, ref.grads))  # those that the step is about to take
+        errors.update(gradient_errors(actor, ref.grads))  # the gradients of this optimizer step
         return update()
 
-    with replaced(actor.optimizer, "step", compared):
-        metrics = reduce_metrics(actor.step([mine], [count]))
+    with replace_attribute(actor.optimizer, "step", compared):
+        metrics = reduce_metrics(actor.train_rollout([shard], [count]))
     if not actor.rank_info.is_reporter:
         return None
     score = max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.pairs, strict=True) if s is not None)
@@ -212,13 +214,13 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
 
 
 def _logits_error(actor: Any, rows: PackedBatch, ref: Reference) -> float:
-    found = logits_of(actor, rows)
-    assert found.shape == ref.logits.shape
-    return float(np.abs(found - ref.logits).max() / np.abs(ref.logits).max())
+    logits = logits_of(actor, rows)
+    assert logits.shape == ref.logits.shape
+    return float(np.abs(logits - ref.logits).max() / np.abs(ref.logits).max())
 
 
 def logits_of(actor: Any, rows: PackedBatch) -> Any:
-    """[T, V] of the tokens in ``rows``, before the temperature, on the last pipeline stage."""
+    """Return the logits [T, V] of the tokens in ``rows`` at temperature 1, on the last pipeline stage."""
     from megatron.core.tensor_parallel import (
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,
@@ -233,12 +235,12 @@ def logits_of(actor: Any, rows: PackedBatch) -> Any:
             hidden = gather_from_sequence_parallel_region(hidden)
         tied = policy.share_embeddings_and_output_weights
         weight: Any = policy.shared_embedding_or_output_weight() if tied else policy.output_layer.weight
-        whole: Any = gather_from_tensor_model_parallel_region(hidden[: len(rows.token_ids), 0] @ weight.T)
-        return whole[:, :VOCAB].numpy()
+        logits_TV: Any = gather_from_tensor_model_parallel_region(hidden[: len(rows.token_ids), 0] @ weight.T)
+        return logits_TV[:, :VOCAB].numpy()
 
     with torch.no_grad():
-        found = run_schedule(actor.wrapped, [make_micro(rows, actor.rank_info)], after, train=False)
-    return found[0] if found else None
+        logits = run_schedule(actor.wrapped, [make_micro(rows, actor.rank_info)], after, train=False)
+    return logits[0] if logits else None
 
 
 def _balance_error(metrics: dict[str, float], ref: Reference) -> float:
@@ -247,7 +249,7 @@ def _balance_error(metrics: dict[str, float], ref: Reference) -> float:
 
 
 def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
-    """Parameter key -> largest error of any rank's reduced gradient over the maximum of the whole HF tensor."""
+    """Return parameter key -> largest error of any rank's reduced gradient over the maximum of the full HF tensor."""
     from slime_like.train.megatron.model.model import named_weights
 
     rank_info = trainer.rank_info
@@ -256,20 +258,20 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
     errors: dict[str, float] = {}
     for key, parameter in named_weights(trainer.model):
         weight = trainer.table[key]
-        whole = [grads[name.replace("model.language_model.", "model.")] for name in weight.names]
-        expected = weight.split(whole, rank_info.layout.tp, rank_info.tp_rank)
-        top = max(float(g.abs().max()) for g in whole)
-        found: Any = parameter
-        errors[key] = float((found.main_grad.float() - expected).abs().max()) / top
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, errors)
-    return {key: max(e[key] for e in everyone if key in e) for key in {k for e in everyone for k in e}}
+        full_grads = [grads[name.replace("model.language_model.", "model.")] for name in weight.names]
+        expected = weight.split(full_grads, rank_info.layout.tp, rank_info.tp_rank)
+        top = max(float(g.abs().max()) for g in full_grads)
+        typed_parameter: Any = parameter
+        errors[key] = float((typed_parameter.main_grad.float() - expected).abs().max()) / top
+    errors_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors_of_ranks, errors)
+    return {key: max(e[key] for e in errors_of_ranks if key in e) for key in {k for e in errors_of_ranks for k in e}}
 
 
 def _gather_gradients(wrapped: Any) -> None:
-    """The distributed optimizer reduces only a shard of each bucket to a rank: put the shards together."""
+    """Gather the gradient shards, because the distributed optimizer reduces only one shard of each bucket on a rank."""
     for group in [group for chunk in wrapped for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]:
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
-            mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
-            dist.all_gather_single(bucket.grad_data, mine, group=ranks)
+            shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+            dist.all_gather_single(bucket.grad_data, shard, group=ranks)

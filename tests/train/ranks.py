@@ -1,10 +1,10 @@
-"""Run a function on N ranks, each a process of its own, and get what they return or the first one's traceback.
+"""Runner of functions on N ranks, one process each.
 
-``run_ranks("tests.train.cases:parity", 2, folder)`` calls ``parity(world, folder)`` in two fresh interpreters, where
-``world`` tells a rank who it is. Arguments and results travel by pickle through files of a private folder. When one
-rank fails the others are killed at once (they may be waiting for it in a collective), as are all at the deadline.
+``run_ranks("tests.train.cases:parity", 2, folder)`` calls ``parity(world, folder)`` in two new interpreters and returns their
+results. Arguments and results are pickled into files of a private folder. If a rank fails, the others are killed at once,
+because they may wait for it in a collective. At the deadline all are killed.
 
-``fork_ranks`` does the same with forks of the process that calls it: what that has imported, no rank imports again.
+``fork_ranks`` runs the function in forks of the calling process, which need not repeat its imports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class World:
 
 
 def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
-    """``target`` ("module:function") on ``size`` ranks; their results in rank order. Raises AssertionError on a fault."""
+    """Run ``target`` ("module:function") on ``size`` ranks. Return their results in rank order. Raises AssertionError on a fault."""
     deadline = Deadline("test", target, seconds)
     with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
         folder = Path(name)
@@ -85,15 +85,15 @@ def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[
 
 
 class Child(Protocol):
-    """A process that was started here."""
+    """A process of one rank."""
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Process id."""
         ...
 
     def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait for the end of the process and return its exit code."""
         ...
 
 
@@ -105,16 +105,16 @@ class Fork:
     code: int | None = None
 
     def wait(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait for the end of the process and return its exit code."""
         if self.code is None:
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.code
 
 
 def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 240) -> list[Any]:
-    """``function`` on ``size`` forks of this process, which must have one thread; as ``run_ranks`` otherwise."""
+    """Run ``function`` on ``size`` forks of this process, which must have one thread. Otherwise like ``run_ranks``."""
     deadline = Deadline("test", function.__name__, seconds)
-    faulthandler.cancel_dump_traceback_later()  # whose thread a fork would not have
+    faulthandler.cancel_dump_traceback_later()  # ends its thread, which a fork would not have
     _await_one_thread()
     with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
         folder = Path(name)
@@ -138,7 +138,7 @@ def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: flo
 
 
 def _await_one_thread(seconds: float = 10) -> None:
-    """A thread that was joined may take a moment more to be gone. Raises AssertionError where one stays."""
+    """Wait until joined threads have ended. Raises AssertionError if a thread keeps running."""
     deadline = Deadline("test", "fork", seconds)
     while threads := set(os.listdir("/proc/self/task")) - {str(os.getpid())}:
         assert deadline.elapsed() < deadline.limit, f"a lock that threads {threads} hold would stay locked in a fork"
@@ -175,11 +175,11 @@ def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str
 
 
 def _work(function: Callable[..., Any], world: World, args: Sequence[Any], folder: Path, limit: float) -> NoReturn:
-    # Shortly before the parent gives up, so that its message has the stacks; not at all near a limit of a few seconds.
+    # Dump stacks shortly before the parent's deadline, so that its message has them; never with a limit of a few seconds.
     faulthandler.dump_traceback_later(limit - 5 if limit > 10 else limit + 60, exit=True)
     try:
         result = function(world, *args)
-    except BaseException:  # noqa: BLE001 (fault boundary: the parent shows it)
+    except BaseException:  # noqa: BLE001 (fault boundary: the parent prints the error)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: destructors of a broken process group may wait for peers

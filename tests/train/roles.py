@@ -1,4 +1,4 @@
-"""Rank functions of test_roles: an actor with a critic or a teacher, in one world, for a rollout or two."""
+"""Rank functions of test_roles: rollouts of an actor with a critic or a teacher in the same world."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import F32
-from tests.train.faults import replaced
-from tests.train.jobs import Shared, enter, make_actor
+from tests.train.faults import replace_attribute
+from tests.train.jobs import Shared, enter, make_actor, save_checkpoint
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens, make_spec
 from tests.train.ranks import World
@@ -31,7 +31,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics per rollout on the reporter, and every row's column before and after on all ranks."""
+    """Metrics per rollout on the reporter, and on all ranks the column of every row before and after training."""
 
     metrics: list[dict[str, float]]
     before: list[list[F32]]  # [step][row] -> [T]
@@ -40,13 +40,13 @@ class Trained:
 
 
 def rollout(layout: Layout, rank: int) -> tuple[list[list[PackedBatch]], list[int]]:
-    """This dp rank's rows of two optimizer steps, and the global counts of trained tokens."""
-    steps = [[_named(rows, 100 * seed + 10 * i) for i, rows in enumerate(batch(seed))] for seed in range(STEPS)]
+    """Return this dp rank's rows of two optimizer steps, and the global counts of trained tokens."""
+    steps = [[_with_ids(rows, 100 * seed + 10 * i) for i, rows in enumerate(batch(seed))] for seed in range(STEPS)]
     return [rows[rank :: layout.dp] for rows in steps], [count_tokens(rows) for rows in steps]
 
 
-def _named(rows: PackedBatch, first: int) -> PackedBatch:
-    """The rows with sample ids that no other row has."""
+def _with_ids(rows: PackedBatch, first: int) -> PackedBatch:
+    """Return the rows with sample ids from ``first`` on, which no other rows have."""
     return replace(rows, sample_ids=first + np.arange(len(rows.sample_ids), dtype=np.int64))
 
 
@@ -59,7 +59,7 @@ def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
 
 
 def make_critic(world: World, folder: Path, layout: Layout, **changes: Any) -> Any:
-    """A critic whose head is not zero, the same in every layout."""
+    """Return a critic whose head is not zero and does not depend on the layout."""
     spec = make_spec(folder, layout, optim={"lr": 1e-3}, steps_per_rollout=STEPS)
     critic = make_role(world, replace(CriticSpec(spec, value_clip=0.2, load=None, warmup_rollouts=0), **changes))
     head = getattr(critic.model.last, "value_head", None)
@@ -67,7 +67,7 @@ def make_critic(world: World, folder: Path, layout: Layout, **changes: Any) -> A
         with torch.no_grad():
             head.weight.copy_(head_weight())
             head.bias.fill_(0.3)
-    critic.optimizer.reload_model_params()  # the optimizer has copies of its own
+    critic.optimizer.reload_model_params()  # the optimizer has copies of the weights
     return critic
 
 
@@ -75,23 +75,23 @@ def head_weight() -> torch.Tensor:
     return torch.randn(1, 64, generator=torch.Generator().manual_seed(7)) / 8
 
 
-def everyones(columns: Columns | None, dp_rank: int) -> list[Columns]:
-    """The columns of every data-parallel rank, on all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (dp_rank, columns))
-    return [columns for _, columns in sorted((f for f in found if f[1] is not None), key=lambda f: f[0])]
+def gather_shards(columns: Columns | None, dp_rank: int) -> list[Columns]:
+    """Return the columns of every data-parallel rank, on all ranks."""
+    columns_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(columns_of_ranks, (dp_rank, columns))
+    return [columns for _, columns in sorted((f for f in columns_of_ranks if f[1] is not None), key=lambda f: f[0])]
 
 
-def in_order(ranks: list[Columns]) -> list[list[F32]]:
-    """Columns by row of the whole step: rows were dealt in turn."""
+def by_row(ranks: list[Columns]) -> list[list[F32]]:
+    """Return the columns of each step's rows, which were distributed to the ranks in turn."""
     steps = zip(*ranks, strict=True)
     return [[c for turn in zip(*step, strict=True) for c in turn] for step in steps]
 
 
 # ---- critic ----------------------------------------------------------------------------------------------------------
 def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> Trained:
-    """Rollouts through actor and critic, as RoleTrainers takes them."""
-    with _summed_twice() if fault else contextlib.nullcontext():
+    """Train actor and critic on rollouts, in the order of ``RoleTrainers``."""
+    with _sum_gradient_twice() if fault else contextlib.nullcontext():
         actor = make_actor(
             world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS, returns_advantages=True
         )
@@ -103,31 +103,33 @@ def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, faul
             first = first or values
             metrics.append(report)
         last, _ = critic.score(rollout(layout, critic.rank_info.dp_rank)[0])
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, actor.token_advantages([0, 12, 101, 110, 999]))
-        advantages = {sample_id: column for each in told for sample_id, column in each.items()}
-        assert sum(map(len, told)) == len(advantages), "one rank speaks for each shard"
-        return Trained(metrics, first, in_order(everyones(last, critic.rank_info.dp_rank)), advantages)
+        advantages_of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(advantages_of_ranks, actor.token_advantages([0, 12, 101, 110, 999]))
+        advantages = {sample_id: column for of_rank in advantages_of_ranks for sample_id, column in of_rank.items()}
+        assert sum(map(len, advantages_of_ranks)) == len(advantages), "exactly one rank reports each shard"
+        return Trained(metrics, first, by_row(gather_shards(last, critic.rank_info.dp_rank)), advantages)
 
 
 def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False) -> tuple[list[list[F32]], Any]:
-    """Values before the update, and what both report."""
+    """Train on one rollout. Return the values before the update, and the metrics of both."""
     steps, counts = rollout(layout, actor.rank_info.dp_rank)
-    values, none = critic.score(steps)
-    assert none == ()
+    values, score_metrics = critic.score(steps)
+    assert score_metrics == ()
     actor.open_rollout(steps)
-    shards = everyones(values, critic.rank_info.dp_rank)
-    returns = everyones(actor.compute_advantages({"values": shards[actor.rank_info.dp_rank]}), actor.rank_info.dp_rank)
-    found = (*actor.update(counts, frozen=frozen), *critic.update(returns[critic.rank_info.dp_rank], counts))
-    return in_order(shards), reduce_metrics(found)
+    shards = gather_shards(values, critic.rank_info.dp_rank)
+    returns = gather_shards(
+        actor.compute_advantages({"values": shards[actor.rank_info.dp_rank]}), actor.rank_info.dp_rank
+    )
+    metrics = (*actor.update(counts, frozen=frozen), *critic.update(returns[critic.rank_info.dp_rank], counts))
+    return by_row(shards), reduce_metrics(metrics)
 
 
-def _summed_twice() -> Any:
-    """The planted fault: a tensor parallel rank's whole gradient taken for a part of it."""
+def _sum_gradient_twice() -> Any:
+    """Inject a fault: the full gradient of each tensor parallel rank is summed over the ranks."""
     from slime_like.train.megatron.model import value_model
 
     stock = value_model.gather_from_sequence_parallel_region
-    return replaced(
+    return replace_attribute(
         value_model,
         "gather_from_sequence_parallel_region",
         lambda x, **_: stock(x, tensor_parallel_output_grad=True),
@@ -135,17 +137,17 @@ def _summed_twice() -> Any:
 
 
 def warmup(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """A rollout on which the critic alone trains."""
+    """Train only the critic on one rollout."""
     actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
     critic = make_critic(world, shared.models["untied"], layout)
     before = [p.detach().clone() for p in actor.model.parameters()]
     _, metrics = ppo_rollout(actor, critic, layout, frozen=True)
-    same = all(torch.equal(a, b) for a, b in zip(before, actor.model.parameters(), strict=True))
-    return {"metrics": metrics, "actor unchanged": same, "version": actor.version}
+    is_unchanged = all(torch.equal(a, b) for a, b in zip(before, actor.model.parameters(), strict=True))
+    return {"metrics": metrics, "actor unchanged": is_unchanged, "version": actor.version}
 
 
-def fresh(world: World, shared: Shared, layout: Layout) -> list[float]:
-    """Values of a critic made from an HF causal LM, tied or not."""
+def new_critics(world: World, shared: Shared, layout: Layout) -> list[float]:
+    """Return the largest values of critics initialised from HF causal LMs, tied and untied."""
     out: list[float] = []
     for kind in ("tied", "untied"):
         spec = make_spec(shared.models[kind], layout)
@@ -156,19 +158,19 @@ def fresh(world: World, shared: Shared, layout: Layout) -> list[float]:
 
 
 def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """A critic saved after one rollout and another loaded from it take the same second one."""
+    """Save a critic after one rollout, and load the checkpoint into other critics and into an actor's place."""
     folder = shared.scratch / "critic"
     actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
     critic = make_critic(world, shared.models["untied"], layout)
     ppo_rollout(actor, critic, layout)
-    critic.save(folder, 1)
-    actor.save(shared.scratch / "actor", 1)
+    save_checkpoint(critic, folder, 1)
+    save_checkpoint(actor, shared.scratch / "actor", 1)
     expected, _ = critic.score(rollout(layout, critic.rank_info.dp_rank)[0])
     other = make_critic(world, shared.models["untied"], layout)
     other.load(folder, 1)
-    found, _ = other.score(rollout(layout, other.rank_info.dp_rank)[0])
+    values, _ = other.score(rollout(layout, other.rank_info.dp_rank)[0])
     _, report = ppo_rollout(actor, other, layout)
-    out = {"expected": expected, "found": found, "version": other.version, "report": report}
+    out = {"expected": expected, "resumed": values, "version": other.version, "report": report}
     load = str(folder / "iter_0000001")
     started = make_critic(world, shared.models["untied"], layout, load=load)
     out["loaded"], _ = started.score(rollout(layout, started.rank_info.dp_rank)[0])
@@ -189,20 +191,20 @@ def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, An
 
 
 def faulty_ppo(world: World, shared: Shared, layout: Layout) -> Trained:
-    """``ppo`` with the planted fault."""
+    """Run ``ppo`` with the fault."""
     return ppo(world, shared, layout, fault=True)
 
 
 # ---- teacher ---------------------------------------------------------------------------------------------------------
 def distill(
-    world: World, shared: Shared, layout: Layout, *, own: bool, algo: AlgoConfig = DISTILL, rollouts: int = 2
+    world: World, shared: Shared, layout: Layout, *, own_ranks: bool, algo: AlgoConfig = DISTILL, rollouts: int = 2
 ) -> Trained:
-    """Rollouts of a student that starts as its teacher's copy and is drawn away by rewards."""
+    """Train a student that starts as a copy of its teacher and diverges from it by rewards."""
     folder = shared.models["untied"]
-    swapped = None if own else str(folder)
+    swapped = None if own_ranks else str(folder)
     spec: dict[str, Any] = {"algo": algo, "steps_per_rollout": STEPS, "teacher_checkpoint": swapped}
     actor = make_actor(world, folder, layout, **spec)
-    teacher = make_role(world, TeacherSpec(make_spec(folder, layout))) if own else None
+    teacher = make_role(world, TeacherSpec(make_spec(folder, layout))) if own_ranks else None
     metrics: list[dict[str, float]] = []
     shards: list[Columns] = []
     for _ in range(rollouts):
@@ -211,26 +213,26 @@ def distill(
         columns: dict[str, Columns] = {}
         if teacher is not None:
             scored, _ = teacher.score(steps)
-            shards = everyones(scored, teacher.rank_info.dp_rank)
+            shards = gather_shards(scored, teacher.rank_info.dp_rank)
             columns = {"teacher_logprobs": shards[actor.rank_info.dp_rank]}
         assert actor.compute_advantages(columns) is None
         metrics.append(reduce_metrics(actor.update(counts, frozen=False)))
-    return Trained(metrics, in_order(shards) if shards else [], [])
+    return Trained(metrics, by_row(shards) if shards else [], [])
 
 
 def own_teacher(world: World, shared: Shared, layout: Layout) -> Trained:
-    """The teacher on ranks of its own."""
-    return distill(world, shared, layout, own=True)
+    """Distill from a teacher on separate ranks."""
+    return distill(world, shared, layout, own_ranks=True)
 
 
 def swapped_teacher(world: World, shared: Shared, layout: Layout) -> Trained:
-    """The teacher in the actor's place."""
-    return distill(world, shared, layout, own=False)
+    """Distill from a teacher whose weights are swapped into the actor."""
+    return distill(world, shared, layout, own_ranks=False)
 
 
 def teacher_of_another_shape(world: World, shared: Shared, layout: Layout) -> list[list[F32]]:
-    """Log-probabilities of a teacher of another family."""
+    """Return log-probabilities of a teacher of another family."""
     teacher = make_role(world, TeacherSpec(make_spec(shared.models["llama"], layout)))
     columns, metrics = teacher.score(rollout(layout, teacher.rank_info.dp_rank)[0])
     assert (len(metrics) == 1) == teacher.rank_info.is_reporter
-    return in_order(everyones(columns, teacher.rank_info.dp_rank))
+    return by_row(gather_shards(columns, teacher.rank_info.dp_rank))

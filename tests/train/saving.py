@@ -1,4 +1,4 @@
-"""Rank functions of test_saving: save while training, on disks that die or are full; and read what is left."""
+"""Rank functions of test_saving: saves during training, saves that are killed, and saves on full disks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.config.schema.run import RunConfig
 from slime_like.errors import CheckpointError
 from tests.train.disk import Disk, Killed
-from tests.train.jobs import Shared, make_actor
+from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.lifecycle import digest, train
 from tests.train.ranks import World
 
 
 @functools.cache
 def disk() -> Disk:
-    """This process's one."""
+    """Return the disk of this process."""
     return Disk()
 
 
 def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
-    """The driver's side of saving, over the ranks' side in the same process."""
+    """Return the driver's side of saving, with the rank in the same process as its trainer."""
     from slime_like.cluster.run.checkpoints import Checkpoints
     from slime_like.cluster.run.rollouts import DemonstrationRollout
 
@@ -49,28 +49,28 @@ def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
     )
 
 
-# ---- beside training -------------------------------------------------------------------------------------------------
+# ---- during training -------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def held_writers() -> Generator[threading.Event]:
-    """Threads that write checkpoints wait until the event is set."""
-    from slime_like.train.megatron.model_io.checkpoint import PendingSave
+    """Make the threads that write checkpoints wait until the event is set."""
+    from slime_like.train.megatron.model_io.save import PendingSave
 
-    go = threading.Event()
+    release = threading.Event()
     write = PendingSave._write
 
     def held(self: PendingSave, *args: Any) -> None:
-        assert go.wait(60)
+        assert release.wait(60)
         write(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PendingSave, "_write", held)
-        yield go
+        yield release
 
 
 @contextlib.contextmanager
 def hashing_threads() -> Generator[set[str]]:
-    """Names of the threads in which the files that a rank wrote are read again."""
-    from slime_like.train.megatron.model_io import checkpoint
+    """Yield the names of the threads that hash the files written by this rank."""
+    from slime_like.train.megatron.model_io import save
 
     names: set[str] = set()
 
@@ -78,48 +78,48 @@ def hashing_threads() -> Generator[set[str]]:
         names.add(threading.current_thread().name)
         return stock(paths)
 
-    stock = checkpoint.hash_files
+    stock = save.hash_files
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "hash_files", hash_files)
+        patch.setattr(save, "hash_files", hash_files)
         yield names
 
 
-def save_beside_training(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Begin a save, train, and only then let the last rank write."""
+def save_during_training(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """Begin a save, train, and then let the last rank write."""
     from slime_like.checkpoint.record import read_record
 
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     train(actor, layout, 1)
     saved, version = digest(actor), actor.version
-    with held_writers() as go, hashing_threads() as hashed_by:
+    with held_writers() as release, hashing_threads() as hashed_by:
         if world.rank < world.size - 1:
-            go.set()
+            release.set()
         actor.begin_save(shared.scratch, 1)
         train(actor, layout, 2)
-        early = actor.finish_save(wait=False)
-        seen = sorted(path.name for path in shared.scratch.iterdir())
-        go.set()
-        late = actor.finish_save(wait=True)
+        is_complete_early = actor.finish_save(wait=False)
+        files = sorted(path.name for path in shared.scratch.iterdir())
+        release.set()
+        is_complete = actor.finish_save(wait=True)
     record = read_record(shared.scratch / "iter_0000001")
     resumed = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     resumed.load(shared.scratch, 1)
-    again = resumed.version
+    version_loaded = resumed.version
     resumed_digest = digest(resumed)
     train(resumed, layout, 2)
     return {
-        "early": early,
-        "seen": seen,
-        "late": late,
+        "complete early": is_complete_early,
+        "files": files,
+        "complete": is_complete,
         "hashed": all(file.sha256 for file in record.files.values()) and len(record.files) > world.size,
         "hashed by": sorted(hashed_by),
-        "loaded": resumed_digest == saved and again == version,
-        "goes on": digest(resumed) == digest(actor),
+        "loaded": resumed_digest == saved and version_loaded == version,
+        "continues": digest(resumed) == digest(actor),
     }
 
 
-# ---- dying -----------------------------------------------------------------------------------------------------------
-def die_everywhere(world: World, shared: Shared) -> dict[str, Any]:
-    """Save iteration 2 over and over, each time dying one operation later; what a resume then finds, point by point."""
+# ---- killed saves -----------------------------------------------------------------------------------------------------
+def kill_at_every_operation(world: World, shared: Shared) -> dict[str, Any]:
+    """Save iteration 2 repeatedly, each time killed one operation later. Return the iteration that a resume reads each time."""
     from slime_like.checkpoint.files import iteration_folder, latest_iteration
     from slime_like.checkpoint.record import read_manifest
     from slime_like.cluster.run.checkpoints import remove_leftovers
@@ -133,34 +133,34 @@ def die_everywhere(world: World, shared: Shared) -> dict[str, Any]:
         expected[iteration] = digest(actor)
         if iteration == 1:
             _checkpoints(base, actor, 0).save(1, final=True)
-    found: list[int] = []
-    unproven: dict[str, Path] = {}
-    finished = False
-    while not finished:
+    iterations: list[int] = []
+    unread: dict[str, Path] = {}  # iteration and hash -> copy of the checkpoint
+    is_complete = False
+    while not is_complete:
         shutil.rmtree(run_dir, ignore_errors=True)
         shutil.copytree(base, run_dir)
         checkpoints = _checkpoints(run_dir, actor, 1, keep_checkpoints=1)
-        with disk().watching(run_dir, dies_before=len(found)):
+        with disk().watching(run_dir, dies_before=len(iterations)):
             try:
                 checkpoints.save(2, final=True)
-                finished = True
+                is_complete = True
             except (Killed, CheckpointError):
-                actor._pending = None  # the process is gone
+                actor._pending_save = None  # as in a new process
         remove_leftovers(run_dir)
         folder = run_dir / "checkpoints"
-        found.append(latest_iteration(folder))
-        source = iteration_folder(folder, found[-1])
+        iterations.append(latest_iteration(folder))
+        source = iteration_folder(folder, iterations[-1])
         read_manifest(source)
-        assert read_state(folder, found[-1]) == {"cursor": {"at": found[-1]}}
+        assert read_state(folder, iterations[-1]) == {"cursor": {"at": iterations[-1]}}
         assert not list(run_dir.rglob("*.tmp"))
-        key = f"{found[-1]} {_bytes(source)}"
-        if key not in unproven:
-            unproven[key] = Path(shutil.copytree(source, shared.scratch / f"proof{len(unproven)}" / source.name))
-    for key, copy in unproven.items():
+        key = f"{iterations[-1]} {_bytes(source)}"
+        if key not in unread:
+            unread[key] = Path(shutil.copytree(source, shared.scratch / f"copy{len(unread)}" / source.name))
+    for key, copy in unread.items():
         iteration = int(key.split()[0])
         actor.load(copy.parent, iteration)
-        assert digest(actor) == expected[iteration], f"{copy}: other weights than those that were saved"
-    return {"found": found, "operations": disk().operations, "read": len(unproven)}
+        assert digest(actor) == expected[iteration], f"{copy}: not the weights that were saved"
+    return {"iterations": iterations, "operations": disk().operations, "num_read": len(unread)}
 
 
 def _bytes(folder: Path) -> str:
@@ -175,7 +175,7 @@ FULL = ("iter_0000002.tmp", ".metadata.tmp", "metadata.json", "checkpoint.json.t
 
 
 def full_disks(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Saves on a disk that is full at one point of one rank, then one that goes well; what each says and leaves."""
+    """Save on a disk that is full at one operation of one rank, then on one with space. Return the errors and remaining files."""
     from slime_like.checkpoint.files import latest_iteration
     from slime_like.checkpoint.record import read_manifest
 
@@ -183,7 +183,7 @@ def full_disks(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     folder = shared.scratch / "checkpoints"
     train(actor, layout, 1)
     saved = digest(actor)
-    actor.save(folder, 1)
+    save_checkpoint(actor, folder, 1)
     train(actor, layout, 2)
     out: dict[str, Any] = {}
     for name in FULL:
@@ -192,13 +192,18 @@ def full_disks(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     with small_files(20_000 if world.rank == world.size - 1 else None):
         out["shard"] = _refused(actor, folder)
     dist.barrier()
-    left = sorted(path.name for path in folder.iterdir())
+    files = sorted(path.name for path in folder.iterdir())
     dist.barrier()
-    actor.save(folder, 3)  # the run may go on
+    save_checkpoint(actor, folder, 3)  # the run can continue
     resumed = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     resumed.load(folder, 1)
     read_manifest(folder / "iter_0000003")
-    return {"errors": out, "left": left, "first is whole": digest(resumed) == saved, "latest": latest_iteration(folder)}
+    return {
+        "errors": out,
+        "files": files,
+        "first is intact": digest(resumed) == saved,
+        "latest": latest_iteration(folder),
+    }
 
 
 def _refused(actor: Any, folder: Path) -> str:
@@ -212,7 +217,7 @@ def _refused(actor: Any, folder: Path) -> str:
 
 @contextlib.contextmanager
 def small_files(size: int | None) -> Generator[None]:
-    """The kernel refuses to let a file of this process grow above ``size`` bytes."""
+    """Limit files of this process to ``size`` bytes; None: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
     try:
@@ -222,20 +227,20 @@ def small_files(size: int | None) -> Generator[None]:
 
 
 def full_disk_of_a_run(world: World, shared: Shared) -> dict[str, Any]:
-    """The driver's side on a full disk: stop, go on, and never go on at the end of a run."""
+    """Save from the driver on a full disk: stop or continue as configured, but always stop at the end of a run."""
     actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
     out: dict[str, Any] = {}
     for name, final in (("stop", False), ("continue", False), ("continue", True)):
         run_dir = shared.scratch / f"{name}{final}"
         checkpoints = _checkpoints(run_dir, actor, 0, on_failed_save=name)
         checkpoints.save(1, final=True)
-        seen = "raised nothing"
+        message = "no error"
         try:
             with small_files(20_000):
                 checkpoints.save(2, final=final)
-                checkpoints.save(2)  # which waits for the one before
+                checkpoints.save(2)  # waits for the previous save
         except CheckpointError as error:
-            seen = str(error)
+            message = str(error)
         with disk().watching(run_dir, full_at="state_2.json.tmp"):
             try:
                 checkpoints.save(2)
@@ -243,7 +248,7 @@ def full_disk_of_a_run(world: World, shared: Shared) -> dict[str, Any]:
                 out[f"rollout side, {name} {final}"] = str(error)
         checkpoints.save(3, final=True)
         latest = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
-        out[f"{name} {final}"] = (seen, latest)
+        out[f"{name} {final}"] = (message, latest)
     return out
 
 
@@ -251,7 +256,7 @@ EXPORT_FULL = ("hf.tmp", "hf.tmp/config.json", "hf.tmp/model.safetensors.index.j
 
 
 def full_disks_of_exports(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Exports over an earlier one, on a disk that is full at one point of one rank, then one that goes well."""
+    """Export over an earlier export on a disk that is full at one operation of one rank, then on one with space."""
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     folder = shared.scratch / "hf"
     actor.export_hf(folder)
@@ -266,16 +271,16 @@ def full_disks_of_exports(world: World, shared: Shared, layout: Layout) -> dict[
     with small_files(20_000 if world.rank == world.size - 1 else None):
         out["shard"] = _not_exported(actor, folder)
     dist.barrier()
-    left, kept = sorted(path.name for path in shared.scratch.iterdir()), _bytes(folder)
+    files, digest_after = sorted(path.name for path in shared.scratch.iterdir()), _bytes(folder)
     dist.barrier()
     with disk().watching(shared.scratch) as operations:
         actor.export_hf(folder)
     dist.barrier()
     return {
         "errors": out,
-        "left": left,
-        "kept": kept == before,
-        "then": _bytes(folder) != before,
+        "remaining": files,
+        "unchanged": digest_after == before,
+        "replaced": _bytes(folder) != before,
         "files": sorted(path.name for path in folder.iterdir()),
         "operations": list(operations),
     }

@@ -1,4 +1,4 @@
-"""Rank functions of test_starting: weights out of Megatron folders, and out of the trainer without a run."""
+"""Rank functions of test_starting: initial weights from Megatron folders, and the export script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime_like.config.schema.algo import GrpoConfig, SftConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
-from tests.train.faults import replaced
+from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
 from tests.train.models import VOCAB
@@ -22,15 +22,14 @@ from tests.train.parity import logits_of
 from tests.train.ranks import World
 from tests.unchanged import unchanged
 
-PADDED = 384  # another multiple than our own 256
+PADDED = 384  # our models pad to 256
 
 
 def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
-    """Save a random GPTModel of megatron's own layers, and what it says of some ids.
+    """Save a random GPTModel of megatron's own layers. Return its keys, log-probabilities and logits of some ids.
 
-    Its logits F32 [S, V] are by torch's attention, as the trainer's are: those by megatron's own, which rounds a matrix of
-    scores in between, are 2e-6 from them, and that is all that the two dense models differ in. ``fused_names`` gives its norms
-    the keys that TransformerEngine's fused linears have.
+    The logits F32 [S, V] are computed with torch's attention, as in the trainer. With megatron's attention, which rounds a
+    matrix of scores, they differ by 2e-6. ``fused_names`` gives the norms the keys of TransformerEngine's fused linears.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -61,13 +60,13 @@ def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "unti
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
         stock = model(ids, torch.arange(20)[None], None)[0, :, :VOCAB]
-        with replaced(DotProductAttention, "forward", _fused_attention):
+        with replace_attribute(DotProductAttention, "forward", _fused_attention):
             logits = model(ids, torch.arange(20)[None], None)[0, :, :VOCAB]
     return {"keys": sorted(keys), "logprobs": _next_logprobs(stock, ids), "logits": logits.numpy()}
 
 
 def _fused_attention(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """[S, 1, heads, D] -> [S, 1, heads * D], causal."""
+    """Map query, key and value [S, 1, heads, D] to [S, 1, heads * D] by causal attention."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.permute(2, 0, 1, 3).flatten(2)
@@ -82,19 +81,19 @@ def _gpt_config(actor: Any) -> Any:
 
 
 def _next_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> Any:
-    """[S] of each token but the first, at the tests' temperature."""
+    """Return the log-probability of each token except the first, at the temperature of the tests."""
     log_p = torch.log_softmax(logits / 0.7, -1)
     return log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 
 def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: str = "untied") -> dict[str, Any]:
-    """A trainer that starts from ``folder``: its scores of the same ids, its first steps, and its reference."""
+    """Start a trainer from ``folder``. Return its scores and logits of the same ids, and the KL loss of its first rollout."""
     import dataclasses
 
     import numpy as np
 
     path = str(shared.scratch.with_name(folder))
-    model = {"megatron_checkpoint": path, "cpu_kernels": "torch"}  # attention as the model that wrote it has it
+    model = {"megatron_checkpoint": path, "cpu_kernels": "torch"}  # the attention of the model that wrote the folder
     actor = make_actor(world, shared.models[kind], layout, model=model, algo=GrpoConfig(kl_loss_coef=0.1))
     ids = np.arange(3, 23, dtype=np.int32)
     rows = dataclasses.replace(
@@ -113,7 +112,7 @@ def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: 
 
 
 def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
-    """Another run's checkpoint as the start: its weights, a fresh optimizer."""
+    """Start from another run's checkpoint: the same weights with a new optimizer."""
     folder = shared.scratch.with_name(saved_by)
     actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
     actor.load(folder)
@@ -123,7 +122,7 @@ def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
 
 
 def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
-    """Return a trainer's errors on a foreign, a truncated and a non-checkpoint folder, which stay unchanged."""
+    """Return the errors on a foreign, a truncated and a garbled folder, which stay unchanged."""
     source = shared.scratch.with_name(gpt)
     cut = shared.scratch / "cut"
     shutil.copytree(source, cut)
@@ -144,7 +143,7 @@ def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
 
 
 def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
-    """Export checkpoints of other layouts with the export script, in a process group of one."""
+    """Export checkpoints of other layouts with the export script, in a process group of one rank."""
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 
@@ -157,7 +156,7 @@ def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str 
 
 
 def export_checkpoint(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
-    """The export script's work in a process group of one: float32 and bfloat16, in several files."""
+    """Export a checkpoint as the export script does: float32 and bfloat16, in several files, in a process group of one rank."""
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 

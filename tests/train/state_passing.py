@@ -1,4 +1,4 @@
-"""Ranks of test_state_passing: a convolution and a gated delta rule over ranges of a packed stream, beside the whole stream."""
+"""Rank functions of test_state_passing: convolution and gated delta rule over ranges of a stream, compared with the full stream."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ D = 2 * H * K + HV * V
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths of packed sequences, and what the gates are scaled by (small: long memory)."""
+    """Lengths of packed sequences, and the scale of the log decays (small: slow decay)."""
 
     lengths: tuple[int, ...]
     gate: float = 1.0
 
 
 def errors(world: World, shared: Shared, cases: list[Case]) -> list[dict[str, float]]:
-    """Per case the largest error of outputs and of each gradient, relative to its largest entry; all ranks share the stream."""
+    """Return per case the largest error of outputs and gradients, relative to the largest entry. All ranks share the stream."""
     del shared
-    meet(world)
+    join_group(world)
     return [range_errors(world, case, _backend(), torch.float64) for case in cases]
 
 
 def on_gpus(world: World, cases: list[Case]) -> list[dict[str, float]]:
-    """As ``errors``, each rank on a GPU of its own: fla, in float32."""
+    """Return the same as ``errors`` for fla in float32, with one GPU per rank."""
     from slime_like_plugins.qwen_gdn.fla import FlaGDN
 
     torch.cuda.set_device(world.rank)
-    meet(world, "nccl")
+    join_group(world, "nccl")
     backend = FlaGDN()
     return [range_errors(world, case, backend, torch.float32, "cuda") for case in cases]
 
 
-def meet(world: World, carrier: str = "gloo") -> None:
-    """Let the ranks be one group."""
+def join_group(world: World, backend: str = "gloo") -> None:
+    """Create the default process group of the ranks."""
     if not dist.is_initialized():
         address = f"tcp://{world.host}:{world.port}"
-        dist.init_process_group(carrier, init_method=address, rank=world.rank, world_size=world.size)
+        dist.init_process_group(backend, init_method=address, rank=world.rank, world_size=world.size)
 
 
 def kept_bounds(world: World, shared: Shared) -> list[int]:
-    """How many bounds of sequences a backend has been given after each of: two layers of a micro-batch, two of the next."""
+    """Return the number of distinct tensors of bounds that a backend has received after each of two layers of two micro-batches."""
     from slime_like.train.megatron.model.layers import PackedRows
     from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads
     from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
     del shared
-    meet(world)
+    join_group(world)
     backend, heads = _recording(), MixingHeads(H, HV, K, V)
     counts: list[int] = []
     for bounds in ((0, 24, 64), (0, 40, 64)):
@@ -68,18 +68,20 @@ def kept_bounds(world: World, shared: Shared) -> list[int]:
             shapes = (size, D), (size, HV), (size, HV), (D, W), (HV,), (HV,)
             qkv, beta, alpha, weight, decay, bias = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
             layer(DeltaInputs(qkv, beta, alpha, weight, decay, bias), packed)
-            counts.append(len({id(tensor) for tensor in backend.seen}))
+            counts.append(len({id(tensor) for tensor in backend.bounds_seen}))
     return counts
 
 
-def moved(world: World, shared: Shared) -> list[bool]:
-    """Whether hidden states go to the range and not what is projected of them: Qwen3-Next's layer, and with parts of tokens,
-    and with so many tensor parallel ranks that a rank's heads are narrower."""
+def moves_hidden(world: World, shared: Shared) -> list[bool]:
+    """Return whether hidden states, not projections, move between ranks.
+
+    Cases: Qwen3-Next's layer, a layer without hidden states of full tokens, and a layer split over tensor parallel ranks.
+    """
     from slime_like_plugins.qwen_gdn.mixing import MixingHeads
     from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
     del shared
-    meet(world)
+    join_group(world)
     layers = (
         (MixingHeads(16, 32, 128, 128), 2048),
         (MixingHeads(16, 32, 128, 128), 0),
@@ -89,53 +91,53 @@ def moved(world: World, shared: Shared) -> list[bool]:
 
 
 def _recording() -> Any:
-    """The torch backend, with every tensor of bounds it has been given."""
+    """Return a torch backend that records every tensor of bounds."""
     from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
     class Recording(TorchGDN):
         def __init__(self) -> None:
             super().__init__()
-            self.seen: list[Tensor] = []
+            self.bounds_seen: list[Tensor] = []
 
         def chunk_rule(self, *args: Any, **kwargs: Any) -> Any:
-            self.seen += [kwargs["cu_seqlens"], kwargs["cu_seqlens_cpu"]]
+            self.bounds_seen += [kwargs["cu_seqlens"], kwargs["cu_seqlens_cpu"]]
             return super().chunk_rule(*args, **kwargs)
 
         def causal_conv(self, *args: Any, **kwargs: Any) -> Any:
-            self.seen += [kwargs["cu_seqlens"], kwargs["cu_seqlens_cpu"]]
+            self.bounds_seen += [kwargs["cu_seqlens"], kwargs["cu_seqlens_cpu"]]
             return super().causal_conv(*args, **kwargs)
 
     return Recording()
 
 
 def range_errors(world: World, case: Case, backend: Any, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
-    """As ``errors``, of one case by any backend; the whole stream is computed by torch in float64."""
+    """Return the errors of one case with ``backend``; torch computes the full stream in float64."""
     from slime_like_plugins.qwen_gdn import ranges, state_passing
 
     cp = world.size
     rows = np.concatenate([[0], np.cumsum(case.lengths)]).astype(np.int32)
     layout = token_layout(rows, cp=cp, cp_rank=world.rank)
-    whole = _inputs(int(layout.padded_cu_seqlens[-1]), case.gate)
-    expected = _whole(whole, layout.padded_cu_seqlens)
-    mine = torch.from_numpy(layout.local_index)
-    local = [_leaf(x[mine] if x.shape[0] == len(whole[0]) else x, dtype, device) for x in whole]
+    inputs = _inputs(int(layout.padded_cu_seqlens[-1]), case.gate)
+    expected = _full_stream(inputs, layout.padded_cu_seqlens)
+    local_index = torch.from_numpy(layout.local_index)
+    local = [_leaf(x[local_index] if x.shape[0] == len(inputs[0]) else x, dtype, device) for x in inputs]
     bounds = tuple(layout.padded_cu_seqlens.tolist())
-    here = ranges.range_of(bounds, dist.group.WORLD, local[0].device, backend)
+    token_range = ranges.range_of(bounds, dist.group.WORLD, local[0].device, backend)
     x, gates, weight = local
-    stream = here.to_stream(torch.cat((x, gates), 1))
-    mixed = state_passing.causal_conv(backend, stream[:, :D], weight, here, "silu")
+    stream = token_range.to_stream(torch.cat((x, gates), 1))
+    mixed = state_passing.causal_conv(backend, stream[:, :D], weight, token_range, "silu")
     q, k, v, g, beta = _columns(mixed, stream[:, D:])
-    out = state_passing.gated_delta_rule(backend, q, k, v, g, beta, here)
-    back = here.to_rows(out[0])
-    (back * _upstream(int(layout.padded_cu_seqlens[-1]))[mine].to(device)).sum().backward()
+    out = state_passing.gated_delta_rule(backend, q, k, v, g, beta, token_range)
+    out_rows = token_range.to_rows(out[0])
+    (out_rows * _upstream(int(layout.padded_cu_seqlens[-1]))[local_index].to(device)).sum().backward()
     dist.all_reduce(_grad(weight))
-    got = [back, *map(_grad, local)]
-    wanted = [expected[0][mine], expected[1][mine], expected[2][mine], expected[3]]
+    results = [out_rows, *map(_grad, local)]
+    expected_results = [expected[0][local_index], expected[1][local_index], expected[2][local_index], expected[3]]
     scales = [float(t.abs().max()) for t in expected]
     names = ("out", "x", "gates", "weight")
     return {
         name: float((a.detach().cpu() - b).abs().max()) / scale
-        for name, a, b, scale in zip(names, got, wanted, scales, strict=True)
+        for name, a, b, scale in zip(names, results, expected_results, scales, strict=True)
     }
 
 
@@ -174,8 +176,8 @@ def _columns(mixed: Tensor, gates: Tensor) -> tuple[Tensor, ...]:
     return tuple(t[None] for t in shaped)
 
 
-def _whole(leaves: list[Tensor], bounds: np.ndarray) -> list[Tensor]:
-    """Output and gradients of the stream on one rank."""
+def _full_stream(leaves: list[Tensor], bounds: np.ndarray) -> list[Tensor]:
+    """Return output and gradients of the stream on one rank."""
     x, gates, weight = leaves
     cu = torch.from_numpy(bounds)
     mixed = _backend().causal_conv(x[None], weight, cu_seqlens=cu, cu_seqlens_cpu=cu, activation="silu")[0]

@@ -1,4 +1,4 @@
-"""Rank functions for the tests of TransformerEngine's attention: its input anywhere, its numbers where it is installed."""
+"""Rank functions for TransformerEngine's attention: its inputs on any machine, its results where it is installed."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
     from slime_like.train.megatron.model.model import _core_attention
     from slime_like.train.megatron.platform.groups import RankInfo
 
-    given: dict[tuple[int, int], dict[str, Any]] = {}
+    parameters: dict[tuple[int, int], dict[str, Any]] = {}
     for cp, rank in ((size, rank) for size in sizes for rank in range(size)):
         rank_info = RankInfo(
             Layout(cp=cp), torch.device("cpu"), 0, 0, rank, 0, *[None] * 5, ep_rank=0, expert_dp_rank=0, ep_group=None
         )
         micro = make_micro(make_rows(lengths, 0), rank_info)
         fields = vars(micro.packed.on_device())
-        given[cp, rank] = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in fields.items()}
-        given[cp, rank] |= {"tokens": len(micro.layout.position_ids), "local_index": micro.layout.local_index}
+        parameters[cp, rank] = {
+            key: value.numpy() if isinstance(value, Tensor) else value for key, value in fields.items()
+        }
+        parameters[cp, rank] |= {"tokens": len(micro.layout.position_ids), "local_index": micro.layout.local_index}
     refusal = None
     try:
-        _core_attention("te", exactly=False)
+        _core_attention("te", is_exact=False)
     except ConfigError as error:
         refusal = str(error)
-    return {"given": given, "refusal": refusal}
+    return {"parameters": parameters, "refusal": refusal}
 
 
 def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
-    """Each provider in bfloat16 against HF in float32, and core attention of the two on the same random rows."""
+    """Compare each attention in bfloat16 with HF in float32, and the two core attentions on the same random rows."""
     host.install("cuda")
 
     ref, rows = parity.reference(folder), parity.batch()
     out: dict[str, Any] = {}
-    attended: dict[str, list[Tensor]] = {}
+    results_of: dict[str, list[Tensor]] = {}
     for name in ("torch", "te"):
         spec = make_spec(folder, Layout(cp=cp), device="cuda", model={"attention": name}, **HALF)
         trainer = start_trainer(world, spec, local_rank=world.rank)
@@ -58,7 +60,7 @@ def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
         trainer.optimizer_step.backward(micros, count_tokens(rows), None)
         grads = {key: grad.cuda() for key, grad in ref.grads.items()}
         core = next(m for m in trainer.model.modules() if type(m).__name__ in ("PackedAttention", "TEAttention"))
-        attended[name] = _attend(core, micros[0].packed, len(micros[0].layout.local_index))
+        results_of[name] = _attend(core, micros[0].packed, len(micros[0].layout.local_index))
         out[name] = {
             "core": type(core).__name__,
             "grad": max(parity.gradient_errors(trainer, grads).values()),
@@ -66,12 +68,12 @@ def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
             if trainer.rank_info.is_reporter
             else 0.0,
         }
-    pairs = zip(("out", "query", "key", "value"), attended["te"], attended["torch"], strict=True)
+    pairs = zip(("out", "query", "key", "value"), results_of["te"], results_of["torch"], strict=True)
     return out | {"core": {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in pairs}}
 
 
 def _attend(core: Any, packed: Any, num_tokens: int) -> list[Tensor]:
-    """Output and gradients of queries, keys and values for fixed random ones, of 4 heads, 2 groups and 16 dimensions."""
+    """Return output and gradients for random queries, keys and values of 4 heads, 2 groups and 16 dimensions."""
     torch.manual_seed(torch.distributed.get_rank())
     shapes = [(num_tokens, heads, 16) for heads in (4, 2, 2)]
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]

@@ -1,5 +1,7 @@
-"""Every loss that reads more than its own token: the same loss and gradient norm in every layout, and the loss is that
-of a reference in Python floats. What a sequence has on another context parallel rank counts."""
+"""Losses that combine tokens: the same loss and gradient norm in every layout, and the loss of a reference in Python floats.
+
+With context parallelism a sequence has tokens on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,31 +31,31 @@ NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 
 
 def reported(results: Results, name: str) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    (found,) = [rank for rank in results[f"algorithms {name}"] if rank[0]]  # exactly one rank reports
-    return found
+    (reporter_result,) = [rank for rank in results[f"algorithms {name}"] if rank[0]]  # exactly one rank reports
+    return reporter_result
 
 
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_loss_and_gradient_do_not_depend_on_the_layout(algo: str, layout: str, results: Results) -> None:
     single, _ = reported(results, "single")
-    found, expected = reported(results, layout)
-    assert found[algo]["train/loss"] == pytest.approx(expected[algo], rel=BOUND, abs=BOUND)
-    assert found[algo]["train/entropy"] > 0, "reported under every loss, also where none reads it"
+    metrics, expected = reported(results, layout)
+    assert metrics[algo]["train/loss"] == pytest.approx(expected[algo], rel=BOUND, abs=BOUND)
+    assert metrics[algo]["train/entropy"] > 0, "entropy is reported for every loss"
     for metric, value in single[algo].items():
         if metric.startswith("train/") and "_p99" not in metric:
-            assert found[algo][metric] == pytest.approx(value, rel=BOUND, abs=BOUND), metric
+            assert metrics[algo][metric] == pytest.approx(value, rel=BOUND, abs=BOUND), metric
 
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_own_loss_and_advantage_train_a_step(layout: str, results: Results) -> None:
-    found, expected = reported(results, layout)
-    assert found["own"]["train/loss"] == pytest.approx(expected["own"], rel=BOUND, abs=BOUND)
-    assert found["own"]["train/reinforce_loss"] == pytest.approx(expected["own"], rel=BOUND, abs=BOUND)
-    assert found["own"]["train/grad_norm"] > 0
+    metrics, expected = reported(results, layout)
+    assert metrics["own"]["train/loss"] == pytest.approx(expected["own"], rel=BOUND, abs=BOUND)
+    assert metrics["own"]["train/reinforce_loss"] == pytest.approx(expected["own"], rel=BOUND, abs=BOUND)
+    assert metrics["own"]["train/grad_norm"] > 0
 
 
-def test_a_sequence_summed_on_one_context_parallel_rank_only_would_show(results: Results) -> None:
+def test_sums_over_one_context_parallel_rank_are_detected(results: Results) -> None:
     single, _ = reported(results, "single")
     faulty, _ = reported(results, "local sums")
     wrong = {
@@ -64,9 +66,9 @@ def test_a_sequence_summed_on_one_context_parallel_rank_only_would_show(results:
     assert wrong == {"gspo", "geometric", "product", "gspo rejection"}
 
 
-def test_every_bound_is_met_from_both_sides(results: Results) -> None:
-    """Otherwise equality would say little."""
-    found, _ = reported(results, "single")
+def test_clipping_and_masking_affect_some_tokens(results: Results) -> None:
+    """Check that the comparisons above cover both sides of every bound."""
+    metrics_of, _ = reported(results, "single")
     shares: dict[str, Any] = {
         "gspo": "pg_clipfrac",
         "cispo": "pg_clipfrac",
@@ -79,6 +81,6 @@ def test_every_bound_is_met_from_both_sides(results: Results) -> None:
     }
     assert set(shares) == set(ALGORITHMS)
     for algo, metric in shares.items():
-        assert 0.05 < found[algo][f"train/{metric}"] < 0.95, (algo, found[algo])
-    assert found["mis"]["train/mis_maskfrac_low"] > 0.05
-    assert len({metrics["train/grad_norm"] for metrics in found.values()}) == len(found)
+        assert 0.05 < metrics_of[algo][f"train/{metric}"] < 0.95, (algo, metrics_of[algo])
+    assert metrics_of["mis"]["train/mis_maskfrac_low"] > 0.05
+    assert len({metrics["train/grad_norm"] for metrics in metrics_of.values()}) == len(metrics_of)

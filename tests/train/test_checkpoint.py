@@ -1,4 +1,4 @@
-"""Checkpoints resume to the same run; damaged and foreign ones are refused by name."""
+"""Checkpoints resume the same run; damaged and foreign checkpoints are refused with the file's name."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_resume_is_the_same_run_bit_for_bit(results: Results) -> None:
         assert resumed["iteration"] == 2 and resumed["version"] == 2
         assert resumed["losses"] == saved["losses"]
         assert resumed["weights"] == saved["weights"]
-        assert resumed["drawn"] == saved["drawn"]  # random numbers go on where they stood
+        assert resumed["random"] == saved["random"]  # the RNG state is restored
 
 
 def test_a_resumed_run_follows_its_own_learning_rate(results: Results) -> None:
-    (found,) = results["resume other lr"]
-    assert found["lr"] == 5e-4 and found["iteration"] == 2
+    (result,) = results["resume other lr"]
+    assert result["lr"] == 5e-4 and result["iteration"] == 2
 
 
 def test_a_save_leaves_no_process_behind(results: Results) -> None:
-    """Upstream's result queue is a Manager process of its own, which imports the main program again."""
+    """Upstream's result queue is a Manager process, which imports the main program."""
     assert all(r["children"] == [] for r in [*results["save single"], *results[SAVED]])
 
 
@@ -53,7 +53,7 @@ def test_a_save_leaves_no_process_behind(results: Results) -> None:
         ("metadata lost", "metadata.json: missing"),
         ("shard cut", "distcp: has the wrong size"),
         ("shard flipped", "distcp: changed since it was written"),
-        ("other model", "tie_word_embeddings is True there and False"),
+        ("other model", "its tie_word_embeddings is True, but False in model.hf_checkpoint"),
         ("plain optimizer", "parallel.distributed_optimizer=True"),
     ],
 )

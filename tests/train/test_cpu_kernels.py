@@ -33,7 +33,7 @@ EPS = 1e-6
 
 @cache
 def C() -> TrainKernels:
-    """Compiled once per machine."""
+    """Return the kernels, compiled once per machine."""
     return make_kernels()
 
 
@@ -43,14 +43,14 @@ def random(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tens
 
 
 def assert_agree(
-    mine: Callable[..., object],
+    function: Callable[..., object],
     definition: Callable[..., object],
     inputs: Sequence[Tensor],
     step: float | None = None,
 ) -> None:
-    """Outputs and gradients of random directions, each within the rounding of its dtype, or ``step``, of its largest value."""
-    found, expected = _outputs_and_gradients(mine, inputs), _outputs_and_gradients(definition, _wide(inputs))
-    for a, b in zip(found, expected, strict=True):
+    """Assert that outputs and gradients agree within the rounding of the dtype (or ``step``), relative to the largest value."""
+    actual, expected = _outputs_and_gradients(function, inputs), _outputs_and_gradients(definition, _wide(inputs))
+    for a, b in zip(actual, expected, strict=True):
         bound = step or (2**-8 if a.dtype is torch.bfloat16 else 2e-6)
         assert a.shape == b.shape
         assert float((a.detach().double() - b.detach()).abs().max()) <= bound * max(1.0, float(b.detach().abs().max()))
@@ -146,7 +146,7 @@ def test_split_norm_rotate(
 def test_scores(
     rows: int, real: int, padding: int, chunk: int, temperature: float, entropy: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    """Against float64 from the same logits: in bfloat16 those of the product are already rounded, by torch."""
+    """Compare with float64 scores of the same logits, which torch's product has already rounded in bfloat16."""
     hidden, weight = random(seed, (rows, 6), (real + padding, 6), dtype=dtype)
     target = torch.randint(0, real, (rows,), generator=torch.Generator().manual_seed(seed))
     part = VocabularyPart(0, real, None)
@@ -167,9 +167,9 @@ def test_scores(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)])
-def test_gradients_of_logits_are_rounded_once(dtype: torch.dtype, given: tuple[bool, bool]) -> None:
-    """More logits than one float32 sums up, entropies alone or not, in place or not, on any number of threads."""
+@pytest.mark.parametrize("has_gradients", [(True, False), (False, True), (True, True)])
+def test_gradients_of_logits_are_rounded_once(dtype: torch.dtype, has_gradients: tuple[bool, bool]) -> None:
+    """Cover more logits than one float32 accumulator, gradients of either or both results, and in-place computation."""
     (logits,) = random(0, (5, 2500), dtype=dtype)
     target, factors = (
         torch.tensor([0, 17, 1024, 2499, 3]),
@@ -178,14 +178,20 @@ def test_gradients_of_logits_are_rounded_once(dtype: torch.dtype, given: tuple[b
     exact = logits.detach().double().requires_grad_()
     log_p = torch.log_softmax(exact / 0.7, -1)
     columns = (log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
-    sum(((f.double() * c).sum() for f, c, wanted in zip(factors, columns, given, strict=True) if wanted)).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    sum(
+        (
+            (f.double() * c).sum()
+            for f, c, has_gradient in zip(factors, columns, has_gradients, strict=True)
+            if has_gradient
+        )
+    ).backward()  # pyright: ignore[reportAttributeAccessIssue]
 
     plain = logits.detach()
     logprobs, log_sums, entropies = C().log_probs(plain, target, 0.7, entropy=True)
-    grads = (factors[0] * given[0], factors[1] if given[1] else None)
+    grads = (factors[0] * has_gradients[0], factors[1] if has_gradients[1] else None)
     assert entropies is not None and exact.grad is not None
-    for found, expected in zip((logprobs, entropies), columns, strict=True):
-        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+    for actual, expected in zip((logprobs, entropies), columns, strict=True):
+        torch.testing.assert_close(actual.double(), expected, atol=2e-6, rtol=2e-6)
     out, in_place = torch.empty_like(plain), plain.clone()
     C().log_probs_back(plain, target, (log_sums, entropies), grads, 0.7, out)
     C().log_probs_back(in_place, target, (log_sums, entropies), grads, 0.7, in_place)
@@ -194,34 +200,34 @@ def test_gradients_of_logits_are_rounded_once(dtype: torch.dtype, given: tuple[b
     assert bool(((out.double() - exact.grad).abs() <= step * exact.grad.abs() + 1e-8).all())
 
 
-def test_scores_that_are_no_numbers_stay_so() -> None:
+def test_nan_and_infinite_logits_give_nan_scores() -> None:
     logits = torch.zeros(3, 40)
     logits[0, 7], logits[1, 39] = float("nan"), float("inf")
     logprobs, log_sums, entropies = C().log_probs(logits, torch.tensor([0, 0, 0]), 1.0, entropy=True)
     assert entropies is not None
-    for found in (logprobs, entropies):
-        assert found.isnan().tolist() == [True, True, False]
+    for scores in (logprobs, entropies):
+        assert scores.isnan().tolist() == [True, True, False]
     out = torch.empty_like(logits)
     C().log_probs_back(logits, torch.tensor([0, 0, 0]), (log_sums, None), (torch.ones(3), None), 1.0, out)
     assert out[:2].isnan().any(-1).all() and not out[2].isnan().any()
 
 
-def test_scores_beside_the_torch_path() -> None:
-    """One chunk, whose logits are kept, and several; a backward pass twice over."""
+def test_scores_agree_with_the_torch_path() -> None:
+    """Cover one chunk, whose logits are kept, several chunks, and two backward passes."""
     hidden, weight = random(3, (50, 16), (33, 16), dtype=torch.float32)
     target = torch.arange(50) % 33
-    given: dict[str, Any] = {"part": VocabularyPart(0, 33, None), "temperature": 0.8, "entropy": True}
+    options: dict[str, Any] = {"part": VocabularyPart(0, 33, None), "temperature": 0.8, "entropy": True}
     for chunk in (50, 7):
-        found: list[list[Tensor]] = []
+        outputs: list[list[Tensor]] = []
         for scores in (vocab_scores, fused_vocab_scores):
-            logprobs, entropies = scores(hidden, weight, target, chunk=chunk, **given)
+            logprobs, entropies = scores(hidden, weight, target, chunk=chunk, **options)
             assert entropies is not None
             total = logprobs.sum() + entropies.sum()
             first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
-            again = torch.autograd.grad(total, (hidden, weight))
-            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-            found.append([logprobs, entropies, *first])
-        for ours, fused in zip(*found, strict=True):
+            second = torch.autograd.grad(total, (hidden, weight))
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            outputs.append([logprobs, entropies, *first])
+        for ours, fused in zip(*outputs, strict=True):
             torch.testing.assert_close(fused, ours, atol=1e-5, rtol=1e-5)
 
 
@@ -265,14 +271,14 @@ def test_attention_gives_the_same_bits_on_any_number_of_threads() -> None:
     bounds = torch.tensor([0, 40, 41, 120, 150]).int()
     before = torch.get_num_threads()
     try:
-        found: list[list[Tensor]] = []
+        outputs: list[list[Tensor]] = []
         for threads in (1, 3):
             torch.set_num_threads(threads)
             attend = lambda *x: AttentionFunction.apply(*x, bounds, 0.2, torch.float32, C())  # noqa: E731
-            found.append(_outputs_and_gradients(attend, inputs))
+            outputs.append(_outputs_and_gradients(attend, inputs))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, three) for one, three in zip(*found, strict=True))
+    assert all(torch.equal(one, three) for one, three in zip(*outputs, strict=True))
 
 
 def test_bounds_outside_the_tokens_are_refused() -> None:
@@ -286,18 +292,18 @@ def test_rows_shared_by_threads_give_the_same_gradients() -> None:
     inputs = random(0, (999, 1, 96), (96,), dtype=torch.float32)
     before = torch.get_num_threads()
     try:
-        found = []
+        outputs = []
         for threads in (1, 3, 3):
             torch.set_num_threads(threads)
-            found.append(_outputs_and_gradients(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), inputs))
+            outputs.append(_outputs_and_gradients(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), inputs))
     finally:
         torch.set_num_threads(before)
-    for one, three, again in zip(*found, strict=True):
+    for one, three, repeated in zip(*outputs, strict=True):
         torch.testing.assert_close(one, three, atol=1e-4, rtol=1e-4)
-        assert torch.equal(three, again)
+        assert torch.equal(three, repeated)
 
 
-def test_what_would_read_foreign_memory_is_refused() -> None:
+def test_inputs_of_other_shapes_strides_and_dtypes_are_refused() -> None:
     x, weight = torch.ones(4, 8), torch.ones(8)
     for rows, scale in ((x.T, weight), (x, weight[:4]), (x, weight.double())):
         with pytest.raises(AssertionError):
@@ -309,5 +315,5 @@ def test_each_source_has_an_object_of_its_own() -> None:
     assert object_name(compiler, SOURCE) != object_name(compiler)
 
 
-def test_threads_of_attention_have_the_scratch_that_they_write() -> None:
+def test_scratch_size_of_attention_equals_the_source() -> None:
     assert f"#define QUERIES {QUERIES}\n" in (SOURCE / "rows.h").read_text()

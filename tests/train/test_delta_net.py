@@ -1,7 +1,7 @@
 """A Gated DeltaNet layer on many ranks equals the recurrence, token by token in float64: output and every gradient.
 
-Tensor parallel with and without sequence parallelism, both modes of context parallelism at two and four ranks, key heads that
-these do not divide, decays that forget within a token and decays that remember a whole sequence.
+Cases: tensor parallelism with and without sequence parallelism, both modes of context parallelism on two and four ranks, numbers
+of key heads that the ranks do not divide, fast decays and slow decays.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ JOBS = {
 
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_equals_the_recurrence(size: int, results: Results) -> None:
-    found = results[f"delta net {size}"]
-    assert len(found) == size
-    for rank, ranks in enumerate(found):
-        for case, parts in zip(CASES[size], ranks, strict=False):
+    errors_of_ranks = results[f"delta net {size}"]
+    assert len(errors_of_ranks) == size
+    for rank, errors in enumerate(errors_of_ranks):
+        for case, parts in zip(CASES[size], errors, strict=False):
             assert {"out", "hidden", "A_log", "dt_bias", "conv1d.weight", "out_norm.weight"} < parts.keys()
             assert max(parts.values()) <= BOUND, f"rank {rank} of {size}: {case}: {parts}"
 
 
 @pytest.mark.parametrize("part", FAULTS)
-def test_a_planted_fault_is_seen(part: str, results: Results) -> None:
-    at = len(CASES[2]) + list(FAULTS).index(part)
-    assert max(rank[at][part] for rank in results["delta net 2"]) > 0.01
+def test_an_injected_fault_is_detected(part: str, results: Results) -> None:
+    case = len(CASES[2]) + list(FAULTS).index(part)
+    assert max(rank[case][part] for rank in results["delta net 2"]) > 0.01
 
 
-def test_a_gradient_that_stops_at_the_border_of_a_rank_leaves_the_output_right(results: Results) -> None:
-    at = len(CASES[2]) + list(FAULTS).index("hidden")
-    parts = [rank[at] for rank in results["delta net 2"]]
+def test_a_gradient_that_stops_at_a_ranks_border_does_not_change_the_output(results: Results) -> None:
+    case = len(CASES[2]) + list(FAULTS).index("hidden")
+    parts = [rank[case] for rank in results["delta net 2"]]
     assert max(p["out"] for p in parts) <= BOUND and max(p["hidden"] for p in parts) > 0.05, parts

@@ -21,21 +21,21 @@ CASES = {
 }
 LAYOUTS = {1: Layout(), 2: Layout(**SP)}
 JOBS = {
-    wanted: [
+    world_size: [
         Job(name, "tests.train.exact_layers:attribute", (model, LAYOUTS[size], fault))
         for name, (size, model, fault) in CASES.items()
-        if size == wanted
+        if size == world_size
     ]
-    for wanted in LAYOUTS
+    for world_size in LAYOUTS
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_kind_that_rounds_is_found(name: str, results: Results) -> None:
-    (found,) = [result for result in results[name] if result is not None]
+    (errors,) = [result for result in results[name] if result is not None]
     fault = CASES[name][2]
-    assert found[""] > 3e-4, f"the fault does not show: {found}"
-    assert found[fault] < 0.03 * found[""]
-    assert found["all"] < 0.03 * found[""]
+    assert errors[""] > 3e-4, f"the fault has no effect: {errors}"
+    assert errors[fault] < 0.03 * errors[""]
+    assert errors["all"] < 0.03 * errors[""]
     for other in set(KINDS) - {fault}:
-        assert found[other] > 0.5 * found[""]
+        assert errors[other] > 0.5 * errors[""]

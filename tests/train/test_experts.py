@@ -1,5 +1,5 @@
-"""Experts: loss, every gradient and log-probabilities equal transformers', whatever ranks hold the experts; weights come
-back bit for bit, and a checkpoint goes on with the experts distributed in another way."""
+"""Experts: loss, gradients and log-probabilities equal transformers' in every layout; an export equals the loaded weights bit for
+bit, and a checkpoint can be resumed with another distribution of the experts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.experts import ExpertMatrix, global_key, keys_of_peers
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
-from tests.train.models import fused as joined_experts
+from tests.train.models import fuse_experts
 from tests.train.parity import comparison
 from tests.train.weights import assert_refused, assert_same_tensors, family_of, tensors_of
 
 pytestmark = pytest.mark.ranks
 
 BOUND = 1e-5
-DECAY_BOUND = 3e-4  # transformers in float32 is as far from itself in float64
+DECAY_BOUND = 3e-4  # the error of transformers in float32 against float64 is as large
 LAYOUTS: dict[int, dict[str, Layout]] = {
     1: {"single": Layout()},
     2: {
@@ -123,23 +123,23 @@ NAMES = [*(name for cases in CASES.values() for name in cases), *RECOMPUTE, *BAL
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_hf(name: str, results: Results) -> None:
-    found = comparison(results, name)
-    assert found.worst <= BOUND, found
-    assert found.score <= BOUND, found
-    assert found.decay <= DECAY_BOUND, found
-    assert found.balance <= BOUND, found
+    errors = comparison(results, name)
+    assert errors.worst <= BOUND, errors
+    assert errors.score <= BOUND, errors
+    assert errors.decay <= DECAY_BOUND, errors
+    assert errors.balance <= BOUND, errors
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "balance_per_trained_token"])
-def test_a_planted_fault_exceeds_the_bound(fault: str, results: Results) -> None:
-    found = comparison(results, fault)
-    assert max(found.worst, found.score) > 100 * BOUND, found
+def test_an_injected_fault_exceeds_the_bound(fault: str, results: Results) -> None:
+    errors = comparison(results, fault)
+    assert max(errors.worst, errors.score) > 100 * BOUND, errors
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_whole_logits_equal_hf(kind: str, results: Results) -> None:
-    found = comparison(results, f"{kind} single")
-    assert found.logits is not None and found.logits <= BOUND, found
+def test_logits_equal_hf(kind: str, results: Results) -> None:
+    errors = comparison(results, f"{kind} single")
+    assert errors.logits is not None and errors.logits <= BOUND, errors
 
 
 @pytest.mark.parametrize("name", ROUND_TRIP)
@@ -155,41 +155,41 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
 
 @pytest.mark.parametrize("target", ["single", *RESHARDED])
 @pytest.mark.parametrize("source", RESHARDED)
-def test_experts_distributed_otherwise_continue_the_run(source: str, target: str, results: Results) -> None:
+def test_another_distribution_of_experts_continues_the_run(source: str, target: str, results: Results) -> None:
     (expected,) = [r["losses"] for r in results[f"reshard from experts {source}"] if r["losses"][0] is not None]
-    (found,) = [
+    (losses,) = [
         r for rank in results[f"reshard experts to {target}"] if (r := rank[f"experts {source}"])[0] is not None
     ]
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert expected[0] != pytest.approx(expected[1], rel=1e-4)  # a state that is lost would show
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-4)  # so the comparison detects lost optimizer state
 
 
 # ---- weights, without ranks ------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def fused(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with all experts of a block in one tensor."""
+def fused_folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of the model with all experts of a block in one tensor."""
     folder = tmp_path_factory.mktemp("fused")
     source = models["qwen3_moe"]
-    save_file(joined_experts(load_file(source / "model.safetensors")), folder / "model.safetensors")
+    save_file(fuse_experts(load_file(source / "model.safetensors")), folder / "model.safetensors")
     (folder / "config.json").write_text((source / "config.json").read_text())
     return folder
 
 
-def test_fused_experts_are_read_as_those_that_lie_alone(models: dict[str, Path], fused: Path) -> None:
-    alone, together = HFFolder(models["qwen3_moe"]), HFFolder(fused)
-    table = family_of(fused, "qwen3_moe").weights()
+def test_fused_experts_are_read_like_separate_matrices(models: dict[str, Path], fused_folder: Path) -> None:
+    separate_source, fused_source = HFFolder(models["qwen3_moe"]), HFFolder(fused_folder)
+    table = family_of(fused_folder, "qwen3_moe").weights()
     assert sum(isinstance(weight, ExpertMatrix) for weight in table.values()) == 4 * 8 * 2
     for key, weight in table.items():
-        for a, b in zip(weight.read(alone), weight.read(together), strict=True):
+        for a, b in zip(weight.read(separate_source), weight.read(fused_source), strict=True):
             assert torch.equal(a, b), key
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-def test_fused_experts_of_another_shape_are_named(name: str, fused: Path, tmp_path: Path) -> None:
+def test_fused_experts_of_another_shape_are_named(name: str, fused_folder: Path, tmp_path: Path) -> None:
     full = f"model.layers.2.mlp.experts.{name}"
-    tensors = load_file(fused / "model.safetensors")
+    tensors = load_file(fused_folder / "model.safetensors")
     save_file(tensors | {full: tensors[full][:7].clone()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((fused / "config.json").read_text())
+    (tmp_path / "config.json").write_text((fused_folder / "config.json").read_text())
     weights = family_of(tmp_path, "qwen3_moe").weights()
     key = f"blocks.2.mlp.experts.0.linear_{'fc1' if name == 'gate_up_proj' else 'fc2'}.weight"
     with pytest.raises(CheckpointError, match=rf"{full} has shape \(7, .*config\.json implies \(8, "):
@@ -206,7 +206,7 @@ def test_a_missing_expert_is_named(models: dict[str, Path], tmp_path: Path) -> N
         family_of(tmp_path, "qwen3_moe").weights()["blocks.1.mlp.experts.5.linear_fc1.weight"].read(HFFolder(tmp_path))
 
 
-def test_keys_are_those_of_the_whole_model() -> None:
+def test_keys_have_global_expert_indices() -> None:
     local = "blocks.3.mlp.experts.local_experts.1.linear_fc1.weight"
     assert global_key(local, 4, 0) == "blocks.3.mlp.experts.1.linear_fc1.weight"
     assert global_key(local, 4, 1) == "blocks.3.mlp.experts.5.linear_fc1.weight"
@@ -224,7 +224,7 @@ def test_keys_are_those_of_the_whole_model() -> None:
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true"),
     ],
 )
-def test_a_router_that_cannot_be_is_refused(models: dict[str, Path], change: dict[str, int], message: str) -> None:
+def test_an_impossible_router_is_refused(models: dict[str, Path], change: dict[str, int], message: str) -> None:
     assert_refused(models["qwen3_moe"], "qwen3_moe", 1, change, message)
 
 
@@ -237,9 +237,7 @@ def test_blocks_without_experts_have_an_mlp(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("source", RESHARDED)
-def test_experts_of_a_checkpoint_become_the_model_that_its_ranks_exported(
-    source: str, results: Results, scratch: Path
-) -> None:
+def test_a_converted_checkpoint_equals_the_export_of_its_ranks(source: str, results: Results, scratch: Path) -> None:
     name = f"experts {source}"
     expected = scratch / f"reshard_from_{name}".replace(" ", "_") / "hf"
     assert_same_tensors(results["export each with experts"][0][name], expected)

@@ -1,4 +1,4 @@
-"""Exported weights load in transformers with the same outputs; buckets hold the full manifest in order."""
+"""Exported weights give the same outputs in transformers; buckets contain the manifest in order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_buckets_hold_every_hf_tensor_once_and_in_order(name: str, results: Resu
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(exported[0].folder))
     expected = {n: tuple(p.shape) for n, p in by_expert(dict(model.named_parameters())).items()}
     assert ("lm_head.weight" in expected) == (kind != "tied")
-    found: dict[str, tuple[int, ...]] = {}
+    shapes_sent: dict[str, tuple[int, ...]] = {}
     for e in exported:
         sent = [entry for bucket in e.sent for entry in bucket]
         assert len(e.sent) > 3
@@ -54,12 +54,12 @@ def test_buckets_hold_every_hf_tensor_once_and_in_order(name: str, results: Resu
             continue
         assert sent == e.manifest
         assert all(size <= MAX_BYTES or len(bucket) == 1 for size, bucket in zip(e.bucket_bytes, e.sent, strict=True))
-        assert not found.keys() & {n for n, _, _ in sent}
-        found |= {n: shape for n, shape, _ in sent}
-    assert found == expected
+        assert not shapes_sent.keys() & {n for n, _, _ in sent}
+        shapes_sent |= {n: shape for n, shape, _ in sent}
+    assert shapes_sent == expected
 
 
-def test_export_says_its_dtype(results: Results) -> None:
+def test_export_records_its_dtype(results: Results) -> None:
     exported: list[Exported] = results["export bfloat16"]
     assert {dtype for _, _, dtype in exported[0].manifest} == {"bfloat16"}
     assert json.loads((exported[0].folder / "config.json").read_text())["dtype"] == "bfloat16"

@@ -1,6 +1,6 @@
-"""Every family beside Qwen3: loss, every gradient and log-probabilities equal transformers', and its weights come back.
+"""Families other than Qwen3: loss, gradients and log-probabilities equal transformers', and an export equals the loaded weights.
 
-Llama untied with llama3 rotary scaling and tied without; Qwen2, which has biases, tied.
+Models: Llama untied with llama3 rotary scaling, Llama tied without it, and Qwen2 tied, which has biases.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ NAMES = [name for cases in CASES.values() for name in cases]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_hf(name: str, results: Results) -> None:
-    found = comparison(results, name)
-    assert found.worst <= BOUND, found
-    assert found.score <= BOUND, found
+    errors = comparison(results, name)
+    assert errors.worst <= BOUND, errors
+    assert errors.score <= BOUND, errors
 
 
-def test_a_planted_fault_exceeds_the_bound(results: Results) -> None:
-    found = comparison(results, FAULT)
-    assert found.score > 100 * BOUND, found
+def test_an_injected_fault_exceeds_the_bound(results: Results) -> None:
+    errors = comparison(results, FAULT)
+    assert errors.score > 100 * BOUND, errors
 
 
 @pytest.mark.parametrize("name", ROUND_TRIP)
@@ -69,7 +69,7 @@ def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: 
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True of a qwen2 model"),
     ],
 )
-def test_a_variant_the_family_cannot_carry(
+def test_an_unsupported_variant_is_refused(
     models: dict[str, Path], kind: str, change: dict[str, Any], message: str
 ) -> None:
     assert_refused(models[kind], KINDS[kind], 1, change, message)

@@ -1,4 +1,4 @@
-"""The CUDA path: varlen attention, nccl, the same numbers as transformers. Run where there is an NVIDIA GPU."""
+"""The CUDA path: variable-length attention, NCCL, results equal to transformers'. Needs an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.train.megatron.platform import host
 from tests.train import parity
-from tests.train.jobs import annotated, start_trainer
+from tests.train.jobs import annotated, save_checkpoint, start_trainer
 from tests.train.lifecycle import batch, train
 from tests.train.models import count_tokens, make_model, make_spec
 from tests.train.ranks import World, run_ranks
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-WIDE: dict[str, Any] = {  # FlashQLA takes heads of 128 alone
+WIDE: dict[str, Any] = {  # FlashQLA supports only heads of 128
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
@@ -47,7 +47,7 @@ def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
 
 
 def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
-    """float32 gradients against HF, bfloat16 scores, learning, a resumed run and an export."""
+    """Return the errors of float32 gradients, bfloat16 scores, a resumed run and an export, and the losses of a run."""
     host.install("cuda")
 
     ref = parity.reference(folder)
@@ -58,7 +58,7 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     trainer.optimizer_step.backward(annotated(trainer, rows), count_tokens(rows), None)
     grads = {name: g.cuda() for name, g in ref.grads.items()}
     out["grad"] = max(parity.gradient_errors(trainer, grads).values())
-    metrics = reduce_metrics(actor.step([rows], [count_tokens(rows)]))
+    metrics = reduce_metrics(actor.train_rollout([rows], [count_tokens(rows)]))
     out["loss"] = abs(metrics["train/loss"] / ref.loss - 1)
 
     half = {"dtype": "bfloat16", "algo": SftConfig(), "optim": {"lr": 5e-3}}
@@ -67,7 +67,7 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     out["bfloat16 score"] = max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.logprobs, strict=True))
     actor = actor_on_gpu(world, folder, model={"recompute": "full"}, **half)
     out["losses"] = [train(actor, Layout(), 1)["train/loss"] for _ in range(4)]
-    actor.save(scratch / "checkpoint", 4)
+    save_checkpoint(actor, scratch / "checkpoint", 4)
     train(actor, Layout(), 2)
     resumed = actor_on_gpu(world, folder, model={"recompute": "full"}, **half)
     resumed.load(scratch / "checkpoint")
@@ -97,34 +97,34 @@ def options_on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     plain = gradients(actor_on_gpu(world, folder, algo=parity.ALGO))
     out: dict[str, Any] = {"recompute": {}}
     for name, model in VARIANTS.items():
-        found = gradients(actor_on_gpu(world, folder, algo=parity.ALGO, model=model))
-        out["recompute"][name] = max(float((found[k] - plain[k]).abs().max() / plain[k].abs().max()) for k in plain)
+        grads = gradients(actor_on_gpu(world, folder, algo=parity.ALGO, model=model))
+        out["recompute"][name] = max(float((grads[k] - plain[k]).abs().max() / plain[k].abs().max()) for k in plain)
     half: dict[str, Any] = {"dtype": "bfloat16", "algo": SftConfig()}
     divided: dict[str, Any] = {"lr": 5e-3, "cpu_offload": True, "cpu_offload_fraction": 0.5}
     device, actor, resumed = (actor_on_gpu(world, folder, **half, optim=o) for o in ({"lr": 5e-3}, divided, divided))
     for name, one in (("device", device), ("half", actor)):
         out[name] = [train(one, Layout(), 1)["train/loss"] for _ in range(4)]
-    actor.save(scratch / "offloaded", 4)
+    save_checkpoint(actor, scratch / "offloaded", 4)
     resumed.load(scratch / "offloaded")
     out["resumed"] = [train(one, Layout(), 1)["train/loss"] for one in (actor, resumed) for _ in range(2)]
     return out
 
 
 def test_options_on_one_gpu(models: dict[str, Path], tmp_path: Path) -> None:
-    (found,) = run_ranks("tests.train.test_gpu:options_on_gpu", 1, models["tied"], tmp_path)
-    assert {name: error for name, error in found["recompute"].items() if error > 1e-5} == {}
-    assert found["half"] == pytest.approx(found["device"], rel=1e-2), found
-    assert found["resumed"][2:] == pytest.approx(found["resumed"][:2], rel=1e-2), found
+    (result,) = run_ranks("tests.train.test_gpu:options_on_gpu", 1, models["tied"], tmp_path)
+    assert {name: error for name, error in result["recompute"].items() if error > 1e-5} == {}
+    assert result["half"] == pytest.approx(result["device"], rel=1e-2), result
+    assert result["resumed"][2:] == pytest.approx(result["resumed"][:2], rel=1e-2), result
 
 
 @pytest.mark.parametrize("kind", ["tied", "qwen3_moe"])
 def test_one_gpu(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
-    (found,) = run_ranks("tests.train.test_gpu:on_gpu", 1, models[kind], tmp_path)
-    assert found["grad"] < 1e-4 and found["loss"] < 1e-5, found
-    assert found["bfloat16 score"] < 0.3, found
-    assert found["losses"][-1] < 0.8 * found["losses"][0], found
-    assert found["resumed"] < 1e-2, found  # flash attention's backward adds in no fixed order
-    assert found["export"] < 0.1, found
+    (result,) = run_ranks("tests.train.test_gpu:on_gpu", 1, models[kind], tmp_path)
+    assert result["grad"] < 1e-4 and result["loss"] < 1e-5, result
+    assert result["bfloat16 score"] < 0.3, result
+    assert result["losses"][-1] < 0.8 * result["losses"][0], result
+    assert result["resumed"] < 1e-2, result  # flash attention's backward adds in no fixed order
+    assert result["export"] < 0.1, result
 
 
 def hybrid_on_gpu(
@@ -153,42 +153,44 @@ def hybrid_on_gpu(
     return out
 
 
-def assert_backends_agree(found: dict[str, dict[str, float]], backends: tuple[str, ...]) -> None:
-    assert [kernels.partition(":")[0] for kernels in found] == [f"Gated DeltaNet ran on {name}" for name in backends]
-    for errors in found.values():
-        assert errors["score"] < 0.3 and errors["grad"] < 0.1, found
+def assert_backends_agree(errors_of: dict[str, dict[str, float]], backends: tuple[str, ...]) -> None:
+    assert [kernels.partition(":")[0] for kernels in errors_of] == [
+        f"Gated DeltaNet ran on {name}" for name in backends
+    ]
+    for errors in errors_of.values():
+        assert errors["score"] < 0.3 and errors["grad"] < 0.1, errors_of
 
 
 def test_gated_delta_net_on_one_gpu(models: dict[str, Path]) -> None:
     backends = ("torch", "fla") if importlib.util.find_spec("fla") else ("torch",)
-    (found,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, models["qwen3_5"], backends)
-    assert_backends_agree(found, backends)
+    (errors_of,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, models["qwen3_5"], backends)
+    assert_backends_agree(errors_of, backends)
 
 
 def test_gated_delta_net_by_flashqla_on_one_gpu(tmp_path: Path) -> None:
     shape = GDNShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, conv_width=4)
-    here = runtime("cuda", torch.cuda.get_device_capability())
+    gpu_runtime = runtime("cuda", torch.cuda.get_device_capability())
     try:
-        check_runtime(GDNConfig(backend="flashqla"), here, "bfloat16", shape)
+        check_runtime(GDNConfig(backend="flashqla"), gpu_runtime, "bfloat16", shape)
     except ConfigError as refused:
         pytest.skip(str(refused))
     folder = make_model(tmp_path / "wide", "qwen3_5_text", tied=True, seed=5, changes=WIDE)
     backends = ("fla", "flashqla")
-    (found,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, folder, backends)
-    assert_backends_agree(found, backends)
-    assert ["flash-qla" in kernels for kernels in found] == [False, True]
+    (errors_of,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, folder, backends)
+    assert_backends_agree(errors_of, backends)
+    assert ["flash-qla" in kernels for kernels in errors_of] == [False, True]
 
 
 def same_bits(world: World, folder: Path) -> list[list[bytes]]:
     """Weights after three deterministic steps, twice."""
-    found: list[list[bytes]] = []
+    weights_of_runs: list[list[bytes]] = []
     for _ in range(2):
         actor = actor_on_gpu(world, folder, dtype="bfloat16", algo=SftConfig(), deterministic=True)
         for seed in range(3):
             train(actor, Layout(), seed)
         weights = [p.detach().cpu().view(torch.uint8).numpy().tobytes() for p in actor.model.parameters()]
-        found.append(weights)
-    return found
+        weights_of_runs.append(weights)
+    return weights_of_runs
 
 
 def test_a_deterministic_gpu_gives_the_same_bits_twice(
@@ -204,8 +206,8 @@ def test_a_deterministic_gpu_gives_the_same_bits_twice(
 def test_transformer_engine_attends_as_torch_does(cp: int, models: dict[str, Path]) -> None:
     if cp > torch.cuda.device_count():
         pytest.skip(f"needs {cp} GPUs")
-    for found in run_ranks("tests.train.te:on_gpu", cp, models["tied"], cp):
-        assert (found["torch"]["core"], found["te"]["core"]) == ("PackedAttention", "TEAttention")
-        assert {name: error for name, error in found["core"].items() if error > 2e-2} == {}  # two bfloat16 kernels
+    for result in run_ranks("tests.train.te:on_gpu", cp, models["tied"], cp):
+        assert (result["torch"]["core"], result["te"]["core"]) == ("PackedAttention", "TEAttention")
+        assert {name: error for name, error in result["core"].items() if error > 2e-2} == {}  # two bfloat16 kernels
         for name in ("torch", "te"):
-            assert found[name]["grad"] < 0.08 and found[name]["score"] < 0.3, found
+            assert result[name]["grad"] < 0.08 and result[name]["score"] < 0.3, result

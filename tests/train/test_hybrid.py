@@ -1,7 +1,7 @@
 """Qwen3.5 and Qwen3-Next without experts: loss, every gradient and log-probabilities equal transformers', in every layout.
 
 float32, four blocks of which one is gated attention and three are Gated DeltaNet with grouped value heads, partial
-rotary, ragged packed rows. transformers' own delta rule ignores the borders of packed sequences: it gets one at a time.
+rotary, ragged packed rows. transformers' delta rule ignores the borders of packed sequences, so it gets one at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.train.weights import (
 pytestmark = pytest.mark.ranks
 
 BOUND = 1e-5
-DECAY_BOUND = 3e-4  # transformers in float32 is as far from itself in float64
+DECAY_BOUND = 3e-4  # the error of transformers in float32 against float64 is as large
 KINDS = {"qwen3_5": "qwen3_5", "qwen3_next": "qwen3_next", "vision": "qwen3_5"}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
@@ -68,7 +68,7 @@ ROUND_TRIP = {
     for name, layout in (("tp2", Layout(**SP)), ("pp2", Layout(pp=2)))
 }
 NORMS, UPSTREAM = "hybrid norms", "hybrid upstream"
-SMALL: dict[str, Any] = {**OVERLAP, "bucket_size": 1_000}  # the convolution has a bucket of its own
+SMALL: dict[str, Any] = {**OVERLAP, "bucket_size": 1_000}  # puts the convolution in a separate bucket
 OVERLAPS = {
     "hybrid no overlap": (Layout(dp=2), False),
     "hybrid overlap": (Layout(dp=2, **SMALL), False),
@@ -113,60 +113,60 @@ NAMES = [job.name for size in CASES for job in JOBS[size] if job.target.endswith
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_hf(name: str, results: Results) -> None:
-    found = comparison(results, name)
-    assert found.worst <= BOUND, found
-    assert found.score <= BOUND, found
-    assert found.decay <= DECAY_BOUND, found
+    errors = comparison(results, name)
+    assert errors.worst <= BOUND, errors
+    assert errors.score <= BOUND, errors
+    assert errors.decay <= DECAY_BOUND, errors
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_logits_equal_hf(kind: str, results: Results) -> None:
-    found = comparison(results, f"{kind} single")
-    assert found.logits is not None and found.logits <= BOUND, found
+def test_logits_equal_hf(kind: str, results: Results) -> None:
+    errors = comparison(results, f"{kind} single")
+    assert errors.logits is not None and errors.logits <= BOUND, errors
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_exceeds_the_bound(fault: str, results: Results) -> None:
-    found = comparison(results, fault)
-    assert max(found.worst, found.score) > 100 * BOUND, found
+def test_an_injected_fault_exceeds_the_bound(fault: str, results: Results) -> None:
+    errors = comparison(results, fault)
+    assert max(errors.worst, errors.score) > 100 * BOUND, errors
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SAVED)
 def test_another_layout_continues_the_run(source: str, target: str, results: Results) -> None:
     (expected,) = [losses for losses in results[source] if losses[0] is not None]
-    (found,) = [losses[source] for losses in results[target] if losses[source][0] is not None]
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert expected[0] != pytest.approx(expected[1], rel=1e-3)  # two steps that differ
+    (losses_here,) = [losses[source] for losses in results[target] if losses[source][0] is not None]
+    assert losses_here == pytest.approx(expected, rel=1e-6)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3)  # so the comparison detects lost state
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_decays_stay_in_float32_where_the_rest_has_16_bits(name: str, results: Results) -> None:
-    for found in results[name]:
-        assert found["dtypes"] == {"torch.float32"} and found["others"] == {"torch.bfloat16"}
-        assert 0 < found["moved"] < 1e-4  # a step that bfloat16 could not have taken
-        assert not found["rounded"]
-        assert found["exported"] == {"float32"}
-        assert found["loaded"] and found["goes on"]
+def test_decays_are_float32_in_a_16_bit_model(name: str, results: Results) -> None:
+    for result in results[name]:
+        assert result["dtypes"] == {"torch.float32"} and result["others"] == {"torch.bfloat16"}
+        assert 0 < result["moved"] < 1e-4  # smaller than the resolution of bfloat16
+        assert not result["rounded"]
+        assert result["exported"] == {"float32"}
+        assert result["loaded"] and result["continues"]
 
 
 def test_overlap_changes_nothing(results: Results) -> None:
-    plain, found, early = (results[name] for name in OVERLAPS)
-    assert found == plain and all(len(weights) == 2 for weights in found)
-    assert early != plain
+    plain, overlapped, unsynced = (results[name] for name in OVERLAPS)
+    assert overlapped == plain and all(len(weights) == 2 for weights in overlapped)
+    assert unsynced != plain
 
 
-def test_what_megatron_does_without_our_touch_ups(results: Results) -> None:
-    (found,) = results[UPSTREAM]
-    assert found == {"ours": "ok", "groups of two dtypes": "RuntimeError", "no fla": "ImportError"}
+def test_megatron_fails_without_our_patches(results: Results) -> None:
+    (outcomes,) = results[UPSTREAM]
+    assert outcomes == {"ours": "ok", "groups of two dtypes": "RuntimeError", "no fla": "ImportError"}
 
 
-def test_norms_of_16_bits_round_once_and_keep_nothing_wide(results: Results) -> None:
-    (found,) = results[NORMS]
-    assert found.keys() == {"zero-centred", "gated"}
-    for errors in found.values():
-        assert errors["error"] < 5e-3, found  # half a last bit of bfloat16 is 3.9e-3
-        assert errors["wide bytes"] <= 4 * 48, found  # the scale alone
+def test_norms_of_16_bits_round_once_and_save_16_bits(results: Results) -> None:
+    (errors_of,) = results[NORMS]
+    assert errors_of.keys() == {"zero-centred", "gated"}
+    for errors in errors_of.values():
+        assert errors["error"] < 5e-3, errors_of  # half a last bit of bfloat16 is 3.9e-3
+        assert errors["wide bytes"] <= 4 * 48, errors_of  # only the scale
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_what_is_not_trained_goes_into_an_export_but_not_to_engines(
+def test_untrained_tensors_are_exported_but_not_sent_to_engines(
     name: str, models: dict[str, Path], results: Results
 ) -> None:
     exported: list[Exported] = results[name]
@@ -199,7 +199,7 @@ def test_hf_loads_the_export_and_agrees(name: str, results: Results) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:
-    # Two key-value heads are not for four ranks; DeltaNets alone are.
+    # Four ranks do not divide two key-value heads, only the heads of the DeltaNets.
     family = family_of(models[kind], KINDS[kind], min(tp, 2))
     assert_shards_merge(family, models[kind], tp, only="linear_attn" if tp == 4 else "")
 
@@ -214,7 +214,7 @@ def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: 
         ("qwen3_5", {"linear_num_key_heads": 3}, "parallel.tp=2 does not divide the model's linear_num_key_heads=3"),
     ],
 )
-def test_a_variant_the_family_cannot_carry(
+def test_an_unsupported_variant_is_refused(
     models: dict[str, Path], kind: str, change: dict[str, Any], message: str
 ) -> None:
     assert_refused(models[kind], KINDS[kind], 2, change, message)

@@ -1,4 +1,4 @@
-"""TokenLayout: every token on exactly one context parallel rank, next tokens and sums per sequence as in the rows."""
+"""TokenLayout: every token is on exactly one context parallel rank; next tokens and sums per sequence equal the rows'."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def ranks(row: list[int], tp: int, cp: int) -> list[TokenLayout]:
 
 
 @given(lengths, sizes)
-def test_ranks_hold_every_token_once_and_equally_many(row: list[int], size: tuple[int, int]) -> None:
+def test_ranks_have_every_token_once_and_equally_many_tokens(row: list[int], size: tuple[int, int]) -> None:
     tp, cp = size
-    found = ranks(row, tp, cp)
-    indices = np.concatenate([layout.row_index for layout in found])
+    layouts = ranks(row, tp, cp)
+    indices = np.concatenate([layout.row_index for layout in layouts])
     assert sorted(indices[indices >= 0]) == list(range(sum(row)))
-    local = {len(layout.row_index) for layout in found}
+    local = {len(layout.row_index) for layout in layouts}
     assert len(local) == 1 and local.pop() % tp == 0
-    padded = np.diff(found[0].padded_cu_seqlens)
+    padded = np.diff(layouts[0].padded_cu_seqlens)
     assert (padded % (2 * cp if cp > 1 else 1) == 0).all()
-    assert len(found[0].position_ids) == padded.sum() == sum(len(layout.row_index) for layout in found)
-    assert len(found[0].position_ids) > 0
+    assert len(layouts[0].position_ids) == padded.sum() == sum(len(layout.row_index) for layout in layouts)
+    assert len(layouts[0].position_ids) > 0
 
 
 @given(lengths, sizes)
-def test_tokens_by_rank_are_what_the_ranks_hold_one_after_another(row: list[int], size: tuple[int, int]) -> None:
+def test_tokens_by_rank_concatenates_the_ranks_tokens(row: list[int], size: tuple[int, int]) -> None:
     tp, cp = size
-    found = ranks(row, tp, cp)
-    held = np.concatenate([layout.local_index for layout in found])
-    assert (tokens_by_rank(found[0].padded_cu_seqlens, cp) == held).all()
+    layouts = ranks(row, tp, cp)
+    held = np.concatenate([layout.local_index for layout in layouts])
+    assert (tokens_by_rank(layouts[0].padded_cu_seqlens, cp) == held).all()
 
 
 @given(lengths, sizes)
@@ -67,19 +67,19 @@ def test_columns_predictions_and_segment_sums(row: list[int], size: tuple[int, i
     sums = np.zeros(len(row), np.float32)
     predicted: list[int] = []
     for layout in ranks(row, *size):
-        taken = layout.take(column, 7)
+        local_column = layout.take(column, 7)
         inside = layout.row_index >= 0
-        assert (taken[inside] == column[layout.row_index[inside]]).all() and (taken[~inside] == 7).all()
+        assert (local_column[inside] == column[layout.row_index[inside]]).all() and (local_column[~inside] == 7).all()
         following = layout.next_token(column, 7)
-        found = layout.predictions(mask)
-        assert (following[found.source] == column[found.target]).all()
-        predicted += found.target.tolist()
-        sums += layout.segment_sum(column[found.target], found.target)
+        predictions = layout.predictions(mask)
+        assert (following[predictions.source] == column[predictions.target]).all()
+        predicted += predictions.target.tolist()
+        sums += layout.segment_sum(column[predictions.target], predictions.target)
     first = np.zeros(sum(row), bool)
     first[cu[:-1]] = True
-    wanted = mask & ~first
-    assert sorted(predicted) == np.flatnonzero(wanted).tolist()
-    expected = [column[a:b][wanted[a:b]].sum() for a, b in itertools.pairwise(cu)]
+    expected_mask = mask & ~first
+    assert sorted(predicted) == np.flatnonzero(expected_mask).tolist()
+    expected = [column[a:b][expected_mask[a:b]].sum() for a, b in itertools.pairwise(cu)]
     np.testing.assert_allclose(sums, expected, atol=1e-5)
 
 
@@ -99,27 +99,27 @@ def test_context_parallel_ranks_hold_mirrored_chunks() -> None:
 
 
 @given(lengths, sizes)
-def test_pieces_let_each_query_see_its_sequence_up_to_itself(row: list[int], size: tuple[int, int]) -> None:
+def test_pieces_are_causal_attention(row: list[int], size: tuple[int, int]) -> None:
     tp, cp = size
-    found = ranks(row, tp, cp)
-    gathered = np.concatenate([layout.local_index for layout in found])  # padded index of each gathered key
-    sequence = np.searchsorted(found[0].padded_cu_seqlens, np.arange(len(gathered)), side="right")
-    position = found[0].position_ids
-    for rank, layout in enumerate(found):
+    layouts = ranks(row, tp, cp)
+    gathered = np.concatenate([layout.local_index for layout in layouts])  # padded index of each gathered key
+    sequence = np.searchsorted(layouts[0].padded_cu_seqlens, np.arange(len(gathered)), side="right")
+    position = layouts[0].position_ids
+    for rank, layout in enumerate(layouts):
         pieces = attention_pieces(layout.padded_cu_seqlens, cp=cp, cp_rank=rank)
         keys = gathered if pieces.key_index is None else gathered[pieces.key_index]
         assert pieces.query_cu[-1] == len(layout.local_index) and pieces.key_cu[-1] == len(keys)
-        for r, (queries, seen) in enumerate(pieces.lengths):
+        for r, (queries, num_keys) in enumerate(pieces.lengths):
             for i in range(queries):
                 query = layout.local_index[pieces.query_cu[r] + i]
-                visible = keys[pieces.key_cu[r] : pieces.key_cu[r] + seen - queries + i + 1]
+                visible = keys[pieces.key_cu[r] : pieces.key_cu[r] + num_keys - queries + i + 1]
                 assert visible.tolist() == [
                     k for k in range(len(gathered)) if sequence[k] == sequence[query] and position[k] <= position[query]
                 ]
 
 
-def test_pieces_cost_every_context_parallel_rank_the_same() -> None:
+def test_pieces_balance_the_context_parallel_ranks() -> None:
     for cp in (2, 4):
         pieces = [attention_pieces(bounds([16 * cp, 8 * cp]), cp=cp, cp_rank=rank) for rank in range(cp)]
         assert len({p.key_cu[-1] for p in pieces}) == 1
-        assert len({sum(q * k - q * (q - 1) // 2 for q, k in p.lengths) for p in pieces}) == 1  # scores not masked
+        assert len({sum(q * k - q * (q - 1) // 2 for q, k in p.lengths) for p in pieces}) == 1  # unmasked scores

@@ -1,4 +1,4 @@
-"""Families, HF folders and layouts: what is refused before a model is built, each by name; shards make the whole again."""
+"""Families, HF folders and layouts: unusable ones are refused with a named cause; shards merge to the HF tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.train.weights import assert_shards_merge, family_of
 
 @pytest.fixture
 def folder(models: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Return a copy of a model that a test may damage."""
     return Path(shutil.copytree(models["untied"], tmp_path / "model"))
 
 
@@ -104,7 +104,7 @@ def test_an_unknown_model_type_names_the_families(folder: Path) -> None:
         ({}, 4, r"parallel\.tp=4 does not divide the model's num_key_value_heads=2"),
     ],
 )
-def test_a_variant_or_layout_the_family_cannot_carry(folder: Path, changes: Any, tp: int, message: str) -> None:
+def test_an_unsupported_variant_or_layout_is_refused(folder: Path, changes: Any, tp: int, message: str) -> None:
     edit_config(folder, **changes)
     with pytest.raises(ConfigError, match=message):
         Qwen3(HFFolder(folder).config(), tp)

@@ -1,4 +1,4 @@
-"""The trainer's options: recompute, overlap, bfloat16 with float32 main weights, schedules, AdamW, optimizer offload."""
+"""Options of the trainer: recompute, overlap, bfloat16 with float32 main weights, schedules, AdamW, optimizer offload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.train.options import ADAMW, OVERLAP, Overlapped, Recomputed, Rounded
 
 pytestmark = pytest.mark.ranks
 
-MICROS, BLOCKS = 2, 4  # of the batch and the model
+NUM_MICROS, NUM_BLOCKS = 2, 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "full, stretches of 2": {"recompute": "full", "recompute_num_layers": 2},
@@ -50,7 +50,7 @@ LEARNING: dict[str, dict[str, Any]] = {
     },
 }
 NUM_STEPS = 40
-CP, LENGTHS = (1, 2, 4), (5, 3, 9)  # of what TransformerEngine would be given
+CP, LENGTHS = (1, 2, 4), (5, 3, 9)  # layouts and sequences of the test of TransformerEngine's inputs
 HALF = {"bfloat16 tp2 sp": Layout(**SP), "bfloat16 dp2": Layout(dp=2)}
 NEAR: dict[int, dict[str, Layout]] = {
     2: {"tp2 sp": Layout(**SP), "dp2": Layout(dp=2), "cp2": Layout(cp=2), "pp2 vpp2": Layout(pp=2, vpp=2)},
@@ -59,7 +59,7 @@ NEAR: dict[int, dict[str, Layout]] = {
 RECOMPUTED: dict[str, dict[str, Any]] = {"": {}, ", recompute": {"recompute": "full"}}
 SPARSE = {
     "bfloat16 ep2": Layout(dp=2, ep=2)
-}  # rounding sends some tokens to other experts, whose gradients are then others
+}  # gradients are not compared: rounding routes some tokens to other experts
 OPTIONS = "tests.train.options"
 NEAR_JOBS = {
     size: [
@@ -113,51 +113,55 @@ JOBS = {
 @pytest.mark.parametrize("name", [*RECOMPUTE, "recompute c"])
 def test_recompute_changes_no_gradient(name: str, results: Results) -> None:
     for rank in results[name]:
-        assert {variant: found.error for variant, found in rank.items() if found.error > 1e-6} == {}
+        assert {variant: recomputed.error for variant, recomputed in rank.items() if recomputed.error > 1e-6} == {}
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recompute_runs_again_what_it_names_and_nothing_else(name: str, results: Results) -> None:
-    blocks = BLOCKS // RECOMPUTE[name].pp
+def test_recompute_repeats_only_the_named_modules(name: str, results: Results) -> None:
+    blocks = NUM_BLOCKS // RECOMPUTE[name].pp
     for rank in results[name]:
-        calls = {variant: found.calls for variant, found in rank.items()}
+        calls = {variant: recomputed.calls for variant, recomputed in rank.items()}
         once = calls["none"]
-        assert once["core_attn"] == once["mlp"] == blocks * MICROS
+        assert once["core_attn"] == once["mlp"] == blocks * NUM_MICROS
         norms = once["layernorm"]
-        per_block = 4 * MICROS  # two before attention and MLP, two on heads
-        assert norms in (blocks * per_block, blocks * per_block + MICROS)  # the last stage has one more, at the end
+        per_block = 4 * NUM_MICROS  # two before attention and MLP, two on heads
+        assert norms in (blocks * per_block, blocks * per_block + NUM_MICROS)  # the last stage has the final norm
         both = {"core_attn": 2 * once["core_attn"], "mlp": 2 * once["mlp"]}
         assert calls["full"] == calls["full, stretches of 2"] == both | {"layernorm": norms + blocks * per_block}
-        first = {"core_attn": once["core_attn"] + MICROS, "mlp": once["mlp"] + MICROS}
+        first = {"core_attn": once["core_attn"] + NUM_MICROS, "mlp": once["mlp"] + NUM_MICROS}
         assert calls["full, first block"] == first | {"layernorm": norms + per_block}
         assert calls["core_attn"] == once | {"core_attn": both["core_attn"]}
         assert calls["mlp"] == once | {"mlp": both["mlp"]}
-        assert calls["layernorm"] == once | {"layernorm": norms + 2 * blocks * MICROS}
-        assert calls["all three"] == both | {"layernorm": norms + 2 * blocks * MICROS}
+        assert calls["layernorm"] == once | {"layernorm": norms + 2 * blocks * NUM_MICROS}
+        assert calls["all three"] == both | {"layernorm": norms + 2 * blocks * NUM_MICROS}
 
 
 # ---- overlap ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_overlap_changes_nothing(kind: str, results: Results) -> None:
-    for plain, found in zip(results[f"no overlap {kind}"], results[f"overlap {kind}"], strict=True):
-        assert isinstance(found, Overlapped)
-        assert found.weights == plain.weights
-        assert np.array_equal(found.score, plain.score)
-        assert plain.early == 0
-        assert found.buckets > 3 and found.early > 3
+    for plain, overlapped in zip(results[f"no overlap {kind}"], results[f"overlap {kind}"], strict=True):
+        assert isinstance(overlapped, Overlapped)
+        assert overlapped.weights == plain.weights
+        assert np.array_equal(overlapped.score, plain.score)
+        assert plain.num_early == 0
+        assert overlapped.buckets > 3 and overlapped.num_early > 3
 
 
 def test_overlap_changes_nothing_on_virtual_stages(results: Results) -> None:
-    for plain, found in zip(results["no overlap vpp2"], results["overlap vpp2"], strict=True):
-        assert found.weights == plain.weights
-        assert np.array_equal(found.score, plain.score)
-        assert plain.early == 0
-        assert found.early > found.buckets >= 2  # in every step but the first, which learns what to wait for
-        assert all(found.waited)
-    assert any(found.waited for found in results["overlap vpp2"])
-    assert max(found.buckets for found in results["overlap vpp2"]) > 2  # first virtual stage of the first rank
-    early = results["overlap vpp2, read early"]
-    assert any(a.weights != b.weights for a, b in zip(results["no overlap vpp2"], early, strict=True))
+    for plain, overlapped in zip(results["no overlap vpp2"], results["overlap vpp2"], strict=True):
+        assert overlapped.weights == plain.weights
+        assert np.array_equal(overlapped.score, plain.score)
+        assert plain.num_early == 0
+        assert (
+            overlapped.num_early > overlapped.buckets >= 2
+        )  # in every optimizer step except the first, in which megatron records the order
+        assert all(overlapped.gathered_at_read)
+    assert any(overlapped.gathered_at_read for overlapped in results["overlap vpp2"])
+    assert (
+        max(overlapped.buckets for overlapped in results["overlap vpp2"]) > 2
+    )  # first virtual stage of the first rank
+    unsynced = results["overlap vpp2, read early"]
+    assert any(a.weights != b.weights for a, b in zip(results["no overlap vpp2"], unsynced, strict=True))
 
 
 def test_ranks_agree_on_their_weights(results: Results) -> None:
@@ -165,20 +169,22 @@ def test_ranks_agree_on_their_weights(results: Results) -> None:
     assert first.weights == second.weights
 
 
-def test_export_would_read_old_weights_without_waiting(results: Results) -> None:
-    plain, found = results["no overlap untied"], results["weights are read early"]
-    assert any(a.weights != b.weights for a, b in zip(plain, found, strict=True))
+def test_reading_weights_without_the_gather_is_detected(results: Results) -> None:
+    plain, unsynced = results["no overlap untied"], results["weights are read early"]
+    assert any(a.weights != b.weights for a, b in zip(plain, unsynced, strict=True))
 
 
 def test_the_output_layer_waits_for_its_weight(results: Results) -> None:
     for rank in (*results["overlap tied"], *results["overlap untied"]):
-        assert rank.waited and all(rank.waited)
-    assert not all(rank_waited for rank in results["output layer does not wait"] for rank_waited in rank.waited)
+        assert rank.gathered_at_read and all(rank.gathered_at_read)
+    assert not all(
+        was_gathered for rank in results["output layer does not wait"] for was_gathered in rank.gathered_at_read
+    )
 
 
 # ---- bfloat16 --------------------------------------------------------------------------------------------------------
-def reported(ranks: list[Rounded]) -> tuple[float, float]:
-    """Mean and largest difference of a log-probability: of the one rank that has them."""
+def reported_score(ranks: list[Rounded]) -> tuple[float, float]:
+    """Return mean and largest log-probability difference, from the reporter."""
     (score,) = [rank.score for rank in ranks if rank.score]
     return score
 
@@ -186,35 +192,35 @@ def reported(ranks: list[Rounded]) -> tuple[float, float]:
 @pytest.mark.parametrize("name", [job.name for jobs in NEAR_JOBS.values() for job in jobs])
 def test_bfloat16_stays_near_the_float32_reference(name: str, results: Results) -> None:
     assert max(rank.grad for rank in results[name]) < 0.08, results[name]
-    mean, largest = reported(results[name])
+    mean, largest = reported_score(results[name])
     assert mean < 0.01 and largest < 0.05, (mean, largest)
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_bfloat16_experts_say_nearly_the_same(name: str, results: Results) -> None:
-    mean, largest = reported(results[f"{name} near"])
+def test_bfloat16_experts_stay_near_the_reference(name: str, results: Results) -> None:
+    mean, largest = reported_score(results[f"{name} near"])
     assert mean < 0.01 and largest < 0.2, (mean, largest)
 
 
 @pytest.mark.parametrize("name", [*HALF, *SPARSE])
-def test_what_must_not_be_rounded_is_float32(name: str, results: Results) -> None:
+def test_main_weights_and_gradients_are_float32(name: str, results: Results) -> None:
     for rank in results[name]:
         assert rank["dtypes"] == {("torch.bfloat16", "torch.float32")}  # weights, accumulated gradients
         assert rank["main dtypes"] == {"torch.float32"}
         assert rank["sent"] == {"bfloat16"}
-        assert rank["main weights moved"] > 2e-6  # three updates too small for bfloat16 are not lost
+        assert rank["main weights moved"] > 2e-6  # the sum of three updates that are too small for bfloat16
         assert rank["resumed exactly"]
 
 
 # ---- schedules and AdamW ---------------------------------------------------------------------------------------------
 def closed_form(keys: dict[str, Any], k: int) -> float:
-    """Learning rate of optimizer step ``k``, counted from 1."""
+    """Return the learning rate of optimizer step ``k``, counted from 1."""
     top, low = keys["lr"], keys.get("min_lr", 0.0)
     end = keys.get("decay_steps", NUM_STEPS)
     warmup = keys.get("warmup_steps") or round(keys.get("warmup_fraction", 0.0) * end)
     if k <= warmup:
         return top * k / warmup
-    done = min(1.0, (k - warmup) / (end - warmup))
+    progress = min(1.0, (k - warmup) / (end - warmup))
     shapes = {
         "constant": lambda x: 1.0,
         "linear": lambda x: 1 - x,
@@ -224,75 +230,80 @@ def closed_form(keys: dict[str, Any], k: int) -> float:
     }
     shape = keys.get("schedule", "constant")
     if shape == "wsd":
-        shape, done = keys["wsd_decay_style"], max(0.0, (k - end + keys["wsd_decay_steps"]) / keys["wsd_decay_steps"])
-    return low + (top - low) * shapes[shape](done)
+        shape, progress = (
+            keys["wsd_decay_style"],
+            max(0.0, (k - end + keys["wsd_decay_steps"]) / keys["wsd_decay_steps"]),
+        )
+    return low + (top - low) * shapes[shape](progress)
 
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_learning_rates_follow_the_closed_form(name: str, results: Results) -> None:
-    (found,) = results["schedules"]
+    (rates_of,) = results["schedules"]
     expected = [closed_form(LEARNING[name], k) for k in range(1, NUM_STEPS + 1)]
-    assert found[name] == pytest.approx(expected, rel=1e-12)
+    assert rates_of[name] == pytest.approx(expected, rel=1e-12)
     if name != "constant":
-        assert found[name][-1] == pytest.approx(LEARNING[name]["min_lr"])
+        assert rates_of[name][-1] == pytest.approx(LEARNING[name]["min_lr"])
 
 
 def test_adamw_with_clipping_and_decay_equals_float64(results: Results) -> None:
-    (found,) = results["adamw float64"]
-    assert found["largest norm"] > 2 * ADAMW["clip_grad"]  # clipping had something to do
-    assert found["norm"] < 1e-5
-    assert found["rate"] < 1e-9  # of the very step that reports it
-    assert found["vectors"] < 1e-6 and found["matrices"] < 1e-6, found
+    (errors,) = results["adamw float64"]
+    assert errors["largest norm"] > 2 * ADAMW["clip_grad"]  # gradients were clipped
+    assert errors["norm"] < 1e-5
+    assert errors["rate"] < 1e-9  # the learning rate that a step reports is the one it used
+    assert errors["vectors"] < 1e-6 and errors["matrices"] < 1e-6, errors
 
 
 # ---- optimizer offload -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["offload half", "offload all"])
-def test_a_divided_optimizer_is_the_same_optimizer(name: str, results: Results) -> None:
-    """The division is megatron's; that the other part is on a GPU is pretended here (test_gpu has the real one)."""
+def test_offload_does_not_change_the_optimizer(name: str, results: Results) -> None:
+    """megatron divides the parameters; the part for the GPU is on the CPU too (test_gpu uses a GPU)."""
     for rank in results[name]:
         assert rank["host"] > 0
         assert (rank["device"] > 0) == (name == "offload half")
         assert rank["equal"] and rank["restored"] and rank["resumed"], rank
 
 
-# ---- TransformerEngine's attention (what it computes: test_gpu) ------------------------------------------------------
+# ---- TransformerEngine's attention (its results: test_gpu) -----------------------------------------------------------
 @pytest.mark.parametrize("cp", CP)
 def test_transformer_engine_is_given_the_same_sequences(cp: int, results: Results) -> None:
-    (found,) = results["te"]
+    (result,) = results["te"]
     unit = 2 * cp if cp > 1 else 1
     lengths = [-(-length // unit) * unit for length in LENGTHS]
     for rank in range(cp):
-        given = found["given"][cp, rank]
-        bounds = np.cumsum([0, *lengths, given["tokens"] - sum(lengths)])
-        assert given["cu_seqlens_q"].tolist() == given["cu_seqlens_kv"].tolist() == np.unique(bounds).tolist()
-        assert given["cu_seqlens_q"].dtype == np.int32
-        assert given["max_seqlen_q"] == given["max_seqlen_kv"] == np.diff(bounds).max()
-        assert (given["qkv_format"], given["pad_between_seqs"]) == ("thd", False)
-        padded = given["cu_seqlens_q_padded"], given["cu_seqlens_kv_padded"]
-        assert all(p is None if cp == 1 else p.tolist() == given["cu_seqlens_q"].tolist() for p in padded)
-        if cp > 1:  # each of its ranks takes chunks r and 2 * cp - 1 - r of every sequence
+        parameters = result["parameters"][cp, rank]
+        bounds = np.cumsum([0, *lengths, parameters["tokens"] - sum(lengths)])
+        assert parameters["cu_seqlens_q"].tolist() == parameters["cu_seqlens_kv"].tolist() == np.unique(bounds).tolist()
+        assert parameters["cu_seqlens_q"].dtype == np.int32
+        assert parameters["max_seqlen_q"] == parameters["max_seqlen_kv"] == np.diff(bounds).max()
+        assert (parameters["qkv_format"], parameters["pad_between_seqs"]) == ("thd", False)
+        padded = parameters["cu_seqlens_q_padded"], parameters["cu_seqlens_kv_padded"]
+        assert all(p is None if cp == 1 else p.tolist() == parameters["cu_seqlens_q"].tolist() for p in padded)
+        if cp > 1:  # TransformerEngine expects chunks r and 2 * cp - 1 - r of every sequence
             chunks = [np.split(np.arange(a, b), 2 * cp) for a, b in itertools.pairwise(np.unique(bounds))]
-            mine = np.concatenate([part for split in chunks for part in (split[rank], split[2 * cp - 1 - rank])])
-            assert given["local_index"].tolist() == mine.tolist()
+            local_tokens = np.concatenate(
+                [part for split in chunks for part in (split[rank], split[2 * cp - 1 - rank])]
+            )
+            assert parameters["local_index"].tolist() == local_tokens.tolist()
 
 
 @pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="no C compiler")
-def test_a_trainer_on_a_cpu_takes_c_kernels_where_they_can_be_compiled(results: Results) -> None:
-    (found,) = results["cpu kernels"]
-    assert (found["compiler, auto"], found["compiler, c"], found["compiler, torch"]) == ("FusedRMSNorm",) * 2 + (
+def test_c_kernels_are_used_on_a_cpu_with_a_compiler(results: Results) -> None:
+    (norms,) = results["cpu kernels"]
+    assert (norms["compiler, auto"], norms["compiler, c"], norms["compiler, torch"]) == ("FusedRMSNorm",) * 2 + (
         "RMSNorm",
     )
-    assert found["none, auto"] == found["none, torch"] == "RMSNorm"
-    assert found["none, c"].startswith("model.cpu_kernels=c: no C compiler (")
-    assert found["none, c"].endswith("on PATH: apt-get install gcc; or set it to auto, which does without")
+    assert norms["none, auto"] == norms["none, torch"] == "RMSNorm"
+    assert norms["none, c"].startswith("model.cpu_kernels=c: no C compiler (")
+    assert norms["none, c"].endswith("on PATH: apt-get install gcc; or set it to auto, which does without")
 
 
-def test_without_transformer_engine_its_attention_says_so(results: Results) -> None:
-    (found,) = results["te"]
+def test_te_attention_without_transformer_engine_is_a_config_error(results: Results) -> None:
+    (result,) = results["te"]
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("transformer_engine is installed")
-    assert "model.attention=te" in found["refusal"] and "model.attention=auto" in found["refusal"]
+    assert "model.attention=te" in result["refusal"] and "model.attention=auto" in result["refusal"]
 
 
-def test_results_are_of_their_kind(results: Results) -> None:
-    assert all(isinstance(found, Recomputed) for found in results["recompute pp2"][0].values())
+def test_recompute_jobs_return_recomputed(results: Results) -> None:
+    assert all(isinstance(result, Recomputed) for result in results["recompute pp2"][0].values())

@@ -1,7 +1,7 @@
 """Loss, gradient norm and every gradient equal HF transformers' on the same weights, in every layout.
 
 float32, 4 layers, grouped-query attention, ragged packed rows, tied and untied embeddings, PPO loss with entropy at
-temperature 0.7. Planted faults show that the bound can fail.
+temperature 0.7. Injected faults show that the comparison detects them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.train.parity import comparison
 pytestmark = pytest.mark.ranks
 
 BOUND = 1e-5
-UNTIED = ("dp2 pp2 vpp2", "tp2 pp2")  # of four ranks: the output layer on another pipeline rank than the embedding
+UNTIED = ("dp2 pp2 vpp2", "tp2 pp2")  # output layer and embedding on different pipeline ranks
 LAYOUTS: dict[int, dict[str, Layout]] = {
     1: {"single": Layout()},
     2: {
@@ -60,7 +60,7 @@ def job(name: str, kind: str, layout: Layout, model: dict[str, Any] | None = Non
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
-    """Both kinds of model on few ranks; on four the tied one, whose gradient crosses the pipeline, and some untied."""
+    """Return the kinds to test: both on few ranks; on four ranks tied, whose gradient crosses the pipeline, and some untied."""
     return ("tied",) if name in LAYOUTS[4] and name not in UNTIED else ("tied", "untied")
 
 
@@ -77,12 +77,12 @@ NAMES = [job.name for jobs in JOBS.values() for job in jobs if job.name not in F
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_hf(name: str, results: Results) -> None:
-    found = comparison(results, name)
-    assert found.worst <= BOUND, found
-    assert found.score <= BOUND, found
+    errors = comparison(results, name)
+    assert errors.worst <= BOUND, errors
+    assert errors.score <= BOUND, errors
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_exceeds_the_bound(fault: str, results: Results) -> None:
-    found = comparison(results, fault)
-    assert max(found.worst, found.score) > 100 * BOUND, found
+def test_an_injected_fault_exceeds_the_bound(fault: str, results: Results) -> None:
+    errors = comparison(results, fault)
+    assert max(errors.worst, errors.score) > 100 * BOUND, errors

@@ -1,4 +1,4 @@
-"""The runner itself: results in order, a failing rank's traceback at once, a deadline."""
+"""The runner of rank functions: results in order, the traceback of a failing rank at once, a deadline."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def forked(world: World, seconds: float) -> list[str]:
 
 
 def one_thread(world: World) -> str:
-    """Return the messages while another thread runs, and after it was joined."""
+    """Return the error of ``_await_one_thread`` while another thread runs; it must not fail after a thread was joined."""
     import threading
 
     from tests.train.ranks import _await_one_thread
 
-    for _ in range(200):  # a joined thread was still there in most of them
+    for _ in range(200):  # in most of these iterations a joined thread still exists
         faulthandler.dump_traceback_later(60)
         faulthandler.cancel_dump_traceback_later()
         _await_one_thread()
-    go_on = threading.Event()
-    other = threading.Thread(target=go_on.wait)
-    other.start()
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
     try:
         _await_one_thread(0.1)
     except AssertionError as error:
         return str(error)
     finally:
-        go_on.set()
-    return "no word of it"
+        release.set()
+    return "no error"
 
 
 def test_results_come_in_rank_order() -> None:
@@ -75,5 +75,5 @@ def test_forks_of_a_rank_are_ranks_too() -> None:
 
 
 def test_a_process_is_forked_once_its_other_threads_are_gone() -> None:
-    (said,) = run_ranks("tests.train.test_ranks:one_thread", 1)
-    assert "would stay locked in a fork" in said
+    (message,) = run_ranks("tests.train.test_ranks:one_thread", 1)
+    assert "would stay locked in a fork" in message

@@ -1,4 +1,4 @@
-"""A critic and a teacher beside the actor: the same values, losses and weights in every layout, and those of transformers."""
+"""Critic and teacher: the same values, losses and weights in every layout, equal to transformers'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def jobs(name: str, layout: Layout) -> list[Job]:
         Job(f"teacher's ranks {name}", f"{ROLES}:own_teacher", (layout,)),
         Job(f"teacher swapped {name}", f"{ROLES}:swapped_teacher", (layout,)),
         Job(f"other shape {name}", f"{ROLES}:teacher_of_another_shape", (layout,)),
-        Job(f"fresh {name}", f"{ROLES}:fresh", (layout,)),
+        Job(f"new critics {name}", f"{ROLES}:new_critics", (layout,)),
     ]
 
 
@@ -56,47 +56,47 @@ EXPECTED = {
 
 
 def reported(results: Results, name: str) -> Trained:
-    """Return the ranks' results with the metrics of all: each metric is reported by one rank of its role."""
+    """Return the ranks' results with the metrics of all ranks, each of which exactly one rank reports."""
     ranks: list[Trained] = results[name]
     metrics: list[dict[str, float]] = []
     for per_rank in zip(*(rank.metrics for rank in ranks), strict=True):
-        names = [metric for found in per_rank for metric in found]
+        names = [metric for metrics_of_rank in per_rank for metric in metrics_of_rank]
         assert len(names) == len(set(names)), "a metric was reported twice"
-        metrics.append({metric: value for found in per_rank for metric, value in found.items()})
+        metrics.append({metric: value for metrics_of_rank in per_rank for metric, value in metrics_of_rank.items()})
     return Trained(metrics, ranks[0].before, ranks[0].after, ranks[0].advantages)
 
 
-def close(found: list[list[Any]], expected: list[list[Any]], bound: float = 1e-5) -> bool:
-    pairs = [(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)]
+def close(actual: list[list[Any]], expected: list[list[Any]], bound: float = 1e-5) -> bool:
+    pairs = [(a, b) for x, y in zip(actual, expected, strict=True) for a, b in zip(x, y, strict=True)]
     return bool(pairs) and max(float(np.abs(a - b).max()) for a, b in pairs) <= bound
 
 
-def compare(found: dict[str, float], expected: dict[str, float]) -> None:
+def compare(actual: dict[str, float], expected: dict[str, float]) -> None:
     for name, value in expected.items():
         if name.startswith("train/"):
-            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+            assert actual[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "vpp2"])
 def test_actor_and_critic_are_the_same_run_in_every_layout(name: str, results: Results) -> None:
-    single, found = reported(results, "ppo one rank"), reported(results, f"ppo {name}")
-    assert found.metrics[0].keys() >= EXPECTED
-    for mine, one in zip(found.metrics, single.metrics, strict=True):
-        compare(mine, one)
-    assert close(found.before, single.before)
-    assert close(found.after, single.after, 2e-4)
-    assert not close(single.before, single.after, 0.01)  # the critic has moved
-    assert sorted(found.advantages) == sorted(single.advantages) == [0, 101, 110], "of the samples that there are"
+    single, split = reported(results, "ppo one rank"), reported(results, f"ppo {name}")
+    assert split.metrics[0].keys() >= EXPECTED
+    for split_metrics, single_metrics in zip(split.metrics, single.metrics, strict=True):
+        compare(split_metrics, single_metrics)
+    assert close(split.before, single.before)
+    assert close(split.after, single.after, 2e-4)
+    assert not close(single.before, single.after, 0.01)  # training changes the values
+    assert sorted(split.advantages) == sorted(single.advantages) == [0, 101, 110], "only existing samples are returned"
     for sample_id, advantages in single.advantages.items():
-        np.testing.assert_allclose(found.advantages[sample_id], advantages, rtol=1e-3, atol=1e-3)
-        assert len(np.unique(advantages[1:])) > 1, "gae gives tokens of one sample different ones"
+        np.testing.assert_allclose(split.advantages[sample_id], advantages, rtol=1e-3, atol=1e-3)
+        assert len(np.unique(advantages[1:])) > 1, "GAE gives tokens of one sample different advantages"
 
 
-def test_values_are_those_of_transformers(results: Results, models: dict[str, Path]) -> None:
+def test_values_equal_transformers(results: Results, models: dict[str, Path]) -> None:
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(models["untied"], dtype=torch.float32)
-    found = reported(results, "ppo one rank").before
+    actual = reported(results, "ppo one rank").before
     for step, rows in ((k, r) for k in range(STEPS) for r in enumerate(batch(k))):
         index, row = rows
         expected = np.zeros(len(row.token_ids), np.float32)
@@ -106,10 +106,10 @@ def test_values_are_those_of_transformers(results: Results, models: dict[str, Pa
                 values = model(input_ids=ids).last_hidden_state[0] @ head_weight()[0] + 0.3
             expected[start + 1 : stop] = values[:-1].numpy()
         expected[row.loss_weight == 0] = 0
-        np.testing.assert_allclose(found[step][index], expected, atol=2e-5)
+        np.testing.assert_allclose(actual[step][index], expected, atol=2e-5)
 
 
-def test_a_gradient_that_is_summed_twice_would_show(results: Results) -> None:
+def test_a_gradient_that_is_summed_twice_is_detected(results: Results) -> None:
     single, faulty = reported(results, "ppo one rank"), reported(results, "value gradient summed twice")
     assert close(faulty.before, single.before)
     assert not close(faulty.after, single.after, 1e-3)
@@ -122,14 +122,14 @@ def test_the_value_loss_falls(results: Results) -> None:
     assert second["train/value_loss"] < first["train/value_loss"]
 
 
-def test_a_fresh_head_expects_nothing(results: Results) -> None:
+def test_a_new_value_head_returns_zero(results: Results) -> None:
     for name in ("one rank", *LAYOUTS):
-        found = [value for rank in results[f"fresh {name}"] for value in rank]
-        assert found
-        assert set(found) == {0.0}
+        values = [value for rank in results[f"new critics {name}"] for value in rank]
+        assert values
+        assert set(values) == {0.0}
 
 
-def test_the_actor_rests_while_the_critic_warms_up(results: Results) -> None:
+def test_the_actor_is_unchanged_while_the_critic_warms_up(results: Results) -> None:
     ranks = results["critic's warm-up"]
     assert all(rank["actor unchanged"] and rank["version"] == 1 for rank in ranks)
     metrics = {name: value for rank in ranks for name, value in rank["metrics"].items()}
@@ -137,44 +137,42 @@ def test_the_actor_rests_while_the_critic_warms_up(results: Results) -> None:
     assert "train/grad_norm" not in metrics
 
 
-def test_a_critic_is_saved_resumed_and_started_from(results: Results) -> None:
-    (found,) = results["critic resumes"]
-    assert close(found["found"], found["expected"], 0.0)
-    assert close(found["loaded"], found["expected"], 0.0)
-    assert close(found["loaded by a plain optimizer"], found["expected"], 0.0)
-    assert found["version"] == 2
-    assert found["report"]["train/value_loss"] > 0
+def test_a_critics_checkpoint_can_be_resumed_and_loaded(results: Results) -> None:
+    (result,) = results["critic resumes"]
+    assert close(result["resumed"], result["expected"], 0.0)
+    assert close(result["loaded"], result["expected"], 0.0)
+    assert close(result["loaded by a plain optimizer"], result["expected"], 0.0)
+    assert result["version"] == 2
+    assert result["report"]["train/value_loss"] > 0
 
 
 @pytest.mark.parametrize("name", ["actor as critic.load", "actor resumed as critic"])
 def test_an_actors_checkpoint_has_no_value_head(name: str, results: Results) -> None:
-    (found,) = results["critic resumes"]
-    assert found[name].startswith("CheckpointError: ")
-    assert "iter_0000001: has no value head" in found[name]
-    assert "critic.load" in found[name]
+    (errors,) = results["critic resumes"]
+    assert errors[name].startswith("CheckpointError: ")
+    assert "iter_0000001: has no value head" in errors[name]
+    assert "critic.load" in errors[name]
 
 
 @pytest.mark.parametrize("kind", ["teacher's ranks", "teacher swapped"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_distillation_is_the_same_run_in_every_layout(kind: str, name: str, results: Results) -> None:
-    single, found = reported(results, "teacher's ranks one rank"), reported(results, f"{kind} {name}")
-    for mine, one in zip(found.metrics, single.metrics, strict=True):
-        compare(mine, one)
+    single, split = reported(results, "teacher's ranks one rank"), reported(results, f"{kind} {name}")
+    for split_metrics, single_metrics in zip(split.metrics, single.metrics, strict=True):
+        compare(split_metrics, single_metrics)
     first, second = single.metrics
     assert first["train/teacher_kl"] == pytest.approx(0, abs=1e-6)  # the student starts as a copy
     assert abs(second["train/teacher_kl"]) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["one rank", *LAYOUTS])
-def test_a_teacher_of_another_family_scores_as_transformers(
-    name: str, results: Results, models: dict[str, Path]
-) -> None:
+def test_a_teacher_of_another_family_equals_transformers(name: str, results: Results, models: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
-    found = results[f"other shape {name}"][0]
+    logprobs = results[f"other shape {name}"][0]
     for k in range(STEPS):
-        for row, column in zip(batch(k), found[k], strict=True):
+        for row, column in zip(batch(k), logprobs[k], strict=True):
             expected = np.zeros(len(row.token_ids), np.float32)
             for start, stop in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
                 ids = torch.from_numpy(row.token_ids[start:stop].astype(np.int64))[None]

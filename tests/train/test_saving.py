@@ -1,4 +1,4 @@
-"""A save does not hold training up, and whatever dies or is full in between, the newest whole checkpoint is the named one."""
+"""Saves continue during training; after a kill or a full disk, the latest file names the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ pytestmark = pytest.mark.ranks
 
 JOBS = {
     1: [
-        Job("save beside, single", "tests.train.saving:save_beside_training", (Layout(),)),
-        Job("die everywhere", "tests.train.saving:die_everywhere"),
+        Job("save during training, single", "tests.train.saving:save_during_training", (Layout(),)),
+        Job("kill at every operation", "tests.train.saving:kill_at_every_operation"),
         Job("full disk of a run", "tests.train.saving:full_disk_of_a_run"),
     ],
     2: [
-        Job("save beside, dp2", "tests.train.saving:save_beside_training", (Layout(dp=2),)),
+        Job("save during training, dp2", "tests.train.saving:save_during_training", (Layout(dp=2),)),
         Job("full disks", "tests.train.saving:full_disks", (Layout(dp=2),)),
         Job("full disks of exports", "tests.train.saving:full_disks_of_exports", (Layout(pp=2),)),
     ],
 }
 
 
-@pytest.mark.parametrize("name", ["save beside, single", "save beside, dp2"])
-def test_what_is_trained_while_files_are_written_is_not_in_them(name: str, results: Results) -> None:
+@pytest.mark.parametrize("name", ["save during training, single", "save during training, dp2"])
+def test_training_during_a_save_does_not_change_the_checkpoint(name: str, results: Results) -> None:
     for rank in results[name]:
-        assert rank["early"] is False
-        assert rank["seen"] == ["iter_0000001.tmp"]
-        assert rank["late"] is True
+        assert rank["complete early"] is False
+        assert rank["files"] == ["iter_0000001.tmp"]
+        assert rank["complete"] is True
         assert rank["hashed"]
-        assert rank["hashed by"] == ["checkpoint"], "the hashes hold nothing up"
+        assert rank["hashed by"] == ["checkpoint"], "hashing does not block training"
         assert rank["loaded"]
-        assert rank["goes on"]
+        assert rank["continues"]
 
 
-def test_death_at_every_point_leaves_a_whole_checkpoint(results: Results) -> None:
-    """Before the latest file is replaced the old one is read, after it the new one; there is no third case."""
-    (walk,) = results["die everywhere"]
-    found: list[int] = walk["found"]
-    operations: list[Operation] = walk["operations"]
-    assert len(found) == len(operations) + 1 > 30  # dying before each of them, and living through all
+def test_a_kill_at_every_operation_leaves_a_complete_checkpoint(results: Results) -> None:
+    """A resume reads the old checkpoint until the latest file is replaced, and then the new checkpoint."""
+    (result,) = results["kill at every operation"]
+    iterations: list[int] = result["iterations"]
+    operations: list[Operation] = result["operations"]
+    assert len(iterations) == len(operations) + 1 > 30  # a kill before each operation, and a complete save
     named = next(i for i, o in enumerate(operations) if o.to.endswith("latest_checkpointed_iteration.txt"))
-    assert found == [1] * (named + 1) + [2] * (len(operations) - named)
-    assert walk["read"] >= 2
+    assert iterations == [1] * (named + 1) + [2] * (len(operations) - named)
+    assert result["num_read"] >= 2
 
 
-def test_nothing_is_named_before_it_is_on_the_disk(results: Results) -> None:
-    """A power failure loses what was not synced: every file before its folder gets the name, the name before the latest file."""
-    (walk,) = results["die everywhere"]
-    operations: list[Operation] = walk["operations"]
+def test_files_are_synced_before_they_are_named(results: Results) -> None:
+    """A power failure loses unsynced data, so files are synced before their folder is renamed, and the folder before the latest file."""
+    (result,) = results["kill at every operation"]
+    operations: list[Operation] = result["operations"]
 
     def first(event: str, path: str = "", to: str = "") -> int:
         return next(i for i, o in enumerate(operations) if o.event == event and path in o.path and o.to.endswith(to))
@@ -61,12 +61,12 @@ def test_nothing_is_named_before_it_is_on_the_disk(results: Results) -> None:
     target = first("os.rename", "iter_0000002.tmp", "iter_0000002")
     named = first("os.rename", "latest", "latest_checkpointed_iteration.txt")
     written = {o.path for o in operations[:target] if o.event == "open" and "iter_0000002.tmp/" in o.path}
-    kept = {path.removesuffix(".tmp") for path in written if not path.endswith("iter_0000002.tmp")}
-    assert len(kept) >= 4
-    for path in kept:
+    final_paths = {path.removesuffix(".tmp") for path in written if not path.endswith("iter_0000002.tmp")}
+    assert len(final_paths) >= 4
+    for path in final_paths:
         assert any(o == Operation("fsync", path) for o in operations[:target]), path
     synced = [o.path.rsplit("/", 1)[-1] for o in operations[target:named] if o.event == "fsync"]
-    recorded = ["checkpoint.json.tmp", "iter_0000002"]  # the settings of the run
+    recorded = ["checkpoint.json.tmp", "iter_0000002"]  # the driver adds the settings of the run
     assert synced == ["checkpoints", *recorded, "latest_checkpointed_iteration.txt.tmp"]
     removed = [i for i, o in enumerate(operations) if "iter_0000001" in o.path]
     assert min(removed) > named
@@ -80,16 +80,16 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(name: str, results: Results)
         assert "disk" in text
         assert "rank 1: " in text or name != "shard"
         assert ("File too large" if name == "shard" else "No space left on device") in text
-        assert rank["left"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
-        assert rank["first is whole"]
+        assert rank["files"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert rank["first is intact"]
         assert rank["latest"] == 3
 
 
-@pytest.mark.parametrize(("name", "says"), [("stop False", True), ("continue False", False), ("continue True", True)])
-def test_a_run_on_a_full_disk_ends_or_goes_on_as_told(name: str, says: bool, results: Results) -> None:
+@pytest.mark.parametrize(("name", "raises"), [("stop False", True), ("continue False", False), ("continue True", True)])
+def test_on_failed_save_decides_if_a_full_disk_ends_the_run(name: str, raises: bool, results: Results) -> None:
     (out,) = results["full disk of a run"]
-    seen, latest = out[name]
-    assert ("iter_0000002: the save failed" in seen) is says
+    message, latest = out[name]
+    assert ("iter_0000002: the save failed" in message) is raises
     assert latest == "3"
     rollout: Any = out.get(f"rollout side, {name}")
     if name.startswith("stop"):
@@ -99,19 +99,21 @@ def test_a_run_on_a_full_disk_ends_or_goes_on_as_told(name: str, says: bool, res
 
 
 @pytest.mark.parametrize("name", [*EXPORT_FULL, "shard"])
-def test_an_export_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(name: str, results: Results) -> None:
+def test_an_export_that_fails_on_one_rank_fails_on_all_and_keeps_the_previous_export(
+    name: str, results: Results
+) -> None:
     for rank in results["full disks of exports"]:
         text: str = rank["errors"][name]
         assert "/hf" in text
         assert "disk" in text
         assert "rank 1: model-stage1-00000.safetensors: " in text or name != "shard"
         assert ("File too large" if name == "shard" else "No space left on device") in text
-        assert rank["left"] == ["hf"]
-        assert rank["kept"]
-        assert rank["then"]
+        assert rank["remaining"] == ["hf"]
+        assert rank["unchanged"]
+        assert rank["replaced"]
 
 
-def test_an_export_is_on_the_disk_before_it_has_its_name(results: Results) -> None:
+def test_an_export_is_synced_before_it_is_renamed(results: Results) -> None:
     first, second = results["full disks of exports"]
     operations: list[Operation] = first["operations"]
     named = next(i for i, o in enumerate(operations) if o.to.endswith("/hf"))

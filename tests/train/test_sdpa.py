@@ -27,7 +27,7 @@ def batched(inputs: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 def by_definition(inputs: list[Tensor], lengths: list[int]) -> Tensor:
-    """Softmax over a sequence's keys up to the query, without torch's attention."""
+    """Compute causal attention of one sequence by an explicit softmax."""
     parts: list[Tensor] = []
     for q, k, v in zip(*(x.split(lengths) for x in inputs), strict=True):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -55,10 +55,10 @@ def values_and_gradients(attend: Attend, lengths: list[int]) -> list[Tensor]:
 @example(lengths=RAGGED)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=24))
 def test_batches_attend_as_single_sequences_do(lengths: list[int]) -> None:
-    for mine, theirs in zip(
+    for actual, expected in zip(
         values_and_gradients(batched, lengths), values_and_gradients(by_definition, lengths), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 
 def test_pieces_attend_as_single_sequences_do() -> None:
@@ -66,10 +66,10 @@ def test_pieces_attend_as_single_sequences_do() -> None:
         query, key, value = inputs
         return in_pieces(query, key, value, [(n, n) for n in lengths], 0.3)
 
-    for mine, theirs in zip(
+    for actual, expected in zip(
         values_and_gradients(in_own_pieces, RAGGED), values_and_gradients(by_definition, RAGGED), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 
 def test_neighbours_of_one_length_are_not_moved() -> None:
@@ -90,9 +90,9 @@ def test_padding_is_bounded_and_every_token_has_a_slot(lengths: list[int]) -> No
 
 
 def test_padding_slots_give_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: what padding queries give counts, and reaches the keys that they see."""
+    """Inject a fault: keep the gradient of padding queries."""
     lengths = RAGGED
-    right = values_and_gradients(batched, lengths)
+    expected = values_and_gradients(batched, lengths)
     monkeypatch.setattr(torch.Tensor, "index_fill_", lambda self, *_: self)
     wrong = values_and_gradients(batched, lengths)
-    assert not torch.allclose(right[2], wrong[2])
+    assert not torch.allclose(expected[2], wrong[2])

@@ -1,4 +1,4 @@
-"""Megatron folders that other trainers wrote are read as weights to start from; checkpoints leave as HF folders."""
+"""Initial weights from Megatron folders of other trainers, and conversion of checkpoints to HF folders."""
 
 from __future__ import annotations
 
@@ -36,49 +36,49 @@ JOBS = {
 
 
 def test_gpt_model_stacks_its_layers(results: Results) -> None:
-    """What the reader is for: this is the layout of keys that megatron's trainers write."""
+    """Check the keys of megatron's trainers, for which the reader exists."""
     (written,) = results["gpt"]
     assert "decoder.layers.self_attention.linear_qkv.weight" in written["keys"]
     assert "decoder.final_layernorm.weight" in written["keys"]
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt fused", *(f"gpt, {name}" for name in TARGETS), "gpt experts, ep2"])
-def test_a_gpt_checkpoint_says_the_same_here(name: str, results: Results) -> None:
+def test_a_gpt_checkpoint_gives_the_same_scores(name: str, results: Results) -> None:
     (written,) = results[name.split(",")[0]]
     (started,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
-    if "tp2" in name:  # whose projections are sums of two halves, which round otherwise
+    if "tp2" in name:  # projections are sums of two halves, with other rounding
         np.testing.assert_allclose(started["logits"], written["logits"], atol=3e-6, rtol=0)
     elif "experts" not in name:
         assert np.array_equal(started["logits"], written["logits"])
     np.testing.assert_allclose(started["scores"][1:], written["logprobs"], atol=1e-5, rtol=0)
     assert np.ptp(written["logprobs"]) > 0.1
-    assert started["kl"] == 0  # the reference is where the policy started
+    assert started["kl"] == 0  # the reference has the initial weights
 
 
 def test_weights_of_another_run_without_its_optimizer(results: Results) -> None:
-    (own,) = results["own weights"]
-    assert own == {"same": True, "steps": 0, "version": 0}
+    (result,) = results["own weights"]
+    assert result == {"same": True, "steps": 0, "version": 0}
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
-        ("other family", "k_layernorm.weight', for which the model of model.hf_checkpoint has no place"),
-        ("cut", "is torn, or not a torch_dist checkpoint"),
-        ("garbled", "is torn, or not a torch_dist checkpoint"),
+        ("other family", "k_layernorm.weight', which the model of model.hf_checkpoint does not have"),
+        ("cut", "is damaged, or not a torch_dist checkpoint"),
+        ("garbled", "is damaged, or not a torch_dist checkpoint"),
     ],
 )
-def test_a_bad_start_names_key_and_folder(name: str, says: str, results: Results) -> None:
-    (bad,) = results["bad starts"]
-    assert bad[name].startswith("CheckpointError: model.megatron_checkpoint: ")
-    assert says in bad[name]
+def test_an_unusable_folder_is_refused_with_its_key(name: str, message: str, results: Results) -> None:
+    (errors,) = results["bad starts"]
+    assert errors[name].startswith("CheckpointError: model.megatron_checkpoint: ")
+    assert message in errors[name]
 
 
 @pytest.mark.parametrize("path", ["start", "reference", "export", "resume", "critic"])
 @pytest.mark.parametrize("plant", PLANTS)
 def test_code_in_a_checkpoint_does_not_run(path: str, plant: str, results: Results) -> None:
-    (said,) = results["planted code"]
-    text: str = said[f"{path}, {plant}"]
+    (outcomes,) = results["planted code"]
+    text: str = outcomes[f"{path}, {plant}"]
     assert text.startswith("CheckpointError: "), text
     assert "\n" not in text
     file = {"in an object": "__9_9.distcp", "in common.pt": "common.pt"}.get(plant, ".metadata")

@@ -1,6 +1,6 @@
-"""Context parallelism of Gated DeltaNet by passing states: equal to one rank in values and in every gradient (float64).
+"""Context parallelism of Gated DeltaNet by state passing: values and gradients equal one rank's in float64.
 
-And in a whole model equal to transformers, as the layers that give every rank a share of the heads are.
+A model with such layers equals transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 EXACT = 1e-10
 SHAPES = (
     (64,),  # one sequence over all ranks
-    (5, 3, 40, 1, 17),  # some cut, some whole
+    (5, 3, 40, 1, 17),  # borders cut some of the sequences
     (16, 16, 16, 16),  # borders at sequence ends
     (3,),  # ranges shorter than the convolution's reach
     (150, 70),  # several chunks of the kernel per range
@@ -33,7 +33,7 @@ CASES: dict[int, dict[str, tuple[str, Layout, dict[str, Any]]]] = {
     4: {
         "state cp4": ("qwen3_5", Layout(cp=4), STATE),
         "state tp2 cp2 sp": ("qwen3_5", Layout(cp=2, **SP), STATE),
-        "auto cp4, two key heads": ("qwen3_5 two key heads", Layout(cp=4), {}),  # which have to be four for head-wise
+        "auto cp4, two key heads": ("qwen3_5 two key heads", Layout(cp=4), {}),  # mode "head" would need four key heads
     },
 }
 BOUNDS, MOVED = "bounds of a micro-batch", "what goes to a range"
@@ -41,7 +41,7 @@ RANKS = "tests.train.state_passing"
 JOBS = {
     size: [
         Job(f"stream over {size} ranks", f"{RANKS}:errors", (STREAMS,)),
-        *([Job(BOUNDS, f"{RANKS}:kept_bounds"), Job(MOVED, f"{RANKS}:moved")] if size == 2 else []),
+        *([Job(BOUNDS, f"{RANKS}:kept_bounds"), Job(MOVED, f"{RANKS}:moves_hidden")] if size == 2 else []),
         *(Job(name, "tests.train.parity:compare", (*case, None)) for name, case in cases.items()),
     ]
     for size, cases in CASES.items()
@@ -50,24 +50,24 @@ JOBS = {
 
 @pytest.mark.parametrize("name", [name for cases in CASES.values() for name in cases])
 def test_equals_hf(name: str, results: Results) -> None:
-    found = comparison(results, name)
-    assert found.worst <= BOUND, found
-    assert found.score <= BOUND, found
-    assert found.decay <= DECAY_BOUND, found
+    errors = comparison(results, name)
+    assert errors.worst <= BOUND, errors
+    assert errors.score <= BOUND, errors
+    assert errors.decay <= DECAY_BOUND, errors
 
 
 @pytest.mark.parametrize("cp", CASES)
 def test_equals_one_rank(cp: int, results: Results) -> None:
-    found = results[f"stream over {cp} ranks"]
-    assert len(found) == cp and all(len(errors) == len(STREAMS) for errors in found)
-    for rank, errors in enumerate(found):
+    errors_of_ranks = results[f"stream over {cp} ranks"]
+    assert len(errors_of_ranks) == cp and all(len(errors) == len(STREAMS) for errors in errors_of_ranks)
+    for rank, errors in enumerate(errors_of_ranks):
         for case, result in zip(STREAMS, errors, strict=True):
             assert max(result.values()) < EXACT, f"rank {rank} of {cp}: {case}: {result}"
 
 
 def test_bounds_are_made_once_per_micro_batch(results: Results) -> None:
-    for first, second, other, last in results[BOUNDS]:
-        assert 0 < first == second < other == last
+    for count_1, count_2, count_3, count_4 in results[BOUNDS]:  # the third layer is in the second micro-batch
+        assert 0 < count_1 == count_2 < count_3 == count_4
 
 
 def test_the_narrower_of_hidden_states_and_projections_moves(results: Results) -> None:

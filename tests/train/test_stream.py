@@ -1,4 +1,4 @@
-"""The packed stream cut into ranges, against what the words say."""
+"""Division of the packed stream into ranges, against a direct computation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.train.megatron.model.stream import StreamPart, stream_part
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[int, np.ndarray]:
-    """(cp, padded cu_seqlens)."""
+    """Draw cp and padded cu_seqlens."""
     cp = draw(st.sampled_from([1, 2, 4]))
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
     rows = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -20,7 +20,7 @@ def streams(draw: st.DrawFn) -> tuple[int, np.ndarray]:
 
 
 def exchanged(parts: list[StreamPart], held: list[np.ndarray]) -> list[np.ndarray]:
-    """What each rank gets from an all-to-all of its peers' ``held``, in stream order."""
+    """Return the tokens that each rank receives in an all-to-all of ``held``, in stream order."""
     cut = [np.split(held[rank], np.cumsum(part.send)[:-1]) for rank, part in enumerate(parts)]
     out: list[np.ndarray] = []
     for rank, part in enumerate(parts):
@@ -35,8 +35,8 @@ def test_an_exchange_by_the_plan_gives_every_rank_its_consecutive_tokens(stream:
     cp, bounds = stream
     parts = [stream_part(bounds, cp=cp, cp_rank=rank) for rank in range(cp)]
     held = [token_layout(bounds, cp=cp, cp_rank=rank).local_index for rank in range(cp)]
-    got = exchanged(parts, held)
-    assert np.concatenate(got).tolist() == list(range(int(bounds[-1])))
+    received = exchanged(parts, held)
+    assert np.concatenate(received).tolist() == list(range(int(bounds[-1])))
 
 
 @given(streams())
@@ -46,20 +46,20 @@ def test_pieces_histories_and_chains_agree_with_the_sequences(stream: tuple[int,
     sequence_of = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     parts = [stream_part(bounds, cp=cp, cp_rank=rank) for rank in range(cp)]
     for rank, part in enumerate(parts):
-        mine = sequence_of[rank * size : (rank + 1) * size]
-        changes = np.flatnonzero(np.diff(mine)) + 1
+        own_sequences = sequence_of[rank * size : (rank + 1) * size]
+        changes = np.flatnonzero(np.diff(own_sequences)) + 1
         assert part.cu_seqlens.tolist() == [0, *changes.tolist(), size]
         before = sequence_of[: rank * size]
-        assert part.history == int((before == mine[0]).sum())
-        assert part.chain == tuple(r for r in range(rank) if mine[0] in sequence_of[r * size : (r + 1) * size])
+        assert part.history == int((before == own_sequences[0]).sum())
+        assert part.chain == tuple(r for r in range(rank) if own_sequences[0] in sequence_of[r * size : (r + 1) * size])
         cut = any(sequence_of[border - 1] == sequence_of[border] for border in range(size, int(bounds[-1]), size))
         assert part.is_cut == cut
 
 
 def test_the_example_of_the_docstring() -> None:
     bounds = np.array([0, 4, 16], np.int32)
-    left, right = (stream_part(bounds, cp=2, cp_rank=rank) for rank in range(2))
-    assert (left.cu_seqlens.tolist(), left.history, left.chain) == ([0, 4, 8], 0, ())
-    assert (right.cu_seqlens.tolist(), right.history, right.chain) == ([0, 8], 4, (0,))
-    assert left.is_cut
-    assert right.is_cut
+    first, second = (stream_part(bounds, cp=2, cp_rank=rank) for rank in range(2))
+    assert (first.cu_seqlens.tolist(), first.history, first.chain) == ([0, 4, 8], 0, ())
+    assert (second.cu_seqlens.tolist(), second.history, second.chain) == ([0, 8], 4, (0,))
+    assert first.is_cut
+    assert second.is_cut

@@ -53,10 +53,10 @@ JOBS = {
 
 
 def reported(results: Results, name: str) -> list[dict[str, float]]:
-    """Metrics per rollout: exactly one rank has them."""
-    (found,) = [rank for rank in results[name] if rank[0]]
-    assert all(not rank[0] for rank in results[name] if rank is not found)
-    return found
+    """Return the metrics per rollout, which exactly one rank has."""
+    (metrics,) = [rank for rank in results[name] if rank[0]]
+    assert all(not rank[0] for rank in results[name] if rank is not metrics)
+    return metrics
 
 
 @pytest.mark.parametrize("name", [*(f"sft {n}" for n in LAYOUTS), "sft bfloat16 recompute"])
@@ -67,7 +67,7 @@ def test_supervised_loss_falls(name: str, results: Results) -> None:
 
 
 @pytest.mark.parametrize("algo", ["grpo", "gspo", "reinforce", "baseline"])
-def test_layouts_report_the_same_run(algo: str, results: Results) -> None:
+def test_layouts_report_the_same_metrics(algo: str, results: Results) -> None:
     runs = [reported(results, f"{algo} {name}") for name in LAYOUTS]
     for rollout in zip(*runs, strict=True):
         for metric in ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/num_tokens"):
@@ -76,17 +76,19 @@ def test_layouts_report_the_same_run(algo: str, results: Results) -> None:
             )
 
 
-def test_reference_and_old_policy_are_what_they_say(results: Results) -> None:
+def test_reference_and_old_policy_have_the_expected_weights(results: Results) -> None:
     first, second = reported(results, "grpo dp2")
-    assert 0 < first["train/kl_loss"] < second["train/kl_loss"]  # the first of the two steps is still the reference
-    assert first["train/ppo_kl"] != 0  # the second step of a rollout is measured against the first's policy
+    assert (
+        0 < first["train/kl_loss"] < second["train/kl_loss"]
+    )  # in the first of two optimizer steps the policy equals the reference
+    assert first["train/ppo_kl"] != 0  # the second optimizer step compares with the policy before the first
     assert {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "train/entropy"} <= first.keys()
 
 
 def test_each_step_of_a_rollout_counts_its_own_tokens(results: Results) -> None:
-    """Steps of unequal length take the gradients that they take as rollouts of their own."""
-    ((together, apart),) = results["steps or rollouts"]
-    assert together == apart
+    """Optimizer steps of unequal length have the gradients that they have as separate rollouts."""
+    ((one_rollout, two_rollouts),) = results["steps or rollouts"]
+    assert one_rollout == two_rollouts
 
 
 def test_the_second_step_of_a_rollout_has_ratios_of_sequences(results: Results) -> None:
@@ -100,10 +102,10 @@ def test_the_reference_swap_is_exact(results: Results) -> None:
         assert all(rank.values()), rank
 
 
-def test_drift_is_measured_on_tokens_of_the_own_version_only(results: Results) -> None:
-    (found,) = [rank for rank in results["off policy"] if rank["metrics"]]
-    metrics = found["metrics"]
-    assert metrics["train/off_policy_token_ratio"] == pytest.approx(found["stale"] / found["all"])
+def test_drift_is_measured_only_on_tokens_of_the_trainers_version(results: Results) -> None:
+    (result,) = [rank for rank in results["off policy"] if rank["metrics"]]
+    metrics = result["metrics"]
+    assert metrics["train/off_policy_token_ratio"] == pytest.approx(result["stale"] / result["all"])
     for suffix in ("", "_p99", "_max"):
         assert metrics[f"train/train_rollout_logprob_abs_diff{suffix}"] == pytest.approx(0.25, abs=1e-5)
     k3 = 2.718281828**-0.25 - 1 + 0.25
@@ -112,26 +114,26 @@ def test_drift_is_measured_on_tokens_of_the_own_version_only(results: Results) -
 
 def test_ranks_without_trained_tokens_change_nothing(results: Results) -> None:
     (expected,) = results["no idle rank"]
-    found, other = results["idle rank"]
+    metrics, other = results["idle rank"]
     assert other == {}
     for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/num_tokens"):
-        assert found[metric] == pytest.approx(expected[metric], rel=1e-5)
+        assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5)
 
 
 def test_bad_rows_stop_before_the_weights_move(results: Results) -> None:
-    (found,) = results["bad rows"]
-    assert found["foreign token"].startswith("DataError: token id ")
-    assert "vocabulary of 250" in found["foreign token"]
-    assert "nan" in found["nan"].lower()
-    assert found["weights"] == "as before"
+    (errors,) = results["bad rows"]
+    assert errors["foreign token"].startswith("DataError: token id ")
+    assert "vocabulary of 250" in errors["foreign token"]
+    assert "nan" in errors["nan"].lower()
+    assert errors["weights"] == "unchanged"
 
 
 def test_the_reference_may_be_another_checkpoint(results: Results) -> None:
-    (found,) = results["another reference"]
-    assert found["train/kl_loss"] > 0.01
+    (metrics,) = results["another reference"]
+    assert metrics["train/kl_loss"] > 0.01
 
 
 def test_rotary_frequencies_are_those_of_transformers(results: Results) -> None:
-    (found,) = results["rotary"]
-    assert found["default"] == found["linear"] == found["llama3"] == 0
-    assert found["yarn"] == "ConfigError: config.json: rope_type='yarn' is not supported; only default, linear, llama3"
+    (errors,) = results["rotary"]
+    assert errors["default"] == errors["linear"] == errors["llama3"] == 0
+    assert errors["yarn"] == "ConfigError: config.json: rope_type='yarn' is not supported; only default, linear, llama3"

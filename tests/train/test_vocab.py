@@ -1,4 +1,4 @@
-"""Log-probability, entropy and their gradients against float64 autograd, whatever the chunk and the padding."""
+"""Log-probability, entropy and their gradients against float64 autograd, for any chunk size and padding."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ def test_equals_float64_autograd(
     logprobs, entropies = reference(hidden, weight[:real], target, temperature)
     (logprobs @ factors[0] + (entropies @ factors[1] if entropy else 0)).backward()
 
-    own = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    inputs = [x.detach().float().requires_grad_() for x in (hidden, weight)]
     part = VocabularyPart(0, real, None)
-    found, found_entropy = vocab_scores(
-        own[0], own[1], target, part=part, temperature=temperature, chunk=chunk, entropy=entropy
+    actual_logprobs, actual_entropies = vocab_scores(
+        inputs[0], inputs[1], target, part=part, temperature=temperature, chunk=chunk, entropy=entropy
     )
-    total = found @ factors[0].float()
-    assert (found_entropy is not None) == entropy
-    if found_entropy is not None:
-        total = total + found_entropy @ factors[1].float()
-        torch.testing.assert_close(found_entropy.double(), entropies, atol=1e-4, rtol=1e-4)
+    total = actual_logprobs @ factors[0].float()
+    assert (actual_entropies is not None) == entropy
+    if actual_entropies is not None:
+        total = total + actual_entropies @ factors[1].float()
+        torch.testing.assert_close(actual_entropies.double(), entropies, atol=1e-4, rtol=1e-4)
     total.backward()
-    torch.testing.assert_close(found.double(), logprobs, atol=1e-4, rtol=1e-4)
-    for mine, exact in zip(own, (hidden, weight), strict=True):
-        assert mine.grad is not None and exact.grad is not None
+    torch.testing.assert_close(actual_logprobs.double(), logprobs, atol=1e-4, rtol=1e-4)
+    for actual, exact in zip(inputs, (hidden, weight), strict=True):
+        assert actual.grad is not None and exact.grad is not None
         scale = float(exact.grad.abs().max()) if exact.grad.numel() else 0.0
-        torch.testing.assert_close(mine.grad.double(), exact.grad, atol=1e-5 * max(scale, 1.0), rtol=1e-4)
+        torch.testing.assert_close(actual.grad.double(), exact.grad, atol=1e-5 * max(scale, 1.0), rtol=1e-4)
 
 
 def test_logits_exist_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime_like.train.megatron.model import vocab
 
-    seen: list[int] = []
+    chunk_sizes: list[int] = []
     stock = vocab._logits
 
     def counted(hidden: Tensor, *args: object) -> Tensor:
-        seen.append(len(hidden))
+        chunk_sizes.append(len(hidden))
         return stock(hidden, *args)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(vocab, "_logits", counted)
@@ -72,10 +72,10 @@ def test_logits_exist_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         hidden, weight, torch.zeros(10, dtype=torch.long), part=part, temperature=1.0, chunk=4, entropy=False
     )
     logprobs.sum().backward()
-    assert seen == [4, 4, 2, 4, 4, 2]
+    assert chunk_sizes == [4, 4, 2, 4, 4, 2]
 
 
-def test_a_rank_without_real_tokens_contributes_nothing_and_breaks_nothing() -> None:
+def test_a_rank_with_only_padding_contributes_nothing() -> None:
     part = VocabularyPart(8, 0, None)
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
     logprobs, _ = vocab_scores(

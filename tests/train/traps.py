@@ -1,4 +1,4 @@
-"""Upstream traps on a rank: that ours is closed, and that the stock code still has it."""
+"""Rank functions of test_traps: faults of megatron-core, with our fix and in the original code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from slime_like.config.schema.algo import GrpoConfig, SftConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
-from tests.train.faults import replaced
-from tests.train.jobs import Shared, make_actor
+from tests.train.faults import replace_attribute
+from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.lifecycle import batch, digest, train
 from tests.train.models import count_tokens
 from tests.train.ranks import World
@@ -29,10 +29,10 @@ def stock(module: str, name: str) -> Any:
 
 
 def outcome(function: Callable[[], Any]) -> str:
-    """``ok`` or the class of what was raised."""
+    """Return ``ok``, or the class name of the error."""
     try:
         function()
-    except Exception as error:  # noqa: BLE001 (that something is raised is what is asked)
+    except Exception as error:  # noqa: BLE001 (any error is a result)
         return type(error).__name__
     return "ok"
 
@@ -48,7 +48,7 @@ def resume_with_torch_adamw(world: World, shared: Shared) -> dict[str, str]:
             (distrib_optimizer, ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER")),
         ):
             for name in names:
-                stack.enter_context(replaced(module, name, stock(module.__name__, name)))
+                stack.enter_context(replace_attribute(module, name, stock(module.__name__, name)))
         upstream = outcome(lambda: _resume(world, shared, "stock"))
     return {"ours": outcome(lambda: _resume(world, shared, "ours")), "torch AdamW": upstream}
 
@@ -58,7 +58,7 @@ def _resume(world: World, shared: Shared, name: str) -> None:
     layout = Layout()
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     train(actor, layout, 1)
-    actor.save(shared.scratch / name, 1)
+    save_checkpoint(actor, shared.scratch / name, 1)
     train(actor, layout, 2)
     train(actor, layout, 3)
     resumed = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
@@ -66,10 +66,10 @@ def _resume(world: World, shared: Shared, name: str) -> None:
     train(resumed, layout, 2)
     train(resumed, layout, 3)
     if digest(resumed) != digest(actor):
-        raise ArithmeticError("another run")
+        raise ArithmeticError("the resumed run differs")
 
 
-def host_touch_ups(world: World, shared: Shared) -> dict[str, str]:
+def cpu_patches(world: World, shared: Shared) -> dict[str, str]:
     """Return the behaviour of the code that each patch replaces, on this machine."""
     from megatron.core.tensor_parallel import random
 
@@ -77,20 +77,20 @@ def host_touch_ups(world: World, shared: Shared) -> dict[str, str]:
     parameter.grad = torch.ones(3)
     clip = stock("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32")
     x = torch.ones(3, requires_grad=True)
-    own = outcome(lambda: random.CheckpointWithoutOutput(fp8=False).checkpoint(torch.sin, x))
-    with replaced(random.CheckpointWithoutOutput, "__init__", stock("CheckpointWithoutOutput", "__init__")):
+    patched_recompute = outcome(lambda: random.CheckpointWithoutOutput(fp8=False).checkpoint(torch.sin, x))
+    with replace_attribute(random.CheckpointWithoutOutput, "__init__", stock("CheckpointWithoutOutput", "__init__")):
         recompute = outcome(lambda: random.CheckpointWithoutOutput(fp8=False).checkpoint(torch.sin, x))
     return {
         "clip": outcome(lambda: clip([parameter], 1.0, 2.0)),
         "rng": outcome(lambda: stock("megatron.core.tensor_parallel.random", "_get_cuda_rng_state")()),
         "recompute": recompute,
-        "recompute with the patch": own,
+        "recompute with the patch": patched_recompute,
         "imported": ", ".join(sys.modules.keys() & {"wandb", "megatron.core.timers"}),
     }
 
 
 def lone_replica(world: World, shared: Shared) -> dict[str, tuple[str, int]]:
-    """Weights after a step of one data parallel replica, and how often it exchanged buffers with itself."""
+    """Return the weights after a step of one data parallel replica, and the number of its exchanges of buffers."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from torch.profiler import ProfilerActivity, profile
 
@@ -99,16 +99,19 @@ def lone_replica(world: World, shared: Shared) -> dict[str, tuple[str, int]]:
         actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig(), dtype="bfloat16")
         with contextlib.ExitStack() as stack:
             for name in ("dist_all_gather_func", "dist_reduce_scatter_func") if kind == "upstream" else ():
-                stack.enter_context(replaced(buffers, name, stock(buffers.__name__, name)))
-            seen = stack.enter_context(profile(activities=[ProfilerActivity.CPU]))
+                stack.enter_context(replace_attribute(buffers, name, stock(buffers.__name__, name)))
+            profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU]))
             train(actor, Layout(), 1)
         exchanges = ("c10d::allgather_into", "c10d::_allgather_base", "c10d::reduce_scatter", "c10d::_reduce_scatter")
-        out[kind] = digest(actor), sum(event.count for event in seen.key_averages() if event.key.startswith(exchanges))
+        out[kind] = (
+            digest(actor),
+            sum(event.count for event in profiler.key_averages() if event.key.startswith(exchanges)),
+        )
     return out
 
 
 def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
-    """Largest relative error of the logits' gradient in float32, against float64."""
+    """Return the largest relative error of the logits' gradient in float32 against float64."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
@@ -126,23 +129,23 @@ def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
         assert grad is not None and exact.grad is not None
         return float((grad.double() - exact.grad).abs().max() / exact.grad.abs().max())
 
-    fused = logits_NV.clone().requires_grad_()
-    (-fused_vocab_parallel_cross_entropy(fused[:, None], target_N[:, None], group).sum()).backward()
-    own = logits_NV.clone().requires_grad_()  # an identity as projection makes hidden states logits
+    fused_logits = logits_NV.clone().requires_grad_()
+    (-fused_vocab_parallel_cross_entropy(fused_logits[:, None], target_N[:, None], group).sum()).backward()
+    our_logits = logits_NV.clone().requires_grad_()  # with an identity as projection, hidden states are logits
     part = VocabularyPart(0, 50, group)
-    logprobs, _ = vocab_scores(own, torch.eye(50), target_N, part=part, temperature=1.0, chunk=3, entropy=False)
+    logprobs, _ = vocab_scores(our_logits, torch.eye(50), target_N, part=part, temperature=1.0, chunk=3, entropy=False)
     logprobs.sum().backward()
-    return {"fused": error(fused.grad), "ours": error(own.grad)}
+    return {"fused": error(fused_logits.grad), "ours": error(our_logits.grad)}
 
 
 def decay(world: World, shared: Shared) -> dict[str, tuple[float, float]]:
-    """Smallest and largest factor by which a step without gradient changed norms and matrices."""
+    """Return the smallest and largest factor by which a step without gradient changes norms and matrices."""
     from slime_like.train.megatron.model.model import named_weights
 
     actor = make_actor(world, shared.models["untied"], Layout(), optim={"lr": 0.01, "weight_decay": 0.5})
     before = {key: p.detach().clone() for key, p in named_weights(actor.model)}
     rows = [dataclasses.replace(r, advantages=np.zeros(len(r.sample_ids), np.float32)) for r in batch(1)]
-    actor.step([rows], [count_tokens(rows)])
+    actor.train_rollout([rows], [count_tokens(rows)])
     factors: dict[str, list[torch.Tensor]] = {"norm": [], "matrix": []}
     for key, parameter in named_weights(actor.model):
         real = before[key] != 0  # the vocabulary's padding rows are 0
@@ -151,7 +154,7 @@ def decay(world: World, shared: Shared) -> dict[str, tuple[float, float]]:
 
 
 def refused(world: World, shared: Shared) -> dict[str, str]:
-    """Messages of specs that cannot be built."""
+    """Return the errors on specs that cannot be built."""
     specs: dict[str, dict[str, Any]] = {
         "unknown field": {"model": {"megatron": {"layernorm_epsilom": 1e-5}}},
         "unusable field": {"model": {"megatron": {"recompute_granularity": "some"}}},
@@ -169,21 +172,21 @@ def refused(world: World, shared: Shared) -> dict[str, str]:
 
 
 def unmarked_experts(world: World, shared: Shared) -> dict[str, str]:
-    """What becomes of a checkpoint with experts over two ranks where each rank has all of them, with our mark and without."""
+    """Load a checkpoint of experts on two ranks where each rank has all experts, with and without ``mark_experts``."""
     from slime_like.train.megatron.step import optim
 
     layout, folder = Layout(dp=2), shared.scratch / "saved"
     saved = make_actor(world, shared.models["qwen3_moe"], Layout(dp=2, ep=2), algo=SftConfig())
     train(saved, layout, 1)
-    saved.save(folder, 1)
+    save_checkpoint(saved, folder, 1)
     marked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())
-    with replaced(optim, "mark_experts", lambda model: None):
+    with replace_attribute(optim, "mark_experts", lambda model: None):
         unmarked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())
     return {"ours": outcome(lambda: marked.load(folder)), "upstream": outcome(lambda: unmarked.load(folder))}
 
 
 def pipeline_shapes(world: World, shared: Shared) -> dict[str, tuple[list[int], list[int]]]:
-    """What each of two pipeline ranks hears when both send to the next and to the previous, which are one rank."""
+    """Return the shapes that each of two pipeline ranks receives when both send to the next and to the previous rank."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     trainer = make_actor(world, shared.models["tied"], Layout(pp=2))

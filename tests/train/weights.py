@@ -1,4 +1,4 @@
-"""Checks of a family's weights: shards that make the whole, folders that say the same, variants refused."""
+"""Checks of a family's weights: shards merge, folders hold the same tensors, unsupported variants are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.train.parity import TEMPERATURE, by_expert, without_fla
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of an HF folder."""
+    """Return every tensor of an HF folder by name."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def family_of(folder: Path, name: str, tp: int = 1, **changes: Any) -> Family:
-    """Family ``name`` of the model in ``folder``, some keys of whose config are changed."""
+    """Return the family ``name`` of the model in ``folder``, with ``changes`` of its config."""
     hf = HFFolder(folder).config()
     for key, value in changes.items():
         setattr(hf, key, value)
@@ -32,14 +32,14 @@ def family_of(folder: Path, name: str, tp: int = 1, **changes: Any) -> Family:
 
 
 def assert_refused(folder: Path, name: str, tp: int, changes: dict[str, Any], message: str) -> None:
-    """A variant that the family cannot carry is refused with ``message``."""
+    """Assert that the family refuses the variant with ``message``."""
     with pytest.raises(ConfigError, match=message):
         family_of(folder, name, tp, **changes)
 
 
 def assert_shards_merge(family: Family, folder: Path, tp: int, *, only: str = "") -> None:
-    """The shards of ``tp`` ranks are alike in shape and make the HF tensors; ``only`` those with this in their name."""
-    source, seen = HFFolder(folder), 0
+    """Assert that the shards of ``tp`` ranks have equal shapes and merge to the HF tensors whose names contain ``only``."""
+    source, num_weights = HFFolder(folder), 0
     for key, weight in family.weights().items():
         if only not in weight.names[0]:
             continue
@@ -48,19 +48,19 @@ def assert_shards_merge(family: Family, folder: Path, tp: int, *, only: str = ""
         assert len({shard.shape for shard in shards}) == 1, key
         for merged, tensor in zip(weight.merge(shards), tensors, strict=True):
             assert torch.equal(merged, tensor), key
-        seen += 1
-    assert seen > 0
+        num_weights += 1
+    assert num_weights > 0
 
 
-def assert_same_tensors(found: Path, expected: Path) -> None:
-    """Two HF folders hold the same tensors, bit for bit; experts, which may lie fused in ``expected``, lie alone."""
-    after, before = tensors_of(found), by_expert(tensors_of(expected))
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[key], before[key]) and after[key].dtype == before[key].dtype for key in before)
+def assert_same_tensors(actual_folder: Path, expected_folder: Path) -> None:
+    """Assert that two HF folders hold the same tensors bit for bit, except that experts in ``expected_folder`` may be fused."""
+    actual, expected = tensors_of(actual_folder), by_expert(tensors_of(expected_folder))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) and actual[key].dtype == expected[key].dtype for key in expected)
 
 
 def assert_hf_agrees(exported: list[Exported]) -> None:
-    """transformers loads what the ranks exported, and gives each token the log-probability that the trainer gave it."""
+    """Assert that transformers computes the trainer's log-probabilities from the exported folder."""
     from transformers import AutoModelForCausalLM
 
     (scores,) = [e.scores for e in exported if e.scores is not None]

@@ -64,9 +64,9 @@ def hybrid() -> None:
 
 def patched_modules() -> list[str]:
     """Modules of megatron-core that are patched on a host."""
-    from slime_like.train.megatron.platform import host, patches
+    from slime_like.train.megatron.platform import cpu_patches, patches
 
-    return sorted({*patches.table(), *host._HOST})
+    return sorted({*patches.table(), *cpu_patches.PATCHES})
 
 
 def megatron() -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from slime_like.errors import ConfigError
-from slime_like.train.megatron.model.layers import LayerParts, PackedAttention, PackedRows, Stack, announce_read
+from slime_like.train.megatron.model.layers import LayerParts, PackedAttention, PackedRows, Stack, wait_for_weights
 from slime_like.train.megatron.model.norms import RMSNorm
 from slime_like_plugins.megatron_cpu.functions import (
     AttentionFunction,
@@ -137,7 +137,7 @@ class FusedAttention(SelfAttention):
 def _weight(norm: Any) -> Tensor | None:
     if norm is None:
         return None
-    announce_read(norm)
+    wait_for_weights(norm)
     return norm.weight
 
 

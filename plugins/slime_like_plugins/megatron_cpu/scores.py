@@ -86,9 +86,9 @@ def fused_vocab_scores(
     """Return the results of ``vocab_scores``, which runs if ranks share the vocabulary, without tokens and for other dtypes."""
     is_unshared = part.group is None or part.group.size() == 1
     fits = hidden_NH.dtype in SUFFIX and weight_VH.dtype is hidden_NH.dtype
-    if not (is_unshared and part.real and len(hidden_NH) and fits):
+    if not (is_unshared and part.num_real and len(hidden_NH) and fits):
         return vocab_scores(
             hidden_NH, weight_VH, target_N, part=part, temperature=temperature, chunk=chunk, entropy=entropy
         )
-    out: Any = ScoresFunction.apply(hidden_NH, weight_VH, part.real, target_N, temperature, chunk, entropy)
+    out: Any = ScoresFunction.apply(hidden_NH, weight_VH, part.num_real, target_N, temperature, chunk, entropy)
     return out

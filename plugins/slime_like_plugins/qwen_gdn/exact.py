@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime_like.train.megatron.model.exact_layers import converted, replaced
+from slime_like.train.megatron.model.exact_layers import cast, replace_attribute
 from slime_like.train.megatron.model.layers import PackedRows
 from slime_like_plugins.qwen_gdn.layer import GatedDeltaNetLayer
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs
@@ -26,7 +26,7 @@ def delta_net(model: nn.Module, stack: ExitStack) -> int:
     """
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNetLayer)]
     for layer in layers:
-        stack.enter_context(replaced(layer, "mixing", ExactMixing(layer.mixing)))
+        stack.enter_context(replace_attribute(layer, "mixing", ExactMixing(layer.mixing)))
     return len(layers)
 
 
@@ -40,5 +40,5 @@ class ExactMixing:
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
         """Return the result of ``mixing.Mixing`` in the dtype of ``inputs.qkv``."""
-        inputs_f64 = DeltaInputs(*(converted(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))
+        inputs_f64 = DeltaInputs(*(cast(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))
         return self._exact(inputs_f64, packed).to(inputs.qkv.dtype)

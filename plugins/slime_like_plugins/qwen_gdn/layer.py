@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from slime_like.train.megatron.model.layers import PackedRows, announce_read
+from slime_like.train.megatron.model.layers import PackedRows, wait_for_weights
 from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.head_wise import HeadWise
@@ -85,7 +85,7 @@ class GatedDeltaNetLayer(GatedDeltaNet):
 
     def _conv_weight(self) -> Tensor:
         """Return the convolution's weight [C, W]."""
-        announce_read(self.conv1d)
+        wait_for_weights(self.conv1d)
         return self.conv1d.weight[:, 0]
 
 

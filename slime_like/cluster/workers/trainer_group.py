@@ -113,7 +113,9 @@ class TrainerGroup(RankGroup[TrainerWorker]):
     def step(self, batch: TrainBatch) -> StepStats:
         """Ship each dp shard once, take every optimizer step, return the reporter's metrics."""
         tokens = [step.num_tokens for step in batch.steps]
-        results = wait_all(self.start_sharded(TrainerWorker.step, self._ship(batch), tokens), self.deadline("step"))
+        results = wait_all(
+            self.start_sharded(TrainerWorker.train_rollout, self._ship(batch), tokens), self.deadline("step")
+        )
         self.version += 1
         return StepStats(self.version, tuple(metric for metrics in results.values() for metric in metrics))
 

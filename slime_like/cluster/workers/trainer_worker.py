@@ -89,18 +89,18 @@ class TrainerWorker(RankWorker):
         assert self._trainer is not None, "connect comes first"
         return self._trainer
 
-    def step(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Train on this rank's rows of every optimizer step."""
+    def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """Train on this rank's rows of every optimizer step of a rollout."""
         with self._peaks("step"):
-            metrics = self.trainer.step(steps, num_tokens)
+            metrics = self.trainer.train_rollout(steps, num_tokens)
         return self._with_peaks(metrics)
 
     def _with_peaks(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-        """Add the memory peaks since the previous step, on the reporter."""
+        """Add the memory peaks since the previous call, on the reporter."""
         return (*metrics, *self._peaks.drain()) if self.trainer.rank_info.is_reporter else metrics
 
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Run the first part of ``step`` with other roles: score with this rank's own policies."""
+        """Run the first part of ``train_rollout``: score the rows with the policies of this rank."""
         with self._peaks("score"):
             self.trainer.open_rollout(steps)
 
@@ -151,15 +151,15 @@ class TrainerWorker(RankWorker):
 
     def manifest(self) -> tuple[TensorMeta, ...]:
         """Return the tensors that this rank sends in a push: those of its pipeline stage on a sender, else none."""
-        weights = self.trainer.weights
-        return weights.manifest() if weights.is_sender else ()
+        source = self.trainer.hf_export
+        return source.manifest() if source.is_sender else ()
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send this rank's weights to every engine; return the metadata of the sent tensors."""
         from slime_like.distributed.wrapper import install
 
         with install.phase("push"), self._peaks("push"):
-            sent = self._sender.send(self.trainer.weights, tuple(engines), transport)
+            sent = self._sender.send(self.trainer.hf_export, tuple(engines), transport)
             return self._events.run_until_complete(sent)
 
 

@@ -58,7 +58,7 @@ class ActorSpec:
     )
     drift_by_layer: bool = False  # also report that difference with each kind of layer run in float64
     verify: bool = True  # check hashes of checkpoints before loading
-    returns_advantages: bool = False  # return each token's advantage after an update; copies stay on the host
+    returns_advantages: bool = False  # keep the advantages of the last rollout on the host, for ``token_advantages``
 
     @property
     def swaps_teacher(self) -> bool:

@@ -1,7 +1,7 @@
-"""Base class of model families: layer pattern, TransformerConfig fields and the map from HF tensors to parameters.
+"""Base class of model families: layer pattern, TransformerConfig fields, and the mapping between HF tensors and parameters.
 
 Parameters have slime_like's keys, numbered by decoder block (``blocks.3.self_attention.linear_qkv.weight``). megatron's
-names change with its model classes and pipeline stages and appear only in ``model.named_weights``.
+names depend on model class and pipeline stage; only ``model.named_weights`` uses them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weight(ABC):
-    """One megatron parameter: its HF tensors and its tensor parallel split."""
+    """HF tensors and tensor parallel split of one megatron parameter."""
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -36,7 +36,7 @@ class Weight(ABC):
 
     @abstractmethod
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the HF tensors from the shards of all tensor parallel ranks, in order."""
+        """Return the HF tensors, in order, from the shards of all tensor parallel ranks."""
 
     def read(self, folder: HFFolder) -> list[Tensor]:
         """Read the HF tensors from ``folder``. Raises ``CheckpointError`` if one is missing or has the wrong shape."""
@@ -44,7 +44,7 @@ class Weight(ABC):
 
     @property
     def is_split(self) -> bool:
-        """True if tensor parallel ranks hold different parts."""
+        """True if tensor parallel ranks hold different shards."""
         return True
 
 
@@ -76,7 +76,7 @@ class RowParallel(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Weight):
-    """Several stacked matrices, such as gate over up, of which each rank has its part."""
+    """Several matrices stacked along the output dimension, such as gate and up, each split over the ranks."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return torch.cat([t.chunk(tp, 0)[rank] for t in tensors], 0)
@@ -88,7 +88,7 @@ class Stacked(Weight):
 
 @dataclass(frozen=True, slots=True)
 class QKV(Weight):
-    """Query, key and value rows, interleaved by query group: q heads of group 0, k 0, v 0, q heads of group 1, ..."""
+    """Query, key and value rows, interleaved by query group: q heads of group 0, k 0, v 0, q heads of group 1, and so on."""
 
     groups: int
 
@@ -104,13 +104,13 @@ class QKV(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(Weight):
-    """Rows per token, padded with zero rows to ``padded`` so that every rank holds the same number."""
+    """One row per token, padded with zero rows to ``padded`` rows so that every rank holds equally many."""
 
     padded: int
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
-        missing = self.padded - tensors[0].shape[0]
-        padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, missing))
+        num_missing = self.padded - tensors[0].shape[0]
+        padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, num_missing))
         return padded.chunk(tp, 0)[rank]
 
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -118,7 +118,7 @@ class Vocabulary(Weight):
 
 
 def family_class(name: str) -> type[Family]:
-    """Return the family ``name`` of table FAMILIES."""
+    """Return the class of family ``name`` in the table FAMILIES."""
     return resolve("model.family", name, {name: FAMILIES[name].path})
 
 
@@ -126,7 +126,7 @@ class Family(ABC):
     """Mapping of an HF ``model_type`` to megatron. One instance per model."""
 
     carried: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of HF tensors that are not trained. An export copies them from the source folder."""
+    """Prefixes of HF tensors that are not trained and that an export copies from the source folder."""
     shape_keys: ClassVar[tuple[str, ...]] = ()
     """Additional keys of the HF config in which two models of the family may differ."""
 
@@ -137,11 +137,11 @@ class Family(ABC):
 
     @abstractmethod
     def blocks(self) -> tuple[str, ...]:
-        """Return the two layer symbols of megatron's HybridModel per decoder block: ``*-`` is attention, then MLP."""
+        """Return the two layer symbols of each decoder block in megatron's HybridModel: ``*-`` is attention, then MLP."""
 
     @abstractmethod
     def transformer_fields(self) -> dict[str, Any]:
-        """Return the fields of megatron's TransformerConfig that follow from the HF config."""
+        """Return the fields of megatron's TransformerConfig that the HF config determines."""
 
     @abstractmethod
     def weights(self) -> dict[str, Weight]:
@@ -158,9 +158,9 @@ class Family(ABC):
         if value not in allowed:
             self.refuse(f"{key}={value!r}", " or ".join(repr(a) for a in allowed))
 
-    def refuse(self, what: str, allowed: str) -> NoReturn:
-        """Raise ``ConfigError`` about an unsupported variant."""
-        raise ConfigError(f"config.json: {what} of a {self.hf.model_type} model is not supported; only {allowed}")
+    def refuse(self, variant: str, allowed: str) -> NoReturn:
+        """Raise ``ConfigError`` about an unsupported ``variant``."""
+        raise ConfigError(f"config.json: {variant} of a {self.hf.model_type} model is not supported; only {allowed}")
 
     def require_divisible(self, key: str) -> None:
         """Raise ``ConfigError`` unless tensor parallelism divides the HF config's ``key``."""
@@ -172,10 +172,10 @@ class Family(ABC):
 
     @property
     def head_dim(self) -> int:
-        """Size of an attention head: config.json's, or hidden_size / num_attention_heads."""
+        """Size of an attention head: ``head_dim`` of config.json, or hidden_size / num_attention_heads."""
         return int(getattr(self.hf, "head_dim", None) or self.hf.hidden_size // self.hf.num_attention_heads)
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of embedding and output layer."""
+        """Number of rows of embedding and output layer."""
         return padded_vocabulary(int(self.hf.vocab_size), self.tp)

@@ -10,10 +10,10 @@ from slime_like.train.megatron.families.base import QKV, Family, Replicated, Row
 
 
 class DenseDecoder(Family):
-    """Base class of dense families, with the tensor names of transformers' ``*ForCausalLM``."""
+    """Base class of dense families. Tensor names are those of transformers' ``*ForCausalLM``."""
 
-    qk_norm: ClassVar[bool] = False  # a norm on every query and key head
-    qkv_bias: ClassVar[bool] = False  # a bias on query, key and value, none on the output projection
+    qk_norm: ClassVar[bool] = False  # True: a norm on every query and key head
+    qkv_bias: ClassVar[bool] = False  # True: biases on query, key and value, but not on the output projection
 
     def __init__(self, hf: Any, tp: int) -> None:
         super().__init__(hf, tp)
@@ -23,7 +23,7 @@ class DenseDecoder(Family):
         self.check_mlp()
 
     def check_mlp(self) -> None:
-        """Raise ``ConfigError`` if the MLP cannot be divided or is not supported."""
+        """Raise ``ConfigError`` if the MLP is not supported or tensor parallelism does not divide it."""
         self.require_divisible("intermediate_size")
 
     @property
@@ -73,7 +73,7 @@ class DenseDecoder(Family):
         return "model"
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
-        """Return the weights of a block's token mixer, by parameter key inside the block."""
+        """Return the weights of a block's token mixer, by parameter key within the block."""
         return self.attention(prefix)
 
     def attention(self, prefix: str) -> dict[str, Weight]:
@@ -96,7 +96,7 @@ class DenseDecoder(Family):
         return out
 
     def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
-        """Return the weights of a block's MLP, by parameter key inside the block."""
+        """Return the weights of a block's MLP, by parameter key within the block."""
         hidden, ffn, mlp = self.hf.hidden_size, self.mlp_size, f"{prefix}.mlp"
         gate_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
         return {

@@ -1,8 +1,8 @@
 """Mixture-of-experts mix-in: a router, routed experts and an optional shared expert replace the MLP of some blocks.
 
-Experts are divided over expert parallel ranks and never split by tensor parallelism. Exported experts have separate
-matrices (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read; imported ones may also be
-fused, as one tensor over all experts.
+Experts are divided over expert parallel ranks and never split by tensor parallelism. An export has separate matrices per
+expert (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read. An HF folder that is loaded may
+also have one fused tensor of all experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 class ExpertMatrix(Weight):
     """Matrices of one routed expert, stacked along the output dimension: gate over up, or down alone."""
 
-    fused: str  # name of the optional tensor of all experts [experts, rows, columns]
+    fused: str  # name of the fused tensor [experts, rows, columns], which the folder may have instead
     expert: int
     num_experts: int
 
@@ -48,7 +48,7 @@ class ExpertMatrix(Weight):
 
 
 class Experts(DenseDecoder):
-    """Mix-in for a decoder family that replaces its MLP in the blocks for which ``is_sparse`` is true.
+    """Mix-in for a decoder family. Experts replace the MLP in the blocks for which ``is_sparse`` is true.
 
     Names are those of transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
     """
@@ -58,10 +58,12 @@ class Experts(DenseDecoder):
             super().check_mlp()
         if not any(self._sparse):
             return
-        top, total = int(self.hf.num_experts_per_tok), int(self.hf.num_experts)
-        if not 0 < top <= total:
-            raise ConfigError(f"config.json: num_experts_per_tok={top} of {total} experts: choose 1 to {total}")
-        if top == 1 and self.renormalises:
+        top_k, num_experts = int(self.hf.num_experts_per_tok), int(self.hf.num_experts)
+        if not 0 < top_k <= num_experts:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok={top_k} of {num_experts} experts: choose 1 to {num_experts}"
+            )
+        if top_k == 1 and self.renormalises:
             raise ConfigError(
                 "config.json: num_experts_per_tok=1 with norm_topk_prob=true: the single weight is always 1, so the "
                 "router would learn nothing; set norm_topk_prob=false"
@@ -92,7 +94,7 @@ class Experts(DenseDecoder):
         step = int(getattr(self.hf, "decoder_sparse_step", None) or 1)
         return block not in (getattr(self.hf, "mlp_only_layers", None) or ()) and (block + 1) % step == 0
 
-    @cached_property  # read for every expert of every block
+    @cached_property  # cached because it is read for every expert of every block
     def _sparse(self) -> tuple[bool, ...]:
         return tuple(self.is_sparse(block) for block in range(int(self.hf.num_hidden_layers)))
 
@@ -148,12 +150,12 @@ class Experts(DenseDecoder):
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
-EXPERTS = "mlp.experts."  # in our keys: blocks.3.mlp.experts.<global index>.linear_fc1.weight
-_LOCAL = "mlp.experts.local_experts."  # in megatron's names: the index counts the experts of one rank
+EXPERTS = "mlp.experts."  # in our keys, before the global index: blocks.3.mlp.experts.7.linear_fc1.weight
+_LOCAL = "mlp.experts.local_experts."  # in megatron's names, before the index within one rank
 
 
 def global_key(key: str, num_local: int, ep_rank: int) -> str:
-    """Convert megatron's name of a routed expert's parameter to slime_like's key; return other keys unchanged."""
+    """Return ``key`` with the global index of a routed expert instead of megatron's local index; other keys unchanged."""
     prefix, local, numbered = key.partition(_LOCAL)
     if not local:
         return key
@@ -162,7 +164,7 @@ def global_key(key: str, num_local: int, ep_rank: int) -> str:
 
 
 def keys_of_peers(key: str, num_experts: int, ep: int) -> tuple[str, ...]:
-    """Return the keys on all expert parallel ranks that correspond to ``key`` on this one, in rank order."""
+    """Return the keys on all expert parallel ranks, in rank order, that correspond to ``key`` on this rank."""
     prefix, expert, numbered = key.partition(EXPERTS)
     if not expert:
         return (key,)

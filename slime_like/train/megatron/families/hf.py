@@ -38,7 +38,7 @@ class HFFolder:
         try:
             with without_model_classes():
                 return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
-            # transformers' config classes raise errors of many types.
+            # Fault boundary: transformers' config classes raise errors of many types.
         except Exception as error:
             file = downloaded(self.key, self.path / "config.json")
             raise file.refused(f"cannot be used: transformers cannot read it ({reason(error)})") from error
@@ -89,7 +89,7 @@ class HFFolder:
                 self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
             else:
                 raise CheckpointError(
-                    f"{self.path}: neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
+                    f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are supported: convert the model"
                 )
         return self._file_of
 
@@ -98,7 +98,9 @@ class HFFolder:
             path = self.path / file
             names = read_header(self.key, path)
             indexed = (self._file_of or {}).items()
-            if missing := next((name for name, holder in indexed if holder == file and name not in names), None):
+            if missing := next(
+                (name for name, tensor_file in indexed if tensor_file == file and name not in names), None
+            ):
                 raise CheckpointError(
                     f"{self.path / INDEX} places {missing!r} in {file}, which does not contain it; download {file} again"
                 )

@@ -17,7 +17,7 @@ SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 class HybridDecoder(DenseDecoder):
     """Hybrid decoder with zero-centred norms (except DeltaNet's gated norm), gated attention and partial rotary.
 
-    A subclass defines the storage of the projections into the DeltaNet.
+    A subclass defines how HF stores the input projections of the DeltaNet.
     """
 
     qk_norm = True
@@ -52,7 +52,7 @@ class HybridDecoder(DenseDecoder):
             **super().transformer_fields(),
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,
-            **{key: getattr(self.hf, key) for key in self.shape_keys},  # megatron has the same names
+            **{key: getattr(self.hf, key) for key in self.shape_keys},  # megatron's fields have the same names
         }
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
@@ -98,7 +98,7 @@ class HybridDecoder(DenseDecoder):
 
 
 def _text(hf: Any) -> Any:
-    """Return the config of the language model, with tie_word_embeddings of the composite model."""
+    """Return the config of the language model, with ``tie_word_embeddings`` of the composite model."""
     if not hasattr(hf, "text_config"):
         return hf
     text = copy.copy(hf.text_config)

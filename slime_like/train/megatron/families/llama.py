@@ -1,4 +1,4 @@
-"""Llama 2 and 3, without norms on heads or biases; Llama 3.1 and later scale the rotary frequencies."""
+"""Llama 2 and 3, without biases and without norms on heads; Llama 3.1 and later scale the rotary frequencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 
 
 class Llama(DenseDecoder):
-    """Names as in transformers' ``LlamaForCausalLM``."""
+    """Family with the tensor names of transformers' ``LlamaForCausalLM``."""
 
     def __init__(self, hf: Any, tp: int) -> None:
         super().__init__(hf, tp)

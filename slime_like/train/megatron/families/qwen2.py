@@ -8,7 +8,7 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 
 
 class Qwen2(DenseDecoder):
-    """Names as in transformers' ``Qwen2ForCausalLM``."""
+    """Family with the tensor names of transformers' ``Qwen2ForCausalLM``."""
 
     qkv_bias = True
 

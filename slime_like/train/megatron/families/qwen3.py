@@ -8,7 +8,7 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 
 
 class Qwen3(DenseDecoder):
-    """Names as in transformers' ``Qwen3ForCausalLM``."""
+    """Family with the tensor names of transformers' ``Qwen3ForCausalLM``."""
 
     qk_norm = True
 

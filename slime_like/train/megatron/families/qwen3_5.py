@@ -9,9 +9,9 @@ from slime_like.train.megatron.families.sections import Sections
 
 
 class Qwen35(HybridDecoder):
-    """Names as in transformers' ``Qwen3_5ForCausalLM``, or as in ``Qwen3_5ForConditionalGeneration``.
+    """Family with the tensor names of transformers' ``Qwen3_5ForCausalLM`` or ``Qwen3_5ForConditionalGeneration``.
 
-    Text tokens have a single position, for which the three-position rotary embedding (mrope) is the ordinary one.
+    A text token has one position, with which the rotary embedding of three positions (mrope) equals the plain one.
     """
 
     def in_proj(self, net: str) -> Weight:
@@ -23,4 +23,4 @@ class Qwen35(HybridDecoder):
 
 
 class Qwen35Moe(Experts, Qwen35):
-    """Names as in transformers' ``Qwen3_5MoeForCausalLM``, or as in ``Qwen3_5MoeForConditionalGeneration``."""
+    """Family with the tensor names of transformers' ``Qwen3_5MoeForCausalLM`` or ``Qwen3_5MoeForConditionalGeneration``."""

@@ -7,4 +7,4 @@ from slime_like.train.megatron.families.qwen3 import Qwen3
 
 
 class Qwen3Moe(Experts, Qwen3):
-    """Names as in transformers' ``Qwen3MoeForCausalLM``."""
+    """Family with the tensor names of transformers' ``Qwen3MoeForCausalLM``."""

@@ -9,7 +9,7 @@ from slime_like.train.megatron.families.sections import ByKeyHead
 
 
 class Qwen3Next(Experts, HybridDecoder):
-    """Names as in transformers' ``Qwen3NextForCausalLM``."""
+    """Family with the tensor names of transformers' ``Qwen3NextForCausalLM``."""
 
     def in_proj(self, net: str) -> Weight:
         hf = self.hf

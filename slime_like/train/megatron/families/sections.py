@@ -1,4 +1,4 @@
-"""Weights made of several sections, each split across the tensor parallel ranks."""
+"""Weights that consist of several sections, each split over the tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def _shard(sections: Sequence[Tensor], tp: int, rank: int) -> Tensor:
     return torch.cat([section.chunk(tp, 0)[rank] for section in sections], 0)
 
 
-def _joined(shards: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return the complete sections of sizes ``rows`` from the shards of all ranks."""
+def _join(shards: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """Return the complete sections, with the given numbers of ``rows``, from the shards of all ranks."""
     parts = zip(*(shard.split([n // len(shards) for n in rows], 0) for shard in shards), strict=True)
     return [torch.cat(part, 0) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class Sections(Weight):
-    """HF tensors whose rows, one tensor after another, are sections of ``rows``: query, key, value, ... channels."""
+    """HF tensors whose concatenated rows are sections with the given numbers of ``rows``, such as query, key and value."""
 
     rows: tuple[int, ...]
 
@@ -41,12 +41,12 @@ class Sections(Weight):
         return out
 
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return torch.cat(_joined(shards, self.rows), 0).split([shape[0] for shape in self.shapes], 0)
+        return torch.cat(_join(shards, self.rows), 0).split([shape[0] for shape in self.shapes], 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ByKeyHead(Weight):
-    """HF tensors that interleave their sections by key head; ``rows[i]`` are tensor i's rows per section and key head.
+    """HF tensors that interleave their sections by key head. ``rows[i]`` are the numbers of rows per section and key head.
 
     Qwen3-Next stores query, key, value and gate of key head 0, then those of key head 1, and so on.
     """
@@ -59,7 +59,7 @@ class ByKeyHead(Weight):
         return _shard([part.flatten(0, 1) for parts in by_head for part in parts], tp, rank)
 
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        sections = iter(_joined(shards, [self.heads * n for rows in self.rows for n in rows]))
+        sections = iter(_join(shards, [self.heads * n for rows in self.rows for n in rows]))
         return tuple(
             torch.cat([next(sections).unflatten(0, (self.heads, n)) for n in rows], 1).flatten(0, 1)
             for rows in self.rows
@@ -68,7 +68,7 @@ class ByKeyHead(Weight):
 
 @dataclass(frozen=True, slots=True)
 class GatedQKV(QKV):
-    """As ``QKV`` with an output gate: by query group, q heads, their gates, k, v. HF stores each q head before its gate."""
+    """``QKV`` with an output gate. A query group has q heads, their gates, k, v; HF stores each q head before its gate."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         queries, key, value = (t.unflatten(0, (self.groups, -1)) for t in tensors)

@@ -1,4 +1,4 @@
-"""Core attention bit-identical to the engine's, for ``run.deterministic=true`` on a CPU."""
+"""Core attention that is bitwise equal to the engine's, for ``run.deterministic=true`` on a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Layers of one kind computed in float64, to attribute a difference from the engine to that kind.
+"""Layers of one kind computed in float64, to attribute a difference from the engine to that kind. For scoring only.
 
-An entry of table ``EXACT_LAYERS`` makes a model's layers of its kind exact until the exit stack closes. A layer keeps its
-weights and inputs, and its result is rounded once to their precision. For scoring only.
+An entry of table ``EXACT_LAYERS`` makes the layers of its kind compute in float64 until an exit stack closes. Weights and inputs
+of a layer are unchanged, and its result is rounded once to their precision.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from slime_like.train.megatron.model.layers import PackedAttention
 
 ALL = "all"
 MakeExact = Callable[[nn.Module, ExitStack], int]
-"""(model, stack) -> number of layers made exact until the stack closes."""
+"""(model, stack) -> number of layers that compute in float64 until the stack closes."""
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
     """Return the kinds of layers that ``model`` has, in the order of the table."""
-    present: list[str] = []
+    names: list[str] = []
     for name in EXACT_LAYERS:
         with ExitStack() as stack:
             if _maker(name)(model, stack):
-                present.append(name)
-    return tuple(present)
+                names.append(name)
+    return tuple(names)
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def _maker(name: str) -> MakeExact:
 
 
 def attention(model: nn.Module, stack: ExitStack) -> int:
-    """Make core attention exact: scores, softmax and the sum of values, without the projections."""
+    """Compute core attention in float64: scores, softmax and the sum of values, without the projections."""
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:
-        stack.enter_context(replaced(layer, "forward", in_float64(layer.forward, layer.config.params_dtype)))
+        stack.enter_context(replace_attribute(layer, "forward", in_float64(layer.forward, layer.config.params_dtype)))
     return len(layers)
 
 
@@ -59,12 +59,12 @@ def mlp(model: nn.Module, stack: ExitStack) -> int:
     """Compute the MLP (or the router and experts) after each mixer in float64, with float64 copies of its weights."""
     mlps: list[Any] = [module.mlp for module in model.modules() if isinstance(module, MLPLayer)]
     for part in mlps:
-        stack.enter_context(replaced(part, "forward", with_weights_in_float64(part)))
+        stack.enter_context(replace_attribute(part, "forward", with_weights_in_float64(part)))
     return len(mlps)
 
 
 @contextmanager
-def replaced(module: Any, name: str, value: Any) -> Generator[None]:
+def replace_attribute(module: Any, name: str, value: Any) -> Generator[None]:
     """Set attribute ``name`` of an object, and restore the previous state on exit."""
     in_instance = name in vars(module)
     stock = getattr(module, name)
@@ -79,12 +79,12 @@ def replaced(module: Any, name: str, value: Any) -> Generator[None]:
 
 
 def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """Wrap ``function`` to take float64 copies of its arguments and return ``dtype``, or the first argument's dtype."""
+    """Wrap ``function`` to compute on float64 copies of its arguments and return ``dtype``, or the first argument's dtype."""
 
     def wide(*args: Any, **kwargs: Any) -> Any:
         result = dtype or next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
-        widened = {name: converted(arg, torch.float64) for name, arg in kwargs.items()}
-        return converted(function(*(converted(arg, torch.float64) for arg in args), **widened), result)
+        widened = {name: cast(arg, torch.float64) for name, arg in kwargs.items()}
+        return cast(function(*(cast(arg, torch.float64) for arg in args), **widened), result)
 
     return wide
 
@@ -94,15 +94,15 @@ def with_weights_in_float64(module: nn.Module) -> Callable[..., Any]:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        wide = {name: converted(parameter, torch.float64) for name, parameter in module.named_parameters()}
-        with replaced(module, "forward", in_float64(original)):
+        wide = {name: cast(parameter, torch.float64) for name, parameter in module.named_parameters()}
+        with replace_attribute(module, "forward", in_float64(original)):
             return torch.func.functional_call(module, wide, args, kwargs)
 
     return forward
 
 
-def converted(value: Any, dtype: torch.dtype) -> Any:
-    """Convert a floating-point tensor, or those of a tuple, to ``dtype``; return anything else unchanged."""
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a floating-point tensor, or the floating-point tensors of a tuple, to ``dtype``; return other values unchanged."""
     if isinstance(value, tuple):
-        return tuple(converted(part, dtype) for part in value)
+        return tuple(cast(part, dtype) for part in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,4 +1,4 @@
-"""Forward passes of packed rows: micro-batches on the device, megatron's schedules and scores without gradients."""
+"""Forward passes of packed rows: micro-batches on the device, megatron's schedules, and scores without gradients."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def check_tokens(rows: PackedBatch, vocab_size: int, source: Path) -> None:
-    """Raise ``DataError`` on a token outside the vocabulary of ``source``."""
+    """Raise ``DataError`` on a token id of at least ``vocab_size``, the size in the file ``source``."""
     tokens = rows.token_ids
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
         raise DataError(
-            f"token id {bad} is outside the vocabulary of {vocab_size} tokens in {source}: "
+            f"token id {outside[0]} is outside the vocabulary of {vocab_size} tokens in {source}: "
             "use the tokenizer of this model"
         )
 
@@ -72,7 +72,7 @@ def make_micro(rows: PackedBatch, rank_info: RankInfo) -> MicroBatch:
     layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=rank_info.cp_rank, min_tokens=exact.ROWS)
     bounds = torch.from_numpy(layout.padded_cu_seqlens)
     pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=rank_info.cp_rank)
-    longest = int(np.diff(layout.padded_cu_seqlens).max())
+    max_length = int(np.diff(layout.padded_cu_seqlens).max())
     query_cu = to_device(pieces.query_cu, rank_info.device)
     by_rank = None if sizes.cp == 1 else tokens_by_rank(layout.padded_cu_seqlens, sizes.cp)
     padding = layout.row_index < 0
@@ -82,8 +82,8 @@ def make_micro(rows: PackedBatch, rank_info: RankInfo) -> MicroBatch:
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max_length,
+        max_seqlen_kv=max_length,
         pieces=pieces,
         batches=attention_batches(layout.padded_cu_seqlens, rank_info.device) if sizes.cp == 1 else None,
         query_cu=query_cu,
@@ -102,20 +102,20 @@ def make_micro(rows: PackedBatch, rank_info: RankInfo) -> MicroBatch:
 def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[..., Any], *, train: bool) -> list[Any]:
     """Run every micro-batch through megatron's schedule, and ``after(micro, hidden)`` on the last stage.
 
-    If ``train``, ``after`` returns megatron's (loss, count, report) and gradients are accumulated and reduced. Otherwise
-    returns the list of ``after``'s results (empty on other stages).
+    With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and reduced. Without it,
+    return the list of the results of ``after`` (empty on other stages).
     """
-    blanks = _blanks(wrapped, micros)
-    count = len(blanks) + len(micros)
+    padding = _padding_micros(wrapped, micros)
+    count = len(padding) + len(micros)
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(batches)
         hidden = model(micro.input_ids, micro.packed)
-        return hidden, _nothing_after if any(micro is blank for blank in blanks) else partial(after, micro)
+        return hidden, _zero_loss if any(micro is pad for pad in padding) else partial(after, micro)
 
     out = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter([*blanks, *micros]) for _ in wrapped],
+        data_iterator=[iter([*padding, *micros]) for _ in wrapped],
         model=list(wrapped),
         num_microbatches=count,
         seq_length=1,  # shapes are sent with the tensors (variable_seq_lengths)
@@ -123,21 +123,21 @@ def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[
         forward_only=not train,
         collect_non_loss_data=not train,
     )
-    return out[len(blanks) :]
+    return out[len(padding) :]
 
 
-def _blanks(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return padding micro-batches that make the number a multiple of the interleaved schedule's group size.
+def _padding_micros(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return empty micro-batches that make the total a multiple of the interleaved schedule's group size.
 
-    They come first, because gradients are reduced in the backward pass of a step's last micro-batch.
+    They must be run first, because gradients are reduced in the backward pass of the last micro-batch.
     """
     if len(wrapped) == 1 or not micros:
         return []
     group = int(
         wrapped.last.config.microbatch_group_size_per_vp_stage or wrapped.last.config.pipeline_model_parallel_size
     )
-    blank = make_micro(_no_sequences(micros[0].rows), wrapped.last.rank_info)
-    return [blank] * (-len(micros) % group)
+    empty = make_micro(_no_sequences(micros[0].rows), wrapped.last.rank_info)
+    return [empty] * (-len(micros) % group)
 
 
 def _no_sequences(rows: PackedBatch) -> PackedBatch:
@@ -149,8 +149,8 @@ def _no_sequences(rows: PackedBatch) -> PackedBatch:
     return dataclasses.replace(rows, **empty, cu_seqlens=np.zeros(1, np.int32), extras={})
 
 
-def _nothing_after(hidden: Tensor, non_loss_data: bool = False) -> Any:
-    """Return a zero loss over no tokens, so that the other stages still get a backward pass."""
+def _zero_loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
+    """Return a loss of zero over no tokens, so that every stage runs the backward pass."""
     if non_loss_data:
         return None
     return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int32, device=hidden.device), {}
@@ -160,9 +160,9 @@ def _nothing_after(hidden: Tensor, non_loss_data: bool = False) -> Any:
 def score_micros(
     wrapped: Chunks, micros: Sequence[MicroBatch], masks: Sequence[npt.NDArray[np.bool_]], scoring: Scoring
 ) -> list[Tensor]:
-    """Return log-probabilities F32 [T] per micro-batch at its masked tokens, 0 elsewhere; empty except on the last stage.
+    """Return log-probabilities F32 [T] per micro-batch at its masked tokens, 0 at other tokens.
 
-    Columns are complete on every context parallel rank.
+    The list is empty except on the last stage. Columns are complete on every context parallel rank.
     """
     mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
     model = wrapped.last
@@ -182,7 +182,7 @@ def score_micros(
         out[to_device(predictions.target, hidden.device)] = logprobs
         return out
 
-    wrapped.eval()  # no recompute without a backward pass
+    wrapped.eval()  # disables recompute, which only a backward pass needs
     try:
         return sum_columns(run_schedule(wrapped, micros, after, train=False), model.cp_group)
     finally:
@@ -190,7 +190,7 @@ def score_micros(
 
 
 def sum_columns(columns: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Sum over the ranks of ``group``, in one collective. Exact if each entry is 0 on all ranks but one."""
+    """Sum columns over the ranks of ``group`` in one collective. Exact if each entry is 0 on all ranks but one."""
     if not columns or group.size() == 1:
         return list(columns)
     joined = torch.cat(list(columns))

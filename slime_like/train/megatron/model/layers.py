@@ -1,4 +1,4 @@
-"""Layer modules in plain torch for CPU and GPU, inserted into megatron's layers by ModuleSpec."""
+"""Layer modules in plain torch for CPU and GPU, used in megatron's layers through ModuleSpec."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from slime_like.train.megatron.model.vocab import VocabScores, vocab_scores
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """megatron's packed-sequence parameters with bounds on the host, so that they are never read back from a GPU.
+    """megatron's packed-sequence parameters with sequence bounds on the host, so that no kernel launch waits for the GPU.
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
-    ``pieces`` is this rank's attention work, and the tensors after it are its arrays on the device. ``batches``, only
-    without context parallelism, is the same work for kernels that need sequences of equal length.
+    ``pieces`` divides this rank's attention into pieces; ``query_cu``, ``key_cu`` and ``key_index`` are its arrays on the
+    device. Without context parallelism, ``batches`` groups the same sequences for kernels that need equal lengths.
     """
 
     pieces: AttentionPieces | None = None
@@ -50,11 +50,11 @@ class PackedRows(PackedSeqParams):
     key_cu: Tensor | None = None
     key_index: Tensor | None = None
     sequence_cu: Tensor | None = None  # I32, the bounds of ``cu_seqlens_q``
-    position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
+    position_ids: Tensor | None = None  # [P], of the padded tokens of all context parallel ranks
     by_rank: Tensor | None = None  # I64 [P], padded tokens ordered by rank; cp > 1
     in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
-    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]; not counted by routers
-    cos_sin: Tensor | None = None  # F32 [P, dim], of the rotary angles; set at first use
+    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]; tokens that routers do not count
+    cos_sin: Tensor | None = None  # F32 [P, dim], cache of ``cos_sin_of``
 
     def cos_sin_of(self, angles: Tensor) -> Tensor:
         """Return F32 [P, dim]: cosines, then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim]."""
@@ -64,9 +64,9 @@ class PackedRows(PackedSeqParams):
         return self.cos_sin
 
     def on_device(self) -> PackedSeqParams:
-        """Return the sequences for TransformerEngine, with bounds on the device over the tokens of all cp ranks.
+        """Return parameters for TransformerEngine, with bounds on the device over the tokens of all cp ranks.
 
-        Padding counts as part of its sequence, because a causal query never sees the tokens after it.
+        Padding counts as part of its sequence, because a causal query never sees later tokens.
         """
         bounds = self.sequence_cu
         padded = None if self.key_index is None else bounds  # TransformerEngine reads these under context parallelism
@@ -78,14 +78,14 @@ class PackedRows(PackedSeqParams):
             cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
             max_seqlen_q=self.max_seqlen_q,
             max_seqlen_kv=self.max_seqlen_kv,
-            pad_between_seqs=False,  # otherwise it compares bounds, and waits for the GPU
+            pad_between_seqs=False,  # otherwise TransformerEngine compares bounds and waits for the GPU
         )
 
 
-def announce_read(part: torch.nn.Module) -> None:
-    """Wait for the weights of ``part`` before reading them without its forward (overlap_param_gather may be gathering)."""
-    for ready in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]  no public function lists hooks
-        ready(part, ())
+def wait_for_weights(part: torch.nn.Module) -> None:
+    """Wait until overlap_param_gather has gathered the weights of ``part``. Required to read them without its forward."""
+    for hook in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]  no public function lists hooks
+        hook(part, ())
 
 
 def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
@@ -100,11 +100,11 @@ class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences, which context parallelism may split.
 
     16-bit attention on a GPU runs one variable-length flash kernel for all sequences. Otherwise, scaled dot product
-    attention runs per batch of sequences of similar length, which avoids the masked scores of a block-diagonal mask.
+    attention runs per batch of sequences of similar length, without the masked scores of a block-diagonal mask.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
     in one collective per layer, and the backward pass scatters the summed gradients. With grouped queries there are few
-    keys, and each rank reads only the gathered keys that its queries can see.
+    keys. Each rank reads only the gathered keys that its queries can see.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class PackedAttention(MegatronModule):
         from torch.nn.attention.varlen import varlen_attn
 
         assert packed.pieces is not None and packed.query_cu is not None and packed.key_cu is not None
-        longest = [max(lengths) for lengths in zip(*packed.pieces.lengths, strict=True)]
+        max_lengths = [max(lengths) for lengths in zip(*packed.pieces.lengths, strict=True)]
         out = varlen_attn(  # causality is aligned at the ends of queries and keys, as in flash attention 2.1
             query,
             key,
             value,
             packed.query_cu,
             packed.key_cu,
-            *longest,
+            *max_lengths,
             scale=self.scale,
             window_size=(-1, 0),
             enable_gqa=True,
@@ -162,9 +162,9 @@ class PackedAttention(MegatronModule):
         return out
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        exactly = query.dtype == torch.float64
-        dtype = query.dtype if exactly else self.config.params_dtype  # queries may come in float32
-        # On a CPU torch's bfloat16 attention takes 2.5 times as long, and rounds more.
+        is_exact = query.dtype == torch.float64  # under ``exact_layers``
+        dtype = query.dtype if is_exact else self.config.params_dtype  # 16-bit queries may be passed in float32
+        # On a CPU torch's bfloat16 attention takes 2.5 times as long and rounds more often.
         if query.dtype == torch.bfloat16 and not query.is_cuda:
             query, key, value = query.float(), key.float(), value.float()
         if packed.batches is not None:
@@ -181,7 +181,7 @@ class PackedAttention(MegatronModule):
 
 
 class Stack(HybridStack):
-    """HybridStack with this module's final norm instead of TransformerEngine's."""
+    """HybridStack whose final norm is ``norm``, not TransformerEngine's."""
 
     norm = RMSNorm
 
@@ -200,7 +200,7 @@ class Stack(HybridStack):
 
 
 class TorchParts(LocalSpecProvider):
-    """Modules that megatron's spec builders require."""
+    """Modules for megatron's spec builders."""
 
     def core_attention(self) -> type:
         return PackedAttention
@@ -211,7 +211,7 @@ class TorchParts(LocalSpecProvider):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Modules in the hybrid stack's layers that depend on the model and the machine."""
+    """Modules of the hybrid stack's layers, chosen by model and machine."""
 
     core_attention: type = PackedAttention
     mixers: Mapping[str, ModuleSpec] = field(default_factory=dict[str, ModuleSpec])  # by layer symbol, from plugins
@@ -227,7 +227,7 @@ MIXER_FIELDS = {"G": "gdn_layer"}
 
 
 def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """Return the layers of the hybrid stack: token mixers, MLP and any experts, each with its norm and residual."""
+    """Return the spec of the hybrid stack: token mixers, MLPs and experts, each with its norm and residual."""
     attention = ModuleSpec(
         parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -1,10 +1,10 @@
-"""Layout of packed tokens on a rank, with padding, positions, next tokens and context parallel slices.
+"""Layout of packed tokens on a rank: padding, positions, next tokens and context parallel slices.
 
-Context parallelism is confined to this file. Index arithmetic is numpy on the host, once per micro-batch; only the
+No other file computes context parallel indices for attention. Index arithmetic is numpy on the host, once per micro-batch; only the
 results are copied to the device.
 
 Context parallel layout (megatron's): a sequence, padded to a multiple of ``2 * cp``, is cut into ``2 * cp`` equal chunks;
-rank r holds chunks r and ``2 * cp - 1 - r``, which balances the causal triangle over the ranks.
+rank r holds chunks r and ``2 * cp - 1 - r``, which balances the work of the causal mask over the ranks.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """S sequences of T tokens in all; P tokens after padding; this rank holds L = P / cp of them."""
+    """Layout of S sequences with T tokens in total and P tokens after padding, of which this rank holds L = P / cp."""
 
     cu_seqlens: I32  # [S + 1], of the rows
-    padded_cu_seqlens: I32  # [S' + 1], S' = S or, with a padding sequence at the end, S + 1
+    padded_cu_seqlens: I32  # [S + 1], or [S + 2] with a sequence of padding at the end
     row_index: I64  # [L], row index of each local token, -1 for padding
-    next_index: I64  # [L], row index of the token after it in its sequence, -1 at sequence ends and padding
+    next_index: I64  # [L], row index of the next token of the sequence, -1 at sequence ends and padding
     position_ids: I64  # [P], position of every padded token in its sequence
-    local_index: I64  # [L], index of each local token among the P padded ones
+    local_index: I64  # [L], index of each local token among the P padded tokens
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, T."""
+        """Number of tokens T, without padding."""
         return int(self.cu_seqlens[-1])
 
     @property
@@ -48,7 +48,7 @@ class TokenLayout:
         return len(self.cu_seqlens) - 1
 
     def take[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
-        """Return this rank's part [L] of a column of the rows, with ``fill`` at padding."""
+        """Return this rank's part [L] of a column, with ``fill`` at padding."""
         return _gather(column_T, self.row_index, fill)
 
     def next_token[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
@@ -66,7 +66,7 @@ class TokenLayout:
         return np.searchsorted(self.cu_seqlens, row_index, side="right").astype(np.int64) - 1
 
     def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], row_index_N: I64) -> npt.NDArray[Scalar]:
-        """Sum the values at rows per sequence [S]. With cp > 1, the sum is this rank's share of the cp group's sum."""
+        """Sum values [N] at row indices [N] per sequence [S]. With cp > 1, the sequence's sum is the sum over the cp ranks."""
         out = np.zeros(self.num_sequences, values_N.dtype)
         np.add.at(out, self.sequence_of(row_index_N), values_N)
         return out
@@ -75,9 +75,8 @@ class TokenLayout:
 def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0, min_tokens: int = 1) -> TokenLayout:
     """Lay out packed sequences for one rank.
 
-    Sequences are padded to multiples of ``2 * cp`` when cp > 1, and a sequence of padding is added at the end so that
-    every tensor parallel rank gets the same number of tokens: P is a multiple of tp, or of ``tp * 2 * cp``, and at
-    least ``min_tokens``.
+    Sequences are padded to multiples of ``2 * cp`` when cp > 1. A sequence of padding at the end makes P a multiple of tp (of
+    ``tp * 2 * cp`` when cp > 1), so that tensor parallel ranks have equally many tokens, and at least ``min_tokens``.
 
     Example: sequences of 3 and 2 tokens with tp=2: ``padded_cu_seqlens`` is [0, 3, 5, 6].
     """
@@ -114,11 +113,11 @@ def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPieces:
-    """Causal attention of one rank as R independent pieces.
+    """Causal attention of one rank, divided into R independent pieces.
 
-    The last query of a piece sees all of the piece's keys, the query before it all but one, and so on. Without context
-    parallelism, a piece is a sequence. With context parallelism, rank r has two pieces per sequence, chunks r and
-    ``2 * cp - 1 - r``, each of which sees the chunks up to itself. Together they read ``2 * cp + 1`` chunks of keys.
+    The last query of a piece attends to all keys of the piece, the query before it to all but the last key, and so on.
+    Without context parallelism, a piece is a sequence. With context parallelism, rank r has two pieces per sequence: the
+    queries of chunks r and ``2 * cp - 1 - r``, with the keys up to their chunk, ``2 * cp + 1`` chunks of keys in total.
     """
 
     query_cu: I32  # [R + 1], of the local tokens

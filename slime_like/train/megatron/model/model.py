@@ -20,7 +20,7 @@ from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.experts import global_key
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.exact_attention import ExactAttention
-from slime_like.train.megatron.model.layers import LayerParts, PackedRows, announce_read, stack_spec
+from slime_like.train.megatron.model.layers import LayerParts, PackedRows, stack_spec, wait_for_weights
 from slime_like.train.megatron.model.rotary import Rotary
 from slime_like.train.megatron.model.transformer_config import pipeline_pattern
 from slime_like.train.megatron.model.vocab import VocabularyPart
@@ -32,9 +32,9 @@ VALUE_HEAD = "value_head."  # prefix of a critic's parameters that the HF checkp
 
 
 class PolicyModel(HybridModel):
-    """Segment of the decoder, which returns hidden states. Logits exist only in chunks, inside ``scores``.
+    """Segment of the decoder that returns hidden states. Logits exist only in chunks, inside ``scores``.
 
-    ``chunk`` is the segment's index on this rank, which has several with virtual stages.
+    ``chunk`` is the index of the segment on this rank, which has several segments with virtual stages.
     """
 
     head = "vocabulary"
@@ -70,11 +70,14 @@ class PolicyModel(HybridModel):
 
     @classmethod
     def adapt(cls, hf: Any) -> Any:
-        """Return the HF config adapted to this kind of model."""
+        """Return the HF config for this class of model."""
         return hf
 
     def forward(self, input_ids: Tensor | None, packed: PackedRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Map input_ids [1, L] (first stage) to hidden states [L, 1, H], with sequence parallelism [L / tp, 1, H]."""
+        """Map input_ids [1, L] to hidden states [L, 1, H], with sequence parallelism [L / tp, 1, H].
+
+        Stages after the first take their input from ``set_input_tensor``.
+        """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         return self.decoder(
             hidden_states=embedded,
@@ -89,16 +92,15 @@ class PolicyModel(HybridModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probability and (if ``entropy``) entropy F32 [N] of tokens ``target_N``.
 
-        ``source_N`` indexes the hidden states [L] that predict the tokens. ``vocab_scores`` computes the scores; on a CPU
-        with a C compiler, the plugins' ``megatron_cpu/scores.py`` does.
+        ``source_N`` indexes the hidden states [L] that predict the tokens.
         """
-        announce_read(self.output_layer)
+        wait_for_weights(self.output_layer)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        tied = self.share_embeddings_and_output_weights
-        weight: Any = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        is_tied = self.share_embeddings_and_output_weights
+        weight: Any = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         return self.vocab_scores(
             hidden[:, 0][source_N],
             weight,
@@ -111,9 +113,9 @@ class PolicyModel(HybridModel):
 
 
 class Chunks(torch.nn.ModuleList):
-    """Segments of the model on a pipeline rank, several if there are virtual stages.
+    """Segments of the model on a pipeline rank, in the order of megatron's interleaved schedule.
 
-    They are either all bare or all in data parallel wrappers, in the order of megatron's interleaved schedule.
+    There are several with virtual stages. Either all segments or none are in data parallel wrappers.
     """
 
     @property
@@ -128,7 +130,7 @@ class Chunks(torch.nn.ModuleList):
         return self.policies[-1]
 
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return megatron's state. Names count from 0 in each chunk; keys on disk do not depend on the split."""
+        """Return megatron's sharded state. Names count layers from 0 in each chunk; keys on disk do not depend on the chunks."""
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
         return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
 
@@ -143,7 +145,7 @@ class Chunks(torch.nn.ModuleList):
 def build_chunks(
     kind: type[PolicyModel], config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig
 ) -> Chunks:
-    """Build this rank's part of a model on its device, uninitialised, with the attention and kernels set by ``model``.
+    """Build this rank's part of a model on its device, with uninitialised weights and the kernels that ``model`` selects.
 
     Raises ``ConfigError`` if the attention or the kernels cannot be imported.
     """
@@ -153,16 +155,16 @@ def build_chunks(
 
 
 def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig) -> LayerParts:
-    """Return the layer parts for ``model`` and the family's layer symbols."""
-    exactly = config.deterministic_mode and rank_info.device.type == "cpu"
-    core = _core_attention(model.attention, exactly=exactly)
+    """Return the layer parts that ``model`` selects for the layer symbols of the family."""
+    is_exact = config.deterministic_mode and rank_info.device.type == "cpu"
+    core = _core_attention(model.attention, is_exact=is_exact)
     symbols = sorted({symbol for block in family.blocks() for symbol in block} & MIXERS.keys())
     parts = LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, rank_info) for s in symbols})
-    return parts if exactly or rank_info.device.type != "cpu" else _on_cpu_kernels(parts, model.cpu_kernels)
+    return parts if is_exact or rank_info.device.type != "cpu" else _on_cpu_kernels(parts, model.cpu_kernels)
 
 
 def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
-    """Return ``parts`` with the kernels named by ``model.cpu_kernels``. auto means C if it can be compiled."""
+    """Return ``parts`` with the kernels of ``model.cpu_kernels``: for auto, C kernels if they can be compiled."""
     if kernels == "torch":
         return parts
     try:
@@ -174,8 +176,8 @@ def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
         return parts
 
 
-def _core_attention(name: str, *, exactly: bool) -> type:
-    if exactly:
+def _core_attention(name: str, *, is_exact: bool) -> type:
+    if is_exact:
         return ExactAttention
     return resolve("model.attention", "torch" if name == "auto" else name, ATTENTIONS)
 
@@ -183,9 +185,7 @@ def _core_attention(name: str, *, exactly: bool) -> type:
 def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield (slime_like's key, parameter) of this pipeline rank, in export order.
 
-    No other function reads megatron's parameter names.
-
-    A decoder block is two layers of the hybrid stack; ``layer_number`` counts them from 1 over all segments.
+    No other function depends on megatron's parameter names.
     """
     by_key = {
         _key(policy, name): parameter for policy in model.policies for name, parameter in policy.named_parameters()
@@ -195,6 +195,7 @@ def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def _key(model: PolicyModel, name: str) -> str:
     if name.startswith("decoder.layers."):
+        # A decoder block is two layers of the hybrid stack; ``layer_number`` counts layers from 1 over all segments.
         _, _, local, suffix = name.split(".", 3)
         layers: Any = model.decoder.layers  # pyright: ignore[reportFunctionMemberAccess]
         block = (int(layers[int(local)].layer_number) - 1) // 2
@@ -213,12 +214,14 @@ def _order(key: str) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_hf(model: Chunks, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
-    """Fill this rank's parameters from an HF folder. Raises ``CheckpointError`` if a tensor is missing or misshapen."""
+    """Load this rank's parameters from an HF folder. Raises ``CheckpointError`` on a missing tensor or a wrong shape."""
     for key, parameter in named_weights(model):
         if key.startswith(VALUE_HEAD):
             continue
         weight = table[key]
         tensors = [tensor.to(parameter.dtype) for tensor in weight.read(folder)]
         shard = weight.split(tensors, rank_info.layout.tp, rank_info.tp_rank)
-        assert shard.shape == parameter.shape, f"{key}: {tuple(shard.shape)} for {tuple(parameter.shape)}"
+        assert shard.shape == parameter.shape, (
+            f"{key}: shard {tuple(shard.shape)} for parameter {tuple(parameter.shape)}"
+        )
         parameter.copy_(shard)

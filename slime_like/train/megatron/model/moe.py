@@ -1,4 +1,4 @@
-"""Experts in a layer of the hybrid stack: megatron's modules with a router that measures its load balance."""
+"""Experts in a layer of the hybrid stack: megatron's modules, with a router that counts its load."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch import Tensor
 
 
 def moe_builder(config: TransformerConfig, backend: BackendSpecProvider) -> partial[MoELayer]:
-    """Return the builder of a layer's experts: MLPs of ``backend``'s linears, and the shared expert if there is one."""
+    """Return the builder of a layer's experts: MLPs of ``backend``'s linears, and the shared expert of models that have one."""
     stock: Any = get_moe_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts)
     return partial(MoELayer, submodules=dataclasses.replace(stock.keywords["submodules"], router=ExpertRouter))
 
 
 class ExpertRouter(TopKRouter):
-    """megatron's router, but independent of padding and layout.
+    """megatron's router with an auxiliary loss and a load that do not depend on padding and layout.
 
-    Padding does not count. The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its
-    coefficient) is the mean over the step's tokens. A micro-batch therefore has its number of tokens T, over the tensor
-    and context parallel groups, as weight. ``load_E`` counts the tokens per expert since the last ``take_load``.
+    The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its coefficient) is the mean
+    over the step's tokens. A micro-batch is therefore weighted by T, its number of tokens on all tensor and context
+    parallel ranks. The load is the number of tokens per expert since the last ``take_load``.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -37,11 +37,11 @@ class ExpertRouter(TopKRouter):
         self._balance = torch.zeros(0)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map logits [L, 1, E] to weights and choice [L, E]."""
+        """Map logits [L, 1, E] to the weights and the mask of chosen experts [L, E]."""
         probs, chosen_LE = super().routing(logits, padding_mask)
         if self.training and torch.is_grad_enabled():
             counted_LE = chosen_LE if padding_mask is None else chosen_LE & ~padding_mask.reshape(-1, 1)
-            self._load_E = _added(self._load_E, counted_LE.sum(0).double())
+            self._load_E = _add(self._load_E, counted_LE.sum(0).double())
         return probs, chosen_LE
 
     def _apply_aux_loss(
@@ -53,21 +53,21 @@ class ExpertRouter(TopKRouter):
     ) -> Tensor:
         """Return ``probs`` with the gradient of T times this micro-batch's auxiliary loss attached."""
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
-        count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # without padding: the caller has masked it
+        count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # the caller has masked padding
         dist.all_reduce(count_E, group=self.tp_cp_group)
-        share_E = count_E / count_E.sum().clamp(min=1.0)  # of choices, on all ranks
-        balance = count_E.numel() * (share_E * scores_for_aux_loss.sum(0)).sum()  # of this rank's tokens
-        self._balance = _added(self._balance, balance.detach().double()[None])
+        share_E = count_E / count_E.sum().clamp(min=1.0)  # share of all ranks' choices
+        balance = count_E.numel() * (share_E * scores_for_aux_loss.sum(0)).sum()  # sum over this rank's tokens
+        self._balance = _add(self._balance, balance.detach().double()[None])
         scaled: Tensor = MoEAuxLossAutoScaler.apply(probs, coefficient * balance)  # pyright: ignore[reportAssignmentType]
         return scaled
 
     def take_load(self) -> tuple[Tensor, Tensor]:
-        """Return and reset this rank's counts per expert F64 [E] and its sum of the auxiliary loss over tokens F64 []."""
+        """Return and reset this rank's load F64 [E] and the sum of the auxiliary loss over its tokens F64 []."""
         load_E = self._load_E if len(self._load_E) else torch.zeros(self.num_experts or 0, dtype=torch.float64)
         balance = self._balance.sum()
         self._load_E, self._balance = torch.zeros(0), torch.zeros(0)
         return load_E.to(self.weight.device), balance.to(self.weight.device).double()
 
 
-def _added(total: Tensor, value: Tensor) -> Tensor:
+def _add(total: Tensor, value: Tensor) -> Tensor:
     return total + value if len(total) else value

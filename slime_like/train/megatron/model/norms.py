@@ -24,8 +24,8 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
-        first = torch.zeros if self.zero_centered else torch.ones
-        self.weight = _norm_weight(config, first(hidden_size, dtype=config.params_dtype))
+        initial = torch.zeros if self.zero_centered else torch.ones
+        self.weight = _norm_weight(config, initial(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., hidden] to [..., hidden]."""
@@ -40,19 +40,19 @@ class RMSNorm(torch.nn.Module):
 class GatedHeadNorm(torch.nn.Module):
     """``rms_norm(x) * weight * silu(gate)`` over the channels of a head, never zero-centred.
 
-    All heads share the weight, and tensor parallel ranks have different heads, so its gradient is summed over these
-    ranks. With sequence parallelism, megatron sums it at the end of a step; otherwise, this module does.
+    All heads share the weight, and tensor parallel ranks have different heads, so the gradient of the weight is summed over
+    these ranks: with sequence parallelism by megatron at the end of an optimizer step, otherwise by this module.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.sums_here = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+        self.sums_gradient = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
         self.weight = _norm_weight(config, torch.ones(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map x and gate [..., channels] to [..., channels], computed in float32 at least and rounded once."""
-        weight = copy_to_tensor_model_parallel_region(self.weight) if self.sums_here else self.weight
+        """Map x and gate [..., channels] to [..., channels], computed in at least float32 and rounded once."""
+        weight = copy_to_tensor_model_parallel_region(self.weight) if self.sums_gradient else self.weight
         if x.dtype in _HALF:
             return _HalfNorm.apply(x, weight.float(), gate, self.eps)
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps) * F.silu(gate)
@@ -61,26 +61,26 @@ class GatedHeadNorm(torch.nn.Module):
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _norm_weight(config: TransformerConfig, first: Tensor) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(first.to(current_device()))
+def _norm_weight(config: TransformerConfig, initial: Tensor) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(initial.to(current_device()))
     setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (read by finalize_model_grads)
     return weight
 
 
 class _HalfNorm(torch.autograd.Function):
-    """Norm of 16-bit values with a float32 scale and an optional gate. Saves only its inputs for backward."""
+    """Norm of 16-bit values with a float32 scale and an optional gate. Only the inputs are saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, gate: Tensor | None, eps: float) -> Tensor:
         ctx.save_for_backward(x, scale, gate)
         ctx.eps = eps
-        out = _normed(x, eps)[0] * scale
+        out = _normalise(x, eps)[0] * scale
         return (out if gate is None else out * F.silu(gate.float())).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, scale, gate = ctx.saved_tensors
-        normed, inverse = _normed(x, ctx.eps)
+        normed, inverse = _normalise(x, ctx.eps)
         grad, gate_grad = grads[0].float(), None
         if gate is not None:
             wide = gate.float()
@@ -94,8 +94,8 @@ class _HalfNorm(torch.autograd.Function):
         return x_grad.to(x.dtype), scale_grad, gate_grad, None
 
 
-def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return values over their root mean square, and its inverse [..., 1], in float32."""
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return ``x`` over its root mean square, and the inverse of the root mean square [..., 1], in float32."""
     wide = x.float()
     inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return wide * inverse, inverse

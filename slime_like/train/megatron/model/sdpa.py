@@ -1,7 +1,7 @@
 """Causal attention over packed sequences by torch's scaled dot product attention, in few calls.
 
-Sequences of similar length share a call. Padding comes at the end of a sequence, where no real query can see it, and the
-results of padding queries are dropped. Neither values nor gradients depend on padding.
+Sequences of similar length share a call. Padding is at the end of a sequence, so no query of the sequence attends to it, and
+the results of padding queries are dropped. Neither values nor gradients depend on padding.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from slime_like.types import I32, I64
 
-RUN = 4  # sequences are not reordered if runs of equal length have at least this many on average
-SPARE = 8  # a sequence joins a batch if it is at most 1 / SPARE shorter than its longest
+MIN_RUN = 4  # sequences keep their order if runs of equal length have at least this many sequences on average
+MAX_PADDING = 1 / 8  # of the length of a batch's longest sequence
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatches:
-    """Consecutive batches of (sequences, length) over T packed tokens: P slots in all, padding included."""
+    """Division of T packed tokens into batches of sequences of one padded length, with P slots in total."""
 
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...]  # (number of sequences, padded length) of each batch
     slot_of: Tensor | None = None  # I64 [T], slot of each token; None: slots are the packed tokens
     token_of: Tensor | None = None  # I64 [P], token of each slot; arbitrary at padding
     padding: Tensor | None = None  # I64, the slots without a token
@@ -42,13 +42,13 @@ class AttentionBatches:
 def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches:
     """Group sequences into batches of one attention call each.
 
-    Neighbours of equal length form a batch in place. If there are too few of them, sequences are sorted and batched with
-    sequences of at least 7/8 of the longest one's length. Example: lengths 8, 8, 7 and 2 become batches of (3, 8) and
+    Neighbours of equal length form a batch in place. If there are too few such neighbours, sequences are sorted by length; a
+    batch then has sequences of at least 7/8 of its longest sequence. Example: lengths 8, 8, 7 and 2 become batches of (3, 8) and
     (1, 2) with one padding slot.
     """
     lengths = np.diff(cu_seqlens).astype(np.int64)
     runs = _runs(lengths)
-    if len(runs) * RUN <= len(lengths) or len(runs) == 1:
+    if len(runs) * MIN_RUN <= len(lengths) or len(runs) == 1:
         return AttentionBatches(runs)
     order = np.argsort(-lengths, kind="stable")
     shapes = _shapes(lengths[order].tolist())
@@ -79,16 +79,19 @@ def in_batches(query: Tensor, key: Tensor, value: Tensor, batches: AttentionBatc
 def in_pieces(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[int, int]], scale: float | None
 ) -> Tensor:
-    """Map query [L, heads, dim], key and value [K, groups, dim] to [L, heads, dim]; one call per (queries, keys) of ``lengths``."""
+    """Map query [L, heads, dim], key and value [K, groups, dim] to [L, heads, dim], in one call per piece.
+
+    ``lengths`` are the numbers of queries and keys of each piece.
+    """
     queries, keys = (list(counts) for counts in zip(*lengths, strict=True))
-    # split, not slicing: its backward is one concatenation instead of one full-size buffer per sequence
+    # split, not slicing: the backward of split is one concatenation instead of one full-size buffer per sequence
     sizes = ((query, queries), (key, keys), (value, keys))
     parts = zip(*(x.transpose(0, 1)[None].split(counts, 2) for x, counts in sizes), strict=True)
     return torch.cat([_attend(part, scale) for part in parts], 2)[0].transpose(0, 1)
 
 
 def _attend(columns: Sequence[Tensor], scale: float | None) -> Tensor:
-    """Attend with query [b, heads, q, dim], key and value [b, groups, k, dim]; the last query is aligned with the last key."""
+    """Attend with query [b, heads, q, dim], key and value [b, groups, k, dim]. The last query attends to the last key."""
     query, key, value = columns
     q, k = query.shape[2], key.shape[2]
     mask = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
@@ -104,11 +107,11 @@ def _runs(lengths: I64) -> tuple[tuple[int, int], ...]:
     return tuple(zip(counts.tolist(), lengths[starts].tolist(), strict=True))
 
 
-def _shapes(falling: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return (count, longest) of each batch of sequences in order of falling length."""
+def _shapes(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return (number of sequences, padded length) of each batch. ``lengths`` are in descending order."""
     shapes: list[tuple[int, int]] = []
-    for length in falling:
-        if shapes and (shapes[-1][1] - length) * SPARE <= shapes[-1][1]:
+    for length in lengths:
+        if shapes and shapes[-1][1] - length <= MAX_PADDING * shapes[-1][1]:
             shapes[-1] = (shapes[-1][0] + 1, shapes[-1][1])
         else:
             shapes.append((1, length))
@@ -116,7 +119,7 @@ def _shapes(falling: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class _Pad(torch.autograd.Function):
-    """Gather into slots. Padding slots repeat a token: finite, and no gradient flows back from them."""
+    """Gather tokens into slots. Padding slots repeat a token, so that they are finite; their gradient is dropped."""
 
     @staticmethod
     def forward(ctx: Any, x_T: Tensor, batches: AttentionBatches) -> Tensor:

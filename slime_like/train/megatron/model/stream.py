@@ -1,8 +1,8 @@
 """Layout of recurrent layers, in which each context parallel rank has a contiguous range of the packed stream.
 
-Attention gives each rank two chunks of every sequence (``layout``), which balances the causal triangle. A recurrence has
-no triangle. Its ranks have consecutive tokens, so that only one state and a few tokens cross each border. Borders divide
-the stream evenly and may cut sequences. Index arithmetic runs in numpy on the host, once per micro-batch.
+For attention, each rank has two chunks of every sequence (``layout``), which balances the work of the causal mask. A
+recurrence needs no balancing. Its ranks have consecutive tokens, so that only one state and a few tokens cross each border.
+Borders divide the stream evenly and may cut sequences. Index arithmetic runs in numpy on the host, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slime_like.types import I32, I64
 class StreamPart:
     """One rank's range of a stream of P tokens: L = P / cp consecutive tokens, in N pieces of sequences."""
 
-    send: tuple[int, ...]  # local tokens of ``layout`` that go to each rank, in their order
-    receive: tuple[int, ...]  # tokens that come from each rank
-    order: I64  # [L], position of each token of the range among the received ones
+    send: tuple[int, ...]  # number of this rank's tokens in ``layout`` that go to each rank, in order
+    receive: tuple[int, ...]  # number of tokens that come from each rank
+    order: I64  # [L], index of each token of the range among the received tokens
     cu_seqlens: I32  # [N + 1], of the range
-    history: int  # tokens of the first piece's sequence on earlier ranks
-    chain: tuple[int, ...]  # earlier ranks that sequence lies on, in order
-    is_cut: bool  # a border of the stream cuts a sequence; the same on all ranks
+    history: int  # number of tokens of the first piece's sequence on earlier ranks
+    chain: tuple[int, ...]  # earlier ranks with tokens of that sequence, in order
+    is_cut: bool  # True if any border cuts a sequence; the same on all ranks
 
 
 def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
@@ -44,7 +44,7 @@ def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
     received = [tokens[(start <= tokens) & (tokens < stop)] for tokens in by_rank]
     inner = bounds[(start < bounds) & (bounds < stop)]
     history = int(position_ids[start])
-    first = (start - history) // size  # the rank on which that sequence begins
+    first = (start - history) // size  # the rank on which the first piece's sequence begins
     borders = size * np.arange(1, cp)
     return StreamPart(
         send=tuple(np.bincount(by_rank[cp_rank] // size, minlength=cp).tolist()),

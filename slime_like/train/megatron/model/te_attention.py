@@ -14,7 +14,7 @@ from slime_like.config.rules.attention import INSTALL
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.model.layers import PackedRows, refuse_dropout
 
-if not HAVE_TE:  # megatron's class is a mock then
+if not HAVE_TE:  # megatron's class is then a mock
     raise ConfigError(
         f"model.attention=te, but transformer_engine cannot be imported: {INSTALL}, or set model.attention=auto"
     )
@@ -25,10 +25,9 @@ _Base: Any = TEDotProductAttention
 class TEAttention(_Base):
     """megatron's wrapper of TransformerEngine's DotProductAttention for packed rows.
 
-    TransformerEngine chooses among flash-attn's and cuDNN's kernels. Under context parallelism it sends keys and values
-    around the ranks itself, overlapped with attention over those at hand (Ring Attention,
-    https://arxiv.org/abs/2310.01889); its chunks per rank are those of ``layout``. It has no parameters, so that
-    checkpoints do not depend on the attention backend.
+    TransformerEngine selects a kernel of flash-attn or cuDNN. Under context parallelism it exchanges keys and values in a ring,
+    overlapped with attention (Ring Attention, https://arxiv.org/abs/2310.01889), with the same chunks per rank as ``layout``.
+    It has no parameters, so checkpoints do not depend on the attention backend.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class TEAttention(_Base):
     ) -> Tensor:
         """Map query [L, heads, dim], key and value [L, groups, dim] of the local tokens to [L, heads * dim]."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
-        # padding_causal is TransformerEngine's name of the causal mask for packed sequences; it implies no padding.
+        # padding_causal is TransformerEngine's name for the causal mask over packed sequences, with or without padding.
         out: Tensor = super().forward(
             query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed_seq_params.on_device()
         )

@@ -1,4 +1,4 @@
-"""Construction of megatron's TransformerConfig from slime_like's config and the HF config."""
+"""megatron's TransformerConfig, derived from slime_like's config and the HF config."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": 1,
-        "moe_grouped_gemm": False,  # megatron's is TransformerEngine's
+        "moe_grouped_gemm": False,  # megatron's grouped GEMM needs TransformerEngine
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "calculate_per_token_loss": True,  # gradients are a sum over the optimizer step over one count of tokens
+        "calculate_per_token_loss": True,  # divide gradients by the number of tokens of the optimizer step
         "variable_seq_lengths": layout.pp > 1,  # packed rows differ in length
         "deterministic_mode": spec.deterministic,
     }
     chosen: dict[str, Any] = {
-        "moe_token_dispatcher_type": "alltoall",  # the default refuses rows that differ in length, even without experts
+        "moe_token_dispatcher_type": "alltoall",  # the default rejects rows of different lengths, even without experts
         "moe_router_dtype": "fp32",
-        # Virtual stages on two ranks: one batch would pair messages of both directions (see patches).
+        # With virtual stages on two ranks, one batch would pair messages of opposite directions (see patches).
         "batch_p2p_comm": spec.device == "cuda" and layout.vpp == 1,
         "perform_initialization": False,  # every weight is loaded
         **_UNFUSED,
@@ -83,19 +83,21 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
     for key, value in spec.model.megatron.items():
         if key not in names:
             raise ConfigError(
-                f"model.megatron.{key} is no field of megatron-core's TransformerConfig: {nearest(key, names)}"
+                f"model.megatron.{key} is not a field of megatron-core's TransformerConfig: {nearest(key, names)}"
             )
         if key in derived:
             raise ConfigError(
-                f"model.megatron.{key}={value!r}: this field follows from config.json, parallel.* or model.dtype "
+                f"model.megatron.{key}={value!r}: this field is derived from config.json, parallel.* or model.dtype "
                 f"and is {derived[key]!r}; remove it"
             )
     try:
-        with warnings.catch_warnings():  # about defaults of its own CUDA graph fields
+        with warnings.catch_warnings():  # megatron warns about defaults of its CUDA graph fields
             warnings.filterwarnings("ignore", message="full scope is deprecated")
             return TransformerConfig(**{**derived, **chosen, **spec.model.megatron})
     except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(f"model/parallel: megatron-core refuses this layout or model.megatron: {error}") from error
+        raise ConfigError(
+            f"model/parallel: megatron-core rejects parallel.* or model.megatron: {error}; change the values it names"
+        ) from error
 
 
 def _recompute(spec: ActorSpec, family: Family) -> dict[str, Any]:
@@ -114,12 +116,12 @@ def _recompute(spec: ActorSpec, family: Family) -> dict[str, Any]:
 
 
 def pipeline_pattern(blocks: tuple[str, ...], layout: Layout) -> str:
-    """Return layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` if blocks and segments differ."""
+    """Return the layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` if segments do not fit ``blocks``."""
     sizes = layout.segments or even_segments(len(blocks), layout.pp, layout.vpp)
     if sum(sizes) != len(blocks) or len(sizes) != layout.pp * layout.vpp:
         raise ConfigError(
             f"pipeline segments of {' + '.join(map(str, sizes))} layers for parallel.pp={layout.pp} * parallel.vpp="
-            f"{layout.vpp} and a model of {len(blocks)} layers: use models of one depth, or an even split"
+            f"{layout.vpp} do not fit a model of {len(blocks)} layers: use models with the same number of layers, or an even split"
         )
     edges = [sum(sizes[:segment]) for segment in range(len(sizes) + 1)]
     return "|".join("".join(blocks[a:b]) for a, b in itertools.pairwise(edges))

@@ -1,4 +1,4 @@
-"""Critic model, a policy's decoder with a value head instead of the output layer, and its values per token."""
+"""Critic model: a policy's decoder with a value head instead of the output layer; values per token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class ValueHead(torch.nn.Module):
-    """Linear head with one float32 value per hidden state. Initialised to zero, so the start does not depend on the layout."""
+    """Linear head with one float32 value per hidden state. It starts at zero, which does not depend on the layout."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueModel(PolicyModel):
-    """A decoder with a value head, replicated over tensor parallel ranks: each sees all tokens and has the full gradient."""
+    """Decoder with a value head. Each tensor parallel rank has a copy of the head, all tokens, and the full gradient."""
 
     head = "value"
 
@@ -56,22 +56,22 @@ class ValueModel(PolicyModel):
         return adapted
 
     def values(self, hidden: Tensor, source_N: Tensor) -> Tensor:
-        """Return values F32 [N] after the tokens at positions ``source_N`` of [L]."""
+        """Return values F32 [N] of the hidden states ``source_N`` of [L], each the value before its next token."""
         if self.config.sequence_parallel:
-            # Every rank computes all values and thus has the full gradient, which must be split, not summed.
+            # Every rank computes all values and has the full gradient, which the backward pass must split, not sum.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return self.value_head(hidden[:, 0][source_N])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return the state of a plain module: megatron's language models add entries of an output layer."""
+        """Return the sharded state of a plain module, without the output layer that megatron's language models add."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
 @torch.no_grad()
 def value_micros(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return F32 [T] per micro-batch, with the value before each trained token and 0 elsewhere.
+    """Return F32 [T] per micro-batch: the value before each trained token, 0 at other tokens.
 
     The list is empty except on the last stage. Columns are complete on every context parallel rank.
     """

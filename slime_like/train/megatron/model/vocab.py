@@ -1,7 +1,7 @@
 """Log-probability and entropy from hidden states, with logits computed in chunks and never stored.
 
-Forward saves the hidden states and one log-sum-exp per token; backward recomputes the logits of each chunk. The price of
-one more matrix product per step limits peak memory to one chunk of float32 logits for this rank's vocabulary part.
+Forward saves the hidden states and one log-sum-exp per token; backward recomputes the logits of each chunk. This costs one
+more matrix product per optimizer step, and peak memory is one chunk of float32 logits of this rank's vocabulary part.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from slime_like.util import exact
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """A rank's rows [start, start + size) of the padded vocabulary, of which ``real`` are tokens."""
+    """A rank's rows of the padded vocabulary, from row ``start``. The first ``num_real`` rows are tokens, others padding."""
 
     start: int
-    real: int
+    num_real: int
     group: Any  # tensor parallel group
 
 
 VocabScores = Callable[..., tuple[Tensor, Tensor | None]]
-"""``vocab_scores``, or an equivalent for one kind of machine."""
+"""``vocab_scores``, or a function with the same result in other kernels (the plugins' ``megatron_cpu/scores.py``)."""
 
 
 class _Scores(torch.autograd.Function):
@@ -43,28 +43,28 @@ class _Scores(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        if _size(part) == 1 and part.real:
-            return _whole_vocabulary(ctx, hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)
+        if _size(part) == 1 and part.num_real:
+            return _full_vocabulary(ctx, hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)
         n = len(hidden_NH)
         stats_N3 = hidden_NH.new_zeros((n, 3), dtype=torch.float32)
-        top_N = hidden_NH.new_full((n,), float("-inf"), dtype=torch.float32)
+        max_N = hidden_NH.new_full((n,), float("-inf"), dtype=torch.float32)
         for rows in _chunks(n, chunk):
             logits = _logits(hidden_NH[rows], weight_VH, part, temperature)
             local, inside = _local_target(target_N[rows], part)
-            top = logits.amax(-1) if part.real else top_N[rows].clone()
-            _all_reduce(top, part, dist.ReduceOp.MAX)
-            logits.sub_(top[:, None])
-            chosen = logits.gather(1, local[:, None])[:, 0] * inside if part.real else torch.zeros_like(top)
+            row_max = logits.amax(-1) if part.num_real else max_N[rows].clone()
+            _all_reduce(row_max, part, dist.ReduceOp.MAX)
+            logits.sub_(row_max[:, None])
+            chosen = logits.gather(1, local[:, None])[:, 0] * inside if part.num_real else torch.zeros_like(row_max)
             exp = logits.exp()
             total = exp.sum(-1)
             weighted = exp.mul_(logits).sum(-1) if entropy else torch.zeros_like(total)
             stats_N3[rows] = torch.stack((total, chosen, weighted), -1)
-            top_N[rows] = top
+            max_N[rows] = row_max
         _all_reduce(stats_N3, part, dist.ReduceOp.SUM)
         total_N, chosen_N, weighted_N = stats_N3.unbind(-1)
         logprob_N = chosen_N - total_N.log()
         entropy_N = total_N.log() - weighted_N / total_N if entropy else None
-        ctx.save_for_backward(hidden_NH, weight_VH, target_N, top_N + total_N.log(), entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, max_N + total_N.log(), entropy_N)
         ctx.part, ctx.temperature, ctx.chunk = part, temperature, chunk
         return logprob_N, entropy_N
 
@@ -86,16 +86,16 @@ class _Scores(torch.autograd.Function):
                 grad.mul_(p).mul_(-1 / ctx.temperature)
             elif grad_logprob_N is not None:
                 grad.exp_().mul_((grad_logprob_N[rows] * (-1 / ctx.temperature))[:, None])
-            if part.real and grad_logprob_N is not None:
+            if part.num_real and grad_logprob_N is not None:
                 local, inside = _local_target(target_N[rows], part)
                 grad.scatter_add_(1, local[:, None], (grad_logprob_N[rows] * inside / ctx.temperature)[:, None])
             grad = grad.to(hidden_NH.dtype)
-            grad_hidden_NH[rows] = grad @ weight_VH[: part.real]
-            grad_weight_VH[: part.real] += grad.T @ hidden_NH[rows]
+            grad_hidden_NH[rows] = grad @ weight_VH[: part.num_real]
+            grad_weight_VH[: part.num_real] += grad.T @ hidden_NH[rows]
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
 
 
-def _whole_vocabulary(
+def _full_vocabulary(
     ctx: Any,
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -141,15 +141,15 @@ def vocab_scores(
 
 
 def _logits(hidden_nH: Tensor, weight_VH: Tensor, part: VocabularyPart, temperature: float) -> Tensor:
-    """Return scaled float32 logits [n, real] of this rank's tokens, without padding rows of the vocabulary."""
-    logits = exact.linear(hidden_nH, weight_VH[: part.real]).float()
+    """Return float32 logits [n, num_real] over this rank's part of the vocabulary, divided by the temperature."""
+    logits = exact.linear(hidden_nH, weight_VH[: part.num_real]).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _local_target(target_n: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Return the column of each target on this rank (0 if another rank has it), and a mask of the targets it has."""
+    """Return the column of each target on this rank, and a mask of these targets. The column is 0 for other ranks' targets."""
     local = target_n - part.start
-    inside = (local >= 0) & (local < part.real)
+    inside = (local >= 0) & (local < part.num_real)
     return torch.where(inside, local, 0), inside
 
 

@@ -18,8 +18,8 @@ LOOPBACK = "127.0.0.1"
 def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes: int) -> None:
     """Write the weights of the iteration folder ``source`` to ``out``, with config and tokenizer of the HF folder ``hf``.
 
-    ``dtype`` is float32 or bfloat16; files are at most ``max_bytes`` (or one tensor) large. ``out`` is complete or absent.
-    Raises ``CheckpointError`` if the checkpoint is torn or of another model than ``hf``.
+    ``dtype`` is float32 or bfloat16. A file holds at most ``max_bytes``, or one tensor. ``out`` is complete or absent.
+    Raises ``CheckpointError`` if the checkpoint is damaged or of another model than ``hf``.
     """
     spec = untrained_spec(hf, Layout(), dtype)
     host.install(spec.device)
@@ -29,8 +29,8 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     from slime_like.train.megatron.families.hf import HFFolder
     from slime_like.train.megatron.model.model import PolicyModel, build_chunks
     from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
-    from slime_like.train.megatron.model_io.checkpoint import check_model
     from slime_like.train.megatron.model_io.export import HFExport, write_hf
+    from slime_like.train.megatron.model_io.fingerprint import check_model
     from slime_like.train.megatron.model_io.initial import load_megatron
 
     folder = HFFolder(hf)
@@ -43,7 +43,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
 
 
 def untrained_spec(hf: str, layout: Layout, dtype: str) -> ActorSpec:
-    """Return the spec of ranks on the host that hold a model and take no optimizer step."""
+    """Return the spec of CPU ranks that hold a model and take no optimizer step."""
     return ActorSpec(
         model=ModelConfig(hf_checkpoint=hf),
         optim=OptimConfig(),

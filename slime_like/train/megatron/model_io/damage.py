@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import CheckpointException
 from slime_like.checkpoint.record import CheckpointRecord, Manifest, check_content, read_record
 from slime_like.errors import CheckpointError, SlimeLikeError
 
-# Raised on truncated, missing or foreign files. CheckpointException is a BaseException.
-DAMAGED = (
+# Raised by readers on truncated, missing or foreign files. CheckpointException is a BaseException.
+READ_ERRORS = (
     CheckpointException,
     CheckpointingException,
     pickle.UnpicklingError,
@@ -33,14 +33,14 @@ DAMAGED = (
 
 
 @contextmanager
-def damage_named(message: Callable[[str], str]) -> Generator[None]:
-    """Convert a reader's error on damage to ``CheckpointError(message(summary))``; errors of this project pass unchanged."""
+def convert_damage(message: Callable[[str], str]) -> Generator[None]:
+    """Convert errors on damaged files to ``CheckpointError(message(summary))``. Errors of this project pass unchanged."""
     try:
         yield
-    except (SlimeLikeError, torch.OutOfMemoryError, dist.DistError):  # the latter two are not about the files
+    except (SlimeLikeError, torch.OutOfMemoryError, dist.DistError):  # not about the files
         raise
-    except DAMAGED as error:
-        raise _project_error(error) or CheckpointError(message(error_summary(error))) from error
+    except READ_ERRORS as error:
+        raise _project_error(error) or CheckpointError(message(summarize_error(error))) from error
 
 
 def _project_error(error: BaseException) -> CheckpointError | None:
@@ -51,14 +51,14 @@ def _project_error(error: BaseException) -> CheckpointError | None:
     return next((wrapped for failure, _ in failures.values() if (wrapped := _project_error(failure))), None)
 
 
-def error_summary(error: BaseException) -> str:
-    """Return class and first line of an error."""
+def summarize_error(error: BaseException) -> str:
+    """Return class name and first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
-def checked_manifest(source: Path, *, verify: bool) -> Manifest:
-    """Return the ``Manifest`` of an iteration's folder; with ``verify`` after comparing its files with their hashes.
+def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
+    """Return the ``Manifest`` of an iteration's folder. With ``verify``, first compare its files with their hashes.
 
     Collective: each file is read by one rank. Raises ``CheckpointError`` on all ranks if a file has changed.
     """
@@ -69,8 +69,8 @@ def checked_manifest(source: Path, *, verify: bool) -> Manifest:
         if verify and record.hashed:
             by_size = sorted(record.files, key=lambda name: -record.files[name].size)
             check_content(source, record, by_size[dist.get_rank() :: dist.get_world_size()], rollout=False)
-    except CheckpointError as changed:
-        error = str(changed)
+    except CheckpointError as failure:
+        error = str(failure)
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     if first := next(filter(None, errors), None):

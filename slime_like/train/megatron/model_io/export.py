@@ -1,4 +1,4 @@
-"""Export of the trainer's weights in HF names and shapes, to engines in buckets or to a folder."""
+"""Export of the trainer's weights in HF names and shapes: in buckets to engines, or to a folder."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from slime_like.train.megatron.platform.collective import make_empty, on_rank_ze
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util.by_bytes import by_bytes
 
-FILE_BYTES = 4 << 30  # safetensors files of an export
+FILE_BYTES = 4 << 30  # largest safetensors file of an export
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 class HFExport:
     """``WeightSource`` over the live parameters of one rank.
 
-    A tensor parallel group gathers each parameter, an expert parallel group those of its ranks' experts; the first rank
-    of a pipeline stage is its sender. Tied embeddings go once, from the first stage; vocabulary padding is cut.
+    A tensor parallel group gathers each parameter, an expert parallel group the parameters of its ranks' experts. The
+    first rank of a pipeline stage is its sender. The first stage alone sends tied embeddings. Vocabulary padding is cut.
     """
 
     def __init__(self, model: Chunks, family: Family, rank_info: RankInfo) -> None:
@@ -43,7 +43,8 @@ class HFExport:
         self.carried = family.carried
         table = family.weights()
         tied = bool(family.hf.tie_word_embeddings)
-        self._weights: list[tuple[tuple[Weight, ...], torch.nn.Parameter]] = [  # of an expert: of all its peers
+        # An expert's parameter has one weight per expert parallel rank, other parameters have one weight.
+        self._weights: list[tuple[tuple[Weight, ...], torch.nn.Parameter]] = [
             (tuple(table[peer] for peer in keys_of_peers(key, family.num_experts, rank_info.layout.ep)), parameter)
             for key, parameter in named_weights(model)
             if not (tied and key == OUTPUT)
@@ -66,13 +67,13 @@ class HFExport:
         """Yield the tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
 
         All ranks of a stage iterate together and get the same number of buckets, empty on ranks that do not send.
-        A tensor may be the live parameter itself: use it before the next step.
+        A tensor may share memory with the parameter: use it before the next optimizer step.
         """
         for group in by_bytes(self._stream(), max_bytes):
-            yield Bucket(tuple(named for named in group if named is not None))
+            yield Bucket(tuple(entry for entry in group if entry is not None))
 
     def _stream(self) -> Iterator[tuple[tuple[str, Tensor] | None, int]]:
-        """Yield (name, tensor) on the sender, None on the other ranks, and the tensor's bytes."""
+        """Yield pairs of an entry and its size in bytes: (name, tensor) on the sender, None on the other ranks."""
         for weights, parameter in self._weights:
             tensors = self._gather(weights, parameter)
             for i, (name, shape) in enumerate(_entries(weights)):
@@ -85,11 +86,11 @@ class HFExport:
         rank_info = self._rank_info
         local = parameter.detach().contiguous()
         parts: list[Tensor] = []
-        if len(weights) != 1:  # the sender is in the first of the groups that hold a copy of all experts
+        if len(weights) != 1:  # the sender is in the first expert parallel group
             if rank_info.expert_dp_rank == 0:
-                parts = gathered(local, rank_info.layout.ep, rank_info.ep_group)
+                parts = all_gather(local, rank_info.layout.ep, rank_info.ep_group)
         elif rank_info.dp_rank == rank_info.cp_rank == 0:
-            parts = gathered(local, rank_info.layout.tp if weights[0].is_split else 1, rank_info.tp_group)
+            parts = all_gather(local, rank_info.layout.tp if weights[0].is_split else 1, rank_info.tp_group)
         if not self.is_sender:
             return ()
         groups = [parts] if len(weights) == 1 else [[part] for part in parts]  # shards of each weight
@@ -97,7 +98,7 @@ class HFExport:
         return tuple(tensor.contiguous() for tensor in merged)
 
 
-def gathered(local: Tensor, size: int, group: Any) -> list[Tensor]:
+def all_gather(local: Tensor, size: int, group: Any) -> list[Tensor]:
     """Gather ``local`` of each of the ``size`` ranks of ``group``, in order."""
     if size == 1:
         return [local]
@@ -112,11 +113,11 @@ def _entries(weights: tuple[Weight, ...]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _RankFiles:
     """The files that one rank has written."""
 
-    weight_map: dict[str, str]
-    total: int  # bytes
+    weight_map: dict[str, str]  # tensor name -> file name
+    num_bytes: int
     error: str | None
 
 
@@ -126,26 +127,28 @@ def write_hf(
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
     Tensors of the source that the family carries (a vision tower, multi-token prediction) are copied unchanged.
-    Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then replaces it.
-    Raises ``CheckpointError`` on every rank if one failed, after removing the written files; ``folder`` is not changed.
+    Every pipeline stage writes its own files into a temporary folder, which then replaces ``folder``.
+    Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder; ``folder`` is unchanged.
     """
     scratch = folder.with_name(folder.name + SCRATCH)
 
     def prepare() -> None:
         if folder.exists() and (folder.resolve() == source.path.resolve() or not (folder / "config.json").is_file()):
-            raise CheckpointError(f"{folder}: exists and is not an earlier export; choose another folder to export to")
+            raise CheckpointError(
+                f"{folder} exists and is not an earlier export, so it is not replaced: choose another folder to export to"
+            )
         make_empty(scratch)
 
     def finish() -> None:
-        failed = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error is not None]
+        errors = [f"rank {rank}: {files.error}" for rank, files in enumerate(files_of_ranks) if files.error is not None]
         try:
-            if failed:
-                raise _failed(folder, "; ".join(failed))
-            weight_map = {name: file for share in shares for name, file in share.weight_map.items()}
+            if errors:
+                raise _failed(folder, "; ".join(errors))
+            weight_map = {name: file for files in files_of_ranks for name, file in files.weight_map.items()}
             carried = [name for name in _names_of(source, export.carried) if name not in weight_map]
-            copied, size = _carry(scratch, source, carried, max_bytes)
-            total = size + sum(share.total for share in shares)
-            _finish(scratch, weight_map | copied, total, source, export.manifest()[0].dtype)
+            carried_map, num_bytes = _copy_carried(scratch, source, carried, max_bytes)
+            num_bytes += sum(files.num_bytes for files in files_of_ranks)
+            _write_metadata(scratch, weight_map | carried_map, num_bytes, source, export.manifest()[0].dtype)
             publish(scratch, folder)
         except (CheckpointError, OSError, SafetensorError) as error:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -154,8 +157,8 @@ def write_hf(
             raise
 
     on_rank_zero(prepare)
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, _write_files(export, scratch, rank_info, max_bytes))
+    files_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files_of_ranks, _write_files(export, scratch, rank_info, max_bytes))
     on_rank_zero(finish)
 
 
@@ -163,10 +166,10 @@ def _failed(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{folder}: the export failed ({reason}); is the disk full?")
 
 
-def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes: int) -> _Share:
+def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes: int) -> _RankFiles:
     """Write this rank's tensors. Collective: a rank whose disk failed still takes part in gathering."""
-    written: dict[str, str] = {}
-    total = 0
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
     error: str | None = None
     for i, bucket in enumerate(export.buckets(max_bytes)):
         if not bucket.tensors or error is not None:
@@ -178,39 +181,39 @@ def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes
             sync(scratch / file)
         except (SafetensorError, OSError) as failure:
             error = f"{file}: {failure}"
-        written |= dict.fromkeys(tensors, file)
-        total += sum(map(_num_bytes, tensors.values()))
-    return _Share(written, total, error)
+        weight_map |= dict.fromkeys(tensors, file)
+        num_bytes += sum(map(_num_bytes, tensors.values()))
+    return _RankFiles(weight_map, num_bytes, error)
 
 
 def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
     return [name for name in source.names() if name.startswith(prefixes)] if prefixes else []
 
 
-def _carry(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int) -> tuple[dict[str, str], int]:
-    """Copy tensors of ``source`` into separate files. Returns file name by tensor name, and the total bytes."""
-    file_of: dict[str, str] = {}
-    tensors = ((name, source.stored(name)) for name in names)
-    total = 0
-    for i, group in enumerate(by_bytes(((named, _num_bytes(named[1])) for named in tensors), max_bytes)):
+def _copy_carried(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int) -> tuple[dict[str, str], int]:
+    """Copy tensors of ``source`` into separate files. Return tensor name -> file name, and the number of bytes."""
+    weight_map: dict[str, str] = {}
+    entries = ((name, source.stored(name)) for name in names)
+    num_bytes = 0
+    for i, group in enumerate(by_bytes(((entry, _num_bytes(entry[1])) for entry in entries), max_bytes)):
         file = f"model-carried-{i:05d}.safetensors"
         save_file(dict(group), scratch / file, metadata={"format": "pt"})
-        file_of |= dict.fromkeys((name for name, _ in group), file)
-        total += sum(_num_bytes(tensor) for _, tensor in group)
-    return file_of, total
+        weight_map |= dict.fromkeys((name for name, _ in group), file)
+        num_bytes += sum(_num_bytes(tensor) for _, tensor in group)
+    return weight_map, num_bytes
 
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish(scratch: Path, weight_map: dict[str, str], total: int, source: HFFolder, dtype: str) -> None:
-    """Write the index, the config and the files that are not weights."""
+def _write_metadata(scratch: Path, weight_map: dict[str, str], num_bytes: int, source: HFFolder, dtype: str) -> None:
+    """Write the index and the config, and copy the source's files that are not weights."""
     files = sorted(set(weight_map.values()))
     if len(files) == 1:
         (scratch / files[0]).rename(scratch / SINGLE)
     else:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         (scratch / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     for file in sorted(source.path.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):

@@ -1,7 +1,7 @@
 """Initial weights from a Megatron ``torch_dist`` folder, written by this trainer or by megatron's GPTModel.
 
-GPTModel stores a decoder block under one number and, if all blocks are alike, all blocks of a parameter in one tensor of
-shape [num_blocks, ...]; its final norm has another name, and TransformerEngine's fused linears hold the norm before them.
+GPTModel's folders differ in three ways. A decoder block has one number. If all blocks are alike, a parameter of all blocks is
+one tensor [num_blocks, ...]. The final norm has another name, and TransformerEngine's fused linears hold the norm before them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.model import Chunks, load_hf
-from slime_like.train.megatron.model_io.damage import checked_manifest, damage_named
+from slime_like.train.megatron.model_io.damage import convert_damage, read_verified_manifest
 from slime_like.train.megatron.platform.groups import RankInfo
 
-# TransformerEngine's layers keep a norm in the linear that follows it.
+# Our key of a norm -> its key in TransformerEngine's layers, where the linear after the norm holds it.
 FUSED_NORMS = {
     "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
     "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
@@ -34,7 +34,7 @@ GPT_SYMBOLS = frozenset("*-E")  # layers whose weights have a known name in GPTM
 MODEL = ("decoder.", "embedding.", "output_layer.")
 
 
-def fill(
+def load_initial_weights(
     model: Chunks,
     key: str,
     folder: str,
@@ -44,9 +44,9 @@ def fill(
     *,
     verify: bool = True,
 ) -> None:
-    """Fill this rank's parameters from ``folder``, the value of ``key``: HF format or Megatron's. Collective.
+    """Load this rank's parameters from ``folder``, in HF or Megatron format. Collective.
 
-    Raises ``CheckpointError`` naming key and tensor if the folder is torn or of another model.
+    Raises ``CheckpointError`` naming ``key``, the config key of the folder, if the folder is damaged or of another model.
     """
     source = megatron_folder(Path(folder))
     if source is None:
@@ -56,26 +56,26 @@ def fill(
 
 
 def load_megatron(model: Chunks, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
-    """Fill this rank's parameters from the iteration folder ``source``. Its optimizer state is not read.
+    """Load this rank's parameters from the iteration folder ``source``, whose optimizer state is not read.
 
-    With ``verify`` a checkpoint of this trainer is first compared with its hashes.
+    With ``verify``, a checkpoint of this trainer is first compared with its hashes.
     """
     if (source / MANIFEST).is_file():
-        checked_manifest(source, verify=verify)
+        read_verified_manifest(source, verify=verify)
     policies = model.policies
     states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
-    with damage_named(lambda reason: f"{key}: {source} is torn, or not a torch_dist checkpoint ({reason})"):
+    with convert_damage(lambda reason: f"{key}: {source} is damaged, or not a torch_dist checkpoint ({reason})"):
         stored = dist_checkpointing.load_tensors_metadata(str(source))
         if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
             for state in states:
                 _use_gpt_keys(state, stored, family)
         requested = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
         entries = [entry for state in requested.values() for entry in state.values()]
-        _check(entries, stored, source, key)
+        _check_stored(entries, stored, source, key)
         _check_unread(entries, stored, source, key)
         loaded: Any = dist_checkpointing.load(requested, str(source))
     for policy, name in zip(policies, requested, strict=True):
-        # Not strict: megatron's states of layers without tensors are left out.
+        # Not strict: megatron's states include layers without tensors, which are not in the folder.
         policy.load_state_dict(loaded[name], strict=False)
 
 
@@ -91,12 +91,12 @@ def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in state.items() if isinstance(entry, (ShardedTensor, ShardedTensorFactory))}
 
 
-def _check(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
+def _check_stored(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
     for entry in entries:
         if entry.key not in stored:
             raise CheckpointError(
-                f"{key}: {source} has no tensor {entry.key!r}: it is of another model than model.hf_checkpoint, or "
-                f"written by other layers; it holds {len(stored)} tensors such as {sorted(stored)[0]!r}"
+                f"{key}: {source} has no tensor {entry.key!r}, only {len(stored)} others such as {sorted(stored)[0]!r}: it "
+                f"is of another model, or other layers wrote it; use a folder of the model in model.hf_checkpoint"
             )
         parts = [entry] if isinstance(entry, ShardedTensor) else _tensors(entry.build())
         for part in parts:
@@ -105,20 +105,20 @@ def _check(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -
                 expected, actual = expected[1:], actual[1:]
             if expected != actual:
                 raise CheckpointError(
-                    f"{key}: {source}: {part.key} has shape {actual} there and {expected} by model.hf_checkpoint's "
-                    "config.json: use the model that the checkpoint was made from"
+                    f"{key}: {source}: {part.key} has shape {actual}, but config.json of model.hf_checkpoint implies "
+                    f"{expected}: use the model that the checkpoint was made from"
                 )
 
 
 def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
-    """Raise ``CheckpointError`` if the folder has weights that the model lacks: it is of another model."""
-    stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # each requests its own layers
+    """Raise ``CheckpointError`` if the folder has weights that no rank loads, because it is of another model."""
+    stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # a pipeline stage loads only its layers
     dist.all_gather_object(stages, {entry.key for entry in entries})
     requested: set[str] = set().union(*stages)
     unread = sorted(k for k in stored if k not in requested and k.startswith(MODEL) and k.endswith(("weight", "bias")))
     if unread:
         raise CheckpointError(
-            f"{key}: {source} holds {unread[0]!r}, for which the model of model.hf_checkpoint has no place "
+            f"{key}: {source} holds {unread[0]!r}, which the model of model.hf_checkpoint does not have "
             f"({len(unread)} such tensors): use the model that the checkpoint was made from"
         )
 

@@ -1,4 +1,4 @@
-"""Collectives of ranks: sums, and work that rank 0 does for all. Its failure is raised on every rank, so that none waits."""
+"""Sums over process groups, and actions of rank 0 whose errors are raised on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from slime_like.errors import CheckpointError
 
 
 def on_rank_zero(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the others wait. Raises its ``CheckpointError`` (or OSError as one) on all."""
+    """Run ``action`` on rank 0 while the other ranks wait. Raises its ``CheckpointError`` or ``OSError`` on every rank as
+    ``CheckpointError``.
+    """
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -23,14 +25,14 @@ def on_rank_zero(action: Callable[[], None]) -> None:
         except CheckpointError as error:
             outcome = [str(error)]
         except OSError as error:
-            outcome = [f"{error.filename}: {error.strerror}; choose a folder on a disk that can be written"]
+            outcome = [f"{error.filename}: {error.strerror}; choose a folder on a writable disk"]
     dist.broadcast_object_list(outcome)
     if outcome[0] is not None:
         raise CheckpointError(outcome[0])
 
 
 def make_empty(folder: Path) -> None:
-    """Create ``folder``, empty, with its parents."""
+    """Create ``folder`` and its parents, or empty it."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -53,7 +55,7 @@ class DifferentiableSum:
     """``Reduce`` over ``group`` whose backward pass sums the gradient over the same ranks.
 
     Each rank's loss depends on every rank's summand, so a summand's gradient is the sum of all ranks' gradients of the
-    total. A group of one costs nothing.
+    total. In a group of one rank there is no collective.
     """
 
     def __init__(self, group: Any) -> None:

@@ -32,10 +32,10 @@ class RankInfo:
     tp_group: Any
     pp_group: Any
     cp_group: Any
-    dp_group: Any  # without context parallelism
-    dp_cp_group: Any  # all ranks that hold part of the batch and the same part of the model
-    ep_rank: int  # which experts of each block this rank holds
-    expert_dp_rank: int  # which copy of them
+    dp_group: Any  # ranks with the same part of the model and the same cp_rank
+    dp_cp_group: Any  # all ranks with the same part of the model
+    ep_rank: int  # index of the range of experts that this rank holds
+    expert_dp_rank: int  # index of this copy of the range
     ep_group: Any
 
     @property
@@ -49,18 +49,18 @@ class RankInfo:
         return self.pp_rank == self.layout.pp - 1
 
     @property
-    def speaks_for_shard(self) -> bool:
-        """True on the one rank of each data parallel shard whose columns are used."""
+    def is_shard_reporter(self) -> bool:
+        """True on the rank whose columns stand for its data parallel shard: tp and cp rank 0 of the last pipeline stage."""
         return self.is_last and self.tp_rank == self.cp_rank == 0
 
     @property
     def is_reporter(self) -> bool:
-        """True on the one rank of the world whose metrics and scores are used."""
-        return self.speaks_for_shard and self.dp_rank == 0
+        """True on the rank whose metrics and scores stand for the world: the shard reporter of data parallel rank 0."""
+        return self.is_shard_reporter and self.dp_rank == 0
 
 
 def check_layout(layout: Layout, world_size: int) -> None:
-    """Raise ``ConfigError`` if the world size does not fit the layout or the trainer does not support it."""
+    """Raise ``ConfigError`` if the world size does not fit the layout, or the trainer does not support the layout."""
     if layout.world_size != world_size:
         sizes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp}"
         raise ConfigError(
@@ -76,7 +76,7 @@ def check_layout(layout: Layout, world_size: int) -> None:
 
 
 def enter(spec: ActorSpec, *, rank: int, world_size: int, master: RendezvousAddress, local_rank: int = 0) -> RankInfo:
-    """Join the world (unless already joined) and create megatron's groups. Call it before any import of megatron.
+    """Join the world (unless already joined) and create megatron's groups. Must run before any import of megatron.
 
     Raises ``ConfigError`` on a layout that the trainer does not support or that does not fit the world size.
     """
@@ -87,10 +87,11 @@ def enter(spec: ActorSpec, *, rank: int, world_size: int, master: RendezvousAddr
 
 
 def join_world(spec: ActorSpec, rank: int, world_size: int, master: RendezvousAddress, local_rank: int) -> torch.device:
-    """Join the process group, unless this process is in one already, and return this rank's device."""
+    """Join the default process group, unless this process has one, and return this rank's device."""
     device = rank_device(spec, local_rank)
     if device.type == "cuda":
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron overlaps by order of launch
+        # megatron's overlap depends on the order of kernel launches.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         keep_to_interface(master.host)
@@ -102,7 +103,7 @@ def join_world(spec: ActorSpec, rank: int, world_size: int, master: RendezvousAd
 
 
 def rank_device(spec: ActorSpec, local_rank: int) -> torch.device:
-    """Return the device this rank computes on."""
+    """Return the device on which this rank computes."""
     return torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
 
 
@@ -113,7 +114,7 @@ def collective_seconds(spec: ActorSpec) -> float:
 
 
 def make_groups(spec: ActorSpec, device: torch.device) -> RankInfo:
-    """Create megatron's process groups (replacing those of an earlier layout of this process) and seed its RNGs."""
+    """Create megatron's process groups, replacing the groups of an earlier layout, and seed its RNGs."""
     from megatron.core import parallel_state, tensor_parallel
 
     layout = spec.layout
@@ -125,7 +126,7 @@ def make_groups(spec: ActorSpec, device: torch.device) -> RankInfo:
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,  # an expert is whole on its rank
+        expert_tensor_parallel_size=1,  # tensor parallelism does not split experts
         distributed_timeout_minutes=collective_seconds(spec) / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )

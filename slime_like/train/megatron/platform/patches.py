@@ -1,7 +1,7 @@
 """Patches that megatron-core 0.19.2 needs on CPU and GPU when TransformerEngine and apex are missing.
 
-Each patch runs right after its module's body, before any other module can bind the old name. Remove a patch when
-upstream no longer has the fault that it names.
+``host`` runs each patch right after its module's body, before another module can bind the old name. Remove a patch when
+upstream has fixed the fault that its docstring describes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slime_like.train.megatron.platform import pickles
 Patch = Callable[[ModuleType], None]
 
 
-STOCK: dict[tuple[str, str], Any] = {}  # (module or class, name) -> the original that a patch replaced
+STOCK: dict[tuple[str, str], Any] = {}  # (module or class, name) -> the original object that a patch has replaced
 
 
 def replace(target: Any, name: str, value: Any) -> None:
-    """Set ``target.name``; a name that does not exist is an error, never a silent no-op."""
+    """Set ``target.name`` and keep the original in ``STOCK``. Asserts that the name exists."""
     owner = str(getattr(target, "__name__", repr(target)))
     assert hasattr(target, name), f"{owner} has no {name!r}: megatron-core changed, review slime_like.train.megatron"
     STOCK[owner, name] = getattr(target, name)
@@ -36,8 +36,8 @@ def replace(target: Any, name: str, value: Any) -> None:
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW on torch's fused kernel that counts steps per parameter group, as apex's FusedAdam does.
 
-    megatron's DistributedOptimizer restores torch's own AdamW with one step tensor shared by all parameters, so that
-    the first update after a resume advances the count once per parameter. It handles a count per group correctly.
+    megatron's DistributedOptimizer restores torch's AdamW with one step tensor shared by all parameters, so the first
+    update after a resume advances the count once per parameter. It restores a count per group correctly.
     Update rule: Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101).
     """
 
@@ -51,7 +51,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         **_: Any,
     ) -> None:
-        self._kernel: Any = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_  # pyright: ignore[reportPrivateUsage]  torch.optim hides its kernel
+        self._kernel: Any = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_  # pyright: ignore[reportPrivateUsage]  torch.optim has no public kernel
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -89,16 +89,17 @@ def _optimizer(module: ModuleType) -> None:
 
 
 def _distributed_optimizer(module: ModuleType) -> None:
-    _groups_of_two_dtypes(module)
+    _order_group_by_dtype(module)
     replace(module, "Adam", GroupStepAdamW)
     replace(module, "HAVE_APEX_OR_TE", True)
     replace(module, "USING_APEX_OPTIMIZER", True)
 
 
-def _groups_of_two_dtypes(module: ModuleType) -> None:
-    """In a group with 16-bit and 32-bit parameters the optimizer stores the 32-bit ones first, but the index does not.
+def _order_group_by_dtype(module: ModuleType) -> None:
+    """Number the parameters of a group in storage order, with 32-bit parameters before 16-bit parameters.
 
-    A checkpoint then mixes up the states of two parameters. Remove when upstream numbers parameters in storage order.
+    Upstream stores them in this order but numbers them in another, so a checkpoint swaps the states of two parameters.
+    Remove when upstream numbers parameters in storage order.
     """
     optimizer = module.DistributedOptimizer
     stock = optimizer._build_optimizer_group_ranges.__func__
@@ -114,28 +115,28 @@ def _groups_of_two_dtypes(module: ModuleType) -> None:
 
 
 def _share_storage(target: Tensor, source: Tensor) -> None:
-    """Copy the bytes of ``source`` into ``target``'s storage: all views see them, autograd's version counter does not."""
+    """Copy the bytes of ``source`` into ``target``'s storage, for all its views, without changing autograd's version counter."""
     target.untyped_storage().resize_(source.untyped_storage().nbytes())
     target.untyped_storage().copy_(source.untyped_storage())
 
 
 def _recompute(module: ModuleType) -> None:
-    """Selective recompute asks TransformerEngine for its fp8 state even without fp8, and compiles a C++ extension."""
+    """Keep selective recompute from reading TransformerEngine's fp8 state without fp8, and from compiling a C++ extension."""
     stock = module.CheckpointWithoutOutput.__init__
 
     def init(self: Any, fp8: Any = None) -> None:
-        stock(self, fp8 or None)  # upstream tests `fp8 is not None` where callers pass False
+        stock(self, fp8 or None)  # upstream tests `fp8 is not None`, but callers pass False
 
     replace(module.CheckpointWithoutOutput, "__init__", init)
     replace(module, "_get_share_storage", lambda: _share_storage)
 
 
 def _optimizer_offload(module: ModuleType) -> None:
-    """CPU offload: the step count of the GPU part stands still after a resume, and preparing a resume moves the weights.
+    """Fix two faults of optimizer offload: the step count of the GPU part after a resume, and ``dummy_step``.
 
-    Sub-optimizers copy their param groups from the hybrid optimizer before each step but do not write back: a count per
-    group, as in ``GroupStepAdamW``, would be reset to the resumed value at every step. ``dummy_step``, which allocates
-    the state to be loaded, takes a real step with random gradients.
+    Sub-optimizers copy their param groups from the hybrid optimizer before each step but do not write them back, so the
+    count per group of ``GroupStepAdamW`` would be reset to the resumed value at every step. ``dummy_step``, which allocates
+    the state before it is loaded, changes the weights by a step with random gradients.
     """
     hybrid = module.HybridDeviceOptimizer
     sync, dummy_step = hybrid._sync_sub_optimizers_state_to_hdo, hybrid.dummy_step
@@ -146,7 +147,7 @@ def _optimizer_offload(module: ModuleType) -> None:
         for group in self.param_groups if groups else ():
             group["step"] = max(g.get("step", 0) for g in groups)
 
-    def still_dummy_step(self: Any) -> None:
+    def dummy_step_without_update(self: Any) -> None:
         weights = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
         dummy_step(self)
         for p, value in weights:
@@ -154,7 +155,7 @@ def _optimizer_offload(module: ModuleType) -> None:
         self.update_fp32_param_by_new_param()
 
     replace(hybrid, "_sync_sub_optimizers_state_to_hdo", sync_counts)
-    replace(hybrid, "dummy_step", still_dummy_step)
+    replace(hybrid, "dummy_step", dummy_step_without_update)
 
 
 _save_errors: ContextVar[list[Exception] | None] = ContextVar("save errors", default=None)
@@ -162,10 +163,10 @@ _save_errors: ContextVar[list[Exception] | None] = ContextVar("save errors", def
 
 @contextmanager
 def save_errors() -> Generator[list[Exception]]:
-    """Yield a list to which this thread's errors in writing a checkpoint are added, instead of being lost or raised.
+    """Yield a list that collects this thread's errors in writing a checkpoint.
 
-    Upstream passes on the class alone of an error in a rank's part. An error of rank 0 in writing metadata, if raised,
-    would leave the other ranks in a broadcast.
+    Upstream keeps only the class of an error in a rank's part. An error of rank 0 in writing metadata would, if raised,
+    leave the other ranks in a broadcast.
     """
     errors: list[Exception] = []
     token = _save_errors.set(errors)
@@ -175,10 +176,10 @@ def save_errors() -> Generator[list[Exception]]:
         _save_errors.reset(token)
 
 
-def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``write`` of rank 0 to add an OSError to the list of ``save_errors``."""
+def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``write`` of rank 0 to add an OSError to the list of ``save_errors`` instead of raising it."""
 
-    def keeping(*args: Any, **kwargs: Any) -> None:
+    def write_collecting_errors(*args: Any, **kwargs: Any) -> None:
         try:
             write(*args, **kwargs)
         except OSError as error:
@@ -186,14 +187,14 @@ def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
                 raise
             errors.append(error)
 
-    return keeping
+    return write_collecting_errors
 
 
 def _checkpoint_writer(module: ModuleType) -> None:
-    """Return a save's results through a plain queue: the stock one spawns a Manager process that imports __main__."""
+    """Pass a save's results through a plain queue: upstream's queue spawns a Manager process that imports __main__."""
 
     def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
-        return queue.Queue()  # one per save: a failed save leaves its results behind
+        return queue.Queue()  # one per save, because a failed save leaves results in its queue
 
     stock: Callable[..., tuple[int, Any]] = module.FileSystemWriterAsync.write_preloaded_data
 
@@ -205,15 +206,15 @@ def _checkpoint_writer(module: ModuleType) -> None:
 
     replace(module, "get_write_results_queue", get_write_results_queue)
     replace(module.FileSystemWriterAsync, "write_preloaded_data", staticmethod(write_preloaded_data))
-    replace(module.FileSystemWriterAsync, "finish", _keeping_errors(module.FileSystemWriterAsync.finish))
+    replace(module.FileSystemWriterAsync, "finish", _collect_errors(module.FileSystemWriterAsync.finish))
 
 
 def _checkpoint_config(module: ModuleType) -> None:
-    replace(module, "save_config", _keeping_errors(module.save_config))
+    replace(module, "save_config", _collect_errors(module.save_config))
 
 
 def _checkpoint_reader(module: ModuleType) -> None:
-    """Upstream unpickles metadata and objects of a checkpoint without restriction (see ``pickles``).
+    """Read metadata and objects of a checkpoint by an allow list (``pickles``): upstream unpickles them without restriction.
 
     Remove when torch reads ``.metadata`` and the objects next to it by an allow list.
     """
@@ -221,15 +222,16 @@ def _checkpoint_reader(module: ModuleType) -> None:
 
 
 def _checkpoint_common(module: ModuleType) -> None:
-    """Upstream reads ``common.pt`` with torch's default for ``weights_only``, which an environment variable changes."""
+    """Read ``common.pt`` by an allow list: upstream uses torch's default for ``weights_only``, which an environment variable changes."""
     replace(module, "load_common", pickles.load_common)
 
 
 def _pipeline_shapes(module: ModuleType) -> None:
-    """With two pipeline ranks, virtual stages and rows of unequal length, shapes of activations and gradients are swapped.
+    """Fix the exchange of shapes between two pipeline ranks with virtual stages.
 
-    Each rank is then both the previous and the next of the other, and upstream posts sends and receives of shapes in an
-    order that pairs "send to previous" with "receive from previous". It sends the tensors themselves in the right order.
+    Each of the two ranks is both the previous and the next rank of the other. Upstream posts sends and receives of shapes in
+    an order that pairs "send to previous" with "receive from previous", which swaps the shapes of activations and gradients.
+    It sends the tensors in the right order.
     """
     communicator = module.P2PCommunicator
     stock = communicator._communicate_shapes
@@ -255,17 +257,20 @@ def _pipeline_shapes(module: ModuleType) -> None:
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        # Do not wait for the sends: the peer may read them in its next exchange, after the tensors of this one.
+        # Do not wait for the sends: the peer may receive them in its next exchange, after the tensors of this exchange.
         for name in requests.keys() & {"recv_prev", "recv_next"}:
             requests[name].wait()
-        self.unread_shapes = [*getattr(self, "unread_shapes", [])[-8:], (requests, sent)]  # alive while in flight
+        self.shapes_in_flight = [
+            *getattr(self, "shapes_in_flight", [])[-8:],
+            (requests, sent),
+        ]  # keeps the buffers alive
         return received[0].tolist(), received[1].tolist()
 
     replace(communicator, "_communicate_shapes", communicate_shapes)
 
 
 def _gated_delta_net(module: ModuleType) -> None:
-    """Upstream refuses to build a Gated DeltaNet without fla, even if a subclass has its own kernels.
+    """Allow a Gated DeltaNet without fla: upstream raises an error even if a subclass has its own kernels.
 
     Remove when megatron-core checks for fla at the call.
     """
@@ -273,7 +278,7 @@ def _gated_delta_net(module: ModuleType) -> None:
 
 
 def table() -> dict[str, Patch]:
-    """Return the patches that this environment needs, by module name."""
+    """Return module name -> patch, for the packages installed here."""
     patches: dict[str, Patch] = {
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,
@@ -281,7 +286,7 @@ def table() -> dict[str, Patch]:
         "megatron.core.dist_checkpointing.strategies.torch": _checkpoint_reader,
         "megatron.core.pipeline_parallel.p2p_communication": _pipeline_shapes,
         "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,
-        "megatron.core.optimizer.distrib_optimizer": _groups_of_two_dtypes,
+        "megatron.core.optimizer.distrib_optimizer": _order_group_by_dtype,
     }
     if importlib.util.find_spec("transformer_engine") is None:
         patches["megatron.core.tensor_parallel.random"] = _recompute

@@ -1,4 +1,4 @@
-"""Unpickling of a checkpoint folder's objects by an allow list: loading a user's folder must not run code.
+"""Unpickling of a checkpoint folder's objects by an allow list, so that loading a folder cannot run code.
 
 A ``torch_dist`` folder holds pickles in three places, which torch and megatron-core read with a plain ``pickle.load``:
 ``.metadata``, the objects in ``.distcp`` files (RNG states, ``common_state``), and ``common.pt`` of earlier versions.
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from slime_like.errors import CheckpointError
 
-# Classes that torch and megatron-core have written into .metadata: dataclasses, enums and sizes. None runs code.
+# Classes that torch and megatron-core write into .metadata: dataclasses, enums and sizes. Unpickling them runs no code.
 ALLOWED: dict[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
@@ -36,21 +36,21 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.distributed.checkpoint.planner": frozenset(
-        {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}  # in planner_data, by megatron-core up to 0.8
+        {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}  # in planner_data of megatron-core up to 0.8
     ),
     "torch.distributed._shard.sharded_tensor.metadata": frozenset({"MEM_FORMAT_ENCODING", "TensorProperties"}),
     "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
     "torch": frozenset({"Size"}),  # and dtypes
-    "torch.serialization": frozenset({"_get_layout"}),  # looks a name up in a table
+    "torch.serialization": frozenset({"_get_layout"}),  # a table lookup
     "collections": frozenset({"OrderedDict"}),
     "pathlib": frozenset({"PosixPath"}),
 }
-OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW]  # the class that megatron's offloading optimizer stores
+OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW]  # megatron's offloading optimizer stores its class
 GLOBAL = re.compile(r"GLOBAL (\S+)")  # in the error of torch's weights-only unpickler
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, which checks both kinds of pickles as it reads them."""
+    """torch's reader of a checkpoint folder, with checks of ``.metadata`` and of the objects in ``.distcp`` files."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return ``.metadata``. Raises ``CheckpointException`` around the ``CheckpointError`` of ``load_metadata``.
@@ -67,14 +67,14 @@ class CheckedReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read tensors and objects; objects by torch's weights-only unpickler. Raises ``CheckpointError`` naming the file."""
+        """Read tensors, and objects by torch's weights-only unpickler. Raises ``CheckpointError`` naming the file."""
         return super().read_data(plan, cast("Any", _CheckedObjects(planner, self)))
 
 
 class _CheckedObjects:
-    """A load planner that passes objects on only after ``load_object`` has checked them.
+    """Load planner that checks objects by ``load_object`` before it passes them to ``planner``.
 
-    torch's planners unpickle their bytes without restriction: they get a copy written here, never the bytes of the file.
+    torch's planners unpickle without restriction, so ``planner`` gets a new pickle of the checked object.
     """
 
     def __init__(self, planner: Any, reader: CheckedReader) -> None:
@@ -85,7 +85,7 @@ class _CheckedObjects:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Check one object and pass it on."""
+        """Check one object and pass it to the planner."""
         file: str = self._reader.storage_data[read_item.storage_index].relative_path
         copy = io.BytesIO()
         torch.save(load_object(value, Path(self._reader.path) / file), copy)
@@ -96,8 +96,8 @@ class _CheckedObjects:
 def load_metadata(path: Path) -> Metadata:
     """Return the metadata in ``path``, the ``.metadata`` of a folder.
 
-    Raises ``CheckpointError`` if it needs a class that is not in ``ALLOWED``, holds something else, or places data outside
-    of its folder.
+    Raises ``CheckpointError`` if the file needs a class that is not in ``ALLOWED``, is not a ``Metadata``, or refers to data
+    outside its folder.
     """
     metadata = _MetadataUnpickler(path).load()
     if not isinstance(metadata, Metadata):
@@ -105,23 +105,26 @@ def load_metadata(path: Path) -> Metadata:
     for info in (metadata.storage_data or {}).values():
         name = PurePosixPath(info.relative_path)
         if name.is_absolute() or ".." in name.parts:
-            raise CheckpointError(f"{path}: places data in {str(name)!r}, outside of its folder; it was not read")
+            raise CheckpointError(
+                f"{path}: refers to data in {str(name)!r}, outside its folder; it was not read: get the checkpoint again, from "
+                "a source you trust"
+            )
     return metadata
 
 
 def load_object(file: io.BytesIO | Path, path: Path) -> Any:
-    """Load an object of ``torch.save`` by torch's weights-only unpickler: tensors, containers, megatron's safe classes.
+    """Load an object of ``torch.save`` by torch's weights-only unpickler, which allows tensors, containers and ``OPTIMIZERS``.
 
     Raises ``CheckpointError`` naming ``path`` and any other class or function that the file needs.
     """
-    from slime_like.train.megatron.platform.patches import GroupStepAdamW  # which imports this module
+    from slime_like.train.megatron.platform.patches import GroupStepAdamW  # patches imports this module
 
     try:
         with torch.serialization.safe_globals([*OPTIMIZERS, GroupStepAdamW]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = GLOBAL.search(str(error))
-        if refused is None:  # torn
+        if refused is None:  # a damaged file
             raise
         raise CheckpointError(_refusal(path, refused[1])) from None
 
@@ -146,6 +149,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _refusal(path: Path, name: str) -> str:
     return (
-        f"{path}: its pickle asks for {name}, which is not part of a checkpoint and could run code; it was not loaded: get the "
-        f"checkpoint again, from a source you trust"
+        f"{path}: its pickle needs {name}, which is not part of a checkpoint and could run code; it was not loaded: get the "
+        "checkpoint again, from a source you trust"
     )

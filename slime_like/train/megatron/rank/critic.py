@@ -1,4 +1,4 @@
-"""One critic rank: values for a rollout, then regression on its returns."""
+"""One critic rank: values of a rollout, then regression on its returns."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.model.forward import MicroBatch, to_device
 from slime_like.train.megatron.model.model import Chunks
 from slime_like.train.megatron.model.value_model import ValueModel, value_micros
-from slime_like.train.megatron.model_io import checkpoint
+from slime_like.train.megatron.model_io.load import load_weights
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import RankModel
 from slime_like.train.megatron.step import optim
 from slime_like.train.megatron.step.drift import Drift
 from slime_like.train.megatron.step.step import OptimizerStep, StepReport
 
-OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names that no policy metric has
+CRITIC_ONLY = frozenset(
+    {"value_loss", "value_clipfrac", "values", "returns"}
+)  # metrics that the policy does not report
 
 
 class ValueStep(OptimizerStep):
     """Optimizer steps on the value loss."""
 
-    reports_balance = False  # the policy reports its own under the same names
+    reports_balance = False  # the policy reports its balance under the same names
 
     def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, clip: float | None, rank_info: RankInfo) -> None:
         super().__init__(wrapped, optimizer, schedule, rank_info)
@@ -62,10 +64,10 @@ class RankCritic(RankModel):
         super().__init__(spec.rank, rank_info, ValueModel)
         self.optimizer_step = ValueStep(self.wrapped, self.optimizer, self.schedule, spec.value_clip, rank_info)
         if spec.load is not None:
-            checkpoint.load_weights(self.checkpoint_parts(), Path(spec.load))
+            load_weights(self.state(), Path(spec.load))
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Return values of a rollout on the rank that speaks for its shard. Keeps the rollout open for ``update``."""
+        """Return values of a rollout on the reporter of each shard. Keep the rollout open for ``update``."""
         with install.phase("score"):
             columns = self._values(steps)
         return columns, tuple(install.drain())
@@ -77,10 +79,10 @@ class RankCritic(RankModel):
         for micro, column in zip(rollout.micros, values, strict=True) if values else ():
             micro.values = column
         rollout.metrics.append(Last("perf/values_time", time.perf_counter() - start))
-        return rollout.nested(values) if self.rank_info.speaks_for_shard else None
+        return rollout.nested(values) if self.rank_info.is_shard_reporter else None
 
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Take the optimizer steps of the rollout that was scored last. Returns global metrics on the reporter."""
+        """Take the optimizer steps of the open rollout. Return global metrics on the reporter."""
         with install.phase("step"):
             metrics = self._update(returns, num_tokens)
         self.version += 1
@@ -92,9 +94,9 @@ class RankCritic(RankModel):
         if self.rank_info.is_last:
             rollout.fill("returns", returns, self.rank_info.device)
         metrics = rollout.metrics
-        for micros, count in zip(rollout.plan, num_tokens, strict=True):
+        for micros, count in zip(rollout.micros_by_step, num_tokens, strict=True):
             metrics += [_renamed(metric) for metric in self.optimizer_step(micros, count, None)]
-        optim.settle_weights(self.wrapped)
+        optim.sync_weights(self.wrapped)
         metrics.append(Last("perf/critic_train_time", time.perf_counter() - start))
         return tuple(metrics) if self.rank_info.is_reporter else ()
 
@@ -102,4 +104,4 @@ class RankCritic(RankModel):
 def _renamed(metric: Metric) -> Metric:
     """Rename a metric that the actor reports too: ``train/lr`` becomes ``train/critic_lr``."""
     name = metric.name.removeprefix("train/")
-    return metric if name in OWN else replace(metric, name=f"train/critic_{name}")
+    return metric if name in CRITIC_ONLY else replace(metric, name=f"train/critic_{name}")

@@ -1,4 +1,4 @@
-"""Preparation of a rank for bit-exact reproducibility, before its model is built."""
+"""Requirements of bitwise reproducibility on a rank, checked before its model is built."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from slime_like.util import exact
 def require(device: torch.device, weights: Iterable[Weight]) -> None:
     """Require deterministic results on ``device``.
 
-    On a GPU torch uses deterministic kernels and raises at an operation that has none. On a CPU raises ``ConfigError`` if
-    a row of a matrix product of the model's sizes depends on the other rows on this machine.
+    On a GPU, switch torch to deterministic kernels; an operation without such a kernel then raises. On a CPU, raise
+    ``ConfigError`` if a row of a matrix product of the model's sizes depends on the other rows on this machine.
     """
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         return
     shapes = [shape for weight in weights for shape in weight.shapes if len(shape) == 2]
     if problem := exact.check_machine((rows, columns) for rows, columns in shapes):
-        raise ConfigError(f"run.deterministic=true cannot hold on this machine: {problem}; set run.deterministic=false")
+        raise ConfigError(
+            f"run.deterministic=true is impossible on this machine: {problem}; set run.deterministic=false"
+        )

@@ -31,7 +31,7 @@ class RankTeacher:
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Return log-probabilities of trained tokens at the sampling temperature, on the rank that speaks for its shard."""
+        """Return log-probabilities of trained tokens at the sampling temperature, on the reporter of each shard."""
         with install.phase("score"):
             columns, metrics = self._score(steps)
         return columns, (*metrics, *install.drain())
@@ -39,10 +39,12 @@ class RankTeacher:
     def _score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         start = time.perf_counter()
         for rows in (rows for step in steps for rows in step):
-            check_tokens(rows, *self._vocabulary)  # a student may have more rows of padding than its teacher
+            check_tokens(
+                rows, *self._vocabulary
+            )  # a student's vocabulary may be padded to more rows than its teacher's
         rollout = OpenRollout([[make_micro(rows, self.rank_info) for rows in step] for step in steps])
         micros = rollout.micros
         scores = score_micros(self.model, micros, [micro.rows.loss_weight > 0 for micro in micros], self.scoring)
         seconds = Last("perf/teacher_log_probs_time", time.perf_counter() - start)
-        columns = rollout.nested(scores) if self.rank_info.speaks_for_shard else None
+        columns = rollout.nested(scores) if self.rank_info.is_shard_reporter else None
         return columns, ((seconds,) if self.rank_info.is_reporter else ())

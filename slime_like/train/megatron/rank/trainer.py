@@ -1,4 +1,4 @@
-"""One rank of the policy: scores, advantages and optimizer steps of a rollout, reference and teacher weights, export."""
+"""One rank of the policy: scores, advantages and optimizer steps of a rollout; reference and teacher weights; HF export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import EXACT_LAYERS
 from slime_like.config.schema.resolved import ActorSpec
 from slime_like.distributed.wrapper import install
-from slime_like.interfaces import Diagnostics, HasCriticTargets, NamesKernels, TokenView
+from slime_like.interfaces import Diagnostics, MultiKernelLayer, ReturnEstimator, TokenView
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.model import exact_layers
 from slime_like.train.megatron.model.exact_layers import ALL
@@ -34,84 +34,82 @@ from slime_like.types import F32
 class RankTrainer(RankModel):
     """The policy on one rank. Methods are collectives: every rank calls them in the same order.
 
-    Exactly one rank of the world is the reporter: only its metrics and scores are used.
+    Exactly one rank of the world is the reporter, whose metrics and scores are used.
     """
 
     def __init__(self, spec: ActorSpec, rank_info: RankInfo) -> None:
         """Load the HF checkpoint and build the optimizer.
 
-        Raises ``ConfigError`` on a layout or model it cannot train, ``CheckpointError`` on an unusable HF folder.
+        Raises ``ConfigError`` on an unsupported layout or model, ``CheckpointError`` on an unusable HF folder.
         """
         super().__init__(spec, rank_info)
         reference, teacher = spec.model.ref_checkpoint, spec.teacher_checkpoint
-        self.reference = self.weights_of("model.ref_checkpoint", reference) if spec.needs_reference else None
-        self.teacher = self.weights_of("teacher.hf_checkpoint", teacher) if spec.swaps_teacher else None
+        self.reference = self.read_weights("model.ref_checkpoint", reference) if spec.needs_reference else None
+        self.teacher = self.read_weights("teacher.hf_checkpoint", teacher) if spec.swaps_teacher else None
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
         loss = bind_loss(spec.algo)
         self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, rank_info)
         self.token_advantage = bind_token_advantage(spec.algo)
         self._reports_advantages = (
-            spec.returns_advantages and self.token_advantage is not None and rank_info.speaks_for_shard
+            spec.returns_advantages and self.token_advantage is not None and rank_info.is_shard_reporter
         )
-        # In HF names. Shared by all pushes: the placement of weights never changes.
-        self.weights = HFExport(self.model, self.family, rank_info)
-        # Of the last rollout, if this rank reports them: rows and advantages [T].
-        self._last_advantages: list[tuple[PackedBatch, F32]] = []
+        self.hf_export = HFExport(self.model, self.family, rank_info)  # for all pushes: weights stay in place
+        self._last_advantages: list[tuple[PackedBatch, F32]] = []  # rows and advantages [T] of the last rollout
 
     # ---- training ------------------------------------------------------------------------------------------------
-    def step(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Train on one rollout: score all its rows, then take every optimizer step.
+    def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """Score all rows of one rollout, then take its optimizer steps.
 
         ``steps[k]`` are this dp rank's rows of optimizer step k, ``num_tokens[k]`` the step's global count of trained
         tokens. The reporter returns the metrics of all ranks; every rank adds its own counters of collectives.
         """
         metrics: tuple[Metric, ...] = ()
         with install.phase("step"):
-            if steps:  # else filters left nothing to train on
+            if steps:  # empty if filters dropped every sample
                 self.open_rollout(steps)
                 self.compute_advantages({})
                 metrics = self._update(num_tokens, frozen=False)
-        return self._trained(metrics)
+        return self._end_rollout(metrics)
 
     @install.phase("step")
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Lay out a rollout and score it with every policy of this rank that the algorithm needs: the first part of ``step``."""
+        """Run the first part of ``train_rollout``: score the rows with each policy of this rank that the algorithm needs."""
         rollout = self.open(steps)
         with rollout.timed():
             rollout.metrics.extend(self._policy_scores(rollout.micros))
 
     @install.phase("step")
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Compute advantages from the scores and the ``columns`` of other roles: the second part of ``step``.
+        """Run the second part of ``train_rollout``: compute advantages from the scores and the ``columns`` of other roles.
 
-        Returns the critic's targets on the rank that speaks for its shard; None elsewhere and without a critic.
+        Returns the critic's targets on the reporter of each shard; None on other ranks and without a critic.
         """
         rollout = self.rollout
         with rollout.timed():
             for name, column in columns.items() if self.rank_info.is_last else ():
                 rollout.fill(name, column, self.rank_info.device)
             rollout.metrics.extend(self._assign_advantages(rollout.micros))
-        if not (isinstance(self.token_advantage, HasCriticTargets) and self.rank_info.speaks_for_shard):
+        if not (isinstance(self.token_advantage, ReturnEstimator) and self.rank_info.is_shard_reporter):
             return None
         views = [self._view(micro) for micro in rollout.micros]
         return rollout.nested(critic_targets(self.spec.algo, self.token_advantage, views))
 
     def update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
-        """Take the optimizer steps of the open rollout, none if ``frozen``: the last part of ``step``.
+        """Run the last part of ``train_rollout``: take the optimizer steps of the open rollout, none if ``frozen``.
 
         Raises ``ConsistencyError`` before the first step if engine and trainer disagree on the samples (``Drift``).
         """
         with install.phase("step"):
             metrics = self._update(num_tokens, frozen=frozen)
-        return self._trained(metrics)
+        return self._end_rollout(metrics)
 
-    def _trained(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-        """Count a rollout, also a frozen or empty one; add this rank's counters of collectives to ``metrics``."""
+    def _end_rollout(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+        """Count the rollout, also if frozen or empty. Return ``metrics`` with this rank's counters of collectives."""
         self.version += 1
         return (*metrics, *install.drain())
 
     def _update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
-        """Return global metrics on the reporter, else ()."""
+        """Return global metrics on the reporter, () on other ranks."""
         rollout = self.close()
         metrics = rollout.metrics
         columns = ((m.rows, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
@@ -122,9 +120,9 @@ class RankTrainer(RankModel):
                 metrics += self._drift_by_layer(rollout)
             if frozen:
                 metrics += drift.close()
-            for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
+            for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
                 metrics += self.optimizer_step(micros, count, drift if k == 0 else None)
-            optim.settle_weights(self.wrapped)
+            optim.sync_weights(self.wrapped)
         metrics += [
             Last("train/num_tokens", float(sum(num_tokens))),
             Last("perf/actor_train_time", rollout.seconds),
@@ -134,7 +132,8 @@ class RankTrainer(RankModel):
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
         """Return the advantages [L] of the given samples' tokens in the last rollout.
 
-        Only samples of this rank's data parallel shard, on the rank that speaks for it; not a collective.
+        Contains only samples of this rank's data parallel shard, and nothing unless this rank is the shard's reporter. Not a
+        collective.
         """
         by_sample: dict[int, F32] = {}
         for rows, column in self._last_advantages:
@@ -143,48 +142,48 @@ class RankTrainer(RankModel):
         return by_sample
 
     def _drift(self, rollout: OpenRollout, frozen: bool) -> Drift:
-        """Start the comparison with the engine, with the samples that the first optimizer step does not score.
+        """Start the comparison with the engine, with all samples except those of the first optimizer step.
 
-        Samples of the first step are compared in its own forward, which runs after every swap of weights. Samples of later
-        steps are compared if the old policy was scored.
+        The forward pass of the first step compares its own samples, because it runs after every swap of weights. Samples of
+        later steps are compared if the old policy was scored.
         """
         drift = Drift(self.version, self.rank_info, self.spec.sample_tolerance)
-        later = [micro for step in rollout.plan[0 if frozen else 1 :] for micro in step]
+        later = [micro for micros in rollout.micros_by_step[0 if frozen else 1 :] for micro in micros]
         drift.add_columns(later, [micro.old_logprobs for micro in later])
         return drift
 
     def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
-        """Measure the remaining differences with the layers of each kind in float64, on each rank's first micro-batch."""
+        """Measure the differences that remain with the layers of one kind in float64, on each rank's first micro-batch."""
         metrics: list[Metric] = []
-        micros = rollout.plan[0][:1]
-        for kind in (*self.kinds, ALL):
+        micros = rollout.micros_by_step[0][:1]
+        for kind in (*self.model_layer_kinds, ALL):
             drift = Drift(self.version, self.rank_info)
             drift.add_columns(micros, self._scores(micros, kind) or [None])
             metrics += drift.metrics(f"/{kind}")
         return metrics
 
     @cached_property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of layers of the entire model that can be computed in float64. A collective at the first call."""
+    def model_layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers of all pipeline stages that can be computed in float64. The first access is a collective."""
         stages: list[tuple[str, ...]] = [()] * self.rank_info.layout.pp
         dist.all_gather_object(stages, exact_layers.kinds(self.model), group=self.rank_info.pp_group)
         return tuple(name for name in EXACT_LAYERS if any(name in kinds for kinds in stages))
 
     def _policy_scores(self, micros: Sequence[MicroBatch]) -> list[Metric]:
-        """Fill old, reference and teacher log-probabilities, each only if the algorithm needs it."""
+        """Fill the old, reference and teacher log-probabilities that the algorithm needs. Return the durations."""
         metrics: list[Metric] = []
         if self.spec.needs_old_logprobs:
-            metrics.append(self._timed("log_probs", "old_logprobs", micros))
+            metrics.append(self._fill_scores("log_probs", "old_logprobs", micros))
         if self.reference is not None:
-            with self.swapped(self.reference):
-                metrics.append(self._timed("ref_log_probs", "ref_logprobs", micros))
+            with self.swap_weights(self.reference):
+                metrics.append(self._fill_scores("ref_log_probs", "ref_logprobs", micros))
         if self.teacher is not None:
-            with self.swapped(self.teacher):
-                metrics.append(self._timed("teacher_log_probs", "teacher_logprobs", micros))
+            with self.swap_weights(self.teacher):
+                metrics.append(self._fill_scores("teacher_log_probs", "teacher_logprobs", micros))
         return metrics
 
-    def _timed(self, name: str, column: str, micros: Sequence[MicroBatch]) -> Metric:
-        """Fill ``column`` by scoring trained tokens with the model's current weights. Returns the time it took."""
+    def _fill_scores(self, name: str, column: str, micros: Sequence[MicroBatch]) -> Metric:
+        """Fill ``column`` by scoring trained tokens with the model's current weights. Return the duration."""
         start = time.perf_counter()
         for micro, values in self._columns(micros, self._scores(micros)):
             setattr(micro, column, values)
@@ -222,8 +221,8 @@ class RankTrainer(RankModel):
         out: list[Tensor | None] = []
         for micro in micros:
             rows = micro.rows
-            spread = None if rows.advantages is None else np.repeat(rows.advantages, np.diff(rows.cu_seqlens))
-            out.append(None if spread is None else to_device(spread, self.rank_info.device))
+            advantages_T = None if rows.advantages is None else np.repeat(rows.advantages, np.diff(rows.cu_seqlens))
+            out.append(None if advantages_T is None else to_device(advantages_T, self.rank_info.device))
         return out
 
     def _view(self, micro: MicroBatch) -> TokenView:
@@ -247,7 +246,7 @@ class RankTrainer(RankModel):
 
         Layers of kind ``exact`` run in float64.
         """
-        micro = self.micro(rows)
+        micro = self.lay_out(rows)
         mask = np.ones(len(rows.token_ids), dtype=np.bool_)
         with exact_layers.exact_layers(self.model, exact):
             scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
@@ -258,11 +257,11 @@ class RankTrainer(RankModel):
         return exact_layers.kinds(self.model)
 
     def kernels(self) -> tuple[str, ...]:
-        """Describe the kernels that each multi-backend layer of this rank has used."""
+        """Describe the kernels that the layers of this rank have used."""
         layers = self.model.modules()
-        return tuple(sorted({layer.kernels() for layer in layers if isinstance(layer, NamesKernels)}))
+        return tuple(sorted({layer.kernels() for layer in layers if isinstance(layer, MultiKernelLayer)}))
 
     @install.phase("export")
     def export_hf(self, folder: Path) -> None:
         """Write an HF folder that transformers and SGLang load."""
-        write_hf(self.weights, self.folder, folder, self.rank_info)
+        write_hf(self.hf_export, self.folder, folder, self.rank_info)

@@ -1,6 +1,6 @@
-"""Balance of expert load: the scale of the auxiliary loss, and an optimizer step's metrics of it.
+"""Balance of expert load: the scale of the auxiliary loss, and its metrics per optimizer step.
 
-Axis: E = routed experts of a layer; a number is a size.
+Axis suffixes: E routed experts of a layer; a digit is a size.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ class ExpertBalance:
     def __init__(self, wrapped: Chunks, rank_info: RankInfo) -> None:
         self._routers = [module for module in wrapped.modules() if isinstance(module, ExpertRouter)]
         self._config: Any = wrapped.last.config
-        self._sparse = self._config.num_moe_experts is not None
+        self._has_experts = self._config.num_moe_experts is not None
         self._rank_info = rank_info
-        self._tokens = 0.0
+        self._num_tokens = 0.0
 
     def open_step(self, micros: Sequence[MicroBatch], num_tokens: int) -> None:
-        """Before forward: count the step's tokens and reset the routers' load.
+        """Count the optimizer step's tokens and reset the load of the routers. Must run before the forward pass.
 
-        Gradients are divided by ``num_tokens``, the trained ones; the auxiliary loss is a mean over all.
+        Gradients are divided by ``num_tokens``, the number of trained tokens; the auxiliary loss is a mean over all tokens.
         """
-        if not self._sparse:
+        if not self._has_experts:
             return
         for router in self._routers:
             router.take_load()
         total = torch.tensor(float(sum(micro.layout.num_tokens for micro in micros)), device=self._rank_info.device)
         dist.all_reduce(total, group=self._rank_info.dp_group)
-        self._tokens = max(1.0, float(total))
-        scale = torch.full((1,), num_tokens / self._tokens, device=self._rank_info.device)
+        self._num_tokens = max(1.0, float(total))
+        scale = torch.full((1,), num_tokens / self._num_tokens, device=self._rank_info.device)
         self._config.moe_grad_scale_func = lambda: scale
 
     def close_step(self) -> list[Metric]:
-        """Return global metrics after backward, the same on every rank.
+        """Return global metrics, the same on every rank. Must run after the backward pass.
 
-        The load of a layer is the share of its busiest expert over the mean share; 1 is even.
+        The load of a layer is the share of its busiest expert over the mean share; an even load is 1.
         """
-        if not self._sparse:
+        if not self._has_experts:
             return []
         device = self._rank_info.device
-        sums_3, top_1 = (torch.zeros(n, dtype=torch.float64, device=device) for n in (3, 1))
+        sums_3, max_1 = (torch.zeros(n, dtype=torch.float64, device=device) for n in (3, 1))
         for router in self._routers:
             load_E, balance = router.take_load()
             totals = torch.cat((load_E, balance[None]))  # [E + 1]
             dist.all_reduce(totals, group=router.tp_dp_cp_group)
             load_E, balance = totals[:-1], totals[-1]
             ratio = load_E.max() / load_E.mean().clamp(min=1e-9)
-            sums_3 += torch.stack((torch.ones_like(ratio), ratio, balance / self._tokens))
-            top_1 = torch.maximum(top_1, ratio)
+            sums_3 += torch.stack((torch.ones_like(ratio), ratio, balance / self._num_tokens))
+            max_1 = torch.maximum(max_1, ratio)
         dist.all_reduce(sums_3, group=self._rank_info.pp_group)
-        dist.all_reduce(top_1, op=dist.ReduceOp.MAX, group=self._rank_info.pp_group)
+        dist.all_reduce(max_1, op=dist.ReduceOp.MAX, group=self._rank_info.pp_group)
         num_layers, ratio, balance = sums_3.tolist()
-        metrics: list[Metric] = [Mean("train/moe_load", ratio / num_layers), Max("train/moe_load_max", float(top_1))]
+        metrics: list[Metric] = [Mean("train/moe_load", ratio / num_layers), Max("train/moe_load_max", float(max_1))]
         if self._config.moe_aux_loss_coeff:
             metrics.append(Mean("train/moe_aux_loss", balance / num_layers))
         return metrics

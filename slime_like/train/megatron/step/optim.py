@@ -1,4 +1,4 @@
-"""Gradient buckets, AdamW and its schedule, all megatron's."""
+"""Gradient buckets, AdamW and learning rate schedule, all by megatron."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
         overlap_param_gather=layout.overlap_param_gather,
         bucket_size=layout.bucket_size,
     )
-    config_of_model = model.last.config
-    config_of_model.finalize_model_grads_func = finalize_model_grads
+    transformer_config = model.last.config
+    transformer_config.finalize_model_grads_func = finalize_model_grads
     mark_experts(model)
-    # Later virtual stages have one bucket, as in megatron's trainer: computation of other chunks hides the reduction.
+    # Later virtual stages have one bucket, as in megatron's trainer: the reduction overlaps with computation of other chunks.
     wrapped = [
-        DistributedDataParallel(config_of_model, config, policy, disable_bucketing=i > 0)
+        DistributedDataParallel(transformer_config, config, policy, disable_bucketing=i > 0)
         for i, policy in enumerate(model.policies)
     ]
     if layout.overlap_grad_reduce:  # reduce only in the last micro-batch
         chunks: Any = [chunk.no_sync for chunk in wrapped]
-        config_of_model.no_sync_func = chunks if len(chunks) > 1 else chunks[0]
+        transformer_config.no_sync_func = chunks if len(chunks) > 1 else chunks[0]
     return Chunks(wrapped)
 
 
 def mark_experts(model: Chunks) -> None:
     """Reduce gradients of routed experts over the copies of an expert in every layout.
 
-    megatron does so only for ep > 1, and can then not load optimizer state across that boundary.
+    megatron does so only for ep > 1, so it cannot load optimizer state saved with ep = 1 into ep > 1 or the reverse.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010 (read by DDP and optimizer)
 
 
-def settle_weights(wrapped: Chunks) -> None:
-    """Complete this rank's weights: with overlap_param_gather each is gathered only when forward reaches it.
+def sync_weights(wrapped: Chunks) -> None:
+    """Gather this rank's updated weights. With overlap_param_gather, megatron defers the gather to the next forward pass.
 
-    Required before weights are read without a forward: export, checkpoint, swapping in other weights. Collective.
+    Required before any other read of the weights: export, checkpoint, swapping in other weights. Collective.
     """
     chunks: list[Any] = list(wrapped)
     for chunk in chunks:
@@ -91,12 +91,12 @@ def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
 
 
 def _offload(spec: ActorSpec) -> dict[str, Any]:
-    """Return the offload fields; none on a host."""
+    """Return the OptimizerConfig fields of optimizer offload; {} without offload or on a CPU."""
     return offload_fields(spec.optim.cpu_offload_fraction) if spec.optim.cpu_offload and spec.device == "cuda" else {}
 
 
 def offload_fields(fraction: float) -> dict[str, Any]:
-    """Return fields that put ``fraction`` of the optimizer on the host, by megatron's ``HybridDeviceOptimizer``."""
+    """Return the OptimizerConfig fields that keep ``fraction`` of the optimizer on the host (``HybridDeviceOptimizer``)."""
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
@@ -106,7 +106,7 @@ def offload_fields(fraction: float) -> dict[str, Any]:
 
 
 def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
-    """Build the learning rate schedule. Step it *before* each optimizer step: the first one has lr / warmup_steps, not 0.
+    """Build the learning rate schedule. Step it *before* each optimizer step, so that the first has lr / warmup_steps, not 0.
 
     The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises
     ``ConfigError`` on a schedule that does not fit the run.
@@ -130,5 +130,5 @@ def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
         wd_incr_steps=decay,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run follows its own config; only the step count is restored
+        override_opt_param_scheduler=True,  # a resumed run uses its config; only the step count is restored
     )

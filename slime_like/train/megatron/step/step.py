@@ -1,8 +1,8 @@
 """One optimizer step: gradients of the sum of loss_weight * loss over its micro-batches, update, metrics.
 
 megatron divides gradients by the global count of trained tokens (calculate_per_token_loss), so each micro-batch returns
-``(sum(w * l) * N, n)`` with N the global count and n its own. The result is the sum of w * l over all micro-batches and
-ranks, independent of packing, micro-batching and layout.
+``(sum(w * l) * N, n)`` with N the global count and n the count of its tokens. The result is the sum of w * l over all
+micro-batches and ranks, which does not depend on packing, micro-batching and layout.
 
 Axis suffixes: T tokens of the packed rows, N trained tokens on this rank, S sequences, L tokens of this rank's hidden states,
 H hidden size.
@@ -33,9 +33,9 @@ from slime_like.types import I64
 
 
 class OptimizerStep(ABC):
-    """Optimizer steps on one rank; a subclass defines the loss."""
+    """Optimizer step on one rank. A subclass defines the loss."""
 
-    reports_balance = True
+    reports_balance = True  # report the metrics of expert balance
 
     def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, rank_info: RankInfo) -> None:
         self._wrapped = wrapped
@@ -45,17 +45,17 @@ class OptimizerStep(ABC):
         self._balance = ExpertBalance(wrapped, rank_info)
 
     def __call__(self, micros: Sequence[MicroBatch], num_tokens: int, drift: Drift | None) -> list[Metric]:
-        """Update the weights. Returns global metrics on the last pipeline stage, else [].
+        """Update the weights. Return global metrics on the last pipeline stage, [] on other stages.
 
-        ``drift`` compares the samples of the first update after a rollout with the engine, and raises
-        ``ConsistencyError`` before the weights change; None for later updates, whose weights no engine has seen.
+        In the first optimizer step of a rollout, ``drift`` compares the samples with the engine and raises
+        ``ConsistencyError`` before the weights change. Later steps pass None, because no engine has their weights.
         """
         report = self.backward(micros, num_tokens, drift)
         balance = self._balance.close_step()
-        compared = [] if drift is None else drift.close()
+        drift_metrics = [] if drift is None else drift.close()
         self._schedule.step(1)
-        updated, grad_norm, _ = self._optimizer.step()
-        assert updated, "the optimizer skipped a step"
+        has_updated, grad_norm, _ = self._optimizer.step()
+        assert has_updated, "the optimizer skipped a step"
         if not self._rank_info.is_last:
             return []
         group = self._rank_info.dp_cp_group
@@ -63,14 +63,14 @@ class OptimizerStep(ABC):
         rate = max(float(g["lr"]) for g in self._optimizer.param_groups)
         return [
             *metrics,
-            *compared,
+            *drift_metrics,
             *(balance if self.reports_balance else ()),
             Mean("train/grad_norm", float(grad_norm)),
             Last("train/lr", rate),
         ]
 
     def backward(self, micros: Sequence[MicroBatch], num_tokens: int, drift: Drift | None) -> StepReport:
-        """Fill the gradient buffers with the reduced gradients of the step's loss."""
+        """Fill the gradient buffers with the reduced gradients of the optimizer step's loss."""
         report = StepReport()
 
         def after(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -92,7 +92,7 @@ class OptimizerStep(ABC):
 
 
 class PolicyStep(OptimizerStep):
-    """Optimizer steps of a policy under a token loss."""
+    """Optimizer step of a policy with a token loss."""
 
     def __init__(
         self, wrapped: Chunks, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, rank_info: RankInfo
@@ -113,7 +113,7 @@ class PolicyStep(OptimizerStep):
             to_device(rows.token_ids[predictions.target].astype(np.int64), device),
             temperature=self._scoring.temperature,
             chunk=self._scoring.chunk,
-            entropy=True,  # reported under every loss
+            entropy=True,  # reported for every loss
         )
         assert entropy_N is not None, "scores(entropy=True) returned no entropy"
         view = self._view(micro, predictions.target, logprobs_N, entropy_N if self._loss.needs_entropy else None)
@@ -130,15 +130,18 @@ class PolicyStep(OptimizerStep):
         weight_N = to_device(rows.loss_weight[target_N], device)
         trained_T = rows.loss_weight > 0
         num_trained_S = micro.layout.segment_sum(trained_T.astype(np.float32), np.arange(len(trained_T)))
-        pick = lambda column_T: None if column_T is None else column_T[index_N]  # noqa: E731
+
+        def at_trained(column_T: Tensor | None) -> Tensor | None:
+            return None if column_T is None else column_T[index_N]
+
         return LossView(
             logprobs=logprobs_N,
             entropy=entropy_N,
             loss_weight=weight_N,
-            advantages=pick(micro.advantages),
-            old_logprobs=pick(micro.old_logprobs),
+            advantages=at_trained(micro.advantages),
+            old_logprobs=at_trained(micro.old_logprobs),
             rollout_logprobs=to_device(rows.rollout_logprobs[target_N], device),
-            ref_logprobs=pick(micro.ref_logprobs),
+            ref_logprobs=at_trained(micro.ref_logprobs),
             sequences=PackedSequences(
                 index=to_device(micro.layout.sequence_of(target_N), device),
                 trained=weight_N > 0,
@@ -154,22 +157,22 @@ class StepReport:
 
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # F64 []
     maxima: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    tokens: int = 0
+    num_tokens: int = 0
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add one micro-batch: its loss, the loss's means and maxima, and further columns to average."""
-        self.tokens += len(weight_N)
+        """Add a micro-batch: its loss, the means and maxima of the loss function, and further ``columns`` to average."""
+        self.num_tokens += len(weight_N)
         self._sum("weight", weight_N)
         self._sum("loss", weight_N * out.loss.detach())
         for name, values_N in {**out.means, **columns}.items():
             self._sum(f"mean/{name}", weight_N * values_N.detach())
         for name, values_N in out.maxima.items():
-            top = (
+            maximum = (
                 values_N.detach().double().amax() if len(values_N) else torch.tensor(float("-inf"), dtype=torch.float64)
             )
-            top = top.to(weight_N.device)
-            self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
+            maximum = maximum.to(weight_N.device)
+            self.maxima[name] = torch.maximum(self.maxima[name], maximum) if name in self.maxima else maximum
 
     def _sum(self, name: str, values_N: Tensor) -> None:
         total = values_N.double().sum()
@@ -179,12 +182,12 @@ class StepReport:
         """Return global values, the same on every rank of ``group``. Means are weighted by ``weight_N``."""
         names = sorted(self.sums)
         device = self.sums["weight"].device
-        counted = torch.tensor(float(self.tokens), dtype=torch.float64, device=device)
+        counted = torch.tensor(float(self.num_tokens), dtype=torch.float64, device=device)
         totals = torch.stack([counted, *(self.sums[name] for name in names)])
         dist.all_reduce(totals, group=group)
-        tokens, *values = totals.tolist()
-        assert tokens == num_tokens, (
-            f"{tokens:.0f} tokens have loss_weight > 0 but the batch says num_tokens={num_tokens}"
+        num_counted, *values = totals.tolist()
+        assert num_counted == num_tokens, (
+            f"{num_counted:.0f} tokens have loss_weight > 0, but the batch has num_tokens={num_tokens}"
         )
         total = dict(zip(names, values, strict=True))
         weight = total["weight"] or 1.0
@@ -199,6 +202,6 @@ class StepReport:
         names = sorted(self.maxima)
         if not names:
             return []
-        tops = torch.stack([self.maxima[name] for name in names])
-        dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=group)
-        return [Max(f"train/{name}", value) for name, value in zip(names, tops.tolist(), strict=True)]
+        maxima = torch.stack([self.maxima[name] for name in names])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        return [Max(f"train/{name}", value) for name, value in zip(names, maxima.tolist(), strict=True)]

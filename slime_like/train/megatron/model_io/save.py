@@ -1,0 +1,188 @@
+"""Saving of a checkpoint in megatron's torch_dist format, loadable in any layout, while training continues.
+
+``begin_save`` takes a snapshot, which a thread of each rank writes; ``PendingSave.finish`` waits for the threads of all
+ranks and renames the folder. Training in between does not change the checkpoint.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from torch.distributed.checkpoint import CheckpointException
+
+from slime_like.checkpoint.files import ROLLOUT, SCRATCH, iteration_folder, publish, side_files
+from slime_like.checkpoint.hashes import FileRecord, hash_files
+from slime_like.checkpoint.record import Manifest, write_manifest, written_files
+from slime_like.errors import CheckpointError
+from slime_like.train.megatron.model_io.damage import summarize_error
+from slime_like.train.megatron.model_io.fingerprint import fingerprint
+from slime_like.train.megatron.model_io.rank_state import (
+    RankState,
+    content_metadata,
+    layout_sizes,
+    rng_object,
+    rng_state,
+    sharded_state,
+)
+from slime_like.train.megatron.platform import patches
+from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
+from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.util.deadline import Deadline
+
+
+class PendingSave:
+    """A snapshot of this rank and the thread that writes it. Methods are collective."""
+
+    def __init__(self, request: Any, target: Path, manifest: Manifest, rank_info: RankInfo) -> None:
+        self.target = target
+        self._scratch = _scratch(target)
+        self._manifest = manifest
+        self._rank_info = rank_info
+        self._finalizers: list[Callable[[], None]] = list(request.finalize_fns)
+        self._error: str | None = None
+        self._hashes: dict[str, str] = {}  # file name -> SHA-256, of the files that this rank writes
+        self._rollout_files: dict[str, FileRecord] | None = None  # files that the driver wrote
+        self._thread: threading.Thread | None = None
+        if request.async_fn is not None:  # None on a rank that has nothing to write
+            arguments = [*request.async_fn_args]
+            arguments[1] = _clone_live(arguments[1], request.preload_fn())
+            keywords = dict(request.async_fn_kwargs)
+            self._thread = threading.Thread(
+                target=self._write, args=(request.async_fn, arguments, keywords), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+
+    def _write(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
+        errors: list[Exception] = []
+        try:
+            with patches.save_errors() as errors:
+                write(*arguments, **keywords)
+            results: queue.Queue[Any] = arguments[-1]
+            outcome = results.get_nowait()
+            if isinstance(outcome, Exception):
+                raise outcome
+            results.put(outcome)  # read by a finalizer
+            files = {name: Path(path) for path, name, _ in arguments[1]}
+            self._hashes = dict(zip(files, hash_files(list(files.values())), strict=True))
+            if dist.get_rank() == 0:
+                self._rollout_files = self._hash_rollout_files()
+        except BaseException as error:  # noqa: BLE001  fault boundary of the thread; ``finish`` raises the error on every rank
+            self._error = summarize_error(errors[0] if errors else error)
+
+    def is_written(self) -> bool:
+        """Return True if the threads of all ranks have ended, so that ``finish`` does not wait for a disk."""
+        is_writing = self._thread is not None and self._thread.is_alive()
+        any_writing = torch.tensor([float(is_writing)], device=self._rank_info.device)
+        dist.all_reduce(any_writing, op=dist.ReduceOp.MAX)
+        return not any_writing.item()
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait for the files of every rank and rename the folder.
+
+        Raises ``CheckpointError`` on every rank if one rank failed, after removing the written files.
+        """
+        try:
+            self._join(deadline_s)
+            with patches.save_errors() as errors:
+                for finalize in self._finalizers:
+                    finalize()
+            on_rank_zero(lambda: self._publish(errors))
+        # CheckpointException is a BaseException: `except Exception` misses it.
+        except (CheckpointError, CheckpointException) as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+            if isinstance(error, CheckpointError):
+                raise
+            raise _failed(self.target, summarize_error(error)) from error
+
+    def _join(self, deadline_s: float) -> None:
+        if self._thread is not None:
+            deadline = Deadline(f"rank {dist.get_rank()}", "save", deadline_s)
+            self._thread.join(deadline.remaining("the disk"))
+            if self._thread.is_alive():
+                raise deadline.exceeded(f"the disk of {self._scratch}")
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (self._error, self._hashes))
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error]
+        if errors:
+            raise _failed(self.target, "; ".join(errors))
+        self._hashes = {name: sha for _, hashes in outcomes for name, sha in hashes.items()}
+
+    def _publish(self, errors: Sequence[Exception]) -> None:
+        if errors:
+            raise errors[-1]
+        rollout = self._hash_rollout_files() if self._rollout_files is None else self._rollout_files
+        write_manifest(self._scratch, self._manifest, hashes=self._hashes, rollout=rollout)
+        publish(self._scratch, self.target)
+
+    def _hash_rollout_files(self) -> dict[str, FileRecord]:
+        """Return sizes and hashes of the files that the driver wrote before this save began."""
+        folder = self.target.parent
+        return written_files(folder / ROLLOUT, side_files(folder, self._manifest.iteration))
+
+
+def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> PendingSave:
+    """Take a snapshot and start to write ``folder/iter_<iteration>``. Collective."""
+    target = iteration_folder(folder, iteration)
+    scratch = _scratch(target)
+    on_rank_zero(lambda: make_empty(scratch))
+    sharded = sharded_state(state, loading=False)
+    sharded["rng"] = rng_object(state.rank_info, rng_state())
+    group = state.optimizer.param_groups[0]
+    manifest = Manifest(
+        iteration=iteration,
+        version=version,
+        schedule_steps=int(state.schedule.num_steps),
+        max_lr=float(group["max_lr"]),
+        min_lr=float(group["min_lr"]),
+        distributed_optimizer=state.rank_info.layout.distributed_optimizer,
+        layout=layout_sizes(state.rank_info),
+        model=fingerprint(state.family, state.model.last.head),
+    )
+    try:
+        request = dist_checkpointing.save(
+            sharded,
+            str(scratch),
+            get_default_save_sharded_strategy("torch_dist"),
+            async_sharded_save=True,
+            async_strategy="mcore",
+            content_metadata=content_metadata(),
+        )
+    except CheckpointException as error:
+        raise _failed(target, summarize_error(error)) from error
+    return PendingSave(request, target, manifest, state.rank_info)
+
+
+def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
+    """Clone the tensors of ``on_host`` that share memory with the model, which the next optimizer step overwrites.
+
+    megatron copies only tensors of a device to the host.
+    """
+    out: list[Any] = []
+    for (_, _, (_, live)), (file, key, (data, tensors)) in zip(buckets, on_host, strict=True):
+        pairs = zip(live, tensors, strict=True)
+        copies = [
+            (item, tensor.detach().clone() if tensor.data_ptr() == source.data_ptr() else tensor)
+            for (_, source), (item, tensor) in pairs
+        ]
+        out.append((file, key, (data, copies)))
+    return out
+
+
+def _scratch(target: Path) -> Path:
+    return target.with_name(target.name + SCRATCH)
+
+
+def _failed(target: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{target}: the save failed ({reason}); is the disk full? The previous checkpoint is unchanged"
+    )
