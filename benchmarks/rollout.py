@@ -48,7 +48,7 @@ from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
 from slime_like.rollout.pool.router import Usage  # noqa: E402
 from slime_like.types import Prompt, Sample  # noqa: E402
 from slime_like.weight_sync.shared import Region  # noqa: E402
-from tests.engine.kept import Kept  # noqa: E402
+from tests.engine.fixed_engine import FixedEngine  # noqa: E402
 
 KEY = "bench"
 VOCAB, CONTEXT, PROMPT, ROWS, MAX_LENGTH, MEDIAN = 512, 512, 48, 4000, 384, 24.0
@@ -126,7 +126,9 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         deterministic=False,
         receives_pushes=True,
     )
-    return RolloutArm(name, RolloutManager(spec, open_prompts(options), {}, [Kept(client) for client in clients]))
+    return RolloutArm(
+        name, RolloutManager(spec, open_prompts(options), {}, [FixedEngine(client) for client in clients])
+    )
 
 
 async def push(arm: RolloutArm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], new: int) -> None:

@@ -91,10 +91,10 @@ def main(argv: list[str]) -> int:
             (args.out / name).write_bytes(image.png)
             print(
                 visible(
-                    f"{args.out / name}: {len(image.png)} bytes, {len(image.complaints)} complaints, {len(image.loaded)} loaded"
+                    f"{args.out / name}: {len(image.png)} bytes, {len(image.complaints)} complaints, {len(image.loaded_urls)} loaded"
                 )
             )
-            complaints += [f"{page.name}: {text}" for text in (*image.complaints, *image.loaded)]
+            complaints += [f"{page.name}: {text}" for text in (*image.complaints, *image.loaded_urls)]
     sys.stderr.write(visible("".join(f"{text}\n" for text in complaints)))
     return 1 if complaints else 0
 

@@ -47,7 +47,7 @@ from slime_like.printable import visible  # noqa: E402
 from slime_like.util.deadline import Deadline  # noqa: E402
 from slime_like.util.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import Training, last_step  # noqa: E402
-from tests.e2e.same_run import differences, sample_differences, undisturbed  # noqa: E402
+from tests.e2e.same_run import differences, run_reference, sample_differences  # noqa: E402
 
 SETTINGS = (
     *("health.interval_s=1", "health.timeout_s=8", "health.first_wait_s=0", "chaos.slow_s=3"),
@@ -183,7 +183,7 @@ class FaultSoak:
 
     def reference(self) -> None:
         """Run the undisturbed run, or reuse it."""
-        self._job, self.undisturbed_dir = undisturbed(self.folder, self.rollouts)
+        self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
 
     def part(self, max_faults: int) -> None:
         """Run another part of the disturbed run with up to ``max_faults`` faults; with 0 it runs to its end."""
@@ -207,7 +207,7 @@ class FaultSoak:
             sent = self._signals(training, rng) if end == STARTING else []
             code, hung = self._wait(training)
         except BaseException:  # the soak is interrupted: the next one continues after this part
-            training.end()
+            training.kill()
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         seconds = time.monotonic() - started
@@ -267,8 +267,8 @@ class FaultSoak:
         deadline = Deadline("soak", "part", MAX_PART_S)
         while training.running():
             if deadline.elapsed() > deadline.limit:
-                return training.end(), True
-            training.look()
+                return training.kill(), True
+            training.record()
             time.sleep(0.5)
         return training.wait().code, False
 

@@ -26,7 +26,7 @@ from slime_like.config.schema.faults import Fault  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.util.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import metrics, train  # noqa: E402
-from tests.e2e.same_run import DRIFT, PROBE, differences, undisturbed  # noqa: E402
+from tests.e2e.same_run import PROBE_DIFFERENCE, SAMPLE_DIFFERENCE, differences, run_reference  # noqa: E402
 
 TIMES = {
     "collect": "perf/train_wait_time",
@@ -103,7 +103,7 @@ class ResumeSoak:
 
     def reference(self) -> None:
         """Run the undisturbed run, or reuse it."""
-        self._job, self.undisturbed_dir = undisturbed(self.folder, self.rollouts)
+        self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
         rows = [row for row in metrics(self.undisturbed_dir) if row["step"] > 0]
         self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
 
@@ -122,7 +122,7 @@ class ResumeSoak:
                 break
         result = train(*self._job, f"run.dir={folder}", log=self.folder / f"run_{run}_end.log")
         problems = [result.output[-500:]] if result.code else differences(self.undisturbed_dir, folder, self.rollouts)
-        values = [row[name] for row in metrics(folder) for name in (DRIFT, PROBE) if name in row]
+        values = [row[name] for row in metrics(folder) for name in (SAMPLE_DIFFERENCE, PROBE_DIFFERENCE) if name in row]
         verdict = Verdict(run, problems, max(values, default=float("nan")))
         with self._results_file.open("a") as file:
             for record in (*kills, verdict):

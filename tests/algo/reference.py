@@ -27,8 +27,8 @@ def reference(
 ) -> tuple[float, Tensor]:
     """Return loss and gradient of one optimizer step over all groups."""
     samples = [s for g in groups for s in g.samples if s.status not in (Status.FAILED, Status.ABORTED)]
-    cut = isinstance(config, PolicyConfig) and config.mask_truncated
-    actions = {s.sample_id: [] if cut and s.status is Status.TRUNCATED else _actions(s) for s in samples}
+    masks_truncated = isinstance(config, PolicyConfig) and config.mask_truncated
+    actions = {s.sample_id: [] if masks_truncated and s.status is Status.TRUNCATED else _actions(s) for s in samples}
     advantages = _advantages(groups, samples, actions, config, policies)
     num_tokens = sum(len(a) for a in actions.values())
     num_sequences = sum(1 for a in actions.values() if a)
@@ -98,8 +98,8 @@ def _baseline(scores: dict[int, float], config: AlgoConfig) -> dict[int, float]:
 
 
 def _log_ratio_to_reference(sample: Sample, position: int, policies: Policies) -> float:
-    old = policies.old or policies.actor
-    return float((_logprob(old, sample, position)[0] - _logprob(policies.ref, sample, position)[0]).detach())
+    old_logprobs = policies.old or policies.actor
+    return float((_logprob(old_logprobs, sample, position)[0] - _logprob(policies.ref, sample, position)[0]).detach())
 
 
 def _returns(
@@ -139,23 +139,25 @@ def _sample_losses(
     sample: Sample, positions: Sequence[int], advantages: Sequence[float], config: AlgoConfig, policies: Policies
 ) -> list[Tensor]:
     """Return the loss of each trained token of one complete sequence, so that its ratio is a plain mean or sum."""
-    scored = [_logprob(policies.actor, sample, t) for t in positions]
+    token_scores = [_logprob(policies.actor, sample, t) for t in positions]
     if not isinstance(config, PolicyConfig):
-        return [-logprob for logprob, _ in scored]
-    old = [
+        return [-logprob for logprob, _ in token_scores]
+    old_logprobs = [
         float((logprob_now if policies.old is None else _logprob(policies.old, sample, t)[0]).detach())
-        for t, (logprob_now, _) in zip(positions, scored, strict=True)
+        for t, (logprob_now, _) in zip(positions, token_scores, strict=True)
     ]
     rollout = [float(sample.logprobs[t]) for t in positions]
-    anchor = rollout if config.use_rollout_logprobs else old
-    log_ratios = [logprob_now - logprob_anchor for (logprob_now, _), logprob_anchor in zip(scored, anchor, strict=True)]
+    anchor = rollout if config.use_rollout_logprobs else old_logprobs
+    log_ratios = [
+        logprob_now - logprob_anchor for (logprob_now, _), logprob_anchor in zip(token_scores, anchor, strict=True)
+    ]
     if isinstance(config, GspoConfig):
         log_ratios = [sum(log_ratios, start=torch.zeros(())) / len(log_ratios)] * len(log_ratios)
-    keep_weight = is_kept(config, sum(old) - sum(rollout), len(old))
+    keep_weight = is_kept(config, sum(old_logprobs) - sum(rollout), len(old_logprobs))
     losses: list[Tensor] = []
-    for i, (logprob, entropy) in enumerate(scored):
+    for i, (logprob, entropy) in enumerate(token_scores):
         loss = surrogate(config, log_ratios[i].exp(), logprob, advantages[i])
-        loss = loss * importance(config, math.exp(old[i] - rollout[i]))
+        loss = loss * importance(config, math.exp(old_logprobs[i] - rollout[i]))
         log_ratio = logprob - float(_logprob(policies.ref, sample, positions[i])[0].detach())
         k3 = torch.exp(-log_ratio) - 1 + log_ratio
         kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": k3, "low_var_kl": k3 if k3 < 10 else torch.tensor(10.0)}
@@ -170,8 +172,8 @@ def is_kept(config: PolicyConfig, log_product: float, length: int) -> float:
     if config.rejection == "none":
         return 1.0
     ratio = math.exp(log_product / length if config.rejection == "geometric" else log_product)
-    above = config.rejection_low is None or ratio >= config.rejection_low
-    return float(above and (config.rejection_high is None or ratio <= config.rejection_high))
+    is_above_low = config.rejection_low is None or ratio >= config.rejection_low
+    return float(is_above_low and (config.rejection_high is None or ratio <= config.rejection_high))
 
 
 def importance(config: PolicyConfig, ratio: float) -> float:

@@ -56,8 +56,8 @@ def _sample(shape: Shape, group_id: int, episode_id: int, sample_id: int, rng: n
             start = spans[-1].stop if spans else 0
             spans.append(Span(start, start + length, source, 3 if source is Source.MODEL else -1))
     total = spans[-1].stop
-    sampled = np.concatenate([[s.source is Source.MODEL] * (s.stop - s.start) for s in spans])
-    logprobs = np.where(sampled, rng.uniform(-3.5, -1.5, total), np.nan).astype(np.float32)
+    is_sampled = np.concatenate([[s.source is Source.MODEL] * (s.stop - s.start) for s in spans])
+    logprobs = np.where(is_sampled, rng.uniform(-3.5, -1.5, total), np.nan).astype(np.float32)
     return Sample(
         group_id=group_id,
         episode_id=episode_id,

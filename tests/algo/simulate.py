@@ -48,10 +48,10 @@ class Policy:
     def score(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities [L] and entropies [L], 0 at the first token."""
         table = self.logits(token_ids).log_softmax(-1)
-        picked = table.gather(1, token_ids[1:, None])[:, 0]
+        token_logprobs = table.gather(1, token_ids[1:, None])[:, 0]
         entropy = -(table.exp() * table).sum(-1)
         zero = torch.zeros(1, dtype=torch.float64)
-        return torch.cat([zero, picked]), torch.cat([zero, entropy])
+        return torch.cat([zero, token_logprobs]), torch.cat([zero, entropy])
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ def loss_view(
     """
     cp, rank = cp_and_rank
     layout = token_layout(row.cu_seqlens, cp=cp, cp_rank=rank)
-    trained = row.loss_weight > 0
-    chosen = layout.predictions(trained).target if cp > 1 else np.arange(len(row.token_ids))
-    index = torch.tensor(chosen)
+    is_trained = row.loss_weight > 0
+    positions = layout.predictions(is_trained).target if cp > 1 else np.arange(len(row.token_ids))
+    index = torch.tensor(positions)
     logprobs, entropies = score_rows(policies.actor, row)
     weight = torch.tensor(row.loss_weight, dtype=torch.float64)[index]
     group_T = None if row.advantages is None else spread(row, torch.tensor(row.advantages, dtype=torch.float64))
@@ -235,9 +235,9 @@ def loss_view(
         rollout_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float64)[index],
         ref_logprobs=score_rows(policies.ref, row)[0].detach()[index],
         sequences=PackedSequences(
-            index=torch.tensor(layout.sequence_of(chosen)),
+            index=torch.tensor(layout.sequence_of(positions)),
             trained=weight > 0,
-            num_trained=torch.tensor(layout.segment_sum(trained.astype(np.float64), np.arange(len(trained)))),
+            num_trained=torch.tensor(layout.segment_sum(is_trained.astype(np.float64), np.arange(len(is_trained)))),
             reduce=reduce,
         ),
     )

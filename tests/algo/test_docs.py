@@ -13,7 +13,7 @@ from slime_like.config.schema.names import FILTERS, GROUP_ADVANTAGES, KL_ESTIMAT
 from slime_like.config.schema.policy import AGGREGATIONS, REJECTIONS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-NAMED = set(re.findall(r"`([^`\n]+)`", TEXT))
+NAMES_IN_TEXT = set(re.findall(r"`([^`\n]+)`", TEXT))
 TABLES = [ALGORITHMS, LOSSES, GROUP_ADVANTAGES, TOKEN_ADVANTAGES, KL_ESTIMATORS, FILTERS, AGGREGATIONS, REJECTIONS]
 
 
@@ -30,8 +30,8 @@ def is_table(rows: list[list[str]]) -> bool:
 
 def test_every_row_belongs_to_a_table() -> None:
     assert [rows[0] for rows in tables(TEXT) if not is_table(rows)] == []
-    cut = TEXT.replace("\n| `gae` |", "\n\n| `gae` |")
-    assert [rows[0][0] for rows in tables(cut) if not is_table(rows)] == [" `gae` "]
+    split_table = TEXT.replace("\n| `gae` |", "\n\n| `gae` |")
+    assert [rows[0][0] for rows in tables(split_table) if not is_table(rows)] == [" `gae` "]
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_one_table_has_a_row_for_each(head: str, names: set[str]) -> None:
 
 @pytest.mark.parametrize("name", sorted({name for table in TABLES for name in table}))
 def test_every_name_is_documented(name: str) -> None:
-    assert name in NAMED, (
+    assert name in NAMES_IN_TEXT, (
         f"write a row for `{name}` in docs/algorithms.md: paper, formula, keys, slime's and verl's name"
     )
 
 
 @pytest.mark.parametrize("key", sorted(key for key in known_keys() if key.startswith("algo.")))
 def test_every_key_is_documented(key: str) -> None:
-    assert key in NAMED, f"say in docs/algorithms.md what `{key}` does, and what slime and verl call it"
+    assert key in NAMES_IN_TEXT, f"say in docs/algorithms.md what `{key}` does, and what slime and verl call it"
 
 
 def test_documented_keys_exist() -> None:
     groups = {key.partition(".")[0] for key in known_keys()}
-    documented = {name.partition("=")[0] for name in NAMED if re.fullmatch(r"[a-z]+\.[a-z_]+(=\S+)?", name)}
+    documented = {name.partition("=")[0] for name in NAMES_IN_TEXT if re.fullmatch(r"[a-z]+\.[a-z_]+(=\S+)?", name)}
     assert sorted(key for key in documented if key.partition(".")[0] in groups and key not in known_keys()) == []

@@ -31,7 +31,7 @@ from slime_like.types import Sample, SampleGroup, Source, Status
 from tests.algo.samples import batches
 from tests.algo.simulate import LocalReduce, ThreadReduce
 
-FEW = settings(max_examples=25, deadline=None)
+FEW_EXAMPLES = settings(max_examples=25, deadline=None)
 Token = tuple[int, int]  # sample id, position
 PPO = {
     "undiscounted": PpoConfig(normalize_advantages=False),
@@ -105,17 +105,17 @@ def by_token(micros: Sequence[PackedBatch], columns: Sequence[Tensor]) -> dict[T
     for rows, values in zip(micros, columns, strict=True):
         assert not values[torch.tensor(rows.loss_weight == 0)].any()
         for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
-            trained = np.flatnonzero(rows.loss_weight[start:stop] > 0)
-            out |= {(int(rows.sample_ids[s]), int(t)): float(values[start + t]) for t in trained}
+            trained_positions = np.flatnonzero(rows.loss_weight[start:stop] > 0)
+            out |= {(int(rows.sample_ids[s]), int(t)): float(values[start + t]) for t in trained_positions}
     return out
 
 
-def merged(ranks: Sequence[dict[str, dict[Token, float]]], name: str) -> dict[Token, float]:
+def merge_ranks(ranks: Sequence[dict[str, dict[Token, float]]], name: str) -> dict[Token, float]:
     return {token: value for rank in ranks for token, value in rank[name].items()}
 
 
 # ---- reference, in Python floats -------------------------------------------------------------------------------------
-def trained(groups: Sequence[SampleGroup]) -> dict[int, tuple[Sample, list[int]]]:
+def trained_positions(groups: Sequence[SampleGroup]) -> dict[int, tuple[Sample, list[int]]]:
     """Return {sample id: (sample, positions of its actions)}."""
     samples = [s for g in groups for s in g.samples if s.status not in (Status.FAILED, Status.ABORTED)]
     return {
@@ -133,7 +133,7 @@ def naive_gae(groups: Sequence[SampleGroup], config: PpoConfig) -> tuple[dict[To
     """Return advantages before whitening and returns, by backward recursion through each sample."""
     advantages: dict[Token, float] = {}
     returns: dict[Token, float] = {}
-    for sample_id, (sample, actions) in trained(groups).items():
+    for sample_id, (sample, actions) in trained_positions(groups).items():
         assert sample.reward is not None
         value_after, advantage = 0.0, 0.0
         for position in reversed(actions):
@@ -160,7 +160,7 @@ def explained(returns: dict[Token, float]) -> float:
 
 def naive_distillation(groups: Sequence[SampleGroup], config: DistillConfig) -> dict[Token, float]:
     out: dict[Token, float] = {}
-    trained_samples = trained(groups)
+    trained_samples = trained_positions(groups)
     for group in groups:
         members = [trained_samples[s.sample_id] for s in group.samples if s.sample_id in trained_samples]
         mean = statistics.fmean([s.reward.score for s, _ in members if s.reward]) if members else 0.0
@@ -173,7 +173,7 @@ def naive_distillation(groups: Sequence[SampleGroup], config: DistillConfig) -> 
     return whitened(out) if config.normalize_advantages else out
 
 
-def same(actual: dict[Token, float], expected: dict[Token, float]) -> bool:
+def equal_columns(actual: dict[Token, float], expected: dict[Token, float]) -> bool:
     return actual.keys() == expected.keys() and all(
         math.isclose(actual[token], expected[token], rel_tol=1e-5, abs_tol=1e-5) for token in expected
     )
@@ -181,21 +181,23 @@ def same(actual: dict[Token, float], expected: dict[Token, float]) -> bool:
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PPO)
-@FEW
+@FEW_EXAMPLES
 @given(groups=batches(), dp=st.integers(1, 3), budget=st.integers(1, 30))
 def test_gae_equals_the_recursion_in_any_packing(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
     config = PPO[name]
     batch = assembled(groups, config, min(dp, sum(len(g.samples) for g in groups)), budget)
     ranks = on_ranks(batch, GeneralisedAdvantage(config))
     advantages, returns = naive_gae(groups, config)
-    assert same(merged(ranks, "advantages"), whitened(advantages) if config.normalize_advantages else advantages)
-    assert same(merged(ranks, "returns"), returns)
+    assert equal_columns(
+        merge_ranks(ranks, "advantages"), whitened(advantages) if config.normalize_advantages else advantages
+    )
+    assert equal_columns(merge_ranks(ranks, "returns"), returns)
     variances = [rank["explained_variance"][0, 0] for rank in ranks]
     assert variances == pytest.approx([explained(returns)] * len(ranks), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", DISTILL)
-@FEW
+@FEW_EXAMPLES
 @given(groups=batches(), dp=st.integers(1, 3), budget=st.integers(1, 30))
 def test_teacher_advantages_equal_the_reference_in_any_packing(
     name: str, groups: list[SampleGroup], dp: int, budget: int
@@ -204,12 +206,12 @@ def test_teacher_advantages_equal_the_reference_in_any_packing(
     batch = assembled(groups, config, min(dp, sum(len(g.samples) for g in groups)), budget)
     ranks = on_ranks(batch, ReverseKL(config))
     expected = naive_distillation(groups, config)
-    assert same(merged(ranks, "advantages"), expected)
+    assert equal_columns(merge_ranks(ranks, "advantages"), expected)
     gap = statistics.fmean([number("old", token) - number("teacher", token) for token in expected])
     assert [rank["teacher_kl"][0, 0] for rank in ranks] == pytest.approx([gap] * len(ranks), rel=1e-6, abs=1e-6)
 
 
-@FEW
+@FEW_EXAMPLES
 @given(groups=batches(), seed=st.integers(0, 99))
 def test_a_bootstrap_across_sequences_is_detected(groups: list[SampleGroup], seed: int) -> None:
     """Planted fault: the last action of a sequence bootstraps from the next sequence."""
@@ -217,8 +219,8 @@ def test_a_bootstrap_across_sequences_is_detected(groups: list[SampleGroup], see
     batch = assembled(groups, config, 1, 10_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gae, "ends", lambda segment_A: torch.zeros_like(segment_A, dtype=torch.bool))
-        faulty = on_ranks(batch, GeneralisedAdvantage(config))
-    assert not same(merged(faulty, "advantages"), naive_gae(groups, config)[0])
+        faulty_result = on_ranks(batch, GeneralisedAdvantage(config))
+    assert not equal_columns(merge_ranks(faulty_result, "advantages"), naive_gae(groups, config)[0])
 
 
 def test_without_old_scores_rollout_logprobs_are_used() -> None:
@@ -255,7 +257,7 @@ def test_a_config_of_another_algorithm_is_refused() -> None:
         ReverseKL(GrpoConfig())
 
 
-@FEW
+@FEW_EXAMPLES
 @given(
     rows=st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=20),
     clip=st.none() | st.floats(0.05, 2),

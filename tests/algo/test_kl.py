@@ -58,22 +58,24 @@ def plain_low_var_kl(log_ratio: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "plain", "far"),
+    ("name", "definition", "log_ratio_bound"),
     [("k3", plain_k3, 70.0), ("low_var_kl", plain_low_var_kl, 1e6)],
     ids=["k3", "low_var_kl"],
 )
 def test_value_and_gradient_match_the_definition(
-    name: str, plain: Callable[[float], tuple[float, float]], far: float
+    name: str, definition: Callable[[float], tuple[float, float]], log_ratio_bound: float
 ) -> None:
     estimator = resolve("algo.kl_loss_type", name, KL_ESTIMATORS)
     inside = torch.linspace(-14, 4, 3601, dtype=torch.float64)
-    outside = torch.tensor([5.0, 20.0, 20.5, -19.5, -20.5, 60.0, -60.0, far, -far], dtype=torch.float64)
+    outside = torch.tensor(
+        [5.0, 20.0, 20.5, -19.5, -20.5, 60.0, -60.0, log_ratio_bound, -log_ratio_bound], dtype=torch.float64
+    )
     log_ratios = torch.cat([inside, outside])
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         logprobs = (-log_ratios).to(dtype).requires_grad_()
         estimate = estimator(logprobs, torch.zeros((), dtype=dtype))
         (slopes,) = torch.autograd.grad(estimate.sum(), logprobs)
-        expected = [plain(min(x, 700.0)) for x in log_ratios.tolist()]
+        expected = [definition(min(x, 700.0)) for x in log_ratios.tolist()]
         values, gradients = (torch.tensor(column, dtype=dtype) for column in zip(*expected, strict=True))
         torch.testing.assert_close(estimate, values, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(slopes, gradients, rtol=tolerance, atol=tolerance)

@@ -54,12 +54,14 @@ def test_without_old_scores_the_gradient_is_the_policy_gradient() -> None:
 
 def test_ratios_are_bounded_at_a_log_ratio_of_20() -> None:
     """Extreme ratios of policy to old policy, and of old policy to rollout policy, keep the loss finite."""
-    far = replace(view([1.0, 1.0], [-1.0, -1.0]), old_logprobs=torch.tensor([-30.0, 30.0], dtype=torch.float64))
-    output, _ = run(GrpoConfig(), far)
+    distant = replace(view([1.0, 1.0], [-1.0, -1.0]), old_logprobs=torch.tensor([-30.0, 30.0], dtype=torch.float64))
+    output, _ = run(GrpoConfig(), distant)
     assert output.means["ois"].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
     assert output.loss.tolist() == pytest.approx([math.exp(20), 0.8])
-    sampled = replace(view([1.0, 1.0], [1.0, 1.0]), rollout_logprobs=torch.tensor([-30.0, 30.0], dtype=torch.float64))
-    output, _ = run(GrpoConfig(use_tis=True), sampled)
+    distant_rollout = replace(
+        view([1.0, 1.0], [1.0, 1.0]), rollout_logprobs=torch.tensor([-30.0, 30.0], dtype=torch.float64)
+    )
+    output, _ = run(GrpoConfig(use_tis=True), distant_rollout)
     assert output.means["tis"].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 

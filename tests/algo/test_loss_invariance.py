@@ -69,7 +69,7 @@ ALGORITHMS: dict[str, AlgoConfig] = {
     "reinforce_pp_kl": ReinforcePlusPlusConfig(gamma=0.9, kl_coef=0.1, kl_reward_type="k2", use_tis=True),
     "sft": SftConfig(),
 }
-FEW = settings(max_examples=8, deadline=None)
+FEW_EXAMPLES = settings(max_examples=8, deadline=None)
 
 
 def batch_of(
@@ -103,7 +103,7 @@ def shuffled(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@FEW
+@FEW_EXAMPLES
 @given(
     groups=batches(),
     dp=st.integers(1, 3),
@@ -123,7 +123,7 @@ def test_the_loss_is_invariant_to_packing_dp_and_cp(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@FEW
+@FEW_EXAMPLES
 @given(groups=batches(), dp=st.integers(1, 2), budget=st.integers(1, 30))
 def test_each_of_two_steps_is_independent_of_layout(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
     config, models = ALGORITHMS[name], policies(with_old=True)
@@ -135,7 +135,7 @@ def test_each_of_two_steps_is_independent_of_layout(name: str, groups: list[Samp
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@FEW
+@FEW_EXAMPLES
 @given(groups=batches(), dp=st.integers(1, 2), budget=st.integers(1, 30), old=st.booleans())
 def test_equals_the_reference(name: str, groups: list[SampleGroup], dp: int, budget: int, old: bool) -> None:
     config, models = ALGORITHMS[name], policies(old)
@@ -167,10 +167,10 @@ def test_normalising_across_groups_is_detected(config: PolicyGradientConfig) -> 
     models = policies(with_old=False)
     _, gradient = reference(UNEVEN, config, models, MAX_RESPONSE_LEN)
     everyone = tuple(replace(s, group_id=0, episode_id=s.sample_id) for g in UNEVEN for s in g.samples)
-    faulty = simulate(batch_of([replace(UNEVEN[0], samples=everyone)], config), config, models)[0]
-    right = simulate(batch_of(UNEVEN, config), config, models)[0]
-    assert differs(faulty, gradient)
-    assert not differs(right, gradient)
+    faulty_result = simulate(batch_of([replace(UNEVEN[0], samples=everyone)], config), config, models)[0]
+    correct_result = simulate(batch_of(UNEVEN, config), config, models)[0]
+    assert differs(faulty_result, gradient)
+    assert not differs(correct_result, gradient)
 
 
 def test_a_denominator_per_micro_batch_is_detected() -> None:
@@ -210,6 +210,8 @@ def test_a_sequence_sum_over_one_rank_only_is_detected(config: PolicyGradientCon
 def test_a_sequence_sum_without_other_ranks_gradients_is_detected() -> None:
     models = policies(with_old=True)
     _, gradient = reference(UNEVEN, SEQUENCE_RATIO, models, MAX_RESPONSE_LEN)
-    faulty = simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, models, cp=2, sequence_reduce=ForwardOnlySum)[0]
-    assert differs(faulty, gradient)
-    assert abs(faulty.loss - simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, models)[0].loss) < 1e-9
+    faulty_result = simulate(
+        batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, models, cp=2, sequence_reduce=ForwardOnlySum
+    )[0]
+    assert differs(faulty_result, gradient)
+    assert abs(faulty_result.loss - simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, models)[0].loss) < 1e-9

@@ -13,7 +13,7 @@ from tests.config.bad_input import refusal
 _PYTHON = "python3() { shift; printf '%s\\0' \"$@\"; }\n"  # replaces training when bash runs a script
 
 
-def read(folder: Path, text: str, **variables: str) -> Launch:
+def read_script(folder: Path, text: str, **variables: str) -> Launch:
     """Read ``text`` as the script run.sh."""
     script = folder / "run.sh"
     script.write_text(text)
@@ -35,7 +35,7 @@ def arguments_in_bash(text: str) -> list[str]:
 def assert_read_as_bash_does(text: str, folder: Path) -> None:
     """Assert that training gets the same arguments as when bash runs the script."""
     expected = arguments_in_bash(text)
-    values = read(folder, text).arguments
+    values = read_script(folder, text).arguments
     assert [(value.text, value.problem) for value in values] == [(argument, "") for argument in expected]
     assert expected, "bash gave no arguments"
 
@@ -43,7 +43,7 @@ def assert_read_as_bash_does(text: str, folder: Path) -> None:
 def assert_refused(text: str, words: Sequence[str], folder: Path) -> None:
     """Assert that the script or one of its arguments is refused with a message that contains ``words``."""
     with refusal(words):
-        launch = read(folder, text)
+        launch = read_script(folder, text)
         raise ConfigError(
             " ".join(f"{value.file_line}: {value.problem}" for value in launch.arguments if value.problem)
         )

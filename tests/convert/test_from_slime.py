@@ -75,9 +75,9 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
         "+recipe=flashqla --plan",
     ):
         assert text in process.stdout
-    shown = show_plan(["--config-dir", str(out.parent.parent), "+recipe=flashqla"], "8xNVIDIA H200")
-    assert "8 GPUs (NVIDIA H200)" in shown and "8 x (tp 2 * pp 1 * cp 4 * dp 1, experts over 8)" in shown
-    assert "256 = global_batch_size 256" in shown and "1 x (tp 8 each" in shown
+    plan_text = show_plan(["--config-dir", str(out.parent.parent), "+recipe=flashqla"], "8xNVIDIA H200")
+    assert "8 GPUs (NVIDIA H200)" in plan_text and "8 x (tp 2 * pp 1 * cp 4 * dp 1, experts over 8)" in plan_text
+    assert "256 = global_batch_size 256" in plan_text and "1 x (tp 8 each" in plan_text
     with pytest.raises(ConfigError, match=r"flashqla\.yaml exists.*--force"):
         convert_script(FIXTURE, out, variables={"MODEL_ROOT": str(root)})
     with pytest.raises(ConfigError, match="folder named recipe"):
@@ -100,10 +100,10 @@ def test_a_user_flag_is_reported_as_unknown(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"OWN=(--my-own-flag 7)\npython3 train.py {NEEDED} ${{OWN[@]}}")
     out = tmp_path / "recipe" / "own.yaml"
-    converted = convert_script(script, out)
-    assert [row.flag for row in converted.rows if row.verdict == "unknown"] == ["--my-own-flag"]
-    assert (converted.code, out.exists()) == (NONE, False)
-    assert "--my-own-flag 7" in converted.report and "--drop=--my-own-flag" in converted.problem
+    conversion = convert_script(script, out)
+    assert [row.flag for row in conversion.rows if row.verdict == "unknown"] == ["--my-own-flag"]
+    assert (conversion.code, out.exists()) == (NONE, False)
+    assert "--my-own-flag 7" in conversion.report and "--drop=--my-own-flag" in conversion.problem
     assert convert_script(script, out, drop=["--my-own-flag"]).code == SAME
     assert out.exists()
 

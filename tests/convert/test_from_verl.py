@@ -21,11 +21,11 @@ from slime_like_compat.verl.convert import VerlSource, convert_verl
 from slime_like_compat.verl.launch import read_verl
 from slime_like_compat.verl.mapping import translate_settings
 from tests.config.model_folder import write_model
-from tests.convert.verl_lines import NEEDED, REWARD, A, R, refused
+from tests.convert.verl_lines import NEEDED, REWARD, A, R, refusals
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent / "verl"
-FIXTURE = HERE / "run_small_math.sh"
+VERL_FOLDER = Path(__file__).parent / "verl"
+FIXTURE = VERL_FOLDER / "run_small_math.sh"
 
 
 def main() -> Callable[[list[str]], int]:
@@ -71,8 +71,8 @@ def test_a_script_composes_and_plans(tmp_path: Path) -> None:
     assert cfg.data.chat_template_kwargs == {"enable_thinking": False}
     assert (cfg.data.label_key, cfg.data.on_bad_row) == ("reward_model.ground_truth", "skip")
     assert "+recipe=small --plan" in process.stdout and "given again at the command line" in process.stdout
-    shown = show_plan(["--config-dir", str(out.parent.parent), "+recipe=small"], "8xNVIDIA H200")
-    assert "8 GPUs (NVIDIA H200)" in shown
+    plan_text = show_plan(["--config-dir", str(out.parent.parent), "+recipe=small"], "8xNVIDIA H200")
+    assert "8 GPUs (NVIDIA H200)" in plan_text
     assert main()([str(FIXTURE), *options]) == 2, "the recipe exists"
 
 
@@ -84,9 +84,9 @@ def test_a_refused_job_ends_in_an_error_and_writes_nothing(tmp_path: Path, capsy
     out = tmp_path / "recipe" / "small.yaml"
     options = [str(FIXTURE), "--set", "MODELS=/m", "--set", "DEVICE=gpu", "--out", str(out)]
     assert (main()([*options, f"{A}.ppo_epochs=2"]), out.exists()) == (2, False)
-    shown, problem = capsys.readouterr()
+    table, problem = capsys.readouterr()
     assert "data.reward_fn_key" in problem and f"{A}.ppo_epochs 2" in problem
-    assert "refused: changes the job" in shown, "the table is printed nevertheless"
+    assert "refused: changes the job" in table, "the table is printed nevertheless"
     with_fixes = [f"{A}.ppo_epochs=2", "--with", REWARD, "--drop", f"{A}.ppo_epochs"]
     assert (main()([*options, *with_fixes]), out.exists()) == (0, True)
 
@@ -127,14 +127,14 @@ def test_unknown_command_outputs_are_listed_in_one_error(tmp_path: Path) -> None
         f"python3 -m verl.trainer.main_ppo {NEEDED} {A}.optim.lr=$(lr) {R}.n=$(count gpus) data.train_batch_size=$(size) "
         f"{A}.ppo_epochs=2 trainer.project_name=$(git)"
     )
-    converted = convert_verl(VerlSource(script), tmp_path / "recipe" / "a.yaml", user_overrides=[REWARD])
-    assert converted.code == 2
+    conversion = convert_verl(VerlSource(script), tmp_path / "recipe" / "a.yaml", user_overrides=[REWARD])
+    assert conversion.code == 2
     for key in (f"{A}.optim.lr", f"{R}.n", "data.train_batch_size"):
         assert (
-            f"  {key} ?: needed; is what $(" in converted.problem
-            and f"give {key}=VALUE after the job" in converted.problem
+            f"  {key} ?: needed; is what $(" in conversion.problem
+            and f"give {key}=VALUE after the job" in conversion.problem
         )
-    assert f"{A}.ppo_epochs 2: refused" in converted.problem and "project_name" not in converted.problem
+    assert f"{A}.ppo_epochs 2: refused" in conversion.problem and "project_name" not in conversion.problem
     overrides = ("data.train_batch_size=64", f"{R}.n=4", f"{A}.optim.lr=1e-6", f"{A}.ppo_epochs=1")
     assert (
         convert_verl(VerlSource(script, overrides), tmp_path / "recipe" / "a.yaml", user_overrides=[REWARD]).code == 0
@@ -146,7 +146,7 @@ def test_every_key_of_a_script_has_a_row() -> None:
     job = translate_settings(settings, user_overrides=[REWARD])
     assert sorted(row.flag for row in job.rows if row.file_line) == sorted(setting.name for setting in settings)
     assert all(row.keys or row.note for row in job.rows)
-    assert refused(job.rows) == ""
+    assert refusals(job.rows) == ""
 
 
 def test_a_variable_that_decides_a_branch_is_required() -> None:

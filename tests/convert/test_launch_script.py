@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slime_like.errors import ConfigError
 from slime_like_compat.shell.launch_script import read_launch
-from tests.convert.shell_lines import assert_read_as_bash_does, assert_refused, read
+from tests.convert.shell_lines import assert_read_as_bash_does, assert_refused, read_script
 
 FIXTURE = Path(__file__).parent / "slime" / "run-qwen3.5-35B-A3B-flashqla.sh"
 
@@ -42,7 +42,7 @@ SAME_AS_BASH = {
     "assigned where it is unset": 'E=""\n: ${E:=x} "${F=y}" ${G:=${E}z}\nH=1; : ${H:=2}\npython3 train.py $E $F $G $H',
     "unset": "A=(1)\nunset A\npython3 train.py ${A[@]} --a",
 }
-REFUSED = {
+REFUSED_ARGUMENTS = {
     "python3 train.py $(hostname)": ["run.sh:1", "hostname", "no command is run"],
     "python3 train.py $HOME": ["run.sh:1", "HOME is not set", "--set HOME=VALUE"],
     "python3 train.py\npython3 train.py": ["2 times", "run.sh:1", "run.sh:2"],
@@ -77,14 +77,14 @@ def test_arguments_equal_those_of_bash(text: str, tmp_path: Path) -> None:
     assert_read_as_bash_does(text, tmp_path)
 
 
-@pytest.mark.parametrize(("text", "words"), REFUSED.items(), ids=list(REFUSED))
+@pytest.mark.parametrize(("text", "words"), REFUSED_ARGUMENTS.items(), ids=list(REFUSED_ARGUMENTS))
 def test_an_unknown_argument_is_refused_with_its_line(text: str, words: list[str], tmp_path: Path) -> None:
     assert_refused(text, words, tmp_path)
 
 
 def test_given_variables_override_the_script(tmp_path: Path) -> None:
     text = 'N=1\nif true; then N=2; fi\nM="${M:-3}"\npython3 train_async.py $N $M "${X[@]}"'
-    launch = read(tmp_path, text, N="8", X="--a 1")
+    launch = read_script(tmp_path, text, N="8", X="--a 1")
     assert launch.program == "train_async.py"
     assert [(value.text, value.problem) for value in launch.arguments] == [("8", ""), ("3", ""), ("--a", ""), ("1", "")]
 
@@ -99,17 +99,17 @@ def test_a_sourced_file_may_be_skipped(tmp_path: Path) -> None:
 
 def test_model_arguments_from_a_command_are_taken_from_config_json(tmp_path: Path) -> None:
     text = "mapfile -t MODEL_ARGS < <(python3 models.py)\nmapfile -t OTHERS < <(ls)\n"
-    launch = read(tmp_path, text + 'python3 train.py --a "${MODEL_ARGS[@]}" "${OTHERS[@]}"')
+    launch = read_script(tmp_path, text + 'python3 train.py --a "${MODEL_ARGS[@]}" "${OTHERS[@]}"')
     assert [value.text for value in launch.arguments if not value.problem] == ["--a"]
     assert "MODEL_ARGS is read from a command" in launch.notes[0] and len(launch.notes) == 1
-    prepared = read(tmp_path, "cd /opt && python3 train.py --a")
+    prepared = read_script(tmp_path, "cd /opt && python3 train.py --a")
     assert [value.text for value in prepared.arguments] == ["--a"]
 
 
 def test_no_command_of_a_script_is_run(tmp_path: Path) -> None:
     witness = tmp_path / "seen"
     text = f"touch {witness}\nX=$(touch {witness})\nY=`touch {witness}`\n((z=1))\ncat <(touch {witness})\npython3 train.py --a"
-    launch = read(tmp_path, text)
+    launch = read_script(tmp_path, text)
     assert not witness.exists()
     assert launch.commands["touch"] == 1
 
@@ -129,7 +129,7 @@ def test_the_fixture_is_read_completely() -> None:
 def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp()
     try:
-        launch = read(folder, f"python3 train.py --a\n{text}")
+        launch = read_script(folder, f"python3 train.py --a\n{text}")
     except ConfigError as error:
         assert str(folder / "run.sh") in str(error) or "source" in text
     else:

@@ -8,7 +8,7 @@ import pytest
 
 from slime_like.errors import ConfigError
 from slime_like_compat.shell.launch_script import read_launch
-from tests.convert.shell_lines import assert_read_as_bash_does, assert_refused, read
+from tests.convert.shell_lines import assert_read_as_bash_does, assert_refused, read_script
 
 BRANCHES = {
     "a group in a condition": "if false || { true; }; then :; fi\nif true && ! ( false ); then :; fi\npython3 train.py --a",
@@ -51,7 +51,7 @@ SUBSHELLS = {
     "training in a group before a pipe": "X=1\n{ X=2; python3 train.py $X; } 2>&1 | cat",
     "training before a pipe": "A=1 python3 train.py --a 2>&1 | cat",
 }
-REFUSED = {
+REFUSED_SCRIPTS = {
     "if hostname; then\n  N=4\nfi\npython3 train.py $N": [
         "inside the block that begins at",
         "run.sh:1",
@@ -103,20 +103,20 @@ def test_variables_of_a_subshell_do_not_reach_its_parent(text: str, tmp_path: Pa
     assert_read_as_bash_does(text, tmp_path)
 
 
-@pytest.mark.parametrize(("text", "words"), REFUSED.items(), ids=[text[:60] for text in REFUSED])
+@pytest.mark.parametrize(("text", "words"), REFUSED_SCRIPTS.items(), ids=[text[:60] for text in REFUSED_SCRIPTS])
 def test_a_variable_of_unknown_value_is_refused_with_its_line(text: str, words: list[str], tmp_path: Path) -> None:
     assert_refused(text, words, tmp_path)
 
 
 def test_a_given_variable_is_kept_in_a_loop(tmp_path: Path) -> None:
     text = "N=1\nfor i in 1 2; do [ $D = a ] && N=2; done\npython3 train.py $N"
-    launch = read(tmp_path, text, D="b")
+    launch = read_script(tmp_path, text, D="b")
     assert [(value.text, value.problem) for value in launch.arguments] == [("1", "")]
 
 
 def test_a_file_sourced_in_a_subshell_sets_nothing_outside(tmp_path: Path) -> None:
     (tmp_path / "more.sh").write_text("X=2")
-    launch = read(tmp_path, "X=1\n( source more.sh )\npython3 train.py $X")
+    launch = read_script(tmp_path, "X=1\n( source more.sh )\npython3 train.py $X")
     assert [value.text for value in launch.arguments] == ["1"]
     (tmp_path / "deep.sh").write_text("if true; then " * 10 + "source deep.sh" + "; fi" * 10)
     with pytest.raises(ConfigError, match=r"more than 32 files|too deep"):

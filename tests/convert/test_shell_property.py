@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.convert.shell_lines import arguments_in_bash, read
+from tests.convert.shell_lines import arguments_in_bash, read_script
 
 NAMES = st.sampled_from("XYZ")
 WORDS = st.sampled_from(
@@ -23,8 +23,8 @@ simple = st.builds(str.format, st.sampled_from(COMMANDS), NAMES, WORDS) | tests
 
 def compound(command: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     """Build commands that contain other commands."""
-    ended = st.builds("{}{}".format, command, st.sampled_from(ENDS))
-    body = ended | st.builds("{}{}".format, ended, ended)
+    terminated_command = st.builds("{}{}".format, command, st.sampled_from(ENDS))
+    body = terminated_command | st.builds("{}{}".format, terminated_command, terminated_command)
     signs, branch_ends = st.sampled_from(("&&", "||", "|")), st.sampled_from((";;", ";&", ";;&"))
     return st.one_of(
         st.builds("{} {} {}".format, command, signs, command),
@@ -46,7 +46,7 @@ commands = st.recursive(simple, compound, max_leaves=6)
 def test_known_arguments_equal_those_of_bash(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     text = f'X=1\nY=ab\n{"".join(lines)}python3 train.py "x$X" "y$Y" "z${{Z:-unset}}"'
     expected = arguments_in_bash(text)
-    values = read(tmp_path_factory.getbasetemp(), text).arguments
+    values = read_script(tmp_path_factory.getbasetemp(), text).arguments
     assert len(values) == len(expected) == 3, text
     pairs = [(value.text, bash) for value, bash in zip(values, expected, strict=True) if not value.problem]
     assert all(text_read == bash for text_read, bash in pairs), text

@@ -21,7 +21,7 @@ from slime_like_compat.slime.special import CODE, VERDICT_FUNCTIONS
 from tests.config.bad_input import refusal
 from tests.convert.slime_lines import NEEDED, composed, mapped, row
 
-OWN = "tests.config.own_algorithm"
+OWN_ALGORITHM = "tests.config.own_algorithm"
 ROWS = {
     "--kl-loss-coef 0.1": ("--kl-loss-coef", "dropped", "without --use-kl-loss"),
     "--use-kl-loss --kl-loss-coef 0.1 --ref-load r": ("--ref-load", "mapped", ""),
@@ -50,12 +50,12 @@ ROWS = {
     "--custom-loss-function-path a.b": ("--custom-loss-function-path", "dropped", "--loss-type custom_loss"),
     "--loss-type custom_loss --custom-loss-function-path a.b": ("--custom-loss-function-path", "code", "extending.md"),
     "--custom-loss-function-path a.b --loss-type custom_loss": ("--loss-type", "mapped", "names the loss"),
-    f"--loss-type custom_loss --custom-loss-function-path {OWN}.slime_loss": (
+    f"--loss-type custom_loss --custom-loss-function-path {OWN_ALGORITHM}.slime_loss": (
         "--custom-loss-function-path",
         "code",
         "cannot be called as loss(config): missing a required argument: 'batch'",
     ),
-    f"--loss-type custom_loss --custom-loss-function-path {OWN}.Reinforce": (
+    f"--loss-type custom_loss --custom-loss-function-path {OWN_ALGORITHM}.Reinforce": (
         "--custom-loss-function-path",
         "mapped",
         "",

@@ -70,16 +70,16 @@ OUTCOMES: dict[str, dict[str, Any]] = {
 def test_scripts_become_an_equivalent_recipe_or_none(name: str, tmp_path: Path) -> None:
     code, verdicts = KINDS[name]
     out = tmp_path / "recipe" / "a.yaml"
-    converted = convert_script(FOLDER / name, out)
-    assert converted.code == code, converted.problem or converted.report
-    assert {flag: next(r.verdict for r in converted.rows if r.flag == flag) for flag in verdicts} == verdicts
+    conversion = convert_script(FOLDER / name, out)
+    assert conversion.code == code, conversion.problem or conversion.report
+    assert {flag: next(r.verdict for r in conversion.rows if r.flag == flag) for flag in verdicts} == verdicts
     assert out.exists() == (code != NONE)
     if code == NONE:
-        drops = converted.problem.rpartition("add: ")[2].split()
+        drops = conversion.problem.rpartition("add: ")[2].split()
         refused = {flag for flag, verdict in verdicts.items() if verdict == "refused"}
         assert {f"--drop={flag}" for flag in refused - {"--hf-checkpoint"}} <= {*drops}
         assert "--drop=--hf-checkpoint" not in drops, "a job needs a model"
-        assert ("without the others" in converted.problem) == ("--hf-checkpoint" in refused)
+        assert ("without the others" in conversion.problem) == ("--hf-checkpoint" in refused)
         return
     command = ["--config-dir", str(tmp_path), "+recipe=a"]
     cfg = load_config(command, files=False, machine=False, code=False)
@@ -92,10 +92,10 @@ def test_scripts_become_an_equivalent_recipe_or_none(name: str, tmp_path: Path) 
 
 
 def test_a_missing_model_file_is_replaced_by_config_json(tmp_path: Path) -> None:
-    converted = convert_script(FOLDER / "run-agent.sh", tmp_path / "recipe" / "a.yaml")
+    conversion = convert_script(FOLDER / "run-agent.sh", tmp_path / "recipe" / "a.yaml")
     assert (
-        "models/of-a-model-that-is-not-here.sh" in converted.report
-        and "as config.json of --hf-checkpoint does" in converted.report
+        "models/of-a-model-that-is-not-here.sh" in conversion.report
+        and "as config.json of --hf-checkpoint does" in conversion.report
     )
     with_file = convert_script(FOLDER / "run-sft.sh", tmp_path / "recipe" / "b.yaml").report
     assert f"{FOLDER / 'models' / 'dense-4B.sh'} was read" in with_file and "--num-layers 36" in with_file
@@ -103,8 +103,8 @@ def test_a_missing_model_file_is_replaced_by_config_json(tmp_path: Path) -> None
 
 def test_a_refused_flag_may_be_dropped_by_name(tmp_path: Path) -> None:
     drop = ["--rollout-function-path"]
-    converted = convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "a.yaml", drop=drop)
-    assert converted.code == CODE
+    conversion = convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "a.yaml", drop=drop)
+    assert conversion.code == CODE
     with pytest.raises(ConfigError, match=r"--drop --lr-x: the script does not give it"):
         convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "b.yaml", drop=[*drop, "--lr-x"])
 
@@ -135,8 +135,8 @@ def test_own_functions_of_an_algorithm_are_in_the_recipe_until_they_are_ported(f
         (f"tests.config.own_algorithm.{before}", [f"cannot be called as {call}", "own_algorithm.py:", "extending.md"]),
     ):
         script.write_text(f"python3 train.py --colocate {NEEDED} {flag} {module}")
-        converted = convert_script(script, tmp_path / "recipe" / "a.yaml", force=True)
-        assert converted.code == CODE, converted.problem
+        conversion = convert_script(script, tmp_path / "recipe" / "a.yaml", force=True)
+        assert conversion.code == CODE, conversion.problem
         path = module.replace(f".{before}", f":{before}")
         assert f"{key.partition('.')[2]}: {path} #" in (tmp_path / "recipe" / "a.yaml").read_text()
         with pytest.raises(ConfigError) as refused:
@@ -151,8 +151,8 @@ def test_dropout_that_slime_would_train_with_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 train.py {NEEDED.replace('--hidden-dropout 0.0', '')}")
     out = tmp_path / "recipe" / "a.yaml"
-    converted = convert_script(script, out)
-    assert (converted.code, [row.flag for row in converted.rows if row.verdict == "refused"]) == (
+    conversion = convert_script(script, out)
+    assert (conversion.code, [row.flag for row in conversion.rows if row.verdict == "refused"]) == (
         NONE,
         ["--hidden-dropout"],
     )
@@ -163,9 +163,9 @@ def test_unknown_environment_variables_of_a_job_are_refused(tmp_path: Path) -> N
     script = tmp_path / "run.sh"
     env = '{\\"env_vars\\": {\\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\\": \\"1\\", \\"NVLS\\": \\"$(nvidia-smi)\\"}}'
     script.write_text(f'E="{env}"\nray job submit --runtime-env-json="$E" -- python3 train.py {NEEDED}')
-    converted = convert_script(script, tmp_path / "recipe" / "a.yaml")
-    assert converted.code == NONE
-    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG 1: refused" in converted.problem
+    conversion = convert_script(script, tmp_path / "recipe" / "a.yaml")
+    assert conversion.code == NONE
+    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG 1: refused" in conversion.problem
 
 
 def test_a_folder_of_scripts_is_counted_by_class(tmp_path: Path) -> None:

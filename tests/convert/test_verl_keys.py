@@ -33,16 +33,20 @@ KEYS = Path(__file__).parent / "verl" / "keys.txt"
 def is_explained(key: str) -> bool:
     mapped_names = {name.strip() for names in VERL_KEYS for name in names.split(",")}
     name = canonical(key)
-    foreign = (f"{M}.override_transformer_config.", f"{R}.engine_kwargs.sglang.", "data.apply_chat_template_kwargs.")
-    is_mapped = key in mapped_names or name in mapped_names or name in VALUES or name.startswith(foreign)
+    passed_through = (
+        f"{M}.override_transformer_config.",
+        f"{R}.engine_kwargs.sglang.",
+        "data.apply_chat_template_kwargs.",
+    )
+    is_mapped = key in mapped_names or name in mapped_names or name in VALUES or name.startswith(passed_through)
     return is_mapped or any(lookup(name) is not None for lookup in (switch, without_effect, feature))
 
 
 def test_keys_of_the_example_scripts_are_mapped_or_explained() -> None:
     keys = [line for line in KEYS.read_text().splitlines() if not line.startswith("#")]
-    missing = [key for key in keys if not is_explained(key)]
+    unexplained = [key for key in keys if not is_explained(key)]
     assert len(keys) > 450
-    assert missing == []
+    assert unexplained == []
 
 
 def test_keys_of_the_page_are_read() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.config.bad_input import refusal
-from tests.convert.verl_lines import FILTER, METRIC, OVERLONG, REWARD, A, C, M, R, mapped, refused, translated, value
+from tests.convert.verl_lines import FILTER, METRIC, OVERLONG, REWARD, A, C, M, R, mapped, refusals, translated, value
 
-SAME = {
+EQUAL_VALUES = {
     "": {"algo.eps_clip": 0.2, "algo.eps_clip_high": 0.2, "algo.eps_clip_c": 3.0, "optim.weight_decay": 0.01},
     "algorithm.norm_adv_by_std_in_grpo=False": {"algo.name": "grpo", "algo.group_advantage": "dr_grpo"},
     "algorithm.adv_estimator=rloo": {"algo.name": "rloo", "algo.group_advantage": "rloo"},
@@ -130,26 +130,26 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(("line", "expected"), SAME.items(), ids=list(SAME))
+@pytest.mark.parametrize(("line", "expected"), EQUAL_VALUES.items(), ids=list(EQUAL_VALUES))
 def test_values_mean_the_same(line: str, expected: dict[str, Any]) -> None:
     job = translated(line)
-    assert refused(job.rows) == ""
+    assert refusals(job.rows) == ""
     assert {key: value(job, key) for key in expected} == expected
 
 
 COMPOSED = [
     line
-    for line in SAME
+    for line in EQUAL_VALUES
     if any(word in line for word in ("rollout_rs=seq_sum", "separate_async", "gspo", "gae", "WSD"))
 ]
 
 
 @pytest.mark.parametrize("line", COMPOSED)
 def test_mapped_values_compose(line: str) -> None:
-    assert refused(mapped(line).rows) == ""
+    assert refusals(mapped(line).rows) == ""
 
 
-OTHER = {
+MAPPED_VALUES = {
     "algorithm.adv_estimator=remax": "algorithm.adv_estimator",
     f"{A}.policy_loss.loss_mode=clip_cov": f"{A}.policy_loss.loss_mode",
     f"algorithm.adv_estimator=gae {A}.policy_loss.loss_mode=gspo": f"{A}.policy_loss.loss_mode",
@@ -206,28 +206,28 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize(("line", "key"), OTHER.items(), ids=list(OTHER))
+@pytest.mark.parametrize(("line", "key"), MAPPED_VALUES.items(), ids=list(MAPPED_VALUES))
 def test_values_without_equivalent_are_refused_unless_dropped(line: str, key: str) -> None:
     rewards = line.startswith("reward")
     answers = () if rewards else (REWARD,)
-    problem = refused(translated(line, user_overrides=answers).rows)
+    problem = refusals(translated(line, user_overrides=answers).rows)
     assert f"  {key} " in problem and f"--drop={key}" in problem
     names = problem.splitlines()[-1].split("--drop=")[1:]
     if key != "data.train_files" and not rewards:
-        assert refused(translated(line, user_overrides=answers, drop=[name.strip() for name in names]).rows) == ""
+        assert refusals(translated(line, user_overrides=answers, drop=[name.strip() for name in names]).rows) == ""
 
 
-ANSWERED = {
+ANSWERED_REFUSALS = {
     f"{R}.multi_turn.enable=True": [REWARD, "rollout.generate=examples.calculator:calculate"],
     "data.train_files=[a.parquet,b.parquet]": [REWARD, "data.train=all.parquet"],
 }
 
 
-@pytest.mark.parametrize(("line", "answers"), ANSWERED.items(), ids=list(ANSWERED))
+@pytest.mark.parametrize(("line", "answers"), ANSWERED_REFUSALS.items(), ids=list(ANSWERED_REFUSALS))
 def test_a_user_override_answers_a_refusal(line: str, answers: list[str]) -> None:
-    assert refused(translated(line, user_overrides=answers).rows) == ""
-    without = translated(line, user_overrides=answers[:-1] if len(answers) > 1 else ())
-    assert f"--with {answers[-1].partition('=')[0]}=" in refused(without.rows)
+    assert refusals(translated(line, user_overrides=answers).rows) == ""
+    partly_answered = translated(line, user_overrides=answers[:-1] if len(answers) > 1 else ())
+    assert f"--with {answers[-1].partition('=')[0]}=" in refusals(partly_answered.rows)
 
 
 ERRORS = {

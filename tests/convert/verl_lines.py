@@ -37,7 +37,7 @@ def mapped(line: str) -> Mapped:
     return map_settings(settings_of(line), run_name="a", user_overrides=[REWARD])
 
 
-def refused(rows: Sequence[Row]) -> str:
+def refusals(rows: Sequence[Row]) -> str:
     blocking = [row for row in rows if row.verdict in BLOCKING]
     return refusal_message(blocking) if blocking else ""
 
@@ -48,7 +48,7 @@ def value(job: Job, key: str) -> Any:
         return {}
     if key == "algo.name":
         return job.algo
-    below = {name: text for name, text in job.overrides.items() if name == key or name.startswith(f"{key}.")}
-    if list(below) != [key] and below:
-        return {name[len(key) + 1 :]: read_override(f"{name}={text}")[1] for name, text in below.items()}
-    return read_override(f"{key}={below[key]}")[1] if below else job.default(key)
+    overrides_of_key = {name: text for name, text in job.overrides.items() if name == key or name.startswith(f"{key}.")}
+    if list(overrides_of_key) != [key] and overrides_of_key:
+        return {name[len(key) + 1 :]: read_override(f"{name}={text}")[1] for name, text in overrides_of_key.items()}
+    return read_override(f"{key}={overrides_of_key[key]}")[1] if overrides_of_key else job.default(key)

@@ -19,10 +19,10 @@ DIM, GROUPS = 16, 2
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Use one thread, as a deterministic run does."""
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 def case(length: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,27 +49,27 @@ def test_attention_equals_float64(length: int, seed: int) -> None:
 @given(st.data(), st.integers(1, 200), st.integers(0, 5))
 def test_a_slice_of_queries_has_the_bits_of_the_full_result(data: st.DataObject, length: int, seed: int) -> None:
     q, k, v, visible = case(length, seed)
-    full = attend(q, k, v, visible)
+    full_result = attend(q, k, v, visible)
     start = data.draw(st.integers(0, length - 1))
     stop = data.draw(st.integers(start + 1, length))
-    padded = data.draw(st.integers(stop, length))  # keys beyond the last visible one are masked
-    part = attend(q[:, :, start:stop], k[:, :, :padded], v[:, :, :padded], visible[:, start:stop, :padded])
-    assert torch.equal(part, full[:, :, start:stop])
+    num_keys = data.draw(st.integers(stop, length))  # keys beyond the last visible one are masked
+    part = attend(q[:, :, start:stop], k[:, :, :num_keys], v[:, :, :num_keys], visible[:, start:stop, :num_keys])
+    assert torch.equal(part, full_result[:, :, start:stop])
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 100), st.integers(1, 9), st.integers(0, 5))
 def test_a_row_does_not_depend_on_its_batch(length: int, batch: int, seed: int) -> None:
     q, k, v, visible = case(length, seed, batch)
-    full = attend(q, k, v, visible)
-    assert torch.equal(attend(q[:1], k[:1], v[:1], visible[:1]), full[:1])
+    full_result = attend(q, k, v, visible)
+    assert torch.equal(attend(q[:1], k[:1], v[:1], visible[:1]), full_result[:1])
 
 
 def test_many_rows_are_processed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, visible = case(130, 0)
-    full = attend(q, k, v, visible)
+    full_result = attend(q, k, v, visible)
     monkeypatch.setattr(exact, "MAX_SCORES", 1)
-    assert torch.equal(attend(q, k, v, visible), full)
+    assert torch.equal(attend(q, k, v, visible), full_result)
 
 
 @settings(deadline=None, max_examples=40)

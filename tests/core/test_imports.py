@@ -14,23 +14,23 @@ from slime_like.util.imports import Distributions, heavy_imports
 
 
 def test_collector_and_metadata_are_restored() -> None:
-    before = importlib.metadata.packages_distributions
+    original_lookup = importlib.metadata.packages_distributions
     with pytest.raises(KeyError), heavy_imports():
         assert not gc.isenabled()
         raise KeyError("an import that fails")
     assert gc.isenabled()
-    assert importlib.metadata.packages_distributions is before
+    assert importlib.metadata.packages_distributions is original_lookup
     gc.unfreeze()
 
 
 def test_lookups_equal_the_complete_mapping() -> None:
     mapping, reads = importlib.metadata.packages_distributions(), list[int]()
 
-    def read() -> dict[str, list[str]]:
+    def read_config() -> dict[str, list[str]]:
         reads.append(1)
         return dict(mapping)
 
-    distributions = Distributions(read)
+    distributions = Distributions(read_config)
     for name in ("torch", "transformers", "numpy"):
         assert name in distributions.get(name, [])
     assert not reads, "a name that is its own distribution needs no reading of every package"

@@ -18,9 +18,9 @@ import pytest
 
 from slime_like.util.deadline import Deadline
 from tests.e2e import leftovers as module
-from tests.e2e.leftovers import MARK, SHARED, Held, address_of, is_marked, leftovers, listening
+from tests.e2e.leftovers import MARK, SHARED_MEMORY, RunResources, address_of, is_marked, leftovers, listening
 
-LISTENS = """
+LISTENING_PROGRAM = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", 0))
 print(server.getsockname()[1], flush=True)
@@ -42,14 +42,14 @@ subprocess.run([sys.executable, "-c", {WORKER!r}])
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(module, "GONE_S", 0.0)
+    monkeypatch.setattr(module, "MAX_EXIT_S", 0.0)
     return str(uuid4())
 
 
 @pytest.fixture
 def server(mark: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start a marked process; yields it and the port it listens on."""
-    command, pipe = [sys.executable, "-c", LISTENS], subprocess.PIPE
+    command, pipe = [sys.executable, "-c", LISTENING_PROGRAM], subprocess.PIPE
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         yield process, int(process.stdout.readline())
@@ -58,66 +58,66 @@ def server(mark: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 def test_a_living_process_is_reported_with_its_port(mark: str, server: tuple[subprocess.Popen[str], int]) -> None:
     process, port = server
-    held = Held(mark)
-    held.look()
-    assert set(held.ports.values()) == {f"127.0.0.1:{port}"}
-    first, second = leftovers(held)
+    resources = RunResources(mark)
+    resources.record()
+    assert set(resources.ports.values()) == {f"127.0.0.1:{port}"}
+    first, second = leftovers(resources)
     assert first.startswith(f"process {process.pid}: {sys.executable}")
     assert second == f"port 127.0.0.1:{port}: somebody listens"
     process.communicate()
-    assert leftovers(held) == []
+    assert leftovers(resources) == []
 
 
 def test_a_port_of_an_unseen_process_is_found(mark: str, server: tuple[subprocess.Popen[str], int]) -> None:
     process, port = server
-    held = Held(mark)
-    held.look()
-    unseen = Held("of another run", ports=held.ports)
-    assert leftovers(unseen) == [f"port 127.0.0.1:{port}: somebody listens"]
+    resources = RunResources(mark)
+    resources.record()
+    other_run = RunResources("of another run", ports=resources.ports)
+    assert leftovers(other_run) == [f"port 127.0.0.1:{port}: somebody listens"]
     process.communicate()
-    assert leftovers(unseen) == []
+    assert leftovers(other_run) == []
 
 
 def test_processes_that_are_ending_are_waited_for(
     mark: str, server: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, _ = server
-    held = Held(mark)
-    held.look()
-    looks = iter((lambda: None, process.communicate))  # gone after the second look
-    monkeypatch.setattr(module, "GONE_S", 30.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: next(looks)()))
-    assert leftovers(Held("of another run", ports=held.ports)) == []
-    assert not list(looks)
+    resources = RunResources(mark)
+    resources.record()
+    actions = iter((lambda: None, process.communicate))  # gone after the second look
+    monkeypatch.setattr(module, "MAX_EXIT_S", 30.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: next(actions)()))
+    assert leftovers(RunResources("of another run", ports=resources.ports)) == []
+    assert not list(actions)
 
 
 def test_a_process_whose_title_overwrote_its_mark_is_found(mark: str) -> None:
     """Ray's agents are such processes: found as children of their parent, later by their recorded id."""
     command, pipe = [sys.executable, "-c", PARENT], subprocess.PIPE
-    held = Held(mark)
+    resources = RunResources(mark)
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         worker = int(parent.stdout.readline())
-        ended = os.pidfd_open(worker)
+        pidfd = os.pidfd_open(worker)
         try:
             assert not is_marked(worker, mark)
-            held.look()
+            resources.record()
             parent.kill()
             parent.wait()
-            assert leftovers(held) == [f"process {worker}: ray::A"]
+            assert leftovers(resources) == [f"process {worker}: ray::A"]
         finally:
             os.kill(worker, signal.SIGKILL)
-            over, _, _ = select.select([ended], [], [], Deadline("test", "worker", 30).limit)
-            os.close(ended)
-            assert over
-    assert leftovers(held) == []
+            readable, _, _ = select.select([pidfd], [], [], Deadline("test", "worker", 30).limit)
+            os.close(pidfd)
+            assert readable
+    assert leftovers(resources) == []
 
 
 def test_a_name_in_shared_memory_is_found(mark: str) -> None:
-    path = SHARED / f"slime_like.test.{mark}"
+    path = SHARED_MEMORY / f"slime_like.test.{mark}"
     path.touch()
     try:
-        assert leftovers(Held(mark, shared={path})) == [str(path)]
+        assert leftovers(RunResources(mark, shared_paths={path})) == [str(path)]
     finally:
         path.unlink()
 
@@ -125,7 +125,10 @@ def test_a_name_in_shared_memory_is_found(mark: str) -> None:
 def test_addresses_of_proc_net_are_decoded() -> None:
     assert address_of("0100007F:1F90") == "127.0.0.1:8080"
     assert address_of("00000000000000000000000001000000:0016") == "::1:22"
-    assert all(Path("/proc/net/tcp").exists() and inode > 0 for inode in listening())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        inode, address = os.fstat(server.fileno()).st_ino, f"127.0.0.1:{server.getsockname()[1]}"
+        assert listening()[inode] == address
+    assert inode not in listening()
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
@@ -136,29 +139,29 @@ def test_a_socket_that_other_users_can_reach_is_found(mark: str, mode: int) -> N
         server.bind(path)
         server.listen()
         assert path in module.unix_sockets([os.getpid()])
-        held = Held(mark, paths={path: module.is_private(path)})
-        found = leftovers(held)
-    assert found == ([] if mode == 0o700 else [f"socket {path}: open to other users"]) + [path]
-    assert leftovers(Held(mark, paths={path: module.is_private(path)})) == [], "the socket was removed"
+        resources = RunResources(mark, paths={path: module.is_private(path)})
+        complaints = leftovers(resources)
+    assert complaints == ([] if mode == 0o700 else [f"socket {path}: open to other users"]) + [path]
+    assert leftovers(RunResources(mark, paths={path: module.is_private(path)})) == [], "the socket was removed"
     assert not module.is_private("@abstract")
 
 
 def test_a_leaked_secret_is_found(mark: str, tmp_path: Path) -> None:
     command, environment = [sys.executable, "-c", "import sys; sys.stdin.read()", "--token=s3cret"], {MARK: mark}
     environment |= {"RAY_AUTH_TOKEN": "s3cret", "HF_TOKEN": "hidden"}
-    held = Held(mark)
+    resources = RunResources(mark)
     with subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.PIPE) as process:
         deadline = Deadline("test", "exec", 30)
         while not module.is_marked(process.pid, mark):
             deadline.remaining("the process")
-        held.look()
+        resources.record()
         process.communicate()
-    assert leftovers(held) == ["RAY_AUTH_TOKEN on a command line"]
+    assert leftovers(resources) == ["RAY_AUTH_TOKEN on a command line"]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "engine_0.log").write_text("server_args={'api_key': '***', 'admin_api_key': 'Ab-c'}")
     (tmp_path / "logs" / "engine_1.log").write_text("server_args={'api_key': '***', 'admin_api_key': '***'}")
     (tmp_path / "config.yaml").write_text("token: hidden")
-    assert held.secrets.in_files(tmp_path) == [
+    assert resources.secrets.in_files(tmp_path) == [
         f"HF_TOKEN in {tmp_path / 'config.yaml'}",
         f"the key of an engine in {tmp_path / 'logs' / 'engine_0.log'}",
     ]

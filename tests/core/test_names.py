@@ -22,7 +22,7 @@ def defined_classes(folders: list[Path]) -> dict[str, list[str]]:
     return places
 
 
-def repeated(folders: list[Path]) -> dict[str, list[str]]:
+def repeated_classes(folders: list[Path]) -> dict[str, list[str]]:
     """Return the class names that are defined more than once."""
     return {name: places for name, places in defined_classes(folders).items() if len(places) > 1}
 
@@ -30,11 +30,11 @@ def repeated(folders: list[Path]) -> dict[str, list[str]]:
 def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
     folders = [REPOSITORY / name for name in PACKAGES]
     assert len(defined_classes(folders)) > 300
-    assert repeated(folders) == {}
+    assert repeated_classes(folders) == {}
 
 
 def test_a_repeated_class_name_is_detected(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "module.py").write_text("class Twice: ...\n")
-    assert repeated([tmp_path / "one", tmp_path / "two"]) == {"Twice": ["one/module.py:1", "two/module.py:1"]}
+    assert repeated_classes([tmp_path / "one", tmp_path / "two"]) == {"Twice": ["one/module.py:1", "two/module.py:1"]}

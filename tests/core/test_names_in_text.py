@@ -20,10 +20,10 @@ FOLDERS = (
     "scripts",
     "tests",
 )
-OURS = "(?:slime_like|slime_like_compat|slime_like_plugins)"
-MODULE = re.compile(rf"(?<![\w./-])({OURS}(?:\.\w+)+)")
+OUR_PACKAGES = "(?:slime_like|slime_like_compat|slime_like_plugins)"
+MODULE = re.compile(rf"(?<![\w./-])({OUR_PACKAGES}(?:\.\w+)+)")
 FILE = re.compile(
-    rf"(?<![\w./$-])((?:{OURS}|plugins/slime_like_plugins|benchmarks|docs|scripts)/[\w./-]*\w\.(?:py|md|c|h|sh))\b"
+    rf"(?<![\w./$-])((?:{OUR_PACKAGES}|plugins/slime_like_plugins|benchmarks|docs|scripts)/[\w./-]*\w\.(?:py|md|c|h|sh))\b"
 )
 ELSEWHERE = re.compile(
     r"slime_like\.test$|slime_like\.distributed\.wrapper\._hot|scripts/run-qwen|docs/measurements/gdn_gpu\.md"
@@ -59,7 +59,7 @@ def mentions(module: Path, name: str) -> bool:
     return re.search(rf"\b{name}\b", module.read_text()) is not None
 
 
-def stale(text: str) -> list[str]:
+def missing_names(text: str) -> list[str]:
     """Return the modules and files that ``text`` names and that do not exist."""
     modules = (name for name in MODULE.findall(text) if not module_exists(name))
     files = (
@@ -69,12 +69,14 @@ def stale(text: str) -> list[str]:
 
 
 def test_names_in_text_exist() -> None:
-    found = {str(path.relative_to(ROOT)): names for path in texts() if (names := stale(path.read_text()))}
-    assert not found, f"modules or files that do not exist: {found}"
+    missing_by_file = {
+        str(path.relative_to(ROOT)): names for path in texts() if (names := missing_names(path.read_text()))
+    }
+    assert not missing_by_file, f"modules or files that do not exist: {missing_by_file}"
 
 
 @pytest.mark.parametrize(
     "name", ["slime_like." + "moved.away", "slime_like/" + "moved.py", "slime_like.loop." + "train_all"]
 )
 def test_a_name_that_is_gone_is_found(name: str) -> None:
-    assert stale(f"see ``{name}``") == [name]
+    assert missing_names(f"see ``{name}``") == [name]

@@ -24,19 +24,19 @@ class Entry:
 
 
 def npz(**arrays: Any) -> bytes:
-    packed = io.BytesIO()
-    np.savez(packed, **arrays)
-    return packed.getvalue()
+    archive_bytes = io.BytesIO()
+    np.savez(archive_bytes, **arrays)
+    return archive_bytes.getvalue()
 
 
 def absurd_shape() -> bytes:
     """Return an .npz whose header claims an array of 8 TB."""
     member = io.BytesIO()
     np.lib.format.write_array_header_1_0(member, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
+    archive_bytes = io.BytesIO()
+    with zipfile.ZipFile(archive_bytes, "w") as archive:
         archive.writestr("a.npy", member.getvalue())
-    return packed.getvalue()
+    return archive_bytes.getvalue()
 
 
 CONTENTS: dict[str, tuple[bytes, Callable[[InputFile], object], str]] = {
@@ -61,9 +61,9 @@ def test_content_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None
     content, read, words = CONTENTS[name]
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as error:
         read(InputFile(path, CheckpointError, "copy it", key="some.key"))
-    text = str(caught.value)
+    text = str(error.value)
     assert text.startswith(f"some.key: {path} ") and words in text and text.endswith("; copy it")
     assert text.isprintable() and len(text) < 600
 

@@ -46,20 +46,20 @@ def test_each_task_has_its_own_output(record: Callable[[], None]) -> None:
     record()
 
     async def work(number: int) -> str:
-        with pytest.raises(UserCodeError) as caught, errors_named("rollout.generate", "mine", f"prompt {number}"):
+        with pytest.raises(UserCodeError) as error, errors_named("rollout.generate", "mine", f"prompt {number}"):
             print(f"step one of {number}")  # noqa: T201
             await asyncio.sleep(0)
             await asyncio.create_task(helper(number))
             raise ValueError("failed")
-        return str(caught.value)
+        return str(error.value)
 
     async def helper(number: int) -> None:
         sys.stderr.write(f"step two of {number}\n")
 
-    async def both() -> list[str]:
+    async def run_both() -> list[str]:
         return list(await asyncio.gather(work(1), work(2)))
 
-    for number, text in enumerate(asyncio.run(both()), 1):
+    for number, text in enumerate(asyncio.run(run_both()), 1):
         assert text.endswith(f"for prompt {number}; it printed 'step one of {number}\\nstep two of {number}'")
 
 
@@ -77,6 +77,6 @@ def test_errors_of_the_framework_pass_unchanged() -> None:
         raise EngineLost("engine 0 is gone")
 
 
-def test_imports_of_a_reward_worker_are_light() -> None:
+def test_errors_of_user_code_need_no_heavy_import() -> None:
     code = "import sys, slime_like.util.user_code; assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

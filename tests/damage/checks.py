@@ -51,7 +51,7 @@ AUTO_RESUME_FILES = ("config.yaml", LATEST)  # read only with run.resume=auto
 class Outcome(StrEnum):
     """Outcome of reading a damaged file."""
 
-    NAMED = "refused, the file named"
+    REFUSED_BY_NAME = "refused, the file named"
     OTHER = "refused in other words"
     TRACEBACK = "traceback"
     HANG = "hang"
@@ -122,8 +122,8 @@ class World:
             names += (
                 ["train.jsonl", "heldout.parquet"] if kind == "tokenizer files" else []
             )  # the tokenizer cannot encode the data
-            clear = any(name in text for name in names) and len(text) < MAX_MESSAGE_LEN and text.count("\n") == 0
-            return (Outcome.NAMED if clear else Outcome.OTHER), text
+            is_clear = any(name in text for name in names) and len(text) < MAX_MESSAGE_LEN and text.count("\n") == 0
+            return (Outcome.REFUSED_BY_NAME if is_clear else Outcome.OTHER), text
         except _Hang:
             return Outcome.HANG, ""
         except BaseException as error:  # noqa: BLE001  the soak looks for these
@@ -164,9 +164,9 @@ class World:
         damages.restore(self.root / name, self.pristine / name)
 
 
-def _same_json(data: bytes, other: bytes) -> bool:
+def _same_json(data: bytes, other_data: bytes) -> bool:
     try:
-        return json.loads(data) == json.loads(other)
+        return json.loads(data) == json.loads(other_data)
     except ValueError:
         return False
 
@@ -241,17 +241,17 @@ def _status(world: World, path: Path) -> Any:
 
 def _dumps(world: World, path: Path) -> Any:
     """Load the dump as a replaying run does, and write a report."""
-    loaded = load_table(path) if path.name.startswith("tokens") else load_groups(path)
+    value = load_table(path) if path.name.startswith("tokens") else load_groups(path)
     write_report(world.root / "run")
-    return loaded
+    return value
 
 
 def _log(world: World, path: Path) -> Any:
     """Resume with the log, then write its report."""
-    resumed = _resume(world, path)
+    config = _resume(world, path)
     rows = read_record(path.parent).rows
     write_report(path.parent)
-    return resumed, rows
+    return config, rows
 
 
 _PLANNED = ("generation_config.json", "tokenizer files", "data (jsonl, parquet)")
@@ -269,10 +269,10 @@ _LOADERS: dict[str, Callable[[World, Path], Any]] = {
 
 @contextmanager
 def _limited() -> Generator[None]:
-    def late(number: int, frame: FrameType | None) -> None:
+    def raise_timeout(number: int, frame: FrameType | None) -> None:
         raise _Hang
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(LIMIT_S)
     try:
         yield
@@ -282,9 +282,9 @@ def _limited() -> Generator[None]:
 
 
 @contextmanager
-def _without_rights(wanted: bool) -> Generator[None]:
+def _without_rights(enabled: bool) -> Generator[None]:
     """Read files as user nobody, because root can read files regardless of their mode."""
-    if not wanted or os.geteuid():
+    if not enabled or os.geteuid():
         yield
         return
     setfsuid = ctypes.CDLL(None).setfsuid

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 Change = Callable[[bytes, Random], bytes]
-WRONG: tuple[Any, ...] = (
+WRONG_VALUES: tuple[Any, ...] = (
     *(None, True, "", "x", "\ud800", "\x00", [], {}, [None], {"x": 1}),
     *(-1, 0, 1, 1.5, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), -(10**12)),
     *("9" * 5000, "../../x", [[0]], ["x"] * 3, {"": {"": []}}),
@@ -149,7 +149,7 @@ def change_tree(tree: Any, rng: Random) -> str:
     elif change == "nudged" and isinstance(holder[name], (int, float)):
         holder[name] = holder[name] + rng.choice((1, -1, 1000))
     else:
-        holder[name] = rng.choice(WRONG)
+        holder[name] = rng.choice(WRONG_VALUES)
         change = repr(holder[name])[:30]
     return f"{label}: {change}"
 
@@ -168,8 +168,8 @@ def _json(text: str, rng: Random) -> tuple[str, str]:
 
 
 def _arrays(path: Path, rng: Random) -> str:
-    with np.load(path) as stored:
-        arrays = {name: stored[name] for name in stored}
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive}
     name = rng.choice([*arrays, "header", "header", "header"])
     if name == "header" and "header" in arrays:
         text, change = _json(str(arrays["header"]), rng)
@@ -191,9 +191,9 @@ def _arrays(path: Path, rng: Random) -> str:
         if changes[change] is not None:
             arrays[name] = changes[change]
         change = f"{name}: {change}"
-    packed = io.BytesIO()
-    np.savez_compressed(packed, **arrays)
-    path.write_bytes(packed.getvalue())
+    archive_bytes = io.BytesIO()
+    np.savez_compressed(archive_bytes, **arrays)
+    path.write_bytes(archive_bytes.getvalue())
     return change
 
 

@@ -14,7 +14,7 @@ from slime_like.reward.check import label_rule
 from slime_like.types import Prompt
 from tests.data.character_tokenizer import TEMPLATE, characters
 
-PLAIN = characters()
+PLAIN_TOKENIZER = characters()
 CHAT = characters(template=TEMPLATE)
 TEN = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(10)]
 
@@ -26,7 +26,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any] | str]) -> Path:
 
 
 def context(path: Path | str, **changes: Any) -> SourceContext:
-    base = SourceContext(str(path), PLAIN, max_context_len=64, needs_label=label_rule(RewardConfig()))
+    base = SourceContext(str(path), PLAIN_TOKENIZER, max_context_len=64, needs_label=label_rule(RewardConfig()))
     return replace(base, **changes)
 
 

@@ -19,7 +19,7 @@ from slime_like.types import Reward, SampleGroup, Source, Span, Status
 from tests.algo.samples import Shape, batches, groups_of
 
 SPEC = AssembleSpec(grpo, "token_mean", 1, 1, 1000, 16)
-DONE = Status.COMPLETED
+COMPLETED = Status.COMPLETED
 
 
 def rows_of(step: StepBatch) -> list[PackedBatch]:
@@ -58,8 +58,8 @@ def test_every_sample_is_packed_once_and_weights_sum_to_one(
     for step in batch.steps:
         assert len(step.micro_batches) == dp and len({len(rank) for rank in step.micro_batches}) == 1
         weights = np.concatenate([row.loss_weight for row in rows_of(step)])
-        trained = [i for i, w in per_sample(step, "loss_weight").items() if any(w)]
-        expected = step.num_tokens / (16 * len(trained)) if aggregation == "dr_grpo" else 1.0
+        trained_ids = [i for i, w in per_sample(step, "loss_weight").items() if any(w)]
+        expected = step.num_tokens / (16 * len(trained_ids)) if aggregation == "dr_grpo" else 1.0
         np.testing.assert_allclose(weights.sum(dtype=np.float64), expected, rtol=1e-5)
         assert int((weights > 0).sum()) == step.num_tokens
         for row in rows_of(step):
@@ -77,13 +77,13 @@ def test_columns_follow_the_spans(groups: list[SampleGroup]) -> None:
         for span in sample.spans:
             model = span.source is Source.MODEL
             for t in range(span.start, span.stop):
-                counted = model and sample.status in (Status.COMPLETED, Status.TRUNCATED)
-                assert (weight[sample.sample_id][t] > 0) == counted
+                is_counted = model and sample.status in (Status.COMPLETED, Status.TRUNCATED)
+                assert (weight[sample.sample_id][t] > 0) == is_counted
                 assert version[sample.sample_id][t] == (span.version if model else -1)
                 assert logprobs[sample.sample_id][t] == (sample.logprobs[t] if model else 0.0)
 
 
-def shape(reward: float, status: Status = DONE, response: int = 2) -> Shape:
+def shape(reward: float, status: Status = COMPLETED, response: int = 2) -> Shape:
     return Shape((1, response, 0, 0), reward, status)
 
 
@@ -97,14 +97,14 @@ def test_failures_count_in_no_baseline_and_no_denominator() -> None:
 
 def test_failures_are_never_read_for_logprobs() -> None:
     group = groups_of([[shape(1.0), shape(0.0, Status.FAILED)]])[0]
-    broken = replace(group.samples[1], logprobs=np.full(3, np.nan, dtype=np.float32))
-    step = assemble([replace(group, samples=(group.samples[0], broken))], SPEC, 0).steps[0]
+    sample_without_logprobs = replace(group.samples[1], logprobs=np.full(3, np.nan, dtype=np.float32))
+    step = assemble([replace(group, samples=(group.samples[0], sample_without_logprobs))], SPEC, 0).steps[0]
     assert per_sample(step, "rollout_logprobs")[1] == [0.0, 0.0, 0.0]
 
 
 def test_the_first_token_of_a_sequence_is_never_trained() -> None:
     """Nothing predicts the first token, even if the model sampled it."""
-    group = groups_of([[Shape((0, 3, 0, 0), 1.0, DONE)]])[0]
+    group = groups_of([[Shape((0, 3, 0, 0), 1.0, COMPLETED)]])[0]
     step = assemble([group], SPEC, 0).steps[0]
     assert per_sample(step, "loss_weight") == {0: [0.0, 0.5, 0.5]}
     assert per_sample(step, "versions") == {0: [3, 3, 3]}
@@ -116,8 +116,10 @@ def test_mask_offpolicy_trains_only_the_newest_tokens_of_a_sample() -> None:
     spans = (Span(0, 1, Source.PROMPT), Span(1, 3, Source.MODEL, 3), Span(3, 5, Source.MODEL, 4))
     groups = [replace(group, samples=(replace(first, spans=spans), second))]
     weights = {
-        masked: per_sample(assemble(groups, replace(SPEC, mask_offpolicy=masked), 5).steps[0], "loss_weight")
-        for masked in (False, True)
+        mask_truncated: per_sample(
+            assemble(groups, replace(SPEC, mask_offpolicy=mask_truncated), 5).steps[0], "loss_weight"
+        )
+        for mask_truncated in (False, True)
     }
     assert weights[False] == {0: pytest.approx([0, *[1 / 6] * 4]), 1: pytest.approx([0, *[1 / 6] * 2])}
     assert weights[True] == {0: [0, 0, 0, 0.25, 0.25], 1: [0, 0.25, 0.25]}
@@ -133,9 +135,9 @@ def test_the_baseline_is_the_samples_own_group() -> None:
 
 def test_each_step_is_weighted_by_its_own_tokens() -> None:
     groups = groups_of([[shape(1.0, response=1), shape(0.0, response=3)], [shape(1.0, response=9), shape(0.0)]])
-    short, long = assemble(groups, replace(SPEC, steps_per_rollout=2), 0).steps
-    assert (short.num_tokens, long.num_tokens) == (4, 11)
-    for step, weight in ((short, 1 / 4), (long, 1 / 11)):
+    short_step, long_step = assemble(groups, replace(SPEC, steps_per_rollout=2), 0).steps
+    assert (short_step.num_tokens, long_step.num_tokens) == (4, 11)
+    for step, weight in ((short_step, 1 / 4), (long_step, 1 / 11)):
         weights = [w for ws in per_sample(step, "loss_weight").values() for w in ws if w]
         assert weights == pytest.approx([weight] * step.num_tokens)
 
@@ -195,9 +197,9 @@ def test_an_empty_rollout_has_no_steps() -> None:
 
 def test_a_sampled_token_without_logprob_is_refused() -> None:
     group = groups_of([[shape(1.0)]])[0]
-    broken = replace(group.samples[0], logprobs=np.full(3, np.nan, dtype=np.float32))
+    sample_without_logprobs = replace(group.samples[0], logprobs=np.full(3, np.nan, dtype=np.float32))
     with pytest.raises(EngineError, match="sample 0 of group 0: 2 of its 2 sampled tokens have no log-probability"):
-        assemble([replace(group, samples=(broken,))], SPEC, 0)
+        assemble([replace(group, samples=(sample_without_logprobs,))], SPEC, 0)
 
 
 def test_uneven_ranks_get_a_filler_of_zero_weight() -> None:

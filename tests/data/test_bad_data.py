@@ -26,10 +26,10 @@ from tests.data.sources import CHAT, TEN, data, source, texts, write
 
 REWARD = RewardConfig()
 RULES: dict[str, Any] = {"tokenizer": CHAT, "needs_label": label_rule(REWARD), "row_problem": row_rule(REWARD)}
-GOOD = TEN[0]
+GOOD_ROW = TEN[0]
 
-Bad = tuple[dict[str, Any], str]
-ROWS: dict[str, Bad] = {
+BadRow = tuple[dict[str, Any], str]
+ROWS: dict[str, BadRow] = {
     "column missing": ({"question": "1", "label": "1"}, "has no 'prompt' but 'question', 'label'"),
     "column null": ({"prompt": None, "label": "1"}, "has no 'prompt' but"),
     "number for a prompt": ({"prompt": 5, "label": "1"}, "'prompt' is 5; it must be a string or a list"),
@@ -53,7 +53,7 @@ ROWS: dict[str, Bad] = {
     "text for metadata": ({"prompt": "1", "label": "1", "metadata": "{"}, "'metadata' is text that is not JSON"),
     "too long": ({"prompt": "x" * 64, "label": "1"}, "'prompt' has 64 tokens"),
 }
-TYPED: dict[str, Bad] = {
+TYPED: dict[str, BadRow] = {
     "bytes for a label": ({"prompt": "1", "label": b"1"}, "'label' is b'1'; a label is a string or a number"),
     "bytes for a prompt": ({"prompt": b"1", "label": "1"}, "'prompt' is b'1'; it must be a string"),
     "day for a label": ({"prompt": "1", "label": datetime.date(2026, 1, 2)}, "'label' is datetime.date(2026, 1, 2)"),
@@ -72,10 +72,10 @@ def parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, name: str) -> None:
     row, message = ROWS[name]
-    path = write(tmp_path / "bad.jsonl", [GOOD, row])
-    with pytest.raises(DataError) as caught:
+    path = write(tmp_path / "bad.jsonl", [GOOD_ROW, row])
+    with pytest.raises(DataError) as error:
         source(path, **RULES)
-    assert f"{path}, line 2: " in str(caught.value) and message in str(caught.value)
+    assert f"{path}, line 2: " in str(error.value) and message in str(error.value)
 
 
 @pytest.mark.parametrize("name", [*ROWS, *TYPED])
@@ -83,9 +83,9 @@ def test_a_bad_row_of_parquet_is_named(tmp_path: Path, name: str) -> None:
     """Each table has a single row, because a parquet column has one type."""
     row, message = (ROWS | TYPED)[name]
     path = parquet(tmp_path / "bad.parquet", [row])
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         source(path, **RULES)
-    assert f"{path}, row 0: " in str(caught.value) and message in str(caught.value)
+    assert f"{path}, row 0: " in str(error.value) and message in str(error.value)
 
 
 def test_rows_of_several_kinds_in_one_file(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ LINES = COLUMNS.map(json.dumps) | JSON.map(json.dumps) | st.text(st.characters(e
 @given(lines=st.lists(LINES, max_size=12))
 def test_any_lines_are_prompts_or_counted_bad_rows(tmp_path: Path, lines: list[str]) -> None:
     path = tmp_path / "any.jsonl"
-    path.write_bytes("".join(f"{line}\n" for line in [json.dumps(GOOD), *lines]).encode())
+    path.write_bytes("".join(f"{line}\n" for line in [json.dumps(GOOD_ROW), *lines]).encode())
     rows = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
-    loaded = source(path, data(on_bad_row="skip"), **RULES)
-    assert len(loaded) + loaded.num_bad_rows == rows
-    assert GOOD["prompt"] in texts(loaded.prompts)
+    data_source = source(path, data(on_bad_row="skip"), **RULES)
+    assert len(data_source) + data_source.num_bad_rows == rows
+    assert GOOD_ROW["prompt"] in texts(data_source.prompts)
 
 
 @pytest.fixture(scope="module")
@@ -198,19 +198,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bad_train(tmp_path: Path) -> list[str]:
-    return [f"data.train={write(tmp_path / 'a.jsonl', [GOOD, {'prompt': '1'}])}"]
+    return [f"data.train={write(tmp_path / 'a.jsonl', [GOOD_ROW, {'prompt': '1'}])}"]
 
 
 def bad_heldout(tmp_path: Path) -> list[str]:
     train, heldout = (
-        write(tmp_path / "a.jsonl", [GOOD]),
+        write(tmp_path / "a.jsonl", [GOOD_ROW]),
         parquet(tmp_path / "b.parquet", [{"question": "1", "label": "1"}]),
     )
     return [f"data.train={train}", f"evaluation.datasets.b={heldout}"]
 
 
 def bad_column(tmp_path: Path) -> list[str]:
-    path = write(tmp_path / "a.jsonl", [GOOD])
+    path = write(tmp_path / "a.jsonl", [GOOD_ROW])
     return [f"data.train={path}", f"evaluation.datasets.b={path}", "evaluation.overrides.b.label_key=answer"]
 
 

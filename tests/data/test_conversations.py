@@ -40,11 +40,11 @@ def rows(folder: Path, template: str, row: dict[str, Any], mode: str = "turns") 
     marker = Conversations(tokenizer, mode)
     group = Demonstrations(prompts, tokenizer, 500, marker).next(1, 0)[0]
     batch = assemble([group], AssembleSpec(None, "token_mean", 1, 1, 500, 16), rollout_id=0)
-    packed = batch.steps[0].micro_batches[0][0]
-    trained = packed.loss_weight > 0
+    packed_rows = batch.steps[0].micro_batches[0][0]
+    trained = packed_rows.loss_weight > 0
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-    parts = [str(tokenizer.decode(packed.token_ids[a:b])) for a, b in pairwise(edges) if trained[a]]
-    return str(tokenizer.decode(packed.token_ids)), parts
+    parts = [str(tokenizer.decode(packed_rows.token_ids[a:b])) for a, b in pairwise(edges) if trained[a]]
+    return str(tokenizer.decode(packed_rows.token_ids)), parts
 
 
 def test_each_turn_is_rendered_separately(tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_a_turn_may_be_masked(mode: str, tmp_path: Path) -> None:
 def test_conversations_that_cannot_be_marked_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 1: data.conversation=whole finds turns by"):
         rows(tmp_path, TEMPLATE, {"messages": TALK}, "whole")
-    opened = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<tool>{% endif %}")
+    tool_template = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<tool>{% endif %}")
     with pytest.raises(ConfigError, match=r"begins .* set data.conversation=whole"):
-        rows(tmp_path, opened, {"messages": TALK})
+        rows(tmp_path, tool_template, {"messages": TALK})
     with pytest.raises(DataError, match="line 1: 'messages' begins with an assistant turn"):
         rows(tmp_path, CHATML, {"messages": TALK[1:]})
     with pytest.raises(DataError, match="line 1: no token of an assistant turn is trained on"):

@@ -23,8 +23,8 @@ def group(group_id: int, lengths: list[int], seed: int = 0, version: int = 2) ->
         spans = (Span(0, 3, Source.PROMPT), Span(3, 3 + length, Source.MODEL, version))
         reward = Reward(float(i % 2), float(i % 2))
         extras = {"mask": np.arange(i + 1)} if i % 2 else {}
-        new = Sample(group_id, i, i, i, token_ids, logprobs, spans, Status.COMPLETED, "4", reward, extras)
-        samples.append(new)
+        sample = Sample(group_id, i, i, i, token_ids, logprobs, spans, Status.COMPLETED, "4", reward, extras)
+        samples.append(sample)
     return SampleGroup(group_id, prompt, tuple(samples))
 
 
@@ -65,8 +65,8 @@ def test_dumped_groups_are_loaded_unchanged(tmp_path: Path, shape: list[list[int
 def test_a_modified_dump_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rollout_0000000.npz"
     save_groups(path, groups(0, 1))
-    with np.load(path) as stored:
-        columns = dict(stored)
+    with np.load(path) as arrays:
+        columns = dict(arrays)
     for name, value in (("logprobs", columns["logprobs"] - 1), ("extra/1/mask", columns["extra/1/mask"][:2])):
         np.savez(path, **{**columns, name: value})
         with pytest.raises(DataError, match=r"rollout_0000000\.npz is not a dumped rollout \(its columns do not match"):

@@ -36,14 +36,14 @@ def test_the_penalty_is_the_papers_length_reward_negated(length: int, max_len: i
 
 def test_scores_fall_and_accuracies_stay() -> None:
     unscored = group(6, 8, 10)
-    scored = replace(
+    scored_group = replace(
         unscored,
         samples=tuple(replace(s, reward=replace(s.reward, accuracy=1.0)) for s in unscored.samples if s.reward),
     )
-    (penalized,) = RULE.penalised([scored])
+    (penalized,) = RULE.penalised([scored_group])
     assert [s.reward.score for s in penalized.samples if s.reward] == [1.0, 0.75, 0.5]
     assert [s.reward.accuracy for s in penalized.samples if s.reward] == [1.0] * 3
-    assert RULE.metrics([scored]) == [Mean("rollout/overlong_penalty", 0.25)]
+    assert RULE.metrics([scored_group]) == [Mean("rollout/overlong_penalty", 0.25)]
 
 
 def test_failed_samples_are_not_penalized() -> None:

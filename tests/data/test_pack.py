@@ -39,10 +39,10 @@ def test_rows_respect_the_budget_and_contain_every_sequence(lengths: list[int], 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 60), dp=st.integers(1, 5))
 def test_all_ranks_run_equally_many_micro_batches(lengths: list[int], budget: int, dp: int) -> None:
-    packed = pack_equal(lengths, dp, budget)
-    assert sorted(i for rank in packed for row in rank for i in row) == list(range(len(lengths)))
-    assert len({len(rank) for rank in packed}) == 1
-    for rank in packed:
+    rows_of_ranks = pack_equal(lengths, dp, budget)
+    assert sorted(i for rank in rows_of_ranks for row in rank for i in row) == list(range(len(lengths)))
+    assert len({len(rank) for rank in rows_of_ranks}) == 1
+    for rank in rows_of_ranks:
         if not all(rank):  # empty rows only if no row could be split
             assert all(len(row) <= 1 for row in rank)
 

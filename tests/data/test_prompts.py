@@ -19,13 +19,13 @@ from slime_like.config.schema.rollout import RewardConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.reward.check import label_rule
-from tests.data.sources import CHAT, PLAIN, TEN, data, source, texts, write
+from tests.data.sources import CHAT, PLAIN_TOKENIZER, TEN, data, source, texts, write
 
 
 def test_a_row_becomes_a_prompt_with_tokens_label_and_reward(tmp_path: Path) -> None:
     row = {"prompt": "2+2=", "label": 4, "metadata": {"source_name": "sums", "rm_type": "exact"}}
     prompt = source(write(tmp_path / "a.jsonl", [row])).next(1)[0]
-    assert PLAIN.decode(prompt.token_ids) == prompt.text == "2+2="
+    assert PLAIN_TOKENIZER.decode(prompt.token_ids) == prompt.text == "2+2="
     assert (prompt.prompt_id, prompt.label, prompt.rm_type, prompt.dataset) == (0, "4", "exact", "train")
     assert prompt.metadata["source_name"] == "sums"
 
@@ -55,9 +55,9 @@ def test_the_tools_column_is_rendered_and_kept(tools: object, tmp_path: Path) ->
     rows += [{"prompt": messages, "label": "1", "tools": None}, {"prompt": "hi", "label": "1", "tools": tools}]
     prompts = source(write(tmp_path / "a.jsonl", rows), tokenizer=CHAT, shuffle=False).next(3)
     assert texts(prompts) == ["<tool>add<user>hi<assistant>", "<user>hi<assistant>", "hi"]
-    parsed = [{"name": "add"}]
-    assert [p.metadata for p in prompts] == [{"a": 1, "tools": parsed}, {}, {"tools": parsed}]
-    table = [{"prompt": messages, "label": "1", "tools": parsed}]
+    parsed_tools = [{"name": "add"}]
+    assert [p.metadata for p in prompts] == [{"a": 1, "tools": parsed_tools}, {}, {"tools": parsed_tools}]
+    table = [{"prompt": messages, "label": "1", "tools": parsed_tools}]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet")
     assert texts(source(tmp_path / "a.parquet", tokenizer=CHAT).next(1)) == texts(prompts[:1])
 
@@ -133,10 +133,10 @@ BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
 def test_a_bad_row_ends_the_run_with_file_line_and_fix(tmp_path: Path, name: str) -> None:
     row, message = BAD_ROWS[name]
     path = write(tmp_path / "bad.jsonl", [TEN[0], row, TEN[1]])
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as error:
         source(path, tokenizer=CHAT)
-    assert str(path) in str(caught.value)
-    assert "data.on_bad_row=skip" in str(caught.value)
+    assert str(path) in str(error.value)
+    assert "data.on_bad_row=skip" in str(error.value)
 
 
 def test_a_prompt_above_max_prompt_len_is_a_bad_row(tmp_path: Path) -> None:
@@ -149,11 +149,11 @@ def test_a_prompt_above_max_prompt_len_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_skipped_rows_are_counted_and_their_reasons_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", [TEN[0], *(row for row, _ in BAD_ROWS.values()), TEN[1]])
-    loaded = source(path, data(on_bad_row="skip"), tokenizer=CHAT, shuffle=False)
-    assert texts(loaded.next(2)) == ["0+1=", "1+1="]
-    assert loaded.num_bad_rows == len(BAD_ROWS)
-    assert "line 2: is not JSON" in loaded.bad_rows[0]
-    assert reduce_metrics(loaded.metrics()) == {"data/bad_rows": len(BAD_ROWS)}
+    prompts = source(path, data(on_bad_row="skip"), tokenizer=CHAT, shuffle=False)
+    assert texts(prompts.next(2)) == ["0+1=", "1+1="]
+    assert prompts.num_bad_rows == len(BAD_ROWS)
+    assert "line 2: is not JSON" in prompts.bad_rows[0]
+    assert reduce_metrics(prompts.metrics()) == {"data/bad_rows": len(BAD_ROWS)}
 
 
 def test_bytes_that_are_not_text_are_a_bad_row(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_apply_chat_template_without_one_names_the_key(tmp_path: Path) -> None:
 
 def test_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", TEN)
-    with pytest.raises(DataError, match=r"data\.train='.+trian\.jsonl': there is no file") as caught:
+    with pytest.raises(DataError, match=r"data\.train='.+trian\.jsonl': there is no file") as error:
         source(tmp_path / "trian.jsonl")
-    assert f"did you mean {tmp_path}/train.jsonl?" in str(caught.value)
+    assert f"did you mean {tmp_path}/train.jsonl?" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +241,16 @@ def test_no_batch_across_two_epochs_repeats_a_prompt(
     path = write(tmp_path_factory.getbasetemp() / "border.jsonl", TEN)
     sizes: dict[str, Any] = {"batch_size": batch, "max_prompts": batch * (1 + refills)}
     running = source(path, seed=5, **sizes)
-    drawn: list[int] = []
+    prompt_ids: list[int] = []
     for i, n in enumerate([*calls, 35]):
         if i == resume_index:
             state = json.loads(json.dumps(running.state()))
             running = source(path, seed=5, **sizes)
             running.load_state(state)
-        drawn += [p.prompt_id for p in running.next(n)]
+        prompt_ids += [p.prompt_id for p in running.next(n)]
     width = max(batch, min(4 * batch * (1 + refills), 5))
-    assert all(len(set(drawn[i : i + width])) == width for i in range(len(drawn) - width))
-    epochs = [drawn[i : i + 10] for i in range(0, len(drawn) - 9, 10)]
+    assert all(len(set(prompt_ids[i : i + width])) == width for i in range(len(prompt_ids) - width))
+    epochs = [prompt_ids[i : i + 10] for i in range(0, len(prompt_ids) - 9, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
 
 
@@ -268,8 +268,8 @@ def test_epochs_of_a_long_file_stay_shuffled(tmp_path: Path) -> None:
 
 
 def test_without_shuffle_prompts_are_in_file_order(tmp_path: Path) -> None:
-    loaded = source(write(tmp_path / "a.jsonl", TEN), shuffle=False)
-    assert [p.prompt_id for p in loaded.next(25)] == [*range(10), *range(10), *range(5)]
+    prompts = source(write(tmp_path / "a.jsonl", TEN), shuffle=False)
+    assert [p.prompt_id for p in prompts.next(25)] == [*range(10), *range(10), *range(5)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -282,21 +282,21 @@ def test_resume_continues_with_the_next_prompt(
     for n in calls_before:
         running.next(n)
     state = json.loads(json.dumps(running.state()))
-    resumed = source(path, seed=3, shuffle=shuffle)
-    resumed.load_state(state)
-    assert [p.prompt_id for p in resumed.next(num_after)] == [p.prompt_id for p in running.next(num_after)]
-    assert resumed.state() == running.state()
+    resumed_source = source(path, seed=3, shuffle=shuffle)
+    resumed_source.load_state(state)
+    assert [p.prompt_id for p in resumed_source.next(num_after)] == [p.prompt_id for p in running.next(num_after)]
+    assert resumed_source.state() == running.state()
 
 
-@pytest.mark.parametrize("before", [None, 5, ["a"], [1.5], [-3], [99, 8], [1, 1], list(range(10)), [True]])
-def test_a_cursor_with_invalid_rows_of_the_previous_epoch_is_refused(tmp_path: Path, before: object) -> None:
-    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=4, max_prompts=4)
-    loaded.next(13)
-    state = loaded.state()
+@pytest.mark.parametrize("previous_epoch", [None, 5, ["a"], [1.5], [-3], [99, 8], [1, 1], list(range(10)), [True]])
+def test_a_cursor_with_invalid_rows_of_the_previous_epoch_is_refused(tmp_path: Path, previous_epoch: object) -> None:
+    prompts = source(write(tmp_path / "a.jsonl", TEN), batch_size=4, max_prompts=4)
+    prompts.next(13)
+    state = prompts.state()
     assert len(state["before"]) == 4
     with pytest.raises(DataError, match=r"cursor of the checkpoint.*before.*: resume from another checkpoint"):
-        loaded.load_state({**state, "before": before})
-    loaded.load_state({name: item for name, item in state.items() if name != "before"})
+        prompts.load_state({**state, "before": previous_epoch})
+    prompts.load_state({name: item for name, item in state.items() if name != "before"})
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def test_a_cursor_with_invalid_rows_of_the_previous_epoch_is_refused(tmp_path: P
 )
 def test_resume_on_other_prompts_is_refused(tmp_path: Path, rows: list[Any], changes: dict[str, Any], key: str) -> None:
     state = source(write(tmp_path / "a.jsonl", TEN)).state()
-    changed = source(write(tmp_path / "b.jsonl", rows), **changes)
+    changed_source = source(write(tmp_path / "b.jsonl", rows), **changes)
     with pytest.raises(DataError, match=key):
-        changed.load_state(state)
+        changed_source.load_state(state)
 
 
 def test_a_source_can_be_pickled(tmp_path: Path) -> None:
-    loaded = source(write(tmp_path / "a.jsonl", TEN))
-    loaded.next(3)
-    copy = pickle.loads(pickle.dumps(loaded))  # noqa: S301 - as Ray does
-    assert texts(copy.next(9)) == texts(loaded.next(9))
+    prompts = source(write(tmp_path / "a.jsonl", TEN))
+    prompts.next(3)
+    copy = pickle.loads(pickle.dumps(prompts))  # noqa: S301 - as Ray does
+    assert texts(copy.next(9)) == texts(prompts.next(9))

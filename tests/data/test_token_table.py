@@ -33,13 +33,13 @@ def with_unique_ids(source: SampleGroup) -> SampleGroup:
 GROUPS = [with_unique_ids(group(g, [3, 5, 2, 7])) for g in range(6)]
 
 
-def chosen(dp: int = 1, steps: int = 1, budget: int = 4096, *, advantage: bool = True) -> PackedBatch | None:
+def chosen_rows(dp: int = 1, steps: int = 1, budget: int = 4096, *, advantage: bool = True) -> PackedBatch | None:
     spec = AssembleSpec(grpo if advantage else None, "token_mean", steps, dp, 32, 16)
     return choose_samples(assemble(GROUPS, spec, 0), GROUPS, budget)
 
 
 def test_best_and_worst_of_the_first_groups() -> None:
-    rows = chosen()
+    rows = chosen_rows()
     assert rows is not None and len(rows.sample_ids) == MAX_SAMPLES
     assert [(int(i) // 10, int(i) % 2) for i in rows.sample_ids] == [(g, kind) for g in range(4) for kind in (1, 0)]
     assert rows.advantages is not None
@@ -48,20 +48,20 @@ def test_best_and_worst_of_the_first_groups() -> None:
 
 @pytest.mark.parametrize(("dp", "steps"), [(2, 1), (1, 3), (2, 2)])
 def test_the_view_does_not_depend_on_the_layout(dp: int, steps: int) -> None:
-    reference, distributed = chosen(), chosen(dp, steps)
+    reference, distributed = chosen_rows(), chosen_rows(dp, steps)
     assert reference is not None and distributed is not None
     for name in ("token_ids", "cu_seqlens", "versions", "rollout_logprobs", "sample_ids", "advantages"):
         np.testing.assert_array_equal(getattr(reference, name), getattr(distributed, name))
 
 
 def test_the_token_budget_holds() -> None:
-    rows = chosen(budget=20)
+    rows = chosen_rows(budget=20)
     assert rows is not None and len(rows.token_ids) <= 20
-    assert chosen(budget=1) is None
+    assert chosen_rows(budget=1) is None
 
 
 def test_unknown_values_are_nan() -> None:
-    rows = chosen(advantage=False)
+    rows = chosen_rows(advantage=False)
     assert rows is not None
     view = token_table(rows, np.arange(len(rows.token_ids), dtype=np.float32), 4)
     assert np.isnan(view.advantages).all(), "advantages are computed on the ranks"
@@ -70,13 +70,15 @@ def test_unknown_values_are_nan() -> None:
 
 
 def test_advantages_of_the_ranks_are_added_to_the_view() -> None:
-    rows = chosen(advantage=False)
+    rows = chosen_rows(advantage=False)
     assert rows is not None
     view = token_table(rows, np.zeros(len(rows.token_ids), dtype=np.float32), 4)
     first, second = view.sequence(0), view.sequence(1)
     column = np.arange(first.stop, dtype=np.float32)
-    wrong = np.zeros(second.stop - second.start + 1, dtype=np.float32)
-    updated = with_advantages(view, {int(view.sample_ids[0]): column, int(view.sample_ids[1]): wrong, 999: column})
+    wrong_length = np.zeros(second.stop - second.start + 1, dtype=np.float32)
+    updated = with_advantages(
+        view, {int(view.sample_ids[0]): column, int(view.sample_ids[1]): wrong_length, 999: column}
+    )
     trained = view.loss_weight[first] > 0
     assert trained.any() and not trained.all()
     np.testing.assert_array_equal(updated.advantages[first], np.where(trained, column, np.nan))
@@ -85,14 +87,14 @@ def test_advantages_of_the_ranks_are_added_to_the_view() -> None:
 
 
 def test_a_saved_view_is_loaded_unchanged(tmp_path: Path) -> None:
-    rows = chosen()
+    rows = chosen_rows()
     assert rows is not None
     view = token_table(rows, np.zeros(len(rows.token_ids), dtype=np.float32), 4)
     save_table(tmp_path / "a" / "tokens.npz", view)
-    loaded = load_table(tmp_path / "a" / "tokens.npz")
-    assert loaded.version == 4
+    loaded_view = load_table(tmp_path / "a" / "tokens.npz")
+    assert loaded_view.version == 4
     for name in ("token_ids", "advantages", "loss_weight", "trainer_logprobs"):
-        np.testing.assert_array_equal(getattr(loaded, name), getattr(view, name))
+        np.testing.assert_array_equal(getattr(loaded_view, name), getattr(view, name))
     np.savez(tmp_path / "b.npz", format=np.array(1), version=np.array(1))
     content = (tmp_path / "a" / "tokens.npz").read_bytes()
     (tmp_path / "c.npz").write_bytes(content[: len(content) // 2])

@@ -35,20 +35,20 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_ids_text_and_template_equal_those_of_transformers(folder: Path) -> None:
-    plain, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
-    assert isinstance(plain, PlainTokenizer)
+    tokenizer, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert isinstance(tokenizer, PlainTokenizer)
     kwargs = {"add_special_tokens": False, "return_attention_mask": False}
     ids = reference(TEXTS, **kwargs)["input_ids"]
-    assert plain(TEXTS, **kwargs)["input_ids"] == ids
-    assert plain.eos_token_id == reference.eos_token_id is not None
-    assert plain.chat_template == reference.chat_template
+    assert tokenizer(TEXTS, **kwargs)["input_ids"] == ids
+    assert tokenizer.eos_token_id == reference.eos_token_id is not None
+    assert tokenizer.chat_template == reference.chat_template
     for row in ids:
         for skip in (True, False):
-            assert plain.decode(row, skip_special_tokens=skip) == reference.decode(row, skip_special_tokens=skip)
+            assert tokenizer.decode(row, skip_special_tokens=skip) == reference.decode(row, skip_special_tokens=skip)
     messages = [{"role": "user", "content": "1+1"}]
     options = {"tokenize": False, "add_generation_prompt": True}
-    assert plain.apply_chat_template(messages, **options) == reference.apply_chat_template(messages, **options)
-    assert plain.vocab_size == reference.vocab_size
+    assert tokenizer.apply_chat_template(messages, **options) == reference.apply_chat_template(messages, **options)
+    assert tokenizer.vocab_size == reference.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -81,21 +81,21 @@ def test_the_quickstart_tokenizer_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_token_offsets_equal_those_of_transformers(folder: Path) -> None:
-    plain, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
-    assert isinstance(plain, PlainTokenizer)
+    tokenizer, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert isinstance(tokenizer, PlainTokenizer)
     kwargs = {"add_special_tokens": False, "return_offsets_mapping": True}
-    offsets = plain(TEXTS, **kwargs)["offset_mapping"]
+    offsets = tokenizer(TEXTS, **kwargs)["offset_mapping"]
     assert offsets == reference(TEXTS, **kwargs)["offset_mapping"]
     assert [text[a:b] for text, row in zip(TEXTS[:1], offsets, strict=False) for a, b in row] == list(TEXTS[0])
-    assert "offset_mapping" not in plain(TEXTS, add_special_tokens=False)
+    assert "offset_mapping" not in tokenizer(TEXTS, add_special_tokens=False)
 
 
 @pytest.mark.slow
 def test_no_hub_is_contacted_for_missing_files(folder: Path) -> None:
     """A hub that accepts connections without answering would block a run until the library's timeout."""
     edit(folder / "tokenizer_config.json", lambda c: c.update(tokenizer_class="Qwen2Tokenizer"))
-    empty = folder / "empty"
-    empty.mkdir()
+    empty_folder = folder / "empty"
+    empty_folder.mkdir()
     code = (
         "import sys; from slime_like.data.tokenizer import open_tokenizer; from slime_like.errors import ConfigError\n"
         "for folder in sys.argv[1:]:\n"
@@ -106,7 +106,7 @@ def test_no_hub_is_contacted_for_missing_files(folder: Path) -> None:
         endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
         result = subprocess.run(
-            [sys.executable, "-c", code, str(folder), str(empty), "nobody/no-such-model"],
+            [sys.executable, "-c", code, str(folder), str(empty_folder), "nobody/no-such-model"],
             env=environment | {"HF_ENDPOINT": endpoint},
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""What must hold of any run that went well."""
+"""Checks that apply to every successful run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from transformers import AutoModelForCausalLM
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.metrics import dictionary
 from slime_like.types import Sample, Source
-from tests.e2e.runs import Finished, last_step, metrics
 
-# The gate of the tests stands here and nowhere else: no recipe can loosen it.
+# Tests take their tolerance from here and not from the config, so that no recipe can loosen it.
 MAX_LOGPROB_DIFFERENCE = 1e-4
 
 
 def check_consistency(rows: list[dict[str, Any]], *, cached: bool = True) -> None:
-    """Engine and trainer agree at every push, and on every token of every step that the trainer's weights sampled.
+    """Check that engine and trainer agree at every push, and on every token that the trainer's weights sampled.
 
-    ``cached``: continuations start from cached prefixes. SGLang caches the states of a hybrid model at long intervals only,
-    so that sequences as short as a test's are prefilled.
+    ``cached``: continuations have to start from cached prefixes. For a hybrid model SGLang caches states only at long intervals,
+    so the short sequences of a test are prefilled.
     """
     probes = [row[f"probe/{kind}logprob_abs_diff_max"] for row in rows for kind in ("", "decode_")]
     names = [f"train/train_rollout_logprob_abs_diff{kind}_max" for kind in ("", "_mixed")]
@@ -34,16 +33,8 @@ def check_consistency(rows: list[dict[str, Any]], *, cached: bool = True) -> Non
     assert max([*probes, *drifts]) <= MAX_LOGPROB_DIFFERENCE
 
 
-def check_skipped_push(run: Finished, run_dir: Path) -> None:
-    """Check that ``weights.debug_skip_push_at=2`` ended the run before the step on the weights of that push."""
-    assert run.code == 1
-    assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in run.output
-    assert last_step(run_dir) == 1
-    check_consistency(metrics(run_dir))
-
-
 def check_documented(rows: list[dict[str, Any]]) -> None:
-    """Every logged metric has an entry in the dictionary."""
+    """Check that every logged metric has an entry in the dictionary."""
     names = {name for row in rows for name in row} - {"step", "time", "spans", "warnings"}
     assert dictionary.unknown(names) == []
 
@@ -62,36 +53,38 @@ def check_guard(rows: list[dict[str, Any]]) -> None:
 
 
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
-    """Log-probabilities sampled under ``versions`` equal those of transformers on the run's exported weights."""
+    """Check that log-probabilities sampled under ``versions`` equal those of transformers with the run's exported weights."""
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
-    alike: defaultdict[int, list[Sample]] = defaultdict(list)  # by length: one call each, without padding
+    samples_by_length: defaultdict[int, list[Sample]] = defaultdict(
+        list
+    )  # one call of the model per length, without padding
     for group in load_groups(rollout_path(run_dir / "rollouts", rollout_id)):
         for sample in group.samples:
-            alike[len(sample.token_ids)].append(sample)
-    compared = 0
-    for samples in alike.values():
+            samples_by_length[len(sample.token_ids)].append(sample)
+    num_compared = 0
+    for samples in samples_by_length.values():
         ids_ST = torch.from_numpy(np.stack([sample.token_ids for sample in samples])).long()
         with torch.no_grad():
             columns_STV = torch.log_softmax(model(input_ids=ids_ST).logits / temperature, -1).numpy()
         for sample, columns_TV in zip(samples, columns_STV, strict=True):
-            compared += _compare(sample, columns_TV, versions)
-    assert compared > 50
+            num_compared += compare_logprobs(sample, columns_TV, versions)
+    assert num_compared > 50
 
 
-def _compare(sample: Sample, columns_TV: npt.NDArray[np.float32], versions: set[int]) -> int:
-    """Number of tokens sampled under ``versions``, each as likely as the row before it says."""
-    compared = 0
+def compare_logprobs(sample: Sample, columns_TV: npt.NDArray[np.float32], versions: set[int]) -> int:
+    """Return the number of tokens sampled under ``versions``; assert that each log-probability equals the model's."""
+    num_compared = 0
     for span in sample.spans:
         if span.source is Source.MODEL and span.version in versions:
-            at = np.arange(span.start, span.stop)
-            mine = columns_TV[at - 1, sample.token_ids[at]]
-            assert np.abs(mine - sample.logprobs[at]).max() <= MAX_LOGPROB_DIFFERENCE
-            compared += len(at)
-    return compared
+            positions = np.arange(span.start, span.stop)
+            model_logprobs = columns_TV[positions - 1, sample.token_ids[positions]]
+            assert np.abs(model_logprobs - sample.logprobs[positions]).max() <= MAX_LOGPROB_DIFFERENCE
+            num_compared += len(positions)
+    return num_compared
 
 
 def prompt_ids(run_dir: Path, num_rollouts: int) -> list[int]:
-    """Prompts of all rollouts in the order they were trained on."""
+    """Return the prompt ids of all rollouts in the order of training."""
     return [
         group.prompt.prompt_id
         for k in range(num_rollouts)

@@ -1,4 +1,4 @@
-"""One warm start for all end-to-end tests: the quickstart's own, by its own recipe."""
+"""The warm start of the quickstart, which all end-to-end tests share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from slime_like.util.private import exclusive
 from tests.e2e.runs import RUN_S, Training
 
 SFT_STEPS = 120
-# A quarter of a recipe's demonstrations per step, at twice its learning rate, teaches a model the same.
-BRISK = ("rollout.batch_size=64", "optim.lr=2e-3")
-SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")  # rollouts of 128 samples
+# A quarter of the recipe's demonstrations per step at twice its learning rate gives the same accuracy.
+FAST_SFT = ("rollout.batch_size=64", "optim.lr=2e-3")
+SMALL_ROLLOUTS = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")  # rollouts of 128 samples
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
-    """The warm-started model and its data, as overrides for a recipe."""
+class WarmStart:
+    """A warm-started model with its data, as overrides of a recipe."""
 
     folder: Path
 
     @property
     def hf(self) -> Path:
-        """Its weights."""
+        """Return the folder of the model's weights."""
         return self.folder / "sft" / "hf"
 
     @property
@@ -39,13 +39,13 @@ class Warm:
         )
 
 
-def warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Warm:
-    """Data, random model and warm start of ``recipe`` in ``folder``."""
-    return warmed(folder, begin_warm_start(folder, recipe, steps, *changes))
+def run_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> WarmStart:
+    """Create data and a random model in ``folder`` and train the model by ``recipe``."""
+    return finish_warm_start(folder, begin_warm_start(folder, recipe, steps, *changes))
 
 
 def begin_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Training:
-    """The run of a warm start, which others may run beside; ``changes`` are overrides of the recipe."""
+    """Start the run of a warm start without waiting for its end; ``changes`` are overrides of the recipe."""
     return Training(
         f"+recipe={recipe}",
         f"run.dir={folder / 'sft'}",
@@ -58,29 +58,31 @@ def begin_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Tr
     )
 
 
-def warmed(folder: Path, training: Training) -> Warm:
-    """What the warm start has made, once it is done."""
-    done = training.wait()
-    assert done.code == 0, done.output
-    return Warm(folder)
+def finish_warm_start(folder: Path, training: Training) -> WarmStart:
+    """Wait for the end of a warm start and return its model."""
+    result = training.wait()
+    assert result.code == 0, result.output
+    return WarmStart(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """Whatever ended the runs of this session, no process, port or name in /dev/shm is left of them."""
+def check_leftovers() -> Iterator[None]:
+    """After all tests, assert that no run of this session left a process, a port or a name in /dev/shm."""
     yield
-    assert [left for training in Training.started for left in training.leftovers()] == []
+    assert [leftover for training in Training.instances for leftover in training.leftovers()] == []
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Warm:
-    """The warm start of the quickstart, made by the first process of the session that needs it; others wait for it."""
+def warm_start(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> WarmStart:
+    """Return the warm start of the quickstart. The first process that needs it runs it; the other processes wait."""
     parallel = hasattr(request.config, "workerinput")
     folder = tmp_path_factory.getbasetemp().parent / "warm" if parallel else tmp_path_factory.mktemp("warm")
     folder.mkdir(exist_ok=True)
     deadline = Deadline("test", "the warm start", RUN_S)
     with exclusive(folder / "lock", deadline, "another process of this session, which makes it"):
-        done = folder / "done"
-        warm = Warm(folder) if done.exists() else warm_start(folder, "quickstart_sft", SFT_STEPS, *BRISK)
-        done.touch()
-    return warm
+        marker = folder / "done"
+        warm_start = (
+            WarmStart(folder) if marker.exists() else run_warm_start(folder, "quickstart_sft", SFT_STEPS, *FAST_SFT)
+        )
+        marker.touch()
+    return warm_start

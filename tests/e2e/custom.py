@@ -1,4 +1,4 @@
-"""What a user brings by dotted path: a generate function, a filter, rewards."""
+"""Functions that tests name by dotted path, as a user does: generate functions, filters, rewards."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.types import Prompt, Sample, SampleGroup
 from tests.e2e.runs import last_step
 
-WHOLE_GROUPS = 16  # that ``shifted`` leaves as they are
-HOLD = "SLIME_LIKE_TEST_HOLD"  # the folder beside a run's where ``held`` reads and says how far it is
+NUM_INTACT_GROUPS = 16  # that ``shift_logprobs`` does not change
+HOLD_FOLDER = "SLIME_LIKE_TEST_HOLD"  # variable with the folder through which a test controls ``wait_at_step``
 POLL_S = 0.05
 
 
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
-    """Two of the seeds only."""
+    """Generate samples for the first two seeds only."""
     print("a generate function's own line")  # noqa: T201
     return await single_turn(prompt, engine, seeds[:2], context)
 
 
-async def shifted(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
-    """A fault: after some groups, each token has the log-probability of the token before it."""
+async def shift_logprobs(
+    prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
+) -> Sequence[Sample]:
+    """Fault: after ``NUM_INTACT_GROUPS`` groups, each token has the log-probability of the token before it."""
     samples = await single_turn(prompt, engine, seeds, context)
-    if context.group_id < WHOLE_GROUPS:
+    if context.group_id < NUM_INTACT_GROUPS:
         return samples
     return [
         replace(s, logprobs=np.concatenate([s.logprobs[: n + 1], s.logprobs[n:-1]]))
@@ -41,28 +43,35 @@ async def shifted(prompt: Prompt, engine: Engine, seeds: Sequence[int], context:
     ]
 
 
-_drawn = itertools.count()
+_seed_counter = itertools.count()
 
 
-async def counted_seeds(
+async def draw_process_seeds(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """A fault: seeds by how many were drawn in this process, which a resumed run cannot know."""
-    return await single_turn(prompt, engine, [next(_drawn) for _ in seeds], context)
+    """Fault: seeds count the samples of this process, so a resumed run has other seeds."""
+    return await single_turn(prompt, engine, [next(_seed_counter) for _ in seeds], context)
 
 
-async def held(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
-    """Waits once the step in the file ``after`` is logged, for as long as that says so; an evaluation, of one seed, never does."""
-    folder, waited = Path(os.environ[HOLD]), 0
-    while len(seeds) > 1 and (after := _step(folder)) is not None and last_step(folder.parent / "run") >= after:
-        (folder / f"waits{after}").touch()
-        waited = after
+async def wait_at_step(
+    prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
+) -> Sequence[Sample]:
+    """Wait while the step in the file ``after`` is logged and the file does not change; an evaluation (one seed) never waits.
+
+    The empty files ``waits<step>`` and ``goes<step>`` tell the test that samples wait at the step, or have continued after it.
+    """
+    folder, last_wait = Path(os.environ[HOLD_FOLDER]), 0
+    while (
+        len(seeds) > 1 and (step := _step_to_wait_at(folder)) is not None and last_step(folder.parent / "run") >= step
+    ):
+        (folder / f"waits{step}").touch()
+        last_wait = step
         await asyncio.sleep(POLL_S)
-    (folder / f"goes{waited}").touch()
+    (folder / f"goes{last_wait}").touch()
     return await single_turn(prompt, engine, seeds, context)
 
 
-def _step(folder: Path) -> int | None:
+def _step_to_wait_at(folder: Path) -> int | None:
     try:
         return int((folder / "after").read_text())
     except FileNotFoundError:
@@ -70,12 +79,12 @@ def _step(folder: Path) -> int | None:
 
 
 def even_prompts(group: SampleGroup) -> str | None:
-    """Drops every group of an odd prompt."""
+    """Drop every group of an odd prompt."""
     return None if group.prompt.prompt_id % 2 == 0 else "odd prompt"
 
 
 def length(prompt: Prompt, sample: Sample) -> float:
-    """Number of characters."""
+    """Return the number of characters."""
     del prompt
     print("a reward's own line", file=sys.stderr)  # noqa: T201
     return float(len(sample.text))
@@ -83,18 +92,18 @@ def length(prompt: Prompt, sample: Sample) -> float:
 
 @scores_groups
 def shortest(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-    """1 for the shortest of a prompt's answers."""
+    """Return 1 for the shortest answers to a prompt, else 0."""
     del prompt
-    least = min(len(sample.text) for sample in samples)
-    return [float(len(sample.text) == least) for sample in samples]
+    min_length = min(len(sample.text) for sample in samples)
+    return [float(len(sample.text) == min_length) for sample in samples]
 
 
 def digits(prompt: Prompt, sample: Sample) -> float:
-    """A score that the answers of a random model differ in, and that it can learn."""
+    """Return a score that differs between the answers of a random model and that the model can learn."""
     del prompt
     return float(sum(int(c) for c in sample.text if c.isdigit()) % 5)
 
 
 def not_every_fourth(group: SampleGroup) -> str | None:
-    """Drops groups now and then, so that some are carried on."""
+    """Drop the groups of every fourth prompt, so that other groups are carried over."""
     return None if group.prompt.prompt_id % 4 else "fourth prompt"

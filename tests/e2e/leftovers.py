@@ -1,8 +1,8 @@
-"""What a run left behind (processes, ports that are listened on, names in /dev/shm), and what it let others reach.
+"""Resources that a run left behind (processes, listening ports, names in /dev/shm) or opened to other users.
 
-Every process of a run inherits a mark in its environment, so that those of other runs on the machine are told apart. Ray's
-agents write their title over it: they are known as descendants of the others, and later by their id and start. A port is
-known by its socket: another run may listen on the same number by then.
+Every process of a run inherits a mark in its environment, which distinguishes it from the processes of other runs. Ray's
+agents overwrite their environment: they are found as descendants of marked processes, and later by process id and start time.
+A port is identified by its socket's inode, because another run may listen on the same number later.
 """
 
 from __future__ import annotations
@@ -16,42 +16,46 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from slime_like.util.deadline import Deadline
-from tests.e2e.told import Secrets
+from tests.e2e.exposed_secrets import ExposedSecrets
 
 MARK = "SLIME_LIKE_TEST_RUN"  # environment variable
-GONE_S = 30.0  # for the processes of a run to be gone after it
-SHARED = Path("/dev/shm")
-LISTENING = "0A"  # state of a socket in /proc/net/tcp
-ACCEPTS = 0x10000  # flag of a socket in /proc/net/unix
+MAX_EXIT_S = 30.0  # for the processes of a run to end after train.py has ended
+SHARED_MEMORY = Path("/dev/shm")
+LISTEN_STATE = "0A"  # state of a socket in /proc/net/tcp
+ACCEPT_FLAG = 0x10000  # flag of a socket in /proc/net/unix
 
 
 @dataclass(frozen=True, slots=True)
-class Living:
-    """A process of this machine that is no zombie."""
+class LiveProcess:
+    """A process of this machine that is not a zombie."""
 
     pid: int
-    started: str  # in ticks since boot; with ``pid`` it is the same process
+    start_ticks: str  # since boot; ``pid`` and ``start_ticks`` together identify a process
     parent: int
 
 
 @dataclass(slots=True)
-class Held:
-    """The processes of a run while it went on, and what they were seen to hold."""
+class RunResources:
+    """Processes of a run, with the sockets, shared memory and secrets recorded while they lived."""
 
     mark: str
-    known: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])  # id and start of each process
-    shared: set[Path] = field(default_factory=set[Path])  # names in /dev/shm, and the folders that these are in
+    known_processes: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])  # id and start of each process
+    shared_paths: set[Path] = field(default_factory=set[Path])  # names in /dev/shm and their parent folders
     ports: dict[int, str] = field(default_factory=dict[int, str])  # inode of a listening socket -> address
-    owners: dict[int, str] = field(default_factory=dict[int, str])  # inode of such a socket -> what has it open
-    secrets: Secrets = field(default_factory=Secrets)
-    paths: dict[str, bool] = field(default_factory=dict[str, bool])  # listening unix socket -> for this user alone
+    owners: dict[int, str] = field(
+        default_factory=dict[int, str]
+    )  # inode of a listening socket -> command of a process that has it open
+    secrets: ExposedSecrets = field(default_factory=ExposedSecrets)
+    paths: dict[str, bool] = field(
+        default_factory=dict[str, bool]
+    )  # listening unix socket -> only this user can connect
 
-    def look(self, memory: bool = True) -> None:
-        """Note the run's processes, their secrets and sockets, and their shared memory, which takes longest to read."""
+    def record(self, memory: bool = True) -> None:
+        """Record the run's processes, secrets and sockets, and, if ``memory``, shared memory, which is the slowest to read."""
         pids = self.processes()
         if memory:
-            self.shared |= mapped(pids)
-        self.secrets.look(pids)
+            self.shared_paths |= mapped(pids)
+        self.secrets.record(pids)
         addresses, inodes_of = listening(), {pid: sockets([pid]) for pid in pids}
         for pid, inodes in inodes_of.items():
             for inode in inodes & addresses.keys():
@@ -60,67 +64,69 @@ class Held:
         self.paths |= {path: self.paths.get(path, True) and is_private(path) for path in paths}
 
     def open_ports(self) -> dict[int, str]:
-        """What was listened on and still is."""
-        now = listening()
-        return {inode: address for inode, address in self.ports.items() if inode in now}
+        """Return the recorded sockets that still listen."""
+        inodes = listening()
+        return {inode: address for inode, address in self.ports.items() if inode in inodes}
 
     def processes(self) -> list[int]:
-        """Those that live: with the mark, known from before, or started by one of these; but this one."""
+        """Return the run's living processes except this one: marked, recorded before, or a descendant of such a process."""
         living = [process for process in processes() if process.pid != os.getpid()]
-        mine = {p.pid for p in living if (p.pid, p.started) in self.known or is_marked(p.pid, self.mark)}
-        while more := {p.pid for p in living if p.parent in mine} - mine:
-            mine |= more
-        self.known |= {(p.pid, p.started) for p in living if p.pid in mine}
-        return sorted(mine)
+        run_pids = {
+            p.pid for p in living if (p.pid, p.start_ticks) in self.known_processes or is_marked(p.pid, self.mark)
+        }
+        while children := {p.pid for p in living if p.parent in run_pids} - run_pids:
+            run_pids |= children
+        self.known_processes |= {(p.pid, p.start_ticks) for p in living if p.pid in run_pids}
+        return sorted(run_pids)
 
 
-def leftovers(held: Held) -> list[str]:
-    """Return a line for each process of a run, and each thing that it ``held``, which is there a moment after its end."""
-    deadline = Deadline("test", "leftovers", GONE_S)
+def leftovers(resources: RunResources) -> list[str]:
+    """Wait up to ``MAX_EXIT_S`` for the run's processes to end; return a line per process and resource that remains."""
+    deadline = Deadline("test", "leftovers", MAX_EXIT_S)
     while True:
-        alive = held.processes()
-        # Listed last: a process that is being taken down closes its ports some time after it is no longer to be seen.
-        ports = list(held.open_ports().values())
-        if not (alive or ports) or deadline.elapsed() > deadline.limit:
+        live_pids = resources.processes()
+        # Ports are listed after processes: the kernel closes the ports of a process shortly after the process has gone.
+        ports = list(resources.open_ports().values())
+        if not (live_pids or ports) or deadline.elapsed() > deadline.limit:
             break
         time.sleep(0.2)
-    names = [path for path in sorted(held.shared) if path.exists()]
-    names += [Path(path) for path in sorted(held.paths) if os.path.exists(path)]
+    names = [path for path in sorted(resources.shared_paths) if path.exists()]
+    names += [Path(path) for path in sorted(resources.paths) if os.path.exists(path)]
     return [
-        *beyond_loopback(held.ports.values()),
-        *sorted(held.secrets.told),
-        *(f"socket {path}: open to other users" for path, private in sorted(held.paths.items()) if not private),
-        *(f"process {pid}: {command(pid)}" for pid in alive),
+        *beyond_loopback(resources.ports.values()),
+        *sorted(resources.secrets.exposures),
+        *(f"socket {path}: open to other users" for path, private in sorted(resources.paths.items()) if not private),
+        *(f"process {pid}: {command(pid)}" for pid in live_pids),
         *(f"port {address}: somebody listens" for address in ports),
         *map(str, names),
     ]
 
 
 def beyond_loopback(addresses: Iterable[str]) -> list[str]:
-    """Complaints about listening sockets that another machine, or another user through its address, could reach."""
+    """Return a complaint for each listening socket that another machine could reach."""
     return [f"port {address}: open beyond loopback" for address in sorted(set(addresses)) if not is_loopback(address)]
 
 
 def is_loopback(address: str) -> bool:
-    """``127.0.0.1:8080`` and ``::1:8080`` are; an IPv4 address may be written in IPv6."""
+    """Return whether an address as ``127.0.0.1:8080`` or ``::1:8080`` is loopback, also for IPv4 mapped into IPv6."""
     ip = ip_address(address.rpartition(":")[0])
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
-def processes() -> list[Living]:
+def processes() -> list[LiveProcess]:
     """Return all processes of this machine (proc_pid_stat(5))."""
-    living: list[Living] = []
+    living: list[LiveProcess] = []
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with suppress(OSError), open(f"/proc/{name}/stat") as file:  # it has ended
-                state, parent, *others = file.read().rpartition(")")[2].split()
+            with suppress(OSError), open(f"/proc/{name}/stat") as file:  # the process has ended
+                state, parent, *fields = file.read().rpartition(")")[2].split()
                 if state != "Z":
-                    living.append(Living(int(name), others[17], int(parent)))
+                    living.append(LiveProcess(int(name), fields[17], int(parent)))
     return living
 
 
 def is_marked(pid: int, mark: str) -> bool:
-    """Whether a process has ``mark`` in its environment."""
+    """Return whether a process has ``mark`` in its environment."""
     try:
         return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -128,7 +134,7 @@ def is_marked(pid: int, mark: str) -> bool:
 
 
 def command(pid: int) -> str:
-    """What a process was started as; empty where there is none."""
+    """Return the command line of a process, cut to 120 characters; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:120]
     except OSError:
@@ -136,14 +142,14 @@ def command(pid: int) -> str:
 
 
 def mapped(pids: list[int]) -> set[Path]:
-    """Names in /dev/shm that processes have mapped, and the folders that these are in."""
+    """Return the names in /dev/shm that processes have mapped, and their parent folders."""
     paths: set[Path] = set()
     for pid in pids:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             data = Path(f"/proc/{pid}/maps").read_bytes()
-            if f" {SHARED}/".encode() in data:
+            if f" {SHARED_MEMORY}/".encode() in data:
                 lines = data.decode(errors="replace").splitlines()
-                paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line}
+                paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED_MEMORY}/" in line}
     return {
         name
         for path in paths
@@ -154,27 +160,27 @@ def mapped(pids: list[int]) -> set[Path]:
 
 
 def listened_on(pids: list[int]) -> dict[int, str]:
-    """Listening TCP sockets that processes have open: inode and address of each."""
-    everywhere, mine = listening(), sockets(pids)
-    return {inode: address for inode, address in everywhere.items() if inode in mine}
+    """Return the listening TCP sockets that processes have open, as {inode: address}."""
+    addresses, inodes = listening(), sockets(pids)
+    return {number: address for number, address in addresses.items() if number in inodes}
 
 
 def listening() -> dict[int, str]:
-    """Listening TCP sockets of this machine (proc_net_tcp(5))."""
-    found: dict[int, str] = {}
+    """Return the listening TCP sockets of this machine (proc_net_tcp(5)), as {inode: address}."""
+    addresses: dict[int, str] = {}
     for name in ("tcp", "tcp6"):
         path = Path("/proc/net") / name
         for row in path.read_text().splitlines()[1:] if path.exists() else []:
             _, local, _, state, *_, inode = row.split()[:10]
-            if state == LISTENING:
-                found[int(inode)] = address_of(local)
-    return found
+            if state == LISTEN_STATE:
+                addresses[int(inode)] = address_of(local)
+    return addresses
 
 
 def address_of(local: str) -> str:
-    """``0100007F:1F90``, words as the machine has them in memory, is ``127.0.0.1:8080``."""
+    """Return ``127.0.0.1:8080`` for ``0100007F:1F90``, whose words are in the byte order of the machine."""
     host, port = local.split(":")
-    data = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
+    data = b"".join(bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8))
     ip = IPv4Address(data) if len(data) == 4 else IPv6Address(data)
     return f"{ip}:{int(port, 16)}"
 
@@ -189,18 +195,18 @@ def unix_listeners(inodes: set[int]) -> set[str]:
     names = set[str]()
     for row in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *name = row.split(maxsplit=7)
-        if name and int(flags, 16) & ACCEPTS and int(inode) in inodes:
+        if name and int(flags, 16) & ACCEPT_FLAG and int(inode) in inodes:
             names.add(name[0])
     return names
 
 
 def is_private(path: str) -> bool:
-    """Whether a folder on the way to a socket keeps other users out; false for an abstract socket, which has none."""
+    """Return whether a parent folder of a socket excludes other users; False for an abstract socket, which has no folder."""
     if path.startswith("@"):
         return False
     try:
         return any(not folder.stat().st_mode & 0o011 for folder in Path(path).parents)
-    except OSError:  # it is gone
+    except OSError:  # the socket's folder was removed
         return True
 
 
@@ -210,7 +216,9 @@ def sockets(pids: list[int]) -> set[int]:
     for pid in pids:
         folder = f"/proc/{pid}/fd"
         with suppress(OSError):  # the process has ended
-            for descriptor in os.listdir(folder):  # not pathlib: a run has thousands, and they are listed each second
+            for descriptor in os.listdir(
+                folder
+            ):  # faster than pathlib: a run has thousands of descriptors, listed every second
                 with suppress(OSError):  # this file was closed
                     target = os.readlink(f"{folder}/{descriptor}")
                     if target.startswith("socket:["):

@@ -1,4 +1,4 @@
-"""Running train.py for real, watching what it writes, and interrupting it."""
+"""Start train.py in a process, wait for conditions on its files, and signal it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import Any, ClassVar
 
 from slime_like.cluster.run.status import read_status
 from slime_like.util.deadline import Deadline
-from tests.e2e.leftovers import MARK, Held, leftovers
-from tests.e2e.told import PLANTED
+from tests.e2e.exposed_secrets import PLANTED_SECRETS
+from tests.e2e.leftovers import MARK, RunResources, leftovers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 420.0
 POLL_S = 0.1
-LOOK_S = 1.0  # between two looks at what a run holds
-MEMORY_LOOK_S = 5.0  # between two looks at its shared memory
-_numbers = itertools.count()
+RECORD_S = 1.0  # between two records of a run's sockets and secrets
+MEMORY_RECORD_S = 5.0  # between two records of its shared memory
+_run_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """How a run ended."""
+class RunResult:
+    """Exit code and output of a run."""
 
     code: int
     output: str
 
 
 class Training:
-    """One train.py process, or another script that is one (by its path from the repository), in a session of its own."""
+    """A process of train.py, or of another script that starts a run, in a new session. ``script`` is relative to the repository."""
 
-    started: ClassVar[list[Training]] = []  # by this process
+    instances: ClassVar[list[Training]] = []  # by this process
 
     def __init__(
         self,
@@ -50,66 +50,72 @@ class Training:
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
-        folders = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
-        self._run_dir = Path(folders[-1]) if folders else None
-        self.held = Held(f"{os.getpid()}.{next(_numbers)}")
-        self._looked = self._looked_at_memory = 0.0
+        run_dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
+        self._run_dir = Path(run_dirs[-1]) if run_dirs else None
+        self.resources = RunResources(f"{os.getpid()}.{next(_run_numbers)}")
+        self._recorded_at = self._memory_recorded_at = 0.0
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, str(REPOSITORY / script), *arguments, "metrics.console=plain"],
                 cwd=folder,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **PLANTED, **(environment or {}), "HF_HUB_OFFLINE": "1", MARK: self.held.mark},
+                env={
+                    **os.environ,
+                    **PLANTED_SECRETS,
+                    **(environment or {}),
+                    "HF_HUB_OFFLINE": "1",
+                    MARK: self.resources.mark,
+                },
                 start_new_session=True,
             )
-        self.started.append(self)
+        self.instances.append(self)
 
     @property
     def pid(self) -> int:
-        """Process id of train.py, which is the run's supervisor."""
+        """Return the process id of train.py, which is the run's supervisor."""
         return self._process.pid
 
-    def wait(self) -> Finished:
-        """Wait for the end of the run; kills it when it takes too long."""
+    def wait(self) -> RunResult:
+        """Wait for the end of the run; kill the run after ``RUN_S`` seconds."""
         self._wait(lambda: not self.running())
-        return Finished(self._process.wait(), self._log.read_text())
+        return RunResult(self._process.wait(), self._log.read_text())
 
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait for something the run does; fails when the run ends first, kills it when it takes too long."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition()`` is true. Fail if the run ends before; kill the run after ``RUN_S`` seconds."""
 
-        def reached_or_over() -> bool:
-            assert self.running() or reached(), f"train.py ended early: {self._log.read_text()[-3000:]}"
-            return reached()
+        def met_or_ended() -> bool:
+            assert self.running() or condition(), f"train.py ended early: {self._log.read_text()[-3000:]}"
+            return condition()
 
-        self._wait(reached_or_over)
+        self._wait(met_or_ended)
 
-    def look(self, memory: bool = True) -> None:
-        """Note its processes, their sockets and their shared memory, now."""
-        self.held.look(memory)
-        self._looked = time.monotonic()
+    def record(self, memory: bool = True) -> None:
+        """Record the run's processes, their sockets and, if ``memory``, their shared memory."""
+        self.resources.record(memory)
+        self._recorded_at = time.monotonic()
         if memory:
-            self._looked_at_memory = self._looked
+            self._memory_recorded_at = self._recorded_at
 
     def leftovers(self) -> list[str]:
-        """What it left behind, once it has ended; it is killed where it has not."""
+        """Return a line for each resource that the run left behind. Kill the run if it has not ended."""
         if self.running():
-            self._end()
+            self._kill()
             return [f"train.py itself, which said: {self._log.read_text()[-3000:]}"]
-        told = [] if self._run_dir is None else self.held.secrets.in_files(self._run_dir)
-        return [*leftovers(self.held), *told]
+        exposures = [] if self._run_dir is None else self.resources.secrets.in_files(self._run_dir)
+        return [*leftovers(self.resources), *exposures]
 
-    def _wait(self, reached: Callable[[], bool]) -> None:
+    def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = Deadline("test", "train.py", RUN_S)
-        while not reached():
+        while not condition():
             if deadline.elapsed() > deadline.limit:
-                self._end()
+                self._kill()
                 raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}")
-            if time.monotonic() - self._looked > LOOK_S:
-                self.look(memory=time.monotonic() - self._looked_at_memory > MEMORY_LOOK_S)
+            if time.monotonic() - self._recorded_at > RECORD_S:
+                self.record(memory=time.monotonic() - self._memory_recorded_at > MEMORY_RECORD_S)
             time.sleep(POLL_S)
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -121,23 +127,23 @@ class Training:
         """Send a signal to train.py alone."""
         self._process.send_signal(number)
 
-    def end(self) -> int:
-        """Kill what hangs; its exit code."""
-        self._end()
+    def kill(self) -> int:
+        """Kill a run that hangs and return its exit code."""
+        self._kill()
         return self._process.returncode
 
     def interrupt(self) -> None:
-        """Ctrl-C on a terminal: every process of the group gets it."""
+        """Send SIGINT to every process of the group, as Ctrl-C on a terminal does."""
         os.killpg(self._process.pid, signal.SIGINT)
 
 
-def train(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> Finished:
+def train(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> RunResult:
     """Run train.py to its end."""
     return Training(*arguments, log=log, environment=environment).wait()
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl so far."""
+    """Return the rows of metrics.jsonl so far, without an incomplete last line."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -145,11 +151,11 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run_dir: Path) -> int:
-    """Newest step logged, -1 before the first."""
+    """Return the newest step logged, -1 before the first."""
     return max((int(row["step"]) for row in metrics(run_dir)), default=-1)
 
 
 def outcomes(run_dir: Path) -> dict[str, str]:
-    """Requests of ``run.dir/control`` so far, and the state of each."""
+    """Return the state of each request in ``run.dir/control`` so far."""
     status = read_status(run_dir)
     return {} if status is None else {answer.request: answer.state for answer in status.requests}

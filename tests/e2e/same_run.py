@@ -1,4 +1,4 @@
-"""A tiny deterministic job, and whether two run folders hold the same run. Shared by the tests and the soak scripts."""
+"""A tiny deterministic job, and a comparison of two run folders. Shared by the tests and the soak scripts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slime_like.quickstart.arithmetic import ArithmeticSpec, write_datasets
 from slime_like.quickstart.model import ModelSpec, write_model
 from tests.e2e.runs import metrics, train
 
-DRIFT = "train/train_rollout_logprob_abs_diff_max"
-PROBE = "probe/logprob_abs_diff_max"
-LOSS = 1e-6
+SAMPLE_DIFFERENCE = "train/train_rollout_logprob_abs_diff_max"
+PROBE_DIFFERENCE = "probe/logprob_abs_diff_max"
+LOSS_TOLERANCE = 1e-6
 
 
 def write_inputs(folder: Path) -> tuple[str, ...]:
-    """A random model, and ten prompts, so that epochs end within the run; returns the job's overrides but its folder."""
+    """Write a random model and ten prompts, so that epochs end within a run; return the job's overrides without ``run.dir``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_datasets(folder, ArithmeticSpec())
     write_model(folder / "model", ModelSpec(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16))
@@ -47,34 +47,34 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
     )
 
 
-def undisturbed(folder: Path, num_rollouts: int) -> tuple[tuple[str, ...], Path]:
-    """A soak's job, and the folder of its run that nothing happened to; made where ``folder`` does not hold it whole."""
-    job, whole = (*write_inputs(folder / "inputs"), f"loop.num_rollout={num_rollouts}"), folder / "whole"
-    if not (whole / "hf" / "config.json").exists():
-        shutil.rmtree(whole, ignore_errors=True)
-        done = train(*job, f"run.dir={whole}", log=folder / "whole.log")
-        if done.code:
-            raise SystemExit(f"the undisturbed run failed:\n{done.output}")
-    return job, whole
+def run_reference(folder: Path, num_rollouts: int) -> tuple[tuple[str, ...], Path]:
+    """Return a soak's job and the folder of its undisturbed run, which is run unless ``folder`` contains it completely."""
+    job, reference = (*write_inputs(folder / "inputs"), f"loop.num_rollout={num_rollouts}"), folder / "whole"
+    if not (reference / "hf" / "config.json").exists():
+        shutil.rmtree(reference, ignore_errors=True)
+        result = train(*job, f"run.dir={reference}", log=folder / "whole.log")
+        if result.code:
+            raise SystemExit(f"the undisturbed run failed:\n{result.output}")
+    return job, reference
 
 
-def differences(run_dir: Path, other: Path, num_rollouts: int) -> list[str]:
-    """What is not the same in two runs: prompts, seeds, tokens, log-probabilities, versions, rewards, losses, weights."""
-    found = sample_differences(run_dir, other, range(num_rollouts))
-    found += _loss_differences(run_dir, other)
-    return [*found, *weight_differences(run_dir / "hf", other / "hf")]
+def differences(run_dir: Path, reference: Path, num_rollouts: int) -> list[str]:
+    """Return a line per difference in samples, losses and weights of two runs."""
+    problems = sample_differences(run_dir, reference, range(num_rollouts))
+    problems += _loss_differences(run_dir, reference)
+    return [*problems, *weight_differences(run_dir / "hf", reference / "hf")]
 
 
-def sample_differences(run_dir: Path, other: Path, rollouts: Iterable[int]) -> list[str]:
-    """What is not the same in the samples of two runs."""
-    found: list[str] = []
+def sample_differences(run_dir: Path, reference: Path, rollouts: Iterable[int]) -> list[str]:
+    """Return a line per difference in the samples of two runs: prompt, seed, tokens, log-probabilities, versions, reward."""
+    problems: list[str] = []
     for k in rollouts:
-        mine, theirs = (list(_samples(folder, k)) for folder in (run_dir, other))
-        if len(mine) != len(theirs):
-            found.append(f"rollout {k}: {len(mine)} and {len(theirs)} samples")
-        for a, b in zip(mine, theirs, strict=False):
-            found += [f"rollout {k}, sample {a['id']}: {name}" for name in a if not _same(a[name], b[name])]
-    return found
+        samples, expected = (list(_samples(folder, k)) for folder in (run_dir, reference))
+        if len(samples) != len(expected):
+            problems.append(f"rollout {k}: {len(samples)} and {len(expected)} samples")
+        for a, b in zip(samples, expected, strict=False):
+            problems += [f"rollout {k}, sample {a['id']}: {name}" for name in a if not equal_values(a[name], b[name])]
+    return problems
 
 
 def _samples(run_dir: Path, rollout_id: int) -> Iterator[dict[str, Any]]:
@@ -91,26 +91,32 @@ def _samples(run_dir: Path, rollout_id: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def _same(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
     return np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b
 
 
-def _loss_differences(run_dir: Path, other: Path) -> list[str]:
-    mine, theirs = ({row["step"]: row.get("train/loss") for row in metrics(folder)} for folder in (run_dir, other))
-    if mine.keys() != theirs.keys():
-        return [f"metrics of steps {sorted(mine)} and {sorted(theirs)}"]
-    far = [step for step, loss in mine.items() if not np.isclose(loss or 0.0, theirs[step] or 0.0, rtol=0, atol=LOSS)]
-    return [f"loss of step {step}: {mine[step]} and {theirs[step]}" for step in far]
+def _loss_differences(run_dir: Path, reference: Path) -> list[str]:
+    losses, expected = (
+        {row["step"]: row.get("train/loss") for row in metrics(folder)} for folder in (run_dir, reference)
+    )
+    if losses.keys() != expected.keys():
+        return [f"metrics of steps {sorted(losses)} and {sorted(expected)}"]
+    different_steps = [
+        step
+        for step, loss in losses.items()
+        if not np.isclose(loss or 0.0, expected[step] or 0.0, rtol=0, atol=LOSS_TOLERANCE)
+    ]
+    return [f"loss of step {step}: {losses[step]} and {expected[step]}" for step in different_steps]
 
 
-def weight_differences(folder: Path, other: Path) -> list[str]:
-    """Tensors of two HF folders that differ in any bit."""
-    mine, theirs = (safe_open(f / "model.safetensors", framework="np") for f in (folder, other))
-    names = sorted({*mine.keys(), *theirs.keys()})
+def weight_differences(folder: Path, reference: Path) -> list[str]:
+    """Return a line per tensor that differs in any bit between two HF folders."""
+    tensors, expected = (safe_open(f / "model.safetensors", framework="np") for f in (folder, reference))
+    names = sorted({*tensors.keys(), *expected.keys()})
     return [
         f"weight {name}"
         for name in names
-        if name not in mine.keys()  # noqa: SIM118 (a file, not a dict)
-        or name not in theirs.keys()  # noqa: SIM118
-        or mine.get_tensor(name).tobytes() != theirs.get_tensor(name).tobytes()
+        if name not in tensors.keys()  # noqa: SIM118 (a file, not a dict)
+        or name not in expected.keys()  # noqa: SIM118
+        or tensors.get_tensor(name).tobytes() != expected.get_tensor(name).tobytes()
     ]

@@ -1,4 +1,4 @@
-"""A launch script of slime that fine-tunes on conversations is converted, and train.py learns from them."""
+"""A launch script of slime for fine-tuning on conversations is converted, and train.py trains by the recipe."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SMALLER = (  # than the script's 8 GPUs, 128 conversations and bfloat16
+SMALLER = (  # the script has 8 GPUs, 128 conversations per step and bfloat16
     *("placement.device=cpu", "placement.actor_num_gpus_per_node=1", "model.dtype=float32"),
     *("rollout.batch_size=16", "loop.global_batch_size=8", "optim.lr=1e-3"),
 )
 
 
-def test_a_job_of_conversations_is_trained(tmp_path: Path) -> None:
+def test_a_converted_fine_tuning_script_trains(tmp_path: Path) -> None:
     assert convert_script(SCRIPT, tmp_path / "recipe" / "sft.yaml").code == SAME
     write_model(tmp_path / "model", replace(DENSE, vocab_size=128, max_position_embeddings=2048))
     characters(template=CHATML).save_pretrained(tmp_path / "model")
@@ -37,13 +37,13 @@ def test_a_job_of_conversations_is_trained(tmp_path: Path) -> None:
         for b in range(8)
     ]
     pq.write_table(pa.table({"messages": turns}), tmp_path / "conversations.parquet")
-    done = train(
+    result = train(
         *("--config-dir", str(tmp_path), "+recipe=sft", *SMALLER, f"run.dir={tmp_path / 'run'}"),
         *(f"model.hf_checkpoint={tmp_path / 'model'}", f"data.train={tmp_path / 'conversations.parquet'}"),
         log=tmp_path / "log",
         environment={"HOME": "/proc"},  # where nothing can be written
     )
-    assert done.code == 0, done.output
+    assert result.code == 0, result.output
     losses = [row["train/loss"] for row in metrics(tmp_path / "run") if "train/loss" in row]
     assert len(losses) == 12, "three epochs of 64 conversations, 16 at a time"
     assert losses[-1] < losses[0] / 2, losses

@@ -1,4 +1,4 @@
-"""Runs that a fault must end, or must not, by what the driver says and leaves behind."""
+"""Runs with a fault that has to end the run, or has to be survived: messages, metrics and files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import psutil
 import pytest
 
 from tests.e2e import checks
-from tests.e2e.conftest import SMALL, Warm
+from tests.e2e.conftest import SMALL_ROLLOUTS, WarmStart
 from tests.e2e.runs import Training, last_step, metrics, train
 
 pytestmark = pytest.mark.e2e
 
 
 def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_does_not(
-    warm: Warm, tmp_path: Path
+    warm_start: WarmStart, tmp_path: Path
 ) -> None:
     with scoring(answers=100) as url:
-        done = train(
+        result = train(
             "+recipe=quickstart",
-            *warm.overrides,
-            *SMALL,
+            *warm_start.overrides,
+            *SMALL_ROLLOUTS,
             "evaluation.datasets={}",
             "rollout.temperature=1.0",
             "rollout.over_sampling_batch_size=24",
@@ -43,8 +43,11 @@ def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_
             f"run.dir={tmp_path / 'run'}",
             log=tmp_path / "skip.log",
         )
-    checks.check_skipped_push(done, tmp_path / "run")
-    assert "Traceback" not in done.output
+    assert result.code == 1
+    assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in result.output
+    assert "Traceback" not in result.output
+    assert last_step(tmp_path / "run") == 1
+    checks.check_consistency(metrics(tmp_path / "run"))
     (row,) = metrics(tmp_path / "run")[1:]
     assert row["rollout/num_samples"] == 16 * 8
     assert row["rollout/stopped_groups"] == 24 - 16
@@ -52,22 +55,22 @@ def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_
     assert (
         16 * 8 - 100 <= row["reward/fallbacks"] <= row["reward/remote_failures"]
     )  # a group stopped meanwhile has none
-    assert f"warning: the reward server {url} does not score (HTTP 503" in done.output
+    assert f"warning: the reward server {url} does not score (HTTP 503" in result.output
     assert re.search(
         r"reward_down:collect:1:0 on reward server: noticed after \d+\.\d s \(down: Cannot connect to host 127\.0\.0\.1.*"
         r"has not answered since, \d+ samples without its score",
-        done.output,
+        result.output,
     )
 
 
-def test_a_step_on_what_was_not_sampled_is_not_taken(warm: Warm, tmp_path: Path) -> None:
+def test_samples_with_wrong_logprobs_end_the_run_before_the_step(warm_start: WarmStart, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = train(
+    result = train(
         "+recipe=quickstart",
-        *warm.overrides,
-        *SMALL,
+        *warm_start.overrides,
+        *SMALL_ROLLOUTS,
         "evaluation.datasets={}",
-        "rollout.generate=tests.e2e.custom:shifted",
+        "rollout.generate=tests.e2e.custom:shift_logprobs",
         "loop.steps_per_rollout=2",
         "run.save_interval=1",
         "run.async_save=false",
@@ -87,24 +90,24 @@ def test_a_step_on_what_was_not_sampled_is_not_taken(warm: Warm, tmp_path: Path)
 
 @contextmanager
 def scoring(answers: int) -> Generator[str]:
-    """A reward server that answers so many requests, and then that it is down."""
-    left = iter(range(answers))
+    """Run a reward server that scores this many requests and answers the others with HTTP 503."""
+    scored_requests = iter(range(answers))
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             score = (
                 None
-                if next(left, None) is None
-                else str(sum(map(int, filter(str.isdigit, asked["response"]))) % 5).encode()
+                if next(scored_requests, None) is None
+                else str(sum(map(int, filter(str.isdigit, request["response"]))) % 5).encode()
             )
-            with suppress(BrokenPipeError):  # the rollout is full, and asks for nothing more
+            with suppress(BrokenPipeError):  # the rollout is complete and has cancelled the request
                 self.send_response(503 if score is None else 200)
                 self.end_headers()
                 self.wfile.write(score or b"down")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -116,12 +119,12 @@ def scoring(answers: int) -> Generator[str]:
             thread.join()
 
 
-def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -> None:
+def test_a_dead_engine_ends_the_run_with_its_cause(warm_start: WarmStart, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     training = Training(
         "+recipe=quickstart",
-        *warm.overrides,
-        *SMALL,
+        *warm_start.overrides,
+        *SMALL_ROLLOUTS,
         "evaluation.datasets={}",
         f"run.dir={run_dir}",
         "loop.num_rollout=100000",
@@ -131,20 +134,20 @@ def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -
     training.wait_until(lambda: last_step(run_dir) >= 1)
     (engine,) = [p for p in psutil.Process(training.pid).children(recursive=True) if is_engine(p)]
     os.killpg(engine.pid, signal.SIGKILL)
-    done = training.wait()
-    assert done.code == 1
-    assert re.search("Engine(Error|Lost): engine 0", done.output)
-    assert "was killed by SIGKILL" in done.output
+    result = training.wait()
+    assert result.code == 1
+    assert re.search("Engine(Error|Lost): engine 0", result.output)
+    assert "was killed by SIGKILL" in result.output
     (bundle,) = run_dir.glob("crash-*")
     assert re.match("Engine(Error|Lost): engine 0", (bundle / "cause.txt").read_text())
-    found = {path.name for path in bundle.rglob("*")}
-    assert {"traceback.txt", "versions.txt", "config.yaml", "engine_0.tail.txt"} <= found
+    file_names = {path.name for path in bundle.rglob("*")}
+    assert {"traceback.txt", "versions.txt", "config.yaml", "engine_0.tail.txt"} <= file_names
     assert any(path.read_text() for path in (bundle / "stacks").glob("trainer_rank0*"))
     assert not [p for p in psutil.process_iter() if is_of_run(p, run_dir)]
 
 
 def is_engine(process: psutil.Process) -> bool:
-    """Whether a process is the leader of an engine's group; one that has ended is not."""
+    """Return whether a process is the living leader of an engine's process group."""
     try:
         return (
             "slime_like.rollout.engine.main" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
@@ -154,7 +157,7 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 def is_of_run(process: psutil.Process, run_dir: Path) -> bool:
-    """Whether a living process names the run's folder."""
+    """Return whether a living process has the run's folder on its command line."""
     try:
         return str(run_dir) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

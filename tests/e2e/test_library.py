@@ -1,4 +1,4 @@
-"""The program of docs/library.md, as it is printed there, with the calculator: it learns to call it, and only that is trained on."""
+"""The program printed in docs/library.md, with the calculator: the model learns to call it, and only model tokens are trained on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLLOUTS = 6
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """A job whose model has to be made first."""
+    """Return the overrides of a job that begins with a warm start."""
     folder = tmp_path_factory.mktemp("library")
     return (
         "+recipe=quickstart_tool",
@@ -38,34 +38,34 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 def test_a_signal_during_the_warm_start_ends_it_with_its_parent(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    """The next test makes it whole."""
+    """The next test runs the warm start to its end."""
     log = tmp_path / "log"
     training = Training(*overrides, log=log)
     training.wait_until(lambda: "quickstart_tool_sft: Ray is up" in log.read_text())
-    training.look()
-    assert training.held.ports, "of the child's Ray: what is looked for afterwards was there"
+    training.record()
+    assert training.resources.ports, "the ports of the child's Ray, whose absence is asserted below, were recorded"
     training.signal(signal.SIGTERM)
-    done = training.wait()
-    assert done.code == 130, done.output
-    assert "the warm start was stopped by SIGTERM" in done.output and "Traceback" not in done.output
+    result = training.wait()
+    assert result.code == 130, result.output
+    assert "the warm start was stopped by SIGTERM" in result.output and "Traceback" not in result.output
     assert training.leftovers() == []
 
 
-def test_a_program_of_its_own_teaches_a_tool(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    found = PROGRAM.search((REPOSITORY / "docs" / "library.md").read_text())
-    assert found is not None
-    (tmp_path / "mine.py").write_text(found[1])
+def test_the_documented_program_teaches_a_tool(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    program = PROGRAM.search((REPOSITORY / "docs" / "library.md").read_text())
+    assert program is not None
+    (tmp_path / "program.py").write_text(program[1])
     run_dir = next(Path(text.removeprefix("run.dir=")) for text in overrides if text.startswith("run.dir="))
-    done = Training(*overrides, log=tmp_path / "log", script=str(tmp_path / "mine.py")).wait()
-    assert done.code == 0, done.output
-    assert "quickstart: warm start done" in done.output
-    assert f"rollout {ROLLOUTS - 1}: version {ROLLOUTS}, best answer" in done.output
+    result = Training(*overrides, log=tmp_path / "log", script=str(tmp_path / "program.py")).wait()
+    assert result.code == 0, result.output
+    assert "quickstart: warm start done" in result.output
+    assert f"rollout {ROLLOUTS - 1}: version {ROLLOUTS}, best answer" in result.output
     rows = metrics(run_dir)
     checks.check_consistency(rows)
     checks.check_documented(rows)
-    assert rows[0]["eval/arithmetic"] < 0.5, "it mostly guesses"
+    assert rows[0]["eval/arithmetic"] < 0.5, "the model mostly guesses"
     assert rows[-1]["eval/arithmetic"] > rows[0]["eval/arithmetic"] + 0.25
-    assert rows[-1]["rollout/num_turns"] > rows[1]["rollout/num_turns"] + 0.2, "because it calls"
+    assert rows[-1]["rollout/num_turns"] > rows[1]["rollout/num_turns"] + 0.2, "the model calls the tool more often"
     rewards = [row["rollout/raw_reward"] for row in rows[1:]]
     assert np.mean(rewards[-2:]) > rewards[0] + 0.1, "of what it samples, too"
     check_token_table(run_dir, ROLLOUTS - 1)
@@ -76,14 +76,14 @@ def check_token_table(run_dir: Path, rollout_id: int) -> None:
     view = load_table(table_path(run_dir / "rollouts", rollout_id))
     groups = load_groups(rollout_path(run_dir / "rollouts", rollout_id))
     samples: dict[int, Sample] = {sample.sample_id: sample for group in groups for sample in group.samples}
-    called = 0
+    num_calls = 0
     for index, sample_id in enumerate(view.sample_ids):
-        sample, place = samples[int(sample_id)], view.sequence(index)
+        sample, positions = samples[int(sample_id)], view.sequence(index)
         lengths = [span.stop - span.start for span in sample.spans]
-        mine = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)
-        np.testing.assert_array_equal(view.token_ids[place], sample.token_ids)
-        np.testing.assert_array_equal(view.loss_weight[place] > 0, mine)
-        np.testing.assert_array_equal(np.isnan(view.advantages[place]), ~mine)
-        np.testing.assert_array_equal(np.isnan(view.rollout_logprobs[place]), ~mine)
-        called += sum(span.source is Source.TOOL for span in sample.spans)
-    assert called > 0
+        is_sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)
+        np.testing.assert_array_equal(view.token_ids[positions], sample.token_ids)
+        np.testing.assert_array_equal(view.loss_weight[positions] > 0, is_sampled)
+        np.testing.assert_array_equal(np.isnan(view.advantages[positions]), ~is_sampled)
+        np.testing.assert_array_equal(np.isnan(view.rollout_logprobs[positions]), ~is_sampled)
+        num_calls += sum(span.source is Source.TOOL for span in sample.spans)
+    assert num_calls > 0

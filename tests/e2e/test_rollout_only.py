@@ -1,6 +1,6 @@
-"""run.mode=rollout_only with a generate function, a filter, rewards and a sink of a user's own, until a file stops it.
+"""run.mode=rollout_only with a user's generate function, filter, rewards and sink, until a control file stops the run.
 
-Its data are those of examples/own_data.py; it is started outside the repository, in the folder of the user's file.
+The data are those of examples/own_data.py. The run is started outside the repository, in the folder of the user's file.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from slime_like.cluster.run.control import Request
 from slime_like.cluster.run.control_client import send_request
 from slime_like.data.dump import load_groups, rollout_path
 from tests.e2e import checks, custom
-from tests.e2e.conftest import SMALL, Warm
-from tests.e2e.runs import Finished, Training, last_step, metrics, outcomes
+from tests.e2e.conftest import SMALL_ROLLOUTS, WarmStart
+from tests.e2e.runs import RunResult, Training, last_step, metrics, outcomes
 
 pytestmark = pytest.mark.e2e
 FILTER = "own_code.py:even_prompts"
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StoppedRun:
     run_dir: Path
-    finished: Finished
+    result: RunResult
 
 
 @pytest.fixture(scope="module")
-def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    folder, heldout = tmp_path_factory.mktemp("rollout_only"), warm.folder / "assets" / "heldout.jsonl"
+def run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> StoppedRun:
+    folder, heldout = tmp_path_factory.mktemp("rollout_only"), warm_start.folder / "assets" / "heldout.jsonl"
     run_dir = folder / "run"
     shutil.copy(custom.__file__, folder / "own_code.py")
     training = Training(
         "+recipe=quickstart",
-        *warm.overrides,
-        *SMALL,
+        *warm_start.overrides,
+        *SMALL_ROLLOUTS,
         f"evaluation.datasets={{greedy: '{heldout}@[0:20]', sampled: '{heldout}@[20:30]'}}",
         "evaluation.overrides.sampled={n_samples_per_prompt: 4, temperature: 0.7, rm_type: f1}",
         "run.mode=rollout_only",
@@ -60,41 +60,41 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
     return Done(run_dir, training.wait())
 
 
-def test_a_file_stops_it(run: Done) -> None:
-    assert run.finished.code == 130, run.finished.output
+def test_a_control_file_stops_the_run(run: StoppedRun) -> None:
+    assert run.result.code == 130, run.result.output
     assert outcomes(run.run_dir) == {Request.STOP: "done"}
-    assert f"stopped after {last_step(run.run_dir)} rollouts" in run.finished.output
+    assert f"stopped after {last_step(run.run_dir)} rollouts" in run.result.output
     rows = metrics(run.run_dir)
     assert all(row["rollout/staleness_max"] == 0 for row in rows[1:])
     checks.check_documented(rows)
 
 
-def test_groups_that_the_filter_drops_are_replaced(run: Done) -> None:
+def test_groups_that_the_filter_drops_are_replaced(run: StoppedRun) -> None:
     row, groups = metrics(run.run_dir)[1], load_groups(rollout_path(run.run_dir / "rollouts", 0))
-    dropped = row[f"rollout/dropped_groups/{FILTER}"]
+    num_dropped = row[f"rollout/dropped_groups/{FILTER}"]
     assert len(groups) == 16
     assert all(group.prompt.prompt_id % 2 == 0 and len(group.samples) == 2 for group in groups)
-    assert row["rollout/generated_groups"] == 16 + dropped > 16
+    assert row["rollout/generated_groups"] == 16 + num_dropped > 16
     assert row["rollout/refills"] > 0
-    assert row[f"rollout/dropped_groups/{FILTER}/odd prompt"] == dropped
+    assert row[f"rollout/dropped_groups/{FILTER}/odd prompt"] == num_dropped
     assert row["rollout/generated/raw_reward"] > 0
 
 
-def test_an_own_sink_gets_every_step(run: Done) -> None:
+def test_a_users_sink_receives_every_step(run: StoppedRun) -> None:
     steps = [line.partition(",")[0] for line in (run.run_dir / "metrics.csv").read_text().splitlines()]
     assert steps == ["step", *(str(row["step"]) for row in metrics(run.run_dir))]
 
 
-def test_rewards_add_up_by_their_weights(run: Done) -> None:
+def test_rewards_add_up_by_their_weights(run: StoppedRun) -> None:
     for group in load_groups(rollout_path(run.run_dir / "rollouts", 0)):
-        least = min(len(sample.text) for sample in group.samples)
+        min_length = min(len(sample.text) for sample in group.samples)
         for s in group.samples:
-            right = s.text.strip() == group.prompt.label
-            assert s.reward is not None and s.reward.accuracy == right
-            assert s.reward.score == right + len(s.text) + 0.5 * (len(s.text) == least)
+            is_correct = s.text.strip() == group.prompt.label
+            assert s.reward is not None and s.reward.accuracy == is_correct
+            assert s.reward.score == is_correct + len(s.text) + 0.5 * (len(s.text) == min_length)
 
 
-def test_every_answer_of_an_evaluation_is_kept(run: Done) -> None:
+def test_every_answer_of_an_evaluation_is_kept(run: StoppedRun) -> None:
     answers = pd.read_json(run.run_dir / "eval" / "step_0000000.jsonl", lines=True)
     assert answers.groupby("dataset").size().to_dict() == {"greedy": 20, "sampled": 10 * 2}
     columns = {"step", "prompt", "label", "response", "score", "accuracy", "status", "response_len"}
@@ -103,12 +103,12 @@ def test_every_answer_of_an_evaluation_is_kept(run: Done) -> None:
     evaluated = metrics(run.run_dir)[0]
     assert greedy.accuracy.mean() == pytest.approx(evaluated["eval/greedy"])
     assert {"eval/greedy", "eval/sampled", "eval/sampled/response_len/max"} <= set(evaluated)
-    # The generate function makes two of the four; what reward.weights adds is no part of an evaluation.
+    # The generate function returns two of four samples; reward.weights does not apply to an evaluation.
     assert 0.0 <= evaluated["eval/sampled-pass@1"] <= evaluated["eval/sampled-pass@2"] <= 1.0
     assert "eval/sampled-pass@4" not in evaluated and "eval/greedy-pass@1" not in evaluated
     assert 0.0 <= evaluated["eval/sampled"] <= 1.0
 
 
-def test_printed_lines_of_user_code_are_in_the_log(run: Done) -> None:
-    printed = (run.run_dir / "logs" / "rollout_manager.log").read_text()
-    assert "a generate function's own line\n" in printed and "a reward's own line\n" in printed
+def test_printed_lines_of_user_code_are_in_the_log(run: StoppedRun) -> None:
+    log = (run.run_dir / "logs" / "rollout_manager.log").read_text()
+    assert "a generate function's own line\n" in log and "a reward's own line\n" in log

@@ -1,4 +1,4 @@
-"""Agents as users have them: a stock client that does not know it is recorded."""
+"""Agents as users write them: an unmodified openai client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-heard: list[Any] = []  # what the agents of a test were told, in order
+replies: list[Any] = []  # replies and errors that the agents of a test received, in order
 
 
 def client(base_url: str, api_key: str) -> openai.AsyncOpenAI:
@@ -16,14 +16,14 @@ def client(base_url: str, api_key: str) -> openai.AsyncOpenAI:
 
 
 async def three_turns(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> float:
-    """A conversation that grows, the last turn streamed."""
+    """Have a conversation of three turns, the last of them streamed."""
     async with client(base_url, api_key) as api:
         messages: list[Any] = [{"role": "user", "content": prompt}]
         for limit, temperature in ((9, 0.2), (12, 0.3)):
             reply = await api.chat.completions.create(
                 model="any", messages=messages, max_tokens=limit, logprobs=True, temperature=temperature
             )
-            heard.append(reply)
+            replies.append(reply)
             messages += [reply.choices[0].message, {"role": "user", "content": "and then?"}]
         text, usage = "", None
         async for chunk in await api.chat.completions.create(
@@ -31,12 +31,12 @@ async def three_turns(base_url: str, api_key: str, prompt: Any, metadata: Mappin
         ):
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
             usage = chunk.usage or usage
-        heard.append((text, usage))
+        replies.append((text, usage))
         return float(len(metadata["label"]))
 
 
-async def beside_each_other(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Two answers to one history, one that goes on, one history rewritten."""
+async def branches(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Request two answers to one history, continue one of them, and rewrite the history."""
     async with client(base_url, api_key) as api:
 
         async def ask(*messages: Any) -> Any:
@@ -45,32 +45,32 @@ async def beside_each_other(base_url: str, api_key: str, prompt: Any, metadata: 
 
         first = {"role": "user", "content": prompt}
         answer = await ask(first)
-        more = {"role": "user", "content": "more"}
-        left, _ = await asyncio.gather(ask(first, answer, more), ask(first, answer, more))
-        await ask(first, answer, more, left, more)
-        await ask(first, {"role": "assistant", "content": "what it never said"}, more)
+        follow_up = {"role": "user", "content": "more"}
+        answer_to_branch, _ = await asyncio.gather(ask(first, answer, follow_up), ask(first, answer, follow_up))
+        await ask(first, answer, follow_up, answer_to_branch, follow_up)
+        await ask(first, {"role": "assistant", "content": "what it never said"}, follow_up)
 
 
-async def with_a_tool(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Answers calls of its one tool until there is none."""
+async def use_tool(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Answer the calls of a tool for two turns."""
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     async with client(base_url, api_key) as api:
         messages: list[Any] = [{"role": "user", "content": prompt}]
         for _ in range(2):
             reply = await api.chat.completions.create(model="any", messages=messages, max_tokens=8, tools=[tool])
             message = reply.choices[0].message
-            heard.append((reply.choices[0].finish_reason, message))
+            replies.append((reply.choices[0].finish_reason, message))
             messages.append(message)
             for call in message.tool_calls or ():
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
 
 
-async def mistakes(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Everything that a client can get wrong, then nothing."""
-    good: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": prompt}], "max_tokens": 3}
+async def send_invalid_requests(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Send every kind of invalid request, then a valid one."""
+    valid: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": prompt}], "max_tokens": 3}
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     async with client(base_url, api_key) as api:
-        wrongs: list[dict[str, Any]] = [
+        changes: list[dict[str, Any]] = [
             {"n": 2},
             {"messages": []},
             {"messages": [{"role": "oracle", "content": "x"}]},
@@ -82,12 +82,12 @@ async def mistakes(base_url: str, api_key: str, prompt: Any, metadata: Mapping[s
             {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
             {"messages": [{"role": "user", "content": "x" * 500}]},
         ]
-        for wrong in wrongs:
-            asked: dict[str, Any] = {**good, **wrong}
+        for change in changes:
+            arguments: dict[str, Any] = {**valid, **change}
             try:
-                await api.chat.completions.create(**asked)
+                await api.chat.completions.create(**arguments)
             except openai.BadRequestError as error:
-                heard.append((error.status_code, error.param, error.code, error.type))
+                replies.append((error.status_code, error.param, error.code, error.type))
         for call in (
             api.completions.create(model="any", prompt="x"),
             api.with_options(api_key="another").models.list(),
@@ -95,12 +95,12 @@ async def mistakes(base_url: str, api_key: str, prompt: Any, metadata: Mapping[s
             try:
                 await call
             except openai.APIStatusError as error:
-                heard.append((type(error).__name__, error.body))
-        await api.chat.completions.create(**good)
+                replies.append((type(error).__name__, error.body))
+        await api.chat.completions.create(**valid)
 
 
-async def too_long(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Goes on until there is no room, and does not look for that."""
+async def exceed_context(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Continue the conversation until the context is full, without handling the error."""
     async with client(base_url, api_key) as api:
         messages: list[Any] = [{"role": "user", "content": prompt}]
         while True:
@@ -108,8 +108,8 @@ async def too_long(base_url: str, api_key: str, prompt: Any, metadata: Mapping[s
             messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
 
 
-async def starts_again(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Forgets what there is no room for, goes on, and fails of something else."""
+async def restart_after_overflow(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Fill the context, start another conversation, then raise."""
     async with client(base_url, api_key) as api:
         for content in ("x" * 500, prompt):
             try:
@@ -117,29 +117,29 @@ async def starts_again(base_url: str, api_key: str, prompt: Any, metadata: Mappi
                     model="any", messages=[{"role": "user", "content": content}], max_tokens=3
                 )
             except openai.BadRequestError as error:
-                heard.append(error.code)
+                replies.append(error.code)
     raise LookupError("lost")
 
 
-async def hangs(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Asks once, then waits for what never comes."""
+async def hang(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Send one request, then wait for ever."""
     async with client(base_url, api_key) as api:
         await api.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}], max_tokens=3)
     await asyncio.Event().wait()
 
 
-async def raises(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """A fault of its own."""
+async def raise_error(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise an exception."""
     raise LookupError(f"no page about {prompt}")
 
 
-async def no_number(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> Any:
-    """A reward that is none."""
+async def return_text(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> Any:
+    """Return a reward that is not a number."""
     return "good"
 
 
 def blocks(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Not a coroutine function."""
+    """Agent that is not a coroutine function."""
 
 
 async def two_arguments(base_url: str, api_key: str) -> None:

@@ -1,4 +1,4 @@
-"""The C kernels of this machine, for tests that need no engine."""
+"""The C kernels, compiled for this machine, for tests without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 
 @cache
 def C() -> CKernels:
-    """Compiled once per machine."""
+    """Return the kernels, compiled at the first call."""
     return CKernels(build.build().path)
 
 
@@ -24,5 +24,5 @@ def has_products() -> bool:
     """Return whether this CPU supports the kernels and a compiler works."""
     try:
         return HAS_COMPILER and C().has_products
-    except (build.BuildError, OSError):  # test_cpu_build.py says so
+    except (build.BuildError, OSError):  # test_cpu_build.py tests this
         return False

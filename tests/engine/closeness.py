@@ -1,4 +1,4 @@
-"""Closeness of log-probabilities by two float32 forwards of a test's model."""
+"""Tolerance for log-probabilities of two float32 forward passes of a test's model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import numpy as np
 
 from slime_like.types import F32
 
-MOST, THROUGHOUT, ENOUGH = 5e-5, 1.5e-5, 8
+MAX_ERROR, MAX_RMS_ERROR, MIN_TOKENS = 5e-5, 1.5e-5, 8
 
 
-def assert_close(found: F32, expected: F32, of: str = "") -> None:
-    """[T] each: no token differs by more than rounding may, nor do all of them by as much as rounding does now and then."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=MOST, err_msg=of)
-    if len(found) >= ENOUGH:
-        off = np.sqrt(np.mean(np.square(np.asarray(found, np.float64) - expected)))
-        assert off <= THROUGHOUT, f"{of} is off by {off:.1e} throughout (root mean square), more than {THROUGHOUT:.1e}"
+def assert_close(logprobs: F32, expected: F32, label: str = "") -> None:
+    """Assert that two [T] arrays differ by at most ``MAX_ERROR``, and by ``MAX_RMS_ERROR`` in the root mean square."""
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=MAX_ERROR, err_msg=label)
+    if len(logprobs) >= MIN_TOKENS:
+        rms_error = np.sqrt(np.mean(np.square(np.asarray(logprobs, np.float64) - expected)))
+        assert rms_error <= MAX_RMS_ERROR, (
+            f"{label} is off by {rms_error:.1e} throughout (root mean square), more than {MAX_RMS_ERROR:.1e}"
+        )

@@ -1,4 +1,4 @@
-"""One real SGLang engine per (tensor-parallel size), shared by all tests of the session."""
+"""One real SGLang engine per tensor-parallel size, shared by all tests of the session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime_like.types import F32, I32
 from slime_like.weight_sync.shared import Region
 
 VOCAB = 500  # not a multiple of 64: the engine pads its embedding
-KEY = "a key of this test run"
+ADMIN_KEY = "a key of this test run"
 
 
 @dataclass(frozen=True)
@@ -33,55 +33,55 @@ class Models:
     hf: Mapping[str, Any]
 
     def logprobs(self, name: str, token_ids: I32, temperature: float) -> F32:
-        """[L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1, by transformers."""
+        """Return the [L - 1] log-probabilities of tokens 1 .. L - 1 at ``temperature``, by transformers."""
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
         with torch.no_grad():
             logits = self.hf[name](ids).logits[0, :-1] / temperature
         return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """HF tensors as a trainer exports them: tied embeddings once."""
+        """Return the HF tensors as a trainer exports them, with tied embeddings once."""
         return {k: v.detach() for k, v in self.hf[name].named_parameters()}
 
 
 def payload(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The body of ``update_from_tensors``."""
+    """Return the body of an ``update_from_tensors`` request."""
     body = io.BytesIO()
     pickle.Pickler(body, protocol=pickle.HIGHEST_PROTOCOL).dump([(k, v.clone()) for k, v in tensors.items()])
     return body.getvalue()
 
 
 class Engine:
-    """A running engine, its client, and the event loop the client lives in."""
+    """A running engine, its client, and the client's event loop."""
 
     def __init__(self, server: EngineServer, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
         self.server, self.client, self._loop = server, client, loop
 
     def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine of the client."""
+        """Run a coroutine of the client and return its result."""
         return self._loop.run_until_complete(work)
 
-    async def push(self, tensors: Mapping[str, torch.Tensor], version: int, far: bool = False) -> None:
-        """A whole push over the tensor path, pause and flush around it; ``far``: as if from another machine."""
+    async def push(self, tensors: Mapping[str, torch.Tensor], version: int, remote: bool = False) -> None:
+        """Push over the tensor transport: pause, update, flush, resume. ``remote``: as if from another machine."""
         await self.client.pause()
         await self.client.begin_update()
         region = Region()
-        message = payload(tensors) if far else region.write(Bucket(tuple(tensors.items())))
+        message = payload(tensors) if remote else region.write(Bucket(tuple(tensors.items())))
         await self.client.update_from_tensors(message)
         region.write(Bucket(tuple((name, torch.full_like(t, 7.0)) for name, t in tensors.items())))
-        region.close()  # an engine that still looked into it would be seen to
+        region.close()  # an engine that still read the region would now serve wrong weights
         await self.client.end_update(version)
         await self.client.flush()
         await self.client.resume()
 
 
-def sampled(temperature: float = 1.0, tokens: int = 12) -> Sampling:
-    """Sampling without an end: these models know no EOS worth waiting for."""
+def make_sampling(temperature: float = 1.0, tokens: int = 12) -> Sampling:
+    """Return sampling parameters without stop tokens, because random models seldom sample an EOS."""
     return Sampling(temperature=temperature, max_new_tokens=tokens)
 
 
 def prompt(length: int, seed: int = 0) -> I32:
-    """A random prompt."""
+    """Return a random prompt of ``length`` tokens."""
     return np.random.default_rng(seed).integers(2, VOCAB, length).astype(np.int32)
 
 
@@ -99,7 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         head_dim=16,
         tie_word_embeddings=True,
         max_position_embeddings=512,
-        rms_norm_eps=2e-5,  # like the base, of no library's default: a constant in its place shows
+        rms_norm_eps=2e-5,  # like rope_theta not a default of any library, so that a hard-coded constant is detected
         rope_parameters={"rope_type": "default", "rope_theta": 2e5},
         initializer_range=0.2,
         eos_token_id=1,
@@ -117,7 +117,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def launch(
     models: Models, folder: Path, tp: int, *, deterministic: bool = False, cpu_kernels: str = "auto", **sglang: Any
 ) -> Generator[Engine | None]:
-    """First ``None``, when the engine is on its way, so that several can be; then the engine, ready."""
+    """Yield ``None`` once the engine's process has started, so that several can start at once; then the ready engine."""
     spec = EngineSpec(
         model_path=str(models.paths["A"]),
         device="cpu",
@@ -134,14 +134,14 @@ def launch(
         sglang={"max_total_tokens": 4096, **sglang},
     )
     loop = asyncio.new_event_loop()
-    server = EngineServer(spec, admin_key=KEY)
+    server = EngineServer(spec, admin_key=ADMIN_KEY)
     client: EngineClient | None = None
     try:
         server.start()
         yield None
         server.wait_ready()
         client = EngineClient(
-            server.url, admin_key=KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60, cause=server.cause_of_death
+            server.url, admin_key=ADMIN_KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60, cause=server.cause_of_death
         )
         yield Engine(server, client, loop)
     finally:

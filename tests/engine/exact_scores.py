@@ -1,4 +1,4 @@
-"""A trainer rank that scores sequences under ``run.deterministic=true``: what the engine's bits are compared with."""
+"""Trainer ranks that score sequences under ``run.deterministic=true``, for comparison with an engine's bits."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Sequences to be scored under one model at one temperature."""
+class ScoreQuery:
+    """Sequences to score with one model at one temperature."""
 
     model: Path
     temperature: float
     sequences: tuple[I32, ...]
 
 
-def answer(world: World, layout: Layout, questions: Sequence[Question]) -> list[list[F32]]:
-    """Per question, per sequence the log-probabilities [L - 1] of tokens 1 .. L - 1, on the reporter; else nothing."""
+def answer(world: World, layout: Layout, queries: Sequence[ScoreQuery]) -> list[list[F32]]:
+    """Return [L - 1] log-probabilities per query and sequence on the reporter rank, and nothing on the others."""
     from slime_like.train.megatron.platform import host
 
     host.install("cpu")
     answers: list[list[F32]] = []
-    for question in questions:
-        actor = make_actor(world, question.model, layout, temperature=question.temperature, deterministic=True)
-        packed = _score(actor, question.sequences)
-        for i, sequence in enumerate(question.sequences[:3]):
-            for alone in _score(actor, [sequence]):
-                assert np.array_equal(alone, packed[i]), "a sequence's scores depend on what it is packed with"
-        answers += [packed] if actor.rank_info.is_reporter else []
+    for query in queries:
+        actor = make_actor(world, query.model, layout, temperature=query.temperature, deterministic=True)
+        scores = _score(actor, query.sequences)
+        for i, sequence in enumerate(query.sequences[:3]):
+            for single_scores in _score(actor, [sequence]):
+                assert np.array_equal(single_scores, scores[i]), "a sequence's scores depend on what it is packed with"
+        answers += [scores] if actor.rank_info.is_reporter else []
     return answers
 
 
-def both_layouts(world: World, question: Question) -> list[list[F32]]:
-    """``answer`` of two pipeline stages, then of two data parallel ranks, in one process group."""
-    return [column for layout in (Layout(pp=2), Layout(dp=2)) for column in answer(world, layout, [question])]
+def both_layouts(world: World, query: ScoreQuery) -> list[list[F32]]:
+    """Return the answers of two pipeline stages, then of two data parallel ranks, in one process group."""
+    return [column for layout in (Layout(pp=2), Layout(dp=2)) for column in answer(world, layout, [query])]
 
 
 def _score(actor: RankTrainer, sequences: Sequence[I32]) -> list[F32]:

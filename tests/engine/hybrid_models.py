@@ -1,4 +1,4 @@
-"""Tiny random hybrid models: three gated delta net layers to one of attention, uneven shapes."""
+"""Tiny random hybrid models with three gated delta net layers per attention layer and uneven shapes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def rope(family: str, rotated: float) -> dict[str, Any]:
-    """The base of a family's trainer tests, which is no library's default."""
-    return {"rope_type": "default", "rope_theta": THETA[family], "partial_rotary_factor": rotated}
+def rope(family: str, rotary_fraction: float) -> dict[str, Any]:
+    """Return rope parameters with the base of the family's trainer tests, which is not a default of any library."""
+    return {"rope_type": "default", "rope_theta": THETA[family], "partial_rotary_factor": rotary_fraction}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe_text": {
         **EXPERTS,
-        "linear_num_value_heads": 6,  # a ratio for which SGLang has another path
+        "linear_num_value_heads": 6,  # SGLang has a separate code path for this ratio
         "rope_parameters": rope("qwen3_5_moe_text", 0.25),
     },
 }
@@ -79,16 +79,24 @@ def config(family: str) -> Any:
 
     if family != WITH_VISION:
         return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family], rms_norm_eps=EPSILON[family])
-    inner = f"{WITH_VISION}_text"
-    rotary = {"rope_parameters": rope(inner, 0.5)}  # not what transformers writes beside it
-    text = {**SHAPE, **FAMILIES[inner], **rotary, "rms_norm_eps": EPSILON[inner], "tie_word_embeddings": False}
+    text_family = f"{WITH_VISION}_text"
+    rotary = {
+        "rope_parameters": rope(text_family, 0.5)
+    }  # differs from the values that transformers writes at top level
+    text = {
+        **SHAPE,
+        **FAMILIES[text_family],
+        **rotary,
+        "rms_norm_eps": EPSILON[text_family],
+        "tie_word_embeddings": False,
+    }
     return AutoConfig.for_model(family, text_config=text, vision_config=VISION, tie_word_embeddings=False, **TOKENS)
 
 
 def build(folder: Path, family: str) -> Models:
-    """Models A and B of one shape, with norms, decays and biases that are not what they start as.
+    """Write models A and B of one shape, with norms, decays and biases changed from their initial values.
 
-    The files of a vision model have the experts of a layer in two tensors, as those of released models.
+    The files of a vision model have the experts of a layer in two tensors, as in released models.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -112,8 +120,8 @@ def build(folder: Path, family: str) -> Models:
 
 
 class HybridModels(Models):
-    """Tensors as a trainer exports them, one per expert: transformers keeps those of a layer in one parameter."""
+    """Models whose tensors are exported per expert, as a trainer does; transformers has one parameter per layer."""
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        stored = by_expert(load_file(self.paths[name] / "model.safetensors"))
-        return {key: tensor for key, tensor in stored.items() if ".visual." not in key}  # not trained, never sent
+        tensors = by_expert(load_file(self.paths[name] / "model.safetensors"))
+        return {key: tensor for key, tensor in tensors.items() if ".visual." not in key}  # not trained, so never sent

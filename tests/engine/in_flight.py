@@ -1,4 +1,4 @@
-"""Answers that go on over two pushes, and what the weights of each of their tokens say."""
+"""Requests that are in flight during two pushes, and the log-probabilities of each version for their tokens."""
 
 from __future__ import annotations
 
@@ -8,35 +8,40 @@ import numpy as np
 
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
-from tests.engine.conftest import Engine, Models, sampled
+from tests.engine.conftest import Engine, Models, make_sampling
 
-TRIES = 10
-B, A = 3, 4  # the versions: odd ones are of the weights of B
+MAX_TRIES = 10
+PUSHED_B, PUSHED_A = 3, 4  # versions; odd versions have the weights of B
 
 
-def over_two_pushes(engine: Engine, models: Models, ids: I32, tokens: int) -> list[Completion]:
-    """Three answers of three versions each; A's weights, those of B, A's again. On a busy machine one may begin late or end early: again."""
+def generate_over_two_pushes(engine: Engine, models: Models, ids: I32, tokens: int) -> list[Completion]:
+    """Return three completions, each sampled under the weights of A, then B, then A.
 
-    async def once() -> list[Completion]:
-        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], sampled(tokens=tokens)))
-        for version in (B, A):
-            await engine.client.generate(ids, [9], sampled(tokens=8))  # by then the others mostly have tokens too
+    On a busy machine a request may begin after the first push or end before the second; all three are then sampled again.
+    """
+
+    async def generate() -> list[Completion]:
+        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], make_sampling(tokens=tokens)))
+        for version in (PUSHED_B, PUSHED_A):
+            await engine.client.generate(
+                ids, [9], make_sampling(tokens=8)
+            )  # by then the three requests usually have tokens
             await engine.push(models.tensors("AB"[version % 2]), version)
         return await request
 
-    found: list[list[int]] = []
-    for _ in range(TRIES):
-        completions = engine.run(once())
-        found = [[version for *_, version in completion.versions] for completion in completions]
-        if all(len(versions) == 3 and versions[1:] == [B, A] for versions in found):
+    versions_of_completions: list[list[int]] = []
+    for _ in range(MAX_TRIES):
+        completions = engine.run(generate())
+        versions_of_completions = [[version for *_, version in completion.versions] for completion in completions]
+        if all(len(versions) == 3 and versions[1:] == [PUSHED_B, PUSHED_A] for versions in versions_of_completions):
             return completions
     raise AssertionError(
-        f"in {TRIES} tries no answers of {tokens} tokens went on over two pushes; the last ones: {found}"
+        f"in {MAX_TRIES} tries no completions of {tokens} tokens spanned two pushes; versions of the last ones: {versions_of_completions}"
     )
 
 
-def by_version(models: Models, ids: I32, completion: Completion) -> F32:
-    """Logprobs of sampled tokens, of each under the weights of its version."""
-    whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
-    of = {name: models.logprobs(name, whole, 1.0)[-new:] for name in "AB"}
-    return np.concatenate([of["AB"[version % 2]][start:stop] for start, stop, version in completion.versions])
+def logprobs_by_version(models: Models, ids: I32, completion: Completion) -> F32:
+    """Return the log-probability of each sampled token under the weights of the token's version."""
+    sequence, num_sampled = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
+    logprobs = {name: models.logprobs(name, sequence, 1.0)[-num_sampled:] for name in "AB"}
+    return np.concatenate([logprobs["AB"[version % 2]][start:stop] for start, stop, version in completion.versions])

@@ -1,6 +1,6 @@
-"""A generate function whose answers are long for every other prompt, so that some are always on their way.
+"""A generate function whose answers are long for every other prompt, so that some requests are always in flight.
 
-It scores them itself: while a reward's process starts, the long ones would end.
+The function sets the reward itself: long answers would end while a reward process starts.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from slime_like.interfaces import Completion, Engine, GenerateContext
 from slime_like.rollout.generate.single_turn import to_sample
 from slime_like.types import Prompt, Reward, Sample
 
-SHORT, LONG = 4, 200
+NUM_SHORT, NUM_LONG = 4, 200
 
 
 async def long_for_odd_prompts(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """``SHORT`` tokens, fewer where a stop token comes, or ``LONG`` ones; one more for each further sample."""
-    least, stops = (LONG, ()) if prompt.prompt_id % 2 else (SHORT, context.sampling.stop_token_ids)
+    """Sample up to ``NUM_SHORT`` tokens, or exactly ``NUM_LONG`` for odd prompts; one more for each further sample."""
+    min_tokens, stops = (NUM_LONG, ()) if prompt.prompt_id % 2 else (NUM_SHORT, context.sampling.stop_token_ids)
 
     async def ask(index: int, seed: int) -> Completion:
-        sampling = replace(context.sampling, max_new_tokens=least + index, stop_token_ids=stops)
+        sampling = replace(context.sampling, max_new_tokens=min_tokens + index, stop_token_ids=stops)
         (completion,) = await engine.generate(prompt.token_ids, [seed], sampling)
         return completion
 

@@ -31,25 +31,25 @@ def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenT
 
 
 def check_samples(engine: Engine, models: Models, prompt: Prompt, samples: Sequence[Sample]) -> None:
-    """Recorded log-probabilities are the engine's own of these tokens and the trainer's; only the model's are trained on."""
-    rescored = engine.run(engine.client.score([s.token_ids for s in samples], TEMPERATURE))
-    for sample, scores in zip(samples, rescored, strict=True):
-        mine = by_model(sample)
-        assert_close(sample.logprobs[mine], np.append(np.nan, scores)[mine])
-        assert np.isnan(sample.logprobs[~mine]).all()
+    """Check that recorded log-probabilities equal the engine's scores and the trainer's, and that only model tokens are trained on."""
+    scores_of_samples = engine.run(engine.client.score([s.token_ids for s in samples], TEMPERATURE))
+    for sample, scores in zip(samples, scores_of_samples, strict=True):
+        is_sampled = sampled_mask(sample)
+        assert_close(sample.logprobs[is_sampled], np.append(np.nan, scores)[is_sampled])
+        assert np.isnan(sample.logprobs[~is_sampled]).all()
     view = view_of(models, prompt, samples)
-    known = {sample.sample_id: sample for sample in samples}
+    samples_by_id = {sample.sample_id: sample for sample in samples}
     for index, sample_id in enumerate(view.sample_ids):
-        sample, place = known[int(sample_id)], view.sequence(index)
-        mine = by_model(sample)
-        np.testing.assert_array_equal(view.token_ids[place], sample.token_ids)
-        np.testing.assert_array_equal(view.loss_weight[place] > 0, mine)
-        np.testing.assert_array_equal(view.versions[place] >= 0, mine)
-        np.testing.assert_array_equal(np.isnan(view.advantages[place]), ~mine)
-        trainer, rollout = view.trainer_logprobs[place], view.rollout_logprobs[place]
-        assert_close(trainer[mine], rollout[mine])
+        sample, positions = samples_by_id[int(sample_id)], view.sequence(index)
+        is_sampled = sampled_mask(sample)
+        np.testing.assert_array_equal(view.token_ids[positions], sample.token_ids)
+        np.testing.assert_array_equal(view.loss_weight[positions] > 0, is_sampled)
+        np.testing.assert_array_equal(view.versions[positions] >= 0, is_sampled)
+        np.testing.assert_array_equal(np.isnan(view.advantages[positions]), ~is_sampled)
+        trainer, rollout = view.trainer_logprobs[positions], view.rollout_logprobs[positions]
+        assert_close(trainer[is_sampled], rollout[is_sampled])
 
 
-def by_model(sample: Sample) -> np.ndarray:
-    """[L]: whether the model sampled the token."""
+def sampled_mask(sample: Sample) -> np.ndarray:
+    """Return an [L] mask of the tokens that the model sampled."""
     return np.concatenate([np.full(s.stop - s.start, s.source is Source.MODEL) for s in sample.spans])

@@ -1,4 +1,4 @@
-"""Agents with a stock openai client against a real engine: every token as it was sampled, every mistake in OpenAI's words."""
+"""Agents with an openai client on a real engine: samples hold the sampled tokens, and errors have OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,43 +21,50 @@ from slime_like.types import Prompt, Reward, Sample, Source, Status
 from tests.e2e.leftovers import beyond_loopback, listened_on
 from tests.engine import agents
 from tests.engine.conftest import Engine, Models
-from tests.engine.masks import by_model, check_samples
+from tests.engine.masks import check_samples, sampled_mask
 from tests.engine.words import context, write_words
 
 pytestmark = pytest.mark.engine
 PROMPT = Prompt(0, np.array([9, 9], np.int32), "tell me", "label", None, {"level": 3})
 
 
-class Played:
-    """Runs of one agent, and what the run reports of them."""
+class AgentRuns:
+    """Runs of one agent, with their metrics, warnings and listening addresses."""
 
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self.metrics: dict[str, float] = {}
         self.warnings: tuple[str, ...] = ()
-        self.addresses: list[str] = []  # that this process listens at, the endpoint's among them
+        self.addresses: list[str] = []  # on which this process listened, including the endpoint's
 
     def play(
-        self, agent: Callable[..., Coroutine[Any, Any, Any]], seeds: list[int], *, client: Any = None, **how: Any
+        self,
+        agent: Callable[..., Coroutine[Any, Any, Any]],
+        seeds: list[int],
+        *,
+        client: Any = None,
+        **context_args: Any,
     ) -> list[Sample]:
-        agents.heard.clear()
-        seconds = how.pop("seconds", 60.0)
+        agents.replies.clear()
+        seconds = context_args.pop("seconds", 60.0)
         settings = RolloutConfig(
             generate="openai_agent", agent=f"{agent.__module__}:{agent.__name__}", agent_deadline_s=seconds
         )
         generator = OpenAIAgent(settings)
 
-        async def whole() -> list[Sample]:
+        async def generate() -> list[Sample]:
             try:
-                made = await generator(PROMPT, client or self._engine.client, seeds, context(self._tokenizer, **how))
-                return list(made)
+                samples = await generator(
+                    PROMPT, client or self._engine.client, seeds, context(self._tokenizer, **context_args)
+                )
+                return list(samples)
             finally:
                 self.addresses = list(listened_on([os.getpid()]).values())
                 self.metrics = {metric.name: metric.value for metric in generator.metrics()}
                 self.warnings = generator.warnings()
                 await generator.close()
 
-        return self._engine.run(whole())
+        return self._engine.run(generate())
 
 
 @pytest.fixture(scope="module")
@@ -66,36 +73,36 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def runs(engine: Engine, tokenizer: Any) -> Iterator[Played]:
-    yield Played(engine, tokenizer)
+def runs(engine: Engine, tokenizer: Any) -> Iterator[AgentRuns]:
+    yield AgentRuns(engine, tokenizer)
 
 
-def test_a_conversation_is_one_sample_of_the_tokens_that_were_sampled(
-    runs: Played, engine: Engine, models: Models, tokenizer: Any
+def test_a_conversation_is_one_sample_of_exactly_the_sampled_tokens(
+    runs: AgentRuns, engine: Engine, models: Models, tokenizer: Any
 ) -> None:
-    before = set(listened_on([os.getpid()]).values())
+    addresses_before = set(listened_on([os.getpid()]).values())
     samples = runs.play(agents.three_turns, [11, 12])
-    assert beyond_loopback(runs.addresses) == [] and len(set(runs.addresses) - before) == 1, "the endpoint"
+    assert beyond_loopback(runs.addresses) == [] and len(set(runs.addresses) - addresses_before) == 1, "the endpoint"
     assert len(samples) == 2
     assert all((s.num_turns, s.reward, s.status) == (3, Reward(5.0), Status.COMPLETED) for s in samples)
     check_samples(engine, models, PROMPT, samples)
     for sample in samples:
         text = tokenizer.decode(sample.token_ids.tolist())
-        again = tokenize(tokenizer, [text])[0]
-        assert len(again) > len(sample.token_ids), "the model wrote words that its tokenizer never writes"
+        retokenized = tokenize(tokenizer, [text])[0]
+        assert len(retokenized) > len(sample.token_ids), "the model wrote words that its tokenizer never writes"
         assert text.count("<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n") == 2
     assert runs.metrics["agent/calls"] == 6
     assert runs.metrics["agent/further_samples"] == runs.metrics["agent/failures"] == 0
-    (warning,) = runs.warnings  # one, whatever else is asked for later
+    (warning,) = runs.warnings  # only one, although later requests have other temperatures
     assert "temperature=0.2" in warning and "temperature=0.7" in warning
     assert all(any(entry.matches(name) for entry in ENTRIES) for name in runs.metrics)
 
 
-def test_the_client_hears_what_is_recorded(runs: Played, tokenizer: Any) -> None:
+def test_the_client_receives_what_is_recorded(runs: AgentRuns, tokenizer: Any) -> None:
     (sample,) = runs.play(agents.three_turns, [11])
     spans = [span for span in sample.spans if span.source is Source.MODEL]
     assert [span.version for span in spans] == [runs._engine.run(runs._engine.client.version())] * 3
-    *replies, (text, usage) = agents.heard
+    *replies, (text, usage) = agents.replies
     for reply, span in zip(replies, spans, strict=False):
         ids, logprobs = sample.token_ids[span.start : span.stop].tolist(), sample.logprobs[span.start : span.stop]
         choice = reply.choices[0]
@@ -109,74 +116,81 @@ def test_the_client_hears_what_is_recorded(runs: Played, tokenizer: Any) -> None
     assert sample.text == text
 
 
-def test_what_does_not_go_on_begins_a_sample_and_nothing_is_trained_on_twice(
-    runs: Played, engine: Engine, models: Models
+def test_a_branch_or_rewritten_history_begins_a_sample_and_no_token_is_trained_on_twice(
+    runs: AgentRuns, engine: Engine, models: Models
 ) -> None:
-    samples = runs.play(agents.beside_each_other, [21])
+    samples = runs.play(agents.branches, [21])
     check_samples(engine, models, PROMPT, samples)
     assert len(samples) == 3
-    main, beside, rewritten = samples
-    assert {s.episode_id for s in samples} == {main.sample_id}
+    first, branch, rewritten = samples
+    assert {s.episode_id for s in samples} == {first.sample_id}
     assert len({s.sample_id for s in samples}) == 3
-    assert [s.num_turns for s in samples] in ([3, 1, 1], [2, 2, 1]), "either of the two came first"
-    shared = next(span.stop for span in main.spans if span.source is Source.MODEL)
-    np.testing.assert_array_equal(beside.token_ids[:shared], main.token_ids[:shared])
-    assert not by_model(beside)[:shared].any(), "trained on in the first sample"
-    assert main.reward is None and beside.text == main.text == rewritten.text
+    assert [s.num_turns for s in samples] in ([3, 1, 1], [2, 2, 1]), (
+        "either of the two concurrent answers may come first"
+    )
+    shared = next(span.stop for span in first.spans if span.source is Source.MODEL)
+    np.testing.assert_array_equal(branch.token_ids[:shared], first.token_ids[:shared])
+    assert not sampled_mask(branch)[:shared].any(), "trained on in the first sample"
+    assert first.reward is None and branch.text == first.text == rewritten.text
     assert runs.metrics["agent/further_samples"] == 2
 
 
-def test_tool_calls_are_heard_as_such_and_their_answers_are_not_trained_on(
+def test_tool_calls_are_parsed_and_tool_results_are_not_trained_on(
     engine: Engine, models: Models, tmp_path: Path
 ) -> None:
-    """The model is random: a token that it samples is given the text of a call."""
-    seed, plain = 71, write_words(tmp_path / "plain")
-    first = Played(engine, plain).play(agents.with_a_tool, [seed])[0]
+    """The model is random, so the tokenizer gives a sampled token the text of a tool call."""
+    seed, plain_tokenizer = 71, write_words(tmp_path / "plain")
+    first = AgentRuns(engine, plain_tokenizer).play(agents.use_tool, [seed])[0]
     start = first.num_prompt_tokens
-    sampled = first.token_ids[start : start + 8].tolist()
+    first_tokens = first.token_ids[start : start + 8].tolist()
     call = ' <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    named = next(i for i in sampled if plain.decode([i]).startswith("w"))  # no token of the prompt changes
-    tokenizer = write_words(tmp_path / "named", {call: named})
-    (sample,) = Played(engine, tokenizer).play(agents.with_a_tool, [seed])
-    (reason, message), _ = agents.heard
+    token_id = next(
+        i for i in first_tokens if plain_tokenizer.decode([i]).startswith("w")
+    )  # a word, which no prompt contains
+    tokenizer = write_words(tmp_path / "named", {call: token_id})
+    (sample,) = AgentRuns(engine, tokenizer).play(agents.use_tool, [seed])
+    (reason, message), _ = agents.replies
     assert reason in ("tool_calls", "length")
     assert {(c.function.name, c.function.arguments) for c in message.tool_calls} == {("add", '{"a": 1, "b": 2}')}
-    assert sample.token_ids[start : start + 8].tolist() == sampled
-    between = next(span for span in sample.spans if span.source is Source.TOOL)
-    text = tokenizer.decode(sample.token_ids[between.start : between.stop].tolist())
+    assert sample.token_ids[start : start + 8].tolist() == first_tokens
+    tool_span = next(span for span in sample.spans if span.source is Source.TOOL)
+    text = tokenizer.decode(sample.token_ids[tool_span.start : tool_span.stop].tolist())
     assert "<|im_start|>tool\n3<|im_end|>\n" in text and "<tool_call>" not in text
-    assert sample.num_turns == 2, "the call that came back was known"
+    assert sample.num_turns == 2, "the call in the second request was recognised as the sampled one"
     check_samples(engine, models, PROMPT, [sample])
 
 
 def test_the_example_agent_calculates(engine: Engine, models: Models, tmp_path: Path) -> None:
-    """The model is random: two tokens that it samples one after the other are given the texts of a call."""
-    plain = write_words(tmp_path / "plain", {"</calc>": 499})
-    sampled = Played(engine, plain).play(calculator_agent.agent, list(range(16)))
-    start = sampled[0].num_prompt_tokens
-    firsts = [sample.token_ids[start : start + 2].tolist() for sample in sampled]
-    seed, (asked, end) = next(
+    """The model is random, so the tokenizer gives two consecutive sampled tokens the text of a call."""
+    plain_tokenizer = write_words(tmp_path / "plain", {"</calc>": 499})
+    first_tokens = AgentRuns(engine, plain_tokenizer).play(calculator_agent.agent, list(range(16)))
+    start = first_tokens[0].num_prompt_tokens
+    firsts = [sample.token_ids[start : start + 2].tolist() for sample in first_tokens]
+    seed, (call_id, end_id) = next(
         (seed, ids)
         for seed, ids in enumerate(firsts)
-        if ids[0] != ids[1] and all(plain.decode([i]).startswith("w") for i in ids)  # no token of the prompt changes
+        if ids[0] != ids[1]
+        and all(plain_tokenizer.decode([i]).startswith("w") for i in ids)  # no token of the prompt changes
     )
-    names = {"7+5": asked, "</calc>": end, "<result>": 497, "</result>": 498}
+    names = {"7+5": call_id, "</calc>": end_id, "<result>": 497, "</result>": 498}
     tokenizer = write_words(tmp_path / "named", names)
-    (sample,) = Played(engine, tokenizer).play(calculator_agent.agent, [seed], longest=120)
+    (sample,) = AgentRuns(engine, tokenizer).play(calculator_agent.agent, [seed], max_len=120)
     assert [span.source for span in sample.spans][:4] == [Source.PROMPT, Source.MODEL, Source.TOOL, Source.MODEL]
-    called, told = sample.spans[1:3]
-    assert sample.token_ids[called.start : called.stop].tolist() == [asked, end]
-    assert "tool\n<result>12</result>" in tokenizer.decode(sample.token_ids[told.start : told.stop].tolist())
+    call_span, result_span = sample.spans[1:3]
+    assert sample.token_ids[call_span.start : call_span.stop].tolist() == [call_id, end_id]
+    assert "tool\n<result>12</result>" in tokenizer.decode(
+        sample.token_ids[result_span.start : result_span.stop].tolist()
+    )
     assert sample.num_turns >= 2 and sample.reward is None, "reward.name scores it"
     check_samples(engine, models, PROMPT, [sample])
 
 
-def test_mistakes_are_told_in_openais_format_and_leave_no_trace(runs: Played) -> None:
-    (sample,) = runs.play(agents.mistakes, [31])
+def test_invalid_requests_are_answered_in_openais_format_and_are_not_recorded(runs: AgentRuns) -> None:
+    (sample,) = runs.play(agents.send_invalid_requests, [31])
     assert sample.num_turns == 1 and sample.num_response_tokens == 3
-    *bad, missing, stranger = agents.heard
-    assert {(status, kind) for status, _, _, kind in bad} == {(400, "invalid_request_error")}
-    assert [param for _, param, _, _ in bad] == [
+    *invalid, unknown_path, wrong_key = agents.replies
+    assert {(status, kind) for status, _, _, kind in invalid} == {(400, "invalid_request_error")}
+    assert [param for _, param, _, _ in invalid] == [
         "n",
         "messages",
         "messages[0].role",
@@ -188,55 +202,57 @@ def test_mistakes_are_told_in_openais_format_and_leave_no_trace(runs: Played) ->
         "chat_template_kwargs",
         "messages",
     ]
-    assert bad[-1][2] == "context_length_exceeded"
-    assert missing[0] == "NotFoundError" and "/v1/completions" in missing[1]["message"]
-    assert stranger[0] == "AuthenticationError" and stranger[1]["code"] == "invalid_api_key"
+    assert invalid[-1][2] == "context_length_exceeded"
+    assert unknown_path[0] == "NotFoundError" and "/v1/completions" in unknown_path[1]["message"]
+    assert wrong_key[0] == "AuthenticationError" and wrong_key[1]["code"] == "invalid_api_key"
 
 
-def test_without_room_a_sample_is_truncated(runs: Played, engine: Engine, models: Models) -> None:
-    (sample,) = runs.play(agents.too_long, [41], tokens=50)
+def test_a_conversation_that_fills_the_context_is_truncated(runs: AgentRuns, engine: Engine, models: Models) -> None:
+    (sample,) = runs.play(agents.exceed_context, [41], tokens=50)
     assert sample.status is Status.TRUNCATED
     assert sample.num_response_tokens == 50
     check_samples(engine, models, PROMPT, [sample])
     assert runs.metrics["agent/failures"] == 0
 
 
-def test_an_agent_that_went_on_after_that_may_still_fail(runs: Played) -> None:
-    (sample,) = runs.play(agents.starts_again, [42])
-    assert agents.heard == ["context_length_exceeded"]
+def test_an_agent_that_fails_after_a_full_context_fails_its_sample(runs: AgentRuns) -> None:
+    (sample,) = runs.play(agents.restart_after_overflow, [42])
+    assert agents.replies == ["context_length_exceeded"]
     assert (sample.status, runs.metrics["agent/failures"]) == (Status.FAILED, 1)
     assert "LookupError: lost" in runs.warnings[0]
 
 
-def test_late_and_broken_agents_fail_their_samples_and_are_told(runs: Played) -> None:
-    (late,) = runs.play(agents.hangs, [51], seconds=0.5)
-    assert late.status is Status.FAILED
+def test_agents_that_hang_or_raise_fail_their_samples_and_are_reported(runs: AgentRuns) -> None:
+    (timed_out,) = runs.play(agents.hang, [51], seconds=0.5)
+    assert timed_out.status is Status.FAILED
     assert runs.metrics["agent/timeouts"] == 1
     assert "rollout.agent_deadline_s=0.5" in runs.warnings[0]
-    broken = runs.play(agents.raises, [52, 53])
-    assert [s.status for s in broken] == [Status.FAILED] * 2
+    failed_samples = runs.play(agents.raise_error, [52, 53])
+    assert [s.status for s in failed_samples] == [Status.FAILED] * 2
     assert runs.metrics["agent/failures"] == 2
-    assert all(part in runs.warnings[0] for part in ("LookupError: no page about tell me", "agents.py:", "in raises"))
+    assert all(
+        part in runs.warnings[0] for part in ("LookupError: no page about tell me", "agents.py:", "in raise_error")
+    )
 
 
-def test_agents_that_always_fail_end_the_run(runs: Played) -> None:
+def test_agents_that_always_fail_end_the_run(runs: AgentRuns) -> None:
     with pytest.raises(AgentError, match=r"failed one after another.*LookupError"):
-        runs.play(agents.raises, list(range(MAX_FIRST_FAILURES)))
+        runs.play(agents.raise_error, list(range(MAX_FIRST_FAILURES)))
     with pytest.raises(AgentError, match="returned 'good'"):
-        runs.play(agents.no_number, [1])
+        runs.play(agents.return_text, [1])
 
 
-def test_an_engine_that_fails_is_not_the_agents_fault(runs: Played, engine: Engine) -> None:
-    gone = EngineClient("http://127.0.0.1:9", admin_key="", name="engine 7", deadline_s=5)
+def test_an_engine_failure_is_not_reported_as_the_agents(runs: AgentRuns, engine: Engine) -> None:
+    lost_engine = EngineClient("http://127.0.0.1:9", admin_key="", name="engine 7", deadline_s=5)
     with pytest.raises(EngineError, match="engine 7"):
-        runs.play(agents.three_turns, [61], client=gone)
-    engine.run(gone.close())
+        runs.play(agents.three_turns, [61], client=lost_engine)
+    engine.run(lost_engine.close())
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("blocks", "not a coroutine function"), ("two_arguments", "cannot be called as")]
+    ("name", "reason"), [("blocks", "not a coroutine function"), ("two_arguments", "cannot be called as")]
 )
-def test_an_agent_of_another_shape_is_refused_at_load(name: str, why: str) -> None:
+def test_an_agent_with_a_wrong_signature_is_refused_at_load(name: str, reason: str) -> None:
     config = RolloutConfig(generate="openai_agent", agent=f"tests.engine.agents:{name}")
-    with pytest.raises(ConfigError, match=rf"rollout\.agent=.*{why}"):
+    with pytest.raises(ConfigError, match=rf"rollout\.agent=.*{reason}"):
         OpenAIAgent(config)

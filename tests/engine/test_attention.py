@@ -1,4 +1,4 @@
-"""Batched attention over a paged KV pool, against a loop over requests in float64."""
+"""Batched attention over a paged KV pool equals a loop over requests in float64."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from slime_like_plugins.sglang_cpu import build
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 
-IN_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
+USE_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
 KV_HEADS, GROUP, DIM, SLOTS, WIDTH = 2, 3, 8, 400, 64
 
 
 def backend(in_c: bool = False, **pools: Any) -> Any:
-    """The backend; imported here, as importing SGLang takes seconds that other tests should not wait for."""
+    """Return the backend. The import is local because importing SGLang takes seconds."""
     from slime_like_plugins.sglang_cpu.attention import BatchedAttention
 
     return BatchedAttention(SimpleNamespace(**pools), CKernels(build.build().path) if in_c else None)
 
 
-def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int) -> torch.Tensor:
+def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_cached: int) -> torch.Tensor:
     """q [Q, H, D] after ``prefix`` cached tokens, keys and values [L, K, D] -> [Q, H, D]."""
     q, keys, values = q.double(), keys.double(), values.double()
-    later_QL = torch.arange(len(keys)) > prefix + torch.arange(len(q))[:, None]
+    later_QL = torch.arange(len(keys)) > num_cached + torch.arange(len(q))[:, None]
     of_head = torch.arange(q.shape[1]) // GROUP
     scores_HQL = torch.einsum("qhd,lhd->hql", q, keys[:, of_head]) / math.sqrt(DIM)
     weights_HQL = torch.softmax(scores_HQL.masked_fill(later_QL, -math.inf), -1)
@@ -37,17 +37,17 @@ def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6), st.booleans(), IN_C)
-def test_any_mix_of_lengths(requests: list[tuple[int, int]], decode: bool, in_c: bool) -> None:
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6), st.booleans(), USE_C)
+def test_a_batch_of_any_lengths_equals_the_reference(requests: list[tuple[int, int]], decode: bool, in_c: bool) -> None:
     generator = torch.Generator().manual_seed(len(requests))
-    new = [1 if decode else n for n, _ in requests]
-    prefix = [p + n - 1 if decode else p for n, p in requests]
-    total = [n + p for n, p in zip(new, prefix, strict=True)]
-    slots = torch.randperm(SLOTS, generator=generator)[: sum(total)].split(total)
+    num_new = [1 if decode else n for n, _ in requests]
+    num_cached = [p + n - 1 if decode else p for n, p in requests]
+    num_total = [n + p for n, p in zip(num_new, num_cached, strict=True)]
+    slots = torch.randperm(SLOTS, generator=generator)[: sum(num_total)].split(num_total)
     table = torch.zeros(9, WIDTH, dtype=torch.int32)
-    rows = torch.randperm(9, generator=generator)[: len(new)]
-    for row, mine in zip(rows, slots, strict=True):
-        table[row, : len(mine)] = mine.int()
+    rows = torch.randperm(9, generator=generator)[: len(num_new)]
+    for row, request_slots in zip(rows, slots, strict=True):
+        table[row, : len(request_slots)] = request_slots.int()
     keys, values = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) for _ in range(2))
     batched = backend(
         in_c,
@@ -57,26 +57,26 @@ def test_any_mix_of_lengths(requests: list[tuple[int, int]], decode: bool, in_c:
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: decode)
     batch = SimpleNamespace(
         forward_mode=mode,
-        batch_size=len(new),
+        batch_size=len(num_new),
         req_pool_indices=rows,
-        seq_lens=torch.tensor(total),
-        seq_lens_cpu=torch.tensor(total),
-        extend_seq_lens_cpu=new,
-        extend_prefix_lens_cpu=prefix,
+        seq_lens=torch.tensor(num_total),
+        seq_lens_cpu=torch.tensor(num_total),
+        extend_seq_lens_cpu=num_new,
+        extend_prefix_lens_cpu=num_cached,
     )
     batched.init_forward_metadata(batch)
     layer = SimpleNamespace(
         layer_id=0, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5
     )
     layer.sliding_window_size, layer.is_cross_attention = -1, False
-    q = torch.randn(sum(new), KV_HEADS * GROUP * DIM, generator=generator)
+    q = torch.randn(sum(num_new), KV_HEADS * GROUP * DIM, generator=generator)
     out = batched.forward_extend(q, q, q, layer, batch, save_kv_cache=False)
-    parts = q.view(-1, KV_HEADS * GROUP, DIM).split(new)
-    expected = [reference(part, keys[s], values[s], p) for part, s, p in zip(parts, slots, prefix, strict=True)]
+    queries = q.view(-1, KV_HEADS * GROUP, DIM).split(num_new)
+    expected = [reference(query, keys[s], values[s], p) for query, s, p in zip(queries, slots, num_cached, strict=True)]
     torch.testing.assert_close(out.double(), torch.cat(expected).view_as(out), atol=2e-6, rtol=1e-5)
 
 
-def test_a_layer_it_does_not_know_is_refused() -> None:
+def test_an_unsupported_layer_is_refused() -> None:
     batched = backend(req_to_token_pool=None, token_to_kv_pool=None)
     layer = SimpleNamespace(sliding_window_size=128, is_cross_attention=False, qk_head_dim=8, v_head_dim=8, layer_id=5)
     with pytest.raises(NotImplementedError, match="layer 5 is not plain causal self-attention"):

@@ -1,4 +1,4 @@
-"""Compiling the C kernels: into a private cache, whole or not at all, and a clear word where it cannot be done."""
+"""Compilation of the C kernels: into a private cache, completely or not at all, with a clear error on failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, cpu_build.COMPILER
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """Return the folder of an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     return tmp_path / "slime_like" / "cpu_kernels"
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def short_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source that compiles in no time."""
+    """Return the path of a source that compiles quickly."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "kernels.c").write_text("int one(void) { return 1; }\n")
@@ -38,7 +38,7 @@ def short_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake_compiler(folder: Path, body: str) -> Path:
-    """An executable called cc."""
+    """Write an executable called cc."""
     path = folder / "cc"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -46,22 +46,22 @@ def fake_compiler(folder: Path, body: str) -> Path:
 
 
 @needs_compiler
-def test_what_was_built_is_used_again_and_what_changed_is_built_anew(cache: Path, short_source: Path) -> None:
-    first = build().path
+def test_a_build_is_reused_until_its_source_changes(cache: Path, short_source: Path) -> None:
+    built = build().path
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert [path.name for path in cache.iterdir()] == [first.name]  # nothing half made is left
-    made = first.stat().st_mtime_ns
-    assert build().path == first
-    assert first.stat().st_mtime_ns == made
+    assert [built.name for built in cache.iterdir()] == [built.name]  # no partial file is left
+    build_time = built.stat().st_mtime_ns
+    assert build().path == built
+    assert built.stat().st_mtime_ns == build_time
     short_source.write_text("int two(void) { return 2; }\n")
-    assert build().path != first
+    assert build().path != built
 
 
-def test_the_name_holds_the_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_object_name_depends_on_the_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = str(fake_compiler(tmp_path, "exit 1"))
-    here = object_name(compiler)
+    name = object_name(compiler)
     monkeypatch.setattr(c_build, "cpu_identity", lambda: "another")
-    assert object_name(compiler) != here
+    assert object_name(compiler) != name
 
 
 def test_a_cache_that_others_can_write_is_refused(cache: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_cache_that_others_can_write_is_refused(cache: Path) -> None:
         cache_folder()
 
 
-def test_a_compiler_that_fails_says_why_and_leaves_nothing(
+def test_a_failing_compiler_is_quoted_and_leaves_no_file(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", str(fake_compiler(tmp_path, "echo 'kernels.c:1: no such thing' >&2; exit 1")))
@@ -81,7 +81,7 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(
 
 
 @needs_compiler
-def test_a_compiler_without_openmp_will_do(cache: Path, short_source: Path, tmp_path: Path) -> None:
+def test_a_compiler_without_openmp_is_sufficient(cache: Path, short_source: Path, tmp_path: Path) -> None:
     compiler = fake_compiler(
         tmp_path, f'case "$*" in *-fopenmp*) exit 1;; esac\nexec {shutil.which("cc") or shutil.which("gcc")} "$@"'
     )
@@ -107,9 +107,9 @@ def test_off_and_torch_need_no_compiler(cache: Path, monkeypatch: pytest.MonkeyP
         choose("fast")
 
 
-def test_the_set_up_hears_what_is_missing(cache: Path) -> None:
+def test_the_build_command_names_the_missing_compiler(cache: Path) -> None:
     command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
     environment = {"PATH": "/nowhere", "PYTHONPATH": "plugins:.", "XDG_CACHE_HOME": str(cache)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "no C compiler (cc, gcc, clang) on PATH: apt-get install gcc" in done.stderr
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "no C compiler (cc, gcc, clang) on PATH: apt-get install gcc" in result.stderr

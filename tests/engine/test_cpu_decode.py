@@ -1,6 +1,6 @@
-"""Every setting of rollout.cpu_kernels gives the tokens and scores of SGLang's own forward, whatever the batch does.
+"""Every value of rollout.cpu_kernels gives the tokens and scores of SGLang's own forward pass, for any batch.
 
-``engine`` is the shared one (C kernels, where there is a compiler); ``off`` and ``torch`` are started for this file.
+``auto`` is the shared engine (C kernels if there is a compiler); ``off`` and ``torch`` are started for this file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime_like.interfaces import Completion
 from slime_like_plugins.sglang_cpu.build import COMPILERS
 from tests.engine.c_kernels import has_products
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, launch, prompt, sampled
+from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -27,33 +27,33 @@ type Work = Callable[[Engine], Coroutine[Any, Any, list[Completion]]]
 
 @pytest.fixture(scope="module")
 def arms(engine: Engine, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
-    """``off`` first: it says what is right."""
+    """Return the engines by their setting; ``off`` is the reference."""
     starting = {name: launch(models, tmp_path_factory.mktemp(name), 1, cpu_kernels=name) for name in ("off", "torch")}
-    for one in starting.values():
-        next(one)
-    ready: dict[str, Engine] = {}
-    for name, one in starting.items():
-        other = next(one)
-        assert other is not None
-        ready[name] = other
-    yield ready | {"auto": engine}
-    for one in starting.values():
-        one.close()
+    for launching in starting.values():
+        next(launching)
+    engines: dict[str, Engine] = {}
+    for name, launching in starting.items():
+        ready_engine = next(launching)
+        assert ready_engine is not None
+        engines[name] = ready_engine
+    yield engines | {"auto": engine}
+    for launching in starting.values():
+        launching.close()
 
 
 def assert_same(arms: dict[str, Engine], work: Work) -> list[Completion]:
-    """Equal tokens, ends and versions, and scores as close as rounding allows; returns what SGLang's own forward answers."""
+    """Assert equal tokens, ends and versions, and scores equal up to rounding; return the completions of ``off``."""
     answers = {name: arm.run(work(arm)) for name, arm in arms.items()}
     expected = answers.pop("off")
-    for name, found in answers.items():
-        for mine, theirs in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(mine.token_ids, theirs.token_ids, err_msg=name)
-            assert_close(mine.logprobs, theirs.logprobs, name)
-            assert (mine.finish, mine.versions) == (theirs.finish, theirs.versions)
+    for name, completions in answers.items():
+        for completion, reference in zip(completions, expected, strict=True):
+            np.testing.assert_array_equal(completion.token_ids, reference.token_ids, err_msg=name)
+            assert_close(completion.logprobs, reference.logprobs, name)
+            assert (completion.finish, completion.versions) == (reference.finish, reference.versions)
     return expected
 
 
-def test_each_arm_is_what_it_says(arms: dict[str, Engine]) -> None:
+def test_each_engine_names_its_kernels(arms: dict[str, Engine]) -> None:
     says = {name: arm.server.decodes_with() for name, arm in arms.items()}
     assert says["off"].startswith("SGLang's own forward; module by module")
     assert says["torch"].startswith("torch kernels; fused forward of Qwen3ForCausalLM")
@@ -63,69 +63,71 @@ def test_each_arm_is_what_it_says(arms: dict[str, Engine]) -> None:
     assert f"; fused forward of Qwen3ForCausalLM{products}; " in says["auto"]
 
 
-def test_batches_that_grow_and_shrink_at_mixed_temperatures(arms: dict[str, Engine]) -> None:
-    """Greedy rows between sampled ones; requests of 1 to 60 tokens that end, and others that join, while it decodes."""
+def test_growing_and_shrinking_batches_at_mixed_temperatures_give_equal_tokens(arms: dict[str, Engine]) -> None:
+    """Greedy and sampled rows are mixed; requests of 1 to 60 tokens end, and others join, during decoding."""
 
     async def work(arm: Engine) -> list[Completion]:
         requests = [
             asyncio.create_task(
                 arm.client.generate(
-                    prompt(3 + 7 * i % 40, seed=i), [i, 100 + i], sampled([0.0, 0.7, 1.0, 1.3][i % 4], n)
+                    prompt(3 + 7 * i % 40, seed=i), [i, 100 + i], make_sampling([0.0, 0.7, 1.0, 1.3][i % 4], n)
                 )
             )
             for i, n in enumerate((60, 1, 33, 2, 17, 48, 5, 26))
         ]
-        for i in range(3):  # joined by others, which arrive while the first still run
-            requests.append(asyncio.create_task(arm.client.generate(prompt(5, seed=50 + i), [i], sampled(tokens=20))))
+        for i in range(3):  # these arrive while the first requests still run
+            requests.append(
+                asyncio.create_task(arm.client.generate(prompt(5, seed=50 + i), [i], make_sampling(tokens=20)))
+            )
             await requests[-1]
         return [completion for request in requests for completion in await request]
 
     assert len(assert_same(arms, work)) == 19
 
 
-def test_continuations_of_cached_prefixes(arms: dict[str, Engine]) -> None:
+def test_continuations_of_cached_prefixes_give_equal_tokens(arms: dict[str, Engine]) -> None:
     async def work(arm: Engine) -> list[Completion]:
-        ids, found = prompt(30, seed=4), list[Completion]()
+        ids, completions = prompt(30, seed=4), list[Completion]()
         for turn in range(3):
-            found += await arm.client.generate(ids, [turn], sampled(0.9, 10))
-            ids = np.concatenate([ids, found[-1].token_ids]).astype(np.int32)
-        return found
+            completions += await arm.client.generate(ids, [turn], make_sampling(0.9, 10))
+            ids = np.concatenate([ids, completions[-1].token_ids]).astype(np.int32)
+        return completions
 
     assert_same(arms, work)
 
 
-def test_what_the_kernels_do_not_handle_is_left_to_sglang(arms: dict[str, Engine]) -> None:
+def test_sampling_that_the_kernels_do_not_support_is_left_to_sglang(arms: dict[str, Engine]) -> None:
     """Nucleus, top-k and stop tokens, in one batch with plain requests."""
 
     async def work(arm: Engine) -> list[Completion]:
-        plain = sampled(tokens=30)
-        stop = replace(plain, stop_token_ids=tuple(range(2, 30)))
-        asked = [plain, replace(plain, top_p=0.8), replace(plain, top_k=5), stop]
-        groups = [arm.client.generate(prompt(6, seed=9), [i, 7], one) for i, one in enumerate(asked)]
+        default = make_sampling(tokens=30)
+        stop = replace(default, stop_token_ids=tuple(range(2, 30)))
+        samplings = [default, replace(default, top_p=0.8), replace(default, top_k=5), stop]
+        groups = [arm.client.generate(prompt(6, seed=9), [i, 7], launching) for i, launching in enumerate(samplings)]
         return [completion for group in await asyncio.gather(*groups) for completion in group]
 
     assert {completion.finish for completion in assert_same(arms, work)} == {"length", "stop"}
 
 
-def test_a_push_in_place_is_seen_by_the_next_token(arms: dict[str, Engine], models: Models) -> None:
+def test_the_first_token_after_a_push_is_of_the_new_weights(arms: dict[str, Engine], models: Models) -> None:
     async def work(arm: Engine) -> list[Completion]:
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for version, name in ((1, "B"), (0, "A")):
-            found += await arm.client.generate(prompt(12), [3, 4], sampled())
+            completions += await arm.client.generate(prompt(12), [3, 4], make_sampling())
             await arm.push(models.tensors(name), version)
-        return found
+        return completions
 
-    old, _, new, _ = assert_same(arms, work)
-    assert old.token_ids.tolist() != new.token_ids.tolist()
+    first_a, _, first_b, _ = assert_same(arms, work)
+    assert first_a.token_ids.tolist() != first_b.token_ids.tolist()
 
 
-def test_retracted_requests_go_on_where_they_were(arms: dict[str, Engine]) -> None:
-    """Pause gives up their KV; resume computes it again by prefill, and decoding goes on."""
+def test_retracted_requests_continue_with_equal_tokens(arms: dict[str, Engine]) -> None:
+    """A pause drops the KV cache of requests; after a resume, a prefill computes it again and decoding continues."""
 
     async def work(arm: Engine) -> list[Completion]:
-        request = asyncio.create_task(arm.client.generate(prompt(8), [1, 2, 3], sampled(tokens=120)))
+        request = asyncio.create_task(arm.client.generate(prompt(8), [1, 2, 3], make_sampling(tokens=120)))
         for _ in range(2):
-            await arm.client.generate(prompt(4), [9], sampled(tokens=6))
+            await arm.client.generate(prompt(4), [9], make_sampling(tokens=6))
             await arm.client.pause()
             await arm.client.flush()
             await arm.client.resume()

@@ -1,4 +1,4 @@
-"""The C leaf kernels of decoding against torch's, and both against float64. No engine, no SGLang."""
+"""C kernels of decoding, compared with torch kernels and float64, without an engine or SGLang."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: fl
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-def assert_rounded_alike(mine: Tensor, theirs: Tensor) -> None:
-    """Equal within float32's error, and in bfloat16 within one unit in the last place, few of them."""
-    if mine.dtype is torch.float32:
-        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
+def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
+    """Assert equality up to float32 rounding; in bfloat16, few values may differ by one unit in the last place."""
+    if actual.dtype is torch.float32:
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
         return
-    assert mine.dtype is theirs.dtype
-    torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=2**-7)
-    differ = (mine - theirs).abs() > 1e-30  # silu of what is far below zero
-    assert differ.float().mean() <= 0.02 + 2 / mine.numel()
+    assert actual.dtype is expected.dtype
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=2**-7)
+    is_different = (actual - expected).abs() > 1e-30  # silu of large negative inputs
+    assert is_different.float().mean() <= 0.02 + 2 / actual.numel()
 
 
 @needs_compiler
@@ -40,15 +40,15 @@ def assert_rounded_alike(mine: Tensor, theirs: Tensor) -> None:
 def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype, residual: bool, seed: int) -> None:
     x, weight = random(seed, rows, width, dtype=dtype), random(seed + 1, width, dtype=dtype)
     delta = random(seed + 2, rows, width, dtype=dtype) if residual else None
-    mine, theirs = x.clone(), x.clone()
-    out_mine, out_theirs = torch.empty_like(x), torch.empty_like(x)
-    C().add_rms_norm(mine, delta, weight, out_mine, 1e-6)
-    TORCH.add_rms_norm(theirs, delta, weight, out_theirs, 1e-6)
-    assert torch.equal(mine, theirs)  # one addition, one rounding: nothing to differ in
-    assert_rounded_alike(out_mine, out_theirs)
+    actual, expected = x.clone(), x.clone()
+    out, expected_out = torch.empty_like(x), torch.empty_like(x)
+    C().add_rms_norm(actual, delta, weight, out, 1e-6)
+    TORCH.add_rms_norm(expected, delta, weight, expected_out, 1e-6)
+    assert torch.equal(actual, expected)  # one addition with one rounding has to be exact
+    assert_equal_up_to_rounding(out, expected_out)
     row = x.double() + (0 if delta is None else delta.double())
-    exact = row * (row.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    torch.testing.assert_close(out_mine.double(), exact, atol=1e-5, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5)
+    reference = row * (row.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    torch.testing.assert_close(out.double(), reference, atol=1e-5, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5)
 
 
 @needs_compiler
@@ -57,10 +57,10 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype, residual: bool,
 def test_silu_mul(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
     gate_up = random(width, rows, 2 * width, dtype=dtype)
     gate_up[:, :width] *= scale
-    mine, theirs = torch.empty(2, rows, width, dtype=dtype)
-    C().silu_mul(gate_up, mine)
-    TORCH.silu_mul(gate_up, theirs)
-    assert_rounded_alike(mine / scale, theirs / scale)
+    actual, expected = torch.empty(2, rows, width, dtype=dtype)
+    C().silu_mul(gate_up, actual)
+    TORCH.silu_mul(gate_up, expected)
+    assert_equal_up_to_rounding(actual / scale, expected / scale)
 
 
 @needs_compiler
@@ -70,27 +70,27 @@ def test_silu_mul(rows: int, width: int, dtype: torch.dtype, scale: float) -> No
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (3, 3)]),
     half=st.integers(1, 70),
     dtype=DTYPES,
-    normed=st.booleans(),
+    has_norms=st.booleans(),
 )
-def test_rope_and_store(rows: int, heads: tuple[int, int], half: int, dtype: torch.dtype, normed: bool) -> None:
+def test_rope_and_store(rows: int, heads: tuple[int, int], half: int, dtype: torch.dtype, has_norms: bool) -> None:
     (queries, kv), dim, slots, length = heads, 2 * half, 11, 50
     qkv = random(half, rows, (queries + 2 * kv) * dim, dtype=dtype)
-    norms = (random(1, dim, dtype=dtype), random(2, dim, dtype=dtype)) if normed else None
+    norms = (random(1, dim, dtype=dtype), random(2, dim, dtype=dtype)) if has_norms else None
     phase = random(3, length, half)
     positions = torch.randint(length, (rows,), generator=torch.Generator().manual_seed(rows))
     angles = torch.cat((phase.cos(), phase.sin()), -1), positions
-    chosen = torch.randperm(slots, generator=torch.Generator().manual_seed(half))[:rows]
-    found: list[tuple[Tensor, ...]] = []
+    slot_ids = torch.randperm(slots, generator=torch.Generator().manual_seed(half))[:rows]
+    results: list[tuple[Tensor, ...]] = []
     for kernels in (C(), TORCH):
         pools = torch.zeros(slots, kv, dim, dtype=dtype), torch.zeros(slots, kv, dim, dtype=dtype)
         out = torch.empty(rows, queries, dim, dtype=dtype)
-        kernels.rope_and_store(qkv, norms, angles, chosen, pools, out, 1e-6)
-        found.append((out, *pools))
-    for mine, theirs in zip(*found, strict=True):
-        assert_rounded_alike(mine, theirs)
-    others = torch.ones(slots, dtype=torch.bool).index_fill_(0, chosen, False)
-    assert not found[0][1][others].any()  # nobody else's slot is touched
-    assert torch.equal(found[0][2][chosen], qkv.view(rows, -1, dim)[:, queries + kv :])
+        kernels.rope_and_store(qkv, norms, angles, slot_ids, pools, out, 1e-6)
+        results.append((out, *pools))
+    for actual, expected in zip(*results, strict=True):
+        assert_equal_up_to_rounding(actual, expected)
+    unused = torch.ones(slots, dtype=torch.bool).index_fill_(0, slot_ids, False)
+    assert not results[0][1][unused].any()  # no other slot is written
+    assert torch.equal(results[0][2][slot_ids], qkv.view(rows, -1, dim)[:, queries + kv :])
 
 
 @needs_compiler
@@ -106,87 +106,87 @@ def test_attention(lens: list[int], heads: tuple[int, int], dim: int, dtype: tor
     q = random(dim, len(lens), queries, dim, dtype=dtype)
     keys, values = (random(seed, 400, kv, dim, dtype=dtype) for seed in (1, 2))
     generator = torch.Generator().manual_seed(len(lens))
-    table = torch.full((9, 71), 10**6, dtype=torch.int32)  # what lies behind a request's length is no address
+    table = torch.full((9, 71), 10**6, dtype=torch.int32)  # entries beyond a request's length are invalid
     rows = torch.randperm(9, generator=generator)[: len(lens)]
     pages = torch.randperm(400, generator=generator)[: sum(lens)].split(lens)
-    for row, mine in zip(rows, pages, strict=True):
-        table[row, : len(mine)] = mine.int()
+    for row, request_slots in zip(rows, pages, strict=True):
+        table[row, : len(request_slots)] = request_slots.int()
     out = C().attention(q, (keys, values), table, rows, torch.tensor(lens), dim**-0.5)
     for i, page in enumerate(pages):
         k, v = (t[page].double().repeat_interleave(queries // kv, 1) for t in (keys, values))
         weights = torch.softmax(torch.einsum("hd,lhd->hl", q[i].double(), k) / math.sqrt(dim), -1)
-        exact = torch.einsum("hl,lhd->hd", weights, v)
+        reference = torch.einsum("hl,lhd->hd", weights, v)
         tolerance = (1e-6, 2**-8) if dtype is torch.bfloat16 else (3e-6, 1e-5)
-        torch.testing.assert_close(out[i].double(), exact, atol=tolerance[0], rtol=tolerance[1])
+        torch.testing.assert_close(out[i].double(), reference, atol=tolerance[0], rtol=tolerance[1])
 
 
 @needs_compiler
 @settings(deadline=None, max_examples=60)
 @given(rows=ROWS, vocabulary=st.sampled_from([1, 2, 15, 16, 17, 255, 256, 257, 500, 1000]), seed=st.integers(0, 10**6))
 def test_sampling(rows: int, vocabulary: int, seed: int) -> None:
-    """The token and score torch draws for the same seed, unless the draw falls within rounding of a boundary."""
-    padded = random(seed, rows, vocabulary + 12, scale=3.0)
-    logits = padded[:, :vocabulary]
+    """The token and its score equal torch's for the same seed, unless the draw is within rounding of a boundary."""
+    padded_logits = random(seed, rows, vocabulary + 12, scale=3.0)
+    logits = padded_logits[:, :vocabulary]
     logits[:, :: max(2, vocabulary // 7)] = -math.inf
     logits[:, vocabulary // 2] = 1.0
     generator = torch.Generator().manual_seed(seed)
     temperatures = torch.rand(rows, 1, generator=generator) + 0.3
     seeds, positions = torch.randint(-(2**62), 2**62, (2, rows), generator=generator)
     top_k = torch.randint(0, 2, (rows,), generator=generator, dtype=torch.int32) * (1 << 30) + 1
-    sampled = C().sample(logits, temperatures, top_k, seeds, positions)
-    assert sampled is not None
-    tokens, scores = sampled
+    sample = C().sample(logits, temperatures, top_k, seeds, positions)
+    assert sample is not None
+    tokens, scores = sample
     logprobs = torch.log_softmax(logits / temperatures, -1)
     u = uniform(seeds, positions)
     assert torch.equal(C().uniform(seeds, positions), u)
     expected = torch.where(top_k <= 1, logprobs.argmax(-1), draw(logprobs.exp(), u))
     sums = logprobs.double().exp().cumsum(-1)
-    near = (sums / sums[:, -1:] - u[:, None]).abs().min(-1).values < 1e-6
-    assert ((tokens == expected) | (near & (top_k > 1))).all()
+    is_at_boundary = (sums / sums[:, -1:] - u[:, None]).abs().min(-1).values < 1e-6
+    assert ((tokens == expected) | (is_at_boundary & (top_k > 1))).all()
     torch.testing.assert_close(scores, logprobs.gather(1, tokens.long()[:, None])[:, 0], atol=2e-6, rtol=1e-6)
 
 
 @needs_compiler
 def test_a_draw_never_leaves_the_support() -> None:
-    """Also where rounding carries the target past the last token that has any weight."""
+    """This includes draws that rounding moves past the last token with a probability above 0."""
     logits = torch.full((64, 1000), -math.inf)
     logits[:, :3] = random(0, 64, 3)
-    sampled = C().sample(
+    sample = C().sample(
         logits, torch.ones(64, 1), torch.full((64,), 1 << 30, dtype=torch.int32), torch.arange(64), torch.arange(64)
     )
-    assert sampled is not None
-    assert int(sampled[0].max()) < 3
+    assert sample is not None
+    assert int(sample[0].max()) < 3
 
 
 @needs_compiler
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("top_k", [1, 1 << 30])
-def test_logits_that_are_not_finite_are_left_to_sglang(bad: float, top_k: int) -> None:
+def test_logits_that_are_not_finite_are_left_to_sglang(value: float, top_k: int) -> None:
     logits = random(0, 3, 40)
-    logits[1, 17] = bad
+    logits[1, 17] = value
     columns = torch.ones(3, 1), torch.full((3,), top_k, dtype=torch.int32), torch.arange(3), torch.arange(3)
     assert C().sample(logits, *columns) is None
 
 
 @needs_compiler
-def test_threads_share_the_rows() -> None:
-    before = torch.get_num_threads()
+def test_attention_is_independent_of_the_number_of_threads() -> None:
+    num_threads = torch.get_num_threads()
     q, pool = random(0, 64, 4, 32), (random(1, 900, 2, 32), random(2, 900, 2, 32))
     table = torch.arange(900, dtype=torch.int32).repeat(64, 1)
     lens = torch.arange(64) * 13 + 1
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(C().attention(q, pool, table, torch.arange(64), lens, 0.2))
+            results.append(C().attention(q, pool, table, torch.arange(64), lens, 0.2))
     finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*found)
+        torch.set_num_threads(num_threads)
+    assert torch.equal(*results)
 
 
 @needs_compiler
-def test_nan_stays_nan() -> None:
-    """A weight that no push wrote must show, not vanish in a kernel."""
+def test_kernels_propagate_nan() -> None:
+    """Weights that no push wrote are NaN and have to remain visible in the outputs."""
     x, weight = random(0, 2, 40), torch.ones(40)
     x[0, 33] = math.nan
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Packed products are those of the weights of now, whoever wrote them. No engine, no SGLang."""
+"""Packed matrix products always use the current weights, without an engine or SGLang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_products = pytest.mark.skipif(not has_products(), reason="no C compiler, o
 
 
 class Model(nn.Module):
-    """Two layers, one with bias, and a loader that writes as SGLang's does: behind the version counter's back."""
+    """Two layers, one of them with bias, and a loader that, as SGLang's, does not increase the version counter."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -26,31 +26,31 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(96, 40, dtype=dtype), nn.Linear(40, 64, bias=False, dtype=dtype)])
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        named = dict(self.named_parameters())
+        parameters = dict(self.named_parameters())
         for name, value in weights:
-            named[name].data.copy_(value)
+            parameters[name].data.copy_(value)
 
 
 def outputs(product: Products, model: Model, rows: int = 7) -> list[Tensor]:
     product.renew()
-    found: list[Tensor] = []
+    outputs_of_layers: list[Tensor] = []
     for layer in model.layers:
         weight: Tensor = layer.weight  # pyright: ignore[reportAssignmentType]
         x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-        found.append(product(x, layer, torch.empty(rows, weight.shape[0], dtype=x.dtype)))
-    return found
+        outputs_of_layers.append(product(x, layer, torch.empty(rows, weight.shape[0], dtype=x.dtype)))
+    return outputs_of_layers
 
 
 def assert_current(product: Products, model: Model) -> None:
-    plain = Products(model, [])
+    unpacked = Products(model, [])
     for rows in (1, 7, 130):
-        for mine, theirs in zip(outputs(product, model, rows), outputs(plain, model, rows), strict=True):
-            torch.testing.assert_close(mine, theirs, atol=2**-7, rtol=2**-7)
+        for actual, expected in zip(outputs(product, model, rows), outputs(unpacked, model, rows), strict=True):
+            torch.testing.assert_close(actual, expected, atol=2**-7, rtol=2**-7)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("by_c", [False, True])
-def test_every_way_to_write_a_weight_is_seen(by_c: bool) -> None:
+def test_every_way_to_write_a_weight_is_detected(by_c: bool) -> None:
     if not (has_products() if by_c else products.can_pack()):
         pytest.skip("this CPU has no such products of bfloat16")
     model = Model()
@@ -59,38 +59,38 @@ def test_every_way_to_write_a_weight_is_seen(by_c: bool) -> None:
     assert_current(product, model)
     model.load_weights([("layers.0.weight", torch.randn(40, 96))])
     assert_current(product, model)
-    for parameter in model.parameters():  # as the beginning of a push does
+    for parameter in model.parameters():  # as a push does when it begins
         parameter.fill_(float("nan"))
     assert all(out.isnan().all() for out in outputs(product, model))
     for parameter in model.parameters():
         parameter.data.normal_()
     model.load_weights([])
     assert_current(product, model)
-    model.layers[0].weight = nn.Parameter(torch.randn(40, 96).bfloat16())  # another one in its place
+    model.layers[0].weight = nn.Parameter(torch.randn(40, 96).bfloat16())  # a replaced parameter
     assert_current(product, model)
 
 
 @torch.no_grad()
-def test_what_is_not_packed_is_multiplied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_packed_are_multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "MAX_BYTES", 1000)
     model = Model()
     product = Products(model, list(model.layers))
     assert product.packed_by == ""
     assert_current(product, model)
-    whole = Model(torch.float32)
-    assert Products(whole, list(whole.layers)).packed_by == ""
+    float32_model = Model(torch.float32)
+    assert Products(float32_model, list(float32_model.layers)).packed_by == ""
 
 
 @needs_products
 @pytest.mark.skipif(not products.can_pack(), reason="oneDNN does not multiply bfloat16 on this CPU")
-def test_a_head_that_is_too_large_is_left_out_and_the_layers_packed_all_the_same(
+def test_the_layers_are_packed_if_the_head_is_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Model()
     head = nn.Linear(64, 100, dtype=torch.bfloat16)
-    found = Products(model, list(model.layers), head, C())
-    assert found.packed_by == "C" and found.bytes == 2 * (40 * 96 + 64 * 40 + 100 * 64)
-    monkeypatch.setattr(products, "MAX_BYTES", found.bytes - 1)
+    outputs_of_layers = Products(model, list(model.layers), head, C())
+    assert outputs_of_layers.packed_by == "C" and outputs_of_layers.bytes == 2 * (40 * 96 + 64 * 40 + 100 * 64)
+    monkeypatch.setattr(products, "MAX_BYTES", outputs_of_layers.bytes - 1)
     assert Products(model, list(model.layers), head, C()).packed_by == "oneDNN"
 
 
@@ -104,7 +104,9 @@ def test_a_head_that_is_too_large_is_left_out_and_the_layers_packed_all_the_same
     has_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_products_in_c(rows: int, depth: int, columns: int, dtype: torch.dtype, has_bias: bool, seed: int) -> None:
+def test_products_in_c_equal_float64_up_to_rounding(
+    rows: int, depth: int, columns: int, dtype: torch.dtype, has_bias: bool, seed: int
+) -> None:
     """Results match float64 within the rounding of float32 sums and of the result, for any shape."""
     depth *= 2 if dtype is torch.bfloat16 else 1
     random = torch.Generator().manual_seed(seed)
@@ -118,17 +120,17 @@ def test_products_in_c(rows: int, depth: int, columns: int, dtype: torch.dtype, 
 
 
 @needs_products
-def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
+def test_the_bits_of_a_row_are_independent_of_the_other_rows() -> None:
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed = C().pack(torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
-    whole = C().product(x, packed, None, torch.empty(200, 70, dtype=x.dtype))
+    packed_weight = C().pack(torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
+    float32_model = C().product(x, packed_weight, None, torch.empty(200, 70, dtype=x.dtype))
     for first, last in ((0, 1), (3, 16), (50, 199)):
-        part = C().product(x[first:last], packed, None, torch.empty(last - first, 70, dtype=x.dtype))
-        assert torch.equal(part, whole[first:last])
+        part = C().product(x[first:last], packed_weight, None, torch.empty(last - first, 70, dtype=x.dtype))
+        assert torch.equal(part, float32_model[first:last])
 
 
 @needs_products
 def test_an_odd_number_of_bfloat16_inputs_is_left_to_torch() -> None:
-    """Two are taken at once: the last of a row would be paired with what follows it."""
+    """The kernel reads pairs: the last input of a row would be paired with the first of the next row."""
     assert not C().packs(torch.empty(8, 7, dtype=torch.bfloat16))
     assert C().packs(torch.empty(8, 7)) and C().packs(torch.empty(8, 6, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""The short way of sampled tokens: what it takes, and what it leaves to SGLang. No engine, small stand-ins."""
+"""The fast path for sampled tokens: batches that it processes, and batches that it leaves to SGLang. No engine, only fakes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like_plugins.sglang_cpu import results
 
 
 class Processor:
-    """Counts what SGLang's own functions are asked to do."""
+    """Fake of SGLang's processor that counts the calls of its functions."""
 
     enable_overlap = enable_overlap_mlx = False
     decode_offload_manager = None
@@ -20,8 +20,8 @@ class Processor:
     model_config = SimpleNamespace(self_opened_think_start_ids=None)
 
     def __init__(self) -> None:
-        self.ended: list[int] = []
-        self.streamed = 0
+        self.finished_indices: list[int] = []
+        self.num_streamed = 0
         self.metrics_reporter = SimpleNamespace(
             num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda *_, **__: None
         )
@@ -30,13 +30,13 @@ class Processor:
         self.output_streamer = SimpleNamespace(stream_output=self._stream)
 
     def _stream(self, *_: Any) -> None:
-        self.streamed += 1
+        self.num_streamed += 1
 
     def _handle_finish_state_updated_req(self, request: Any, batch: Any, result: Any, i: int, output: Any) -> None:
-        self.ended.append(i)
+        self.finished_indices.append(i)
 
 
-def request(tokens: int = 3, **other: Any) -> Any:
+def request(tokens: int = 3, **changes: Any) -> Any:
     sampling = SimpleNamespace(stop_strs=[], stop_regex_strs=[], max_new_tokens=20, stop_token_ids={9})
     log = SimpleNamespace(
         top_logprobs_num=0, token_ids_logprob=None, output_token_logprobs_val=[], output_token_logprobs_idx=[]
@@ -54,14 +54,14 @@ def request(tokens: int = 3, **other: Any) -> Any:
         "done": False,
         "time_stats": SimpleNamespace(set_last_decode_finish_time=lambda _: None),
     }
-    one = SimpleNamespace(**{**fields, **other})
-    one.finished = lambda: one.done
-    one.update_finish_state = lambda _: setattr(one, "done", True)
-    return one
+    other_request = SimpleNamespace(**{**fields, **changes})
+    other_request.finished = lambda: other_request.done
+    other_request.update_finish_state = lambda _: setattr(other_request, "done", True)
+    return other_request
 
 
 def process(requests: list[Any], tokens: list[int]) -> Processor | None:
-    """The processor, or ``None`` where the batch went to SGLang's own function."""
+    """Return the processor, or ``None`` if SGLang's own function processed the batch."""
     names = ("customized_info", "sampling_mask_output", "hidden_states")
     output = SimpleNamespace(next_token_logprobs=torch.arange(len(tokens)) * -0.5, **dict.fromkeys(names))
     names = ("copy_done", "auxiliary_host_output", "routed_experts_output", "indexer_topk_output")
@@ -79,19 +79,19 @@ def process(requests: list[Any], tokens: list[int]) -> Processor | None:
     return None if originals else processor
 
 
-def test_tokens_that_end_nothing_are_appended_and_nothing_is_sent() -> None:
+def test_tokens_that_end_no_request_are_appended_without_a_message() -> None:
     requests = [request(), request(4), request(return_logprob=False)]
     processor = process(requests, [5, 6, 7])
     assert processor is not None
-    assert processor.ended == []
-    assert processor.streamed == 0
+    assert processor.finished_indices == []
+    assert processor.num_streamed == 0
     assert processor.metrics_reporter.num_generated_tokens == 3
     assert [r.output_ids[-1] for r in requests] == [5, 6, 7]
     assert [r.logprob.output_token_logprobs_val for r in requests] == [[0.0], [-0.5], []]
 
 
 @pytest.mark.parametrize(
-    ("token", "one"),
+    ("token", "other_request"),
     [
         (9, request()),
         (8, request()),
@@ -102,20 +102,20 @@ def test_tokens_that_end_nothing_are_appended_and_nothing_is_sent() -> None:
     ],
     ids=["stop", "end", "length", "beyond", "negative", "aborted"],
 )
-def test_what_ends_a_request_is_left_to_sglang(token: int, one: Any) -> None:
-    processor = process([request(), one], [5, token])
+def test_sglang_handles_the_end_of_a_request(token: int, other_request: Any) -> None:
+    processor = process([request(), other_request], [5, token])
     assert processor is not None
-    assert (processor.ended, processor.streamed) == ([1], 1)
+    assert (processor.finished_indices, processor.num_streamed) == ([1], 1)
 
 
-def test_what_is_due_is_sent() -> None:
-    one = request(49)
-    one.sampling_params.max_new_tokens = 100
-    processor = process([one], [5])
+def test_output_is_streamed_at_its_interval() -> None:
+    other_request = request(49)
+    other_request.sampling_params.max_new_tokens = 100
+    processor = process([other_request], [5])
     assert processor is not None
-    assert (processor.ended, processor.streamed) == ([], 1)
+    assert (processor.finished_indices, processor.num_streamed) == ([], 1)
 
 
 @pytest.mark.parametrize("name", [*results.ABSENT, *results.OFF])
-def test_a_batch_with_anything_else_is_left_to_sglang(name: str) -> None:
+def test_a_batch_with_any_other_feature_is_left_to_sglang(name: str) -> None:
     assert process([request(), request(3, **{name: object()})], [5, 5]) is None

@@ -1,4 +1,4 @@
-"""A decode step as one C call gives the bits of its kernels and products one by one. No engine, no SGLang."""
+"""A decode step in one C call gives the bits of its kernels and products called separately, without an engine or SGLang."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ SCALE, EPS = 0.2, 1e-6
 class Model:
     """Attributes of an SGLang model that ``DecodeStep`` reads: with norms of heads, or with biases."""
 
-    def __init__(self, dtype: torch.dtype, heads: tuple[int, int, int], width: int, biased: bool) -> None:
+    def __init__(self, dtype: torch.dtype, heads: tuple[int, int, int], width: int, has_biases: bool) -> None:
         count, kv_count, dim = heads
         self.dtype, self.hidden = dtype, 48
         self._random = torch.Generator().manual_seed(width)
         attention = SimpleNamespace(num_heads=count, num_kv_heads=kv_count, head_dim=dim)
-        self.blocks = [self._block(index, heads, width, biased) for index in range(LAYERS)]
+        self.blocks = [self._block(index, heads, width, has_biases) for index in range(LAYERS)]
         norm = SimpleNamespace(weight=self._draw(self.hidden), variance_epsilon=EPS)
         self.model = SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)], norm=norm)
         self.lm_head = self._linear(VOCABULARY, self.hidden)
         self.pools = [(self._draw(200, kv_count, dim), self._draw(200, kv_count, dim)) for _ in range(LAYERS)]
 
     def load_weights(self) -> None:
-        """Never called; counted."""
+        """Do nothing; ``Products`` wraps this function."""
 
     def get_key_buffer(self, layer: int) -> Tensor:
         return self.pools[layer][0]
@@ -67,33 +67,33 @@ class Model:
     def _norm(self, size: int) -> Any:
         return SimpleNamespace(weight=self._draw(size))
 
-    def _block(self, index: int, heads: tuple[int, int, int], width: int, biased: bool) -> DecoderBlock:
+    def _block(self, index: int, heads: tuple[int, int, int], width: int, has_biases: bool) -> DecoderBlock:
         count, kv_count, dim = heads
-        norms = (None, None) if biased else (self._norm(dim), self._norm(dim))
+        norms = (None, None) if has_biases else (self._norm(dim), self._norm(dim))
         return DecoderBlock(
             attention_norm=self._norm(self.hidden),
-            qkv=self._linear((count + 2 * kv_count) * dim, self.hidden, bias=biased),
+            qkv=self._linear((count + 2 * kv_count) * dim, self.hidden, bias=has_biases),
             q_norm=norms[0],
             k_norm=norms[1],
-            out=self._linear(self.hidden, count * dim, bias=biased),
+            out=self._linear(self.hidden, count * dim, bias=has_biases),
             mlp_norm=self._norm(self.hidden),
-            gate_up=self._linear(2 * width, self.hidden, bias=biased),
-            down=self._linear(self.hidden, width, bias=biased),
+            gate_up=self._linear(2 * width, self.hidden, bias=has_biases),
+            down=self._linear(self.hidden, width, bias=has_biases),
             attention=SimpleNamespace(layer_id=index, scaling=SCALE),
         )
 
 
-class Roomy(CKernels):
-    """With room beside that of its threads, which nobody may touch."""
+class PaddedScores(CKernels):
+    """Kernels with a second buffer after the scores of all threads, which no thread may write."""
 
     def scores(self, table: Tensor) -> tuple[Tensor, int]:
-        _, room = super().scores(table)
-        self.room = torch.full((2, self.threads * room), float("nan"))
-        return self.room, room
+        _, scores = super().scores(table)
+        self.room = torch.full((2, self.threads * scores), float("nan"))
+        return self.room, scores
 
 
-def one_by_one(model: Model, x: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
-    """Logits [B, V] by the kernels and products that have tests of their own."""
+def run_separately(model: Model, x: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
+    """Return logits [B, V] by separate calls of the kernels and products, which other tests check."""
     c, rows = C(), len(x)
     count, dim = model.model.layers[0].self_attn.num_heads, model.model.layers[0].self_attn.head_dim
 
@@ -101,9 +101,9 @@ def one_by_one(model: Model, x: Tensor, angles: tuple[Tensor, Tensor], backend: 
         out = torch.empty(rows, len(linear.weight), dtype=x.dtype)
         return c.product(tensor, c.pack(linear.weight), linear.bias, out)
 
-    carried, h = None, torch.empty_like(x)
+    delta, h = None, torch.empty_like(x)
     for block, pools in zip(model.blocks, model.pools, strict=True):
-        c.add_rms_norm(x, carried, block.attention_norm.weight, h, EPS)
+        c.add_rms_norm(x, delta, block.attention_norm.weight, h, EPS)
         queries = torch.empty(rows, count, dim, dtype=x.dtype)
         norms = None if block.q_norm is None or block.k_norm is None else (block.q_norm.weight, block.k_norm.weight)
         c.rope_and_store(product(h, block.qkv), norms, angles, batch.out_cache_loc, pools, queries, EPS)
@@ -113,8 +113,8 @@ def one_by_one(model: Model, x: Tensor, angles: tuple[Tensor, Tensor], backend: 
         gate_up = product(h, block.gate_up)
         activated = torch.empty(rows, gate_up.shape[1] // 2, dtype=x.dtype)
         c.silu_mul(gate_up, activated)
-        carried = product(activated, block.down)
-    c.add_rms_norm(x, carried, model.model.norm.weight, h, EPS)
+        delta = product(activated, block.down)
+    c.add_rms_norm(x, delta, model.model.norm.weight, h, EPS)
     return product(h, model.lm_head)
 
 
@@ -124,70 +124,72 @@ def one_by_one(model: Model, x: Tensor, angles: tuple[Tensor, Tensor], backend: 
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     heads=st.sampled_from([(4, 2, 32), (6, 1, 20), (2, 2, 64)]),
     width=st.sampled_from([64, 90]),
-    biased=st.booleans(),
+    has_biases=st.booleans(),
     threads=st.integers(1, 3),
 )
 def test_a_step_has_the_bits_of_its_parts(
-    rows: int, dtype: torch.dtype, heads: tuple[int, int, int], width: int, biased: bool, threads: int
+    rows: int, dtype: torch.dtype, heads: tuple[int, int, int], width: int, has_biases: bool, threads: int
 ) -> None:
-    model = Model(dtype, heads, width, biased)
+    model = Model(dtype, heads, width, has_biases)
     random = torch.Generator().manual_seed(rows)
     lens = torch.randint(1, LENGTH + 1, (rows,), generator=random)
     table = torch.randint(100, 200, (rows + 2, LENGTH), generator=random, dtype=torch.int32)
     rows_B, slots_B = torch.randperm(rows + 2, generator=random)[:rows], torch.randperm(100, generator=random)[:rows]
-    table[rows_B, lens - 1] = slots_B.int()  # each reads what it writes
+    table[rows_B, lens - 1] = slots_B.int()  # each request reads the slot that it writes
     backend = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=model)
     batch = SimpleNamespace(out_cache_loc=slots_B, req_pool_indices=rows_B, seq_lens=lens)
     angles = torch.rand(LENGTH, heads[2], generator=random), lens - 1
     x = torch.randn(rows, model.hidden, generator=random).to(dtype)
-    before = torch.get_num_threads()
+    num_threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         product = Products(model, model.linears, model.lm_head, C())
-        roomy = Roomy(build.build().path)
+        roomy = PaddedScores(build.build().path)
         step = DecodeStep(model, model.blocks, product, roomy)
         assert step.supports(rows) is (rows >= C().threads)
         product.renew()
-        kept = [(keys.clone(), values.clone()) for keys, values in model.pools]
+        pools_before = [(keys.clone(), values.clone()) for keys, values in model.pools]
         logits = step(x.clone(), angles, backend, batch)
         assert roomy.room[1].isnan().all() and not roomy.room[0].isnan().all()
-        written, model.pools = model.pools, kept
-        expected = one_by_one(model, x.clone(), angles, backend, batch)
-        kept = [(keys.clone(), values.clone()) for keys, values in kept]
-        again = step(x.clone(), angles, backend, batch)  # into other pools: addresses are read anew
+        written_pools, model.pools = model.pools, pools_before
+        expected = run_separately(model, x.clone(), angles, backend, batch)
+        pools_before = [(keys.clone(), values.clone()) for keys, values in pools_before]
+        repeated_logits = step(
+            x.clone(), angles, backend, batch
+        )  # with other pools, whose addresses the step has to read again
         for linear in (*model.linears, model.lm_head):  # as a push does
             linear.weight.mul_(0.5)
         product.renew()
-        pushed = step(x.clone(), angles, backend, batch)
-        expected_pushed = one_by_one(model, x.clone(), angles, backend, batch)
+        pushed_logits = step(x.clone(), angles, backend, batch)
+        expected_pushed = run_separately(model, x.clone(), angles, backend, batch)
     finally:
-        torch.set_num_threads(before)
-    assert logits.isfinite().all() and torch.equal(logits, expected) and torch.equal(again, expected)
-    assert torch.equal(pushed, expected_pushed) and not torch.equal(pushed, expected)
-    for mine, theirs in zip(written, kept, strict=True):
-        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+        torch.set_num_threads(num_threads_before)
+    assert logits.isfinite().all() and torch.equal(logits, expected) and torch.equal(repeated_logits, expected)
+    assert torch.equal(pushed_logits, expected_pushed) and not torch.equal(pushed_logits, expected)
+    for actual, expected_pool in zip(written_pools, pools_before, strict=True):
+        assert torch.equal(actual[0], expected_pool[0]) and torch.equal(actual[1], expected_pool[1])
 
 
-def test_a_model_that_it_is_not_written_for_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_model_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = C().threads
 
     def serves(model: Model, rows: int = 4 * threads) -> bool:
         product = Products(model, model.linears, model.lm_head, C())
         return DecodeStep(model, model.blocks, product, C()).supports(rows)
 
-    model = Model(torch.bfloat16, (4, 2, 32), 64, biased=False)
+    model = Model(torch.bfloat16, (4, 2, 32), 64, has_biases=False)
     assert serves(model, threads) and not serves(model, threads - 1)
-    monkeypatch.setattr(decode, "CACHED_BYTES", 1)  # each thread reads all weights: only for several rows
+    monkeypatch.setattr(decode, "CACHED_BYTES", 1)  # each thread reads all weights, which only pays for several rows
     assert serves(model) and not serves(model, 4 * threads - 1)
-    first = model.blocks[0]
-    for other in (
-        replace(first, down=model._linear(model.hidden, 63)),  # of an odd number of inputs
-        replace(first, gate_up=model._linear(132, model.hidden), down=model._linear(model.hidden, 66)),
-        replace(first, attention=SimpleNamespace(layer_id=0, scaling=0.3)),
+    block = model.blocks[0]
+    for changed_block in (
+        replace(block, down=model._linear(model.hidden, 63)),  # odd number of inputs
+        replace(block, gate_up=model._linear(132, model.hidden), down=model._linear(model.hidden, 66)),
+        replace(block, attention=SimpleNamespace(layer_id=0, scaling=0.3)),
     ):
-        model.blocks[0] = other
+        model.blocks[0] = changed_block
         assert not serves(model)
-        model.blocks[0] = first
+        model.blocks[0] = block
     assert serves(model)
 
 
@@ -197,11 +199,11 @@ test_cpu_step.test_a_step_has_the_bits_of_its_parts()
 """
 
 
-def test_a_step_stays_one_region_where_regions_may_be_nested() -> None:
-    """Threads of an inner one would write into the room of another's."""
+def test_a_step_is_one_parallel_region_if_nesting_is_enabled() -> None:
+    """Threads of an inner region would write into the buffers of another thread."""
     environment = os.environ | {"OMP_NESTED": "true", "OMP_NUM_THREADS": "3"}
     command = [sys.executable, "-c", NESTED]
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300 * scale()
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""``run.deterministic=true`` on a CPU: engine and trainer agree in every bit, however the engine came to a token."""
+"""``run.deterministic=true`` on a CPU: engine and trainer agree in every bit, for every way to compute a token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from slime_like.config.schema.resolved import Layout
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
-from tests.engine.conftest import Engine, Models, prompt, sampled, start
-from tests.engine.exact_scores import Question
+from tests.engine.conftest import Engine, Models, make_sampling, prompt, start
+from tests.engine.exact_scores import ScoreQuery
 from tests.train.jobs import run_forked
 from tests.train.ranks import run_ranks
 
@@ -29,97 +29,107 @@ def exact_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Scores by the engine for one model and temperature: the same sequences, computed in different ways."""
+class EngineScores:
+    """An engine's scores of the same sequences, computed in different ways, for one model and temperature."""
 
-    question: Question
-    sampled: list[tuple[int, F32]]  # per sequence: where its response starts, and the response's log-probabilities
-    prefilled: list[F32]  # [L - 1] of whole sequences in one prefill
-    alone: list[Completion]  # the first sequences again, each alone in the engine
-    continued: list[tuple[I32, F32]]  # tokens after a cached prefix, and their log-probabilities
+    query: ScoreQuery
+    sampled_logprobs: list[tuple[int, F32]]  # per sequence: start and log-probabilities of the response
+    prefilled_logprobs: list[F32]  # [L - 1] of complete sequences, each in one prefill
+    single_completions: list[Completion]  # the first sequences again, each the only request of the engine
+    continuations: list[tuple[I32, F32]]  # tokens after a cached prefix, and their log-probabilities
 
 
-async def forget(engine: Engine) -> None:
-    """Drop all cached prefixes; paused, since the engine refuses while it still winds up the last reply."""
+async def drop_prefixes(engine: Engine) -> None:
+    """Drop all cached prefixes. Pause first, because the engine refuses while it completes the last reply."""
     await engine.client.pause()
     await engine.client.flush()
     await engine.client.resume()
 
 
-async def ask(engine: Engine, models: Models, name: str, temperature: float) -> Told:
-    """Sample everything in one batch, then some of it alone, after a cached prefix, and all of it by prefill."""
+async def score_in_every_way(engine: Engine, models: Models, name: str, temperature: float) -> EngineScores:
+    """Sample all prompts in one batch, then some alone and after a cached prefix, and score all by prefill."""
     prompts, seeds = [prompt(length, seed=length) for length in LENGTHS], [11, 12]
-    sampling = sampled(temperature, tokens=20)
+    sampling = make_sampling(temperature, tokens=20)
     groups = await asyncio.gather(*(engine.client.generate(ids, seeds, sampling) for ids in prompts))
     pairs = [(ids, completion) for ids, group in zip(prompts, groups, strict=True) for completion in group]
     sequences = tuple(np.concatenate([ids, completion.token_ids]) for ids, completion in pairs)
     tails = [min(8, len(completion.token_ids)) for _, completion in pairs]  # a response may end earlier
-    continued = [
-        await engine.client.generate(sequences[i][: -tails[i]], [seeds[i % 2]], sampled(temperature, tokens=tails[i]))
+    continuations = [
+        await engine.client.generate(
+            sequences[i][: -tails[i]], [seeds[i % 2]], make_sampling(temperature, tokens=tails[i])
+        )
         for i in range(0, len(sequences), 5)
     ]
-    await forget(engine)
-    alone = [(await engine.client.generate(ids, [seeds[0]], sampling))[0] for ids in prompts[:4]]
-    await forget(engine)
-    return Told(
-        Question(models.paths[name], temperature, sequences),
+    await drop_prefixes(engine)
+    single_completions = [(await engine.client.generate(ids, [seeds[0]], sampling))[0] for ids in prompts[:4]]
+    await drop_prefixes(engine)
+    return EngineScores(
+        ScoreQuery(models.paths[name], temperature, sequences),
         [(len(ids), completion.logprobs) for ids, completion in pairs],
         await engine.client.score(sequences, temperature),
-        alone,
-        [(one.token_ids, one.logprobs) for (one,) in continued],
+        single_completions,
+        [(single.token_ids, single.logprobs) for (single,) in continuations],
     )
 
 
 @pytest.fixture(scope="module")
-def told(exact_engine: Engine, models: Models) -> list[Told]:
-    """Both models at both temperatures; the second one came by a push."""
+def engine_scores(exact_engine: Engine, models: Models) -> list[EngineScores]:
+    """Return the scores of both models at both temperatures; model B arrives by a push."""
     engine = exact_engine
-    first = [engine.run(ask(engine, models, "A", temperature)) for temperature in TEMPERATURES]
+    first = [engine.run(score_in_every_way(engine, models, "A", temperature)) for temperature in TEMPERATURES]
     engine.run(engine.push(models.tensors("B"), 1))
-    return [*first, *(engine.run(ask(engine, models, "B", temperature)) for temperature in TEMPERATURES)]
+    return [*first, *(engine.run(score_in_every_way(engine, models, "B", temperature)) for temperature in TEMPERATURES)]
 
 
-def test_prefill_decode_cached_prefixes_and_batches_give_the_same_bits(told: list[Told]) -> None:
-    for said in told:
-        for (begin, decoded), prefilled in zip(said.sampled, said.prefilled, strict=True):
-            assert np.array_equal(decoded, prefilled[begin - 1 :])
-        for i, one in enumerate(said.alone):
-            assert np.array_equal(one.token_ids, said.question.sequences[2 * i][LENGTHS[i] :])
-            assert np.array_equal(one.logprobs, said.sampled[2 * i][1])
-        assert sum(len(token_ids) for token_ids, _ in said.continued) > 20
-        for i, (token_ids, logprobs) in zip(range(0, len(said.sampled), 5), said.continued, strict=True):
-            assert np.array_equal(token_ids, said.question.sequences[i][-len(token_ids) :])
-            assert np.array_equal(logprobs, said.sampled[i][1][-len(token_ids) :])
+def test_prefill_decode_cached_prefixes_and_batches_give_the_same_bits(engine_scores: list[EngineScores]) -> None:
+    for scores in engine_scores:
+        for (response_start, logprobs), prefilled in zip(
+            scores.sampled_logprobs, scores.prefilled_logprobs, strict=True
+        ):
+            assert np.array_equal(logprobs, prefilled[response_start - 1 :])
+        for i, single in enumerate(scores.single_completions):
+            assert np.array_equal(single.token_ids, scores.query.sequences[2 * i][LENGTHS[i] :])
+            assert np.array_equal(single.logprobs, scores.sampled_logprobs[2 * i][1])
+        assert sum(len(token_ids) for token_ids, _ in scores.continuations) > 20
+        for i, (token_ids, logprobs) in zip(
+            range(0, len(scores.sampled_logprobs), 5), scores.continuations, strict=True
+        ):
+            assert np.array_equal(token_ids, scores.query.sequences[i][-len(token_ids) :])
+            assert np.array_equal(logprobs, scores.sampled_logprobs[i][1][-len(token_ids) :])
 
 
-def test_the_trainer_has_the_engines_bits(told: list[Told]) -> None:
-    (answers,) = run_ranks("tests.engine.exact_scores:answer", 1, Layout(), [said.question for said in told])
+def test_the_trainers_logprobs_equal_the_engines_in_every_bit(engine_scores: list[EngineScores]) -> None:
+    (answers,) = run_ranks("tests.engine.exact_scores:answer", 1, Layout(), [scores.query for scores in engine_scores])
     tokens = 0
-    for said, columns in zip(told, answers, strict=True):
-        for mine, engines in zip(columns, said.prefilled, strict=True):
-            assert np.array_equal(mine, engines), f"largest difference {np.abs(mine - engines).max()}"
-            tokens += len(mine)
+    for scores, columns in zip(engine_scores, answers, strict=True):
+        for trainer_logprobs, engine_logprobs in zip(columns, scores.prefilled_logprobs, strict=True):
+            assert np.array_equal(trainer_logprobs, engine_logprobs), (
+                f"largest difference {np.abs(trainer_logprobs - engine_logprobs).max()}"
+            )
+            tokens += len(trainer_logprobs)
     assert tokens > 2_000
 
 
-def test_pipeline_and_data_parallel_ranks_keep_the_bits(told: list[Told]) -> None:
-    found = run_forked("tests.engine.exact_scores:both_layouts", 2, told[-1].question)
-    columns = [column for rank in found for column in rank]
+def test_pipeline_and_data_parallel_ranks_keep_the_bits(engine_scores: list[EngineScores]) -> None:
+    answers = run_forked("tests.engine.exact_scores:both_layouts", 2, engine_scores[-1].query)
+    columns = [column for rank_answers in answers for column in rank_answers]
     assert len(columns) == 2
     for column in columns:
-        for mine, engines in zip(column, told[-1].prefilled, strict=True):
-            assert np.array_equal(mine, engines)
+        for trainer_logprobs, engine_logprobs in zip(column, engine_scores[-1].prefilled_logprobs, strict=True):
+            assert np.array_equal(trainer_logprobs, engine_logprobs)
 
 
-def test_one_bit_of_one_weight_would_show(exact_engine: Engine, models: Models, told: list[Told]) -> None:
-    """The planted fault: a push in which one element is off by one unit in the last place."""
+def test_a_change_of_one_bit_of_one_weight_is_detected(
+    exact_engine: Engine, models: Models, engine_scores: list[EngineScores]
+) -> None:
+    """The injected fault is a push in which one element differs by one unit in the last place."""
     engine = exact_engine
     tensors = models.tensors("B")
     nudged = tensors["model.norm.weight"].clone()
     nudged[0] = torch.nextafter(nudged[0], torch.tensor(2.0))
     assert int((nudged != tensors["model.norm.weight"]).sum()) == 1
     engine.run(engine.push(tensors | {"model.norm.weight": nudged}, 2))
-    found = engine.run(engine.client.score(told[-1].question.sequences, TEMPERATURES[-1]))
-    pairs = list(zip(found, told[-1].prefilled, strict=True))
-    assert not all(np.array_equal(mine, right) for mine, right in pairs)
-    assert max(np.abs(mine - right).max() for mine, right in pairs) < 1e-5
+    perturbed = engine.run(engine.client.score(engine_scores[-1].query.sequences, TEMPERATURES[-1]))
+    pairs = list(zip(perturbed, engine_scores[-1].prefilled_logprobs, strict=True))
+    assert not all(np.array_equal(logprobs, unperturbed) for logprobs, unperturbed in pairs)
+    assert max(np.abs(logprobs - unperturbed).max() for logprobs, unperturbed in pairs) < 1e-5

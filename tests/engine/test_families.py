@@ -1,6 +1,6 @@
-"""An engine of every family beside Qwen3 says what transformers says: prompts it scores, tokens it samples, a push.
+"""Engines of every dense or MoE family other than Qwen3 agree with transformers on scores and samples, also after a push.
 
-The trainer equals transformers to 1e-5 (tests/train/test_families.py), so here trainer and engine agree.
+The trainer equals transformers to 1e-5 (tests/train/test_families.py), so trainer and engine agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.conftest import VOCAB, Engine, Models, launch, prompt, sampled
+from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
 from tests.engine.hybrid_models import HybridModels
 from tests.train.models import EPSILON, THETA
 
@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(folder: Any, family: str) -> Models:
-    """Two random models of one shape, biases included."""
+    """Write two random models of one shape, with random biases."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf: dict[str, Any] = {}
@@ -67,35 +67,37 @@ def build(folder: Any, family: str) -> Models:
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("bias"):
-                    parameter.copy_(0.3 * torch.randn_like(parameter))  # they start at 0
+                    parameter.copy_(0.3 * torch.randn_like(parameter))  # transformers initialises biases to 0
         model.eval().save_pretrained(folder / name)
         hf[name] = model
     return HybridModels({name: folder / name for name in hf}, hf)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
-    """The engines, started side by side."""
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
+    """Return the models and engine of each family; the engines start at the same time."""
     with contextlib.ExitStack() as stack:
-        begun: dict[str, tuple[Models, Any]] = {}
+        launching: dict[str, tuple[Models, Any]] = {}
         for family in FAMILIES:
             folder = tmp_path_factory.mktemp(family)
             models = build(folder, family)
             run = stack.enter_context(contextlib.closing(launch(models, folder, 1)))
             assert next(run) is None
-            begun[family] = models, run
-        yield {family: (models, next(run)) for family, (models, run) in begun.items()}
+            launching[family] = models, run
+        yield {family: (models, next(run)) for family, (models, run) in launching.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine_and_transformers_agree(family: str, served: Mapping[str, tuple[Models, Engine]]) -> None:
-    models, engine = served[family]
+def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[Models, Engine]]) -> None:
+    models, engine = engines[family]
     ids = prompt(100, seed=5)
     for version, name in enumerate("ABA"):
         if version:
             engine.run(engine.push(models.tensors(name), version))
-        (scored,) = engine.run(engine.client.score([ids], 1.0))
-        np.testing.assert_allclose(scored, models.logprobs(name, ids, 1.0), atol=TOLERANCE)
-        for completion in engine.run(engine.client.generate(ids, [1, 2, 3], sampled(0.8, tokens=40))):
-            whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
-            np.testing.assert_allclose(completion.logprobs, models.logprobs(name, whole, 0.8)[-new:], atol=TOLERANCE)
+        (scores,) = engine.run(engine.client.score([ids], 1.0))
+        np.testing.assert_allclose(scores, models.logprobs(name, ids, 1.0), atol=TOLERANCE)
+        for completion in engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, tokens=40))):
+            sequence, num_sampled = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
+            np.testing.assert_allclose(
+                completion.logprobs, models.logprobs(name, sequence, 0.8)[-num_sampled:], atol=TOLERANCE
+            )

@@ -1,4 +1,4 @@
-"""Engines that are killed and stopped under a rollout manager: every sample is made once, and who is back joins by a push."""
+"""Engines are killed and stopped during rollouts: each sample is made exactly once, and restarted engines join by a push."""
 
 from __future__ import annotations
 
@@ -14,27 +14,38 @@ from slime_like.rollout.engine.processes import stopped_pids
 from slime_like.rollout.manager import CollectedRollout
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models
-from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, Told, answers, at_answer, at_first_answer, forget, until
+from tests.engine.fault_injection import (
+    GROUPS,
+    SAMPLES,
+    TOKENS,
+    EnginePair,
+    ObservedClient,
+    at_answer,
+    at_first_answer,
+    clear_callbacks,
+    record_answers,
+    until,
+)
 
 pytestmark = pytest.mark.engine
 RECOVERY_METRICS = ("rollout/engine_restarts", "rollout/remade_groups")
 
 
 @pytest.fixture(scope="module")
-def pair(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = Pair(models, tmp_path_factory.mktemp("faults"))
+def pair(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePair]:
+    engine_pair = EnginePair(models, tmp_path_factory.mktemp("faults"))
     try:
-        for supervisor in made.supervisors:
+        for supervisor in engine_pair.supervisors:
             supervisor.connect()
-        yield made
+        yield engine_pair
     finally:
-        made.close()
+        engine_pair.close()
 
 
 @pytest.fixture(autouse=True)
-def no_fault(pair: Pair) -> Iterator[None]:
+def no_fault(pair: EnginePair) -> Iterator[None]:
     yield
-    forget()
+    clear_callbacks()
     pair.stop_managers()
 
 
@@ -49,12 +60,12 @@ def check_whole(collected: CollectedRollout, rollout_id: int, models: Models, mo
             assert sample.versions == (version,)
             assert 0 < sample.num_response_tokens <= TOKENS
         sample = group.samples[0]
-        sampled = sample.num_response_tokens
-        expected = models.logprobs(model, sample.token_ids, 1.0)[-sampled:]
-        assert_close(sample.logprobs[-sampled:], expected)
+        num_sampled = sample.num_response_tokens
+        expected = models.logprobs(model, sample.token_ids, 1.0)[-num_sampled:]
+        assert_close(sample.logprobs[-num_sampled:], expected)
 
 
-def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> None:
+def test_on_stalled_engine_wait_waits_for_a_stopped_engine(pair: EnginePair) -> None:
     async def scenario() -> None:
         manager = pair.manager(on_stalled_engine="wait", interval_s=0.2, timeout_s=3.0)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
@@ -64,8 +75,8 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
         assert not collecting.done()
         pair.supervisors[0].send_signal(signal.SIGCONT)
         collected = await collecting
-        check_whole(collected, 0, pair.models, "B", pair.version)
-        assert any("does not respond; waiting for it" in said.text for said in collected.warnings)
+        check_rollout(collected, 0, pair.models, "B", pair.version)
+        assert any("does not respond; waiting for it" in warning.text for warning in collected.warnings)
         assert manager.last_recoveries() == ()
         await until(lambda: not [slot for slot in manager._pool.slots if slot.is_stalled])
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")
@@ -74,15 +85,15 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
     pair.loop.run_until_complete(scenario())
 
 
-def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None:
-    """It is stopped for less than a health check waits: nothing is lost, restarted or made again."""
+def test_a_slow_engine_is_not_restarted_by_default(pair: EnginePair) -> None:
+    """The engine is stopped for less than a health check's timeout: no group is lost or made again."""
 
     async def scenario() -> None:
         manager = pair.manager(interval_s=0.1, timeout_s=60.0)
         await pair.push(manager, "A")
         pids = [supervisor.server.pid for supervisor in pair.supervisors]
-        slow: list[str] = []
-        answered = answers()
+        stopped_engines: list[str] = []
+        answered_engines = record_answers()
 
         def stop(name: str) -> None:
             pair.supervisor(name).send_signal(signal.SIGSTOP)
@@ -96,11 +107,11 @@ def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None
         assert isinstance(client, Told)
         await until(lambda: stopped_pids(group) and set(answered) - set(slow) and client.num_waiting_checks)
         assert not collecting.done()
-        answered.clear()
+        answered_engines.clear()
         os.killpg(group, signal.SIGCONT)
         collected = await collecting
-        check_whole(collected, 0, pair.models, "A", pair.version)
-        assert slow[0] in answered  # what it was at work on when it was stopped
+        check_rollout(collected, 0, pair.models, "A", pair.version)
+        assert stopped_engines[0] in answered_engines  # the groups in flight when the engine was stopped
         assert {m.name: m.value for m in collected.metrics if m.name in RECOVERY_METRICS} == dict.fromkeys(
             RECOVERY_METRICS, 0
         )
@@ -111,11 +122,11 @@ def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None
     pair.loop.run_until_complete(scenario())
 
 
-def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pair) -> None:
-    """The second goes on alone; when none is left, the first to come back gets weights, and ends the rollout."""
+def test_a_rollout_survives_the_loss_of_both_engines(pair: EnginePair) -> None:
+    """The second engine continues alone. When it is lost too, the first engine to restart receives weights and ends the rollout."""
 
     async def scenario() -> None:
-        manager = pair.manager(timeout_s=6.0)  # SGLang looks once a second whether its worker lives, and then goes
+        manager = pair.manager(timeout_s=6.0)  # SGLang checks once a second whether its worker lives, and exits if not
         await pair.push(manager, "B")
         signalled: list[str] = []
 
@@ -133,8 +144,8 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         collected = await collecting
         for group in collected.groups:
             assert {sample.versions for sample in group.samples} <= {(pair.version - 1,), (pair.version,)}
-        remade = [group for group in collected.groups if group.oldest_version == pair.version]
-        assert 0 < len(remade) < GROUPS
+        remade_groups = [group for group in collected.groups if group.oldest_version == pair.version]
+        assert 0 < len(remade_groups) < GROUPS
         ids = [sample.sample_id for group in collected.groups for sample in group.samples]
         assert ids == list(range(GROUPS * SAMPLES))
         assert len(collected.recovered) == 2
@@ -148,19 +159,19 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         assert killed.groups + stopped.groups == sum(
             m.value for m in collected.metrics if m.name == "rollout/remade_groups"
         )
-        assert killed.groups >= 1 and stopped.groups >= len(remade)
+        assert death.groups >= 1 and stall.groups >= len(remade_groups)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
-        check_whole(await manager.collect(1), 1, pair.models, "B", pair.version)
+        check_rollout(await manager.collect(1), 1, pair.models, "B", pair.version)
         assert len(await manager.probe()) == 2, manager._pool.recoveries
         await manager.stop()
 
     pair.loop.run_until_complete(scenario())
 
 
-def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joins_the_next(pair: Pair) -> None:
+def test_an_engine_that_dies_during_a_push_is_left_out_and_joins_the_next_push(pair: EnginePair) -> None:
     async def scenario() -> None:
         manager = pair.manager()
-        before = await pair.begin_push(manager)
+        engines_before = await pair.begin_push(manager)
         with pytest.raises(EngineLost, match="engine 1"):
             await pair.send(before, "A", happens=lambda: pair.supervisors[1].send_signal(signal.SIGKILL))
         after = await pair.begin_push(manager)
@@ -173,19 +184,19 @@ def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joi
         check_whole(await manager.collect(0), 0, pair.models, "A", pair.version)
         await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
-        probed = await manager.probe()
-        assert len(probed) == 2
-        for scores in probed:
+        probe_scores = await manager.probe()
+        assert len(probe_scores) == 2
+        for scores in probe_scores:
             assert_close(scores.logprobs[0], pair.models.logprobs("B", scores.token_ids[0], 1.0))
-        (lost,) = manager.last_recoveries()
-        assert (lost.engine, lost.version) == ("engine 1", pair.version)
-        check_whole(await manager.collect(1), 1, pair.models, "B", pair.version)
+        (recovery,) = manager.last_recoveries()
+        assert (recovery.engine, recovery.version) == ("engine 1", pair.version)
+        check_rollout(await manager.collect(1), 1, pair.models, "B", pair.version)
         await manager.stop()
 
     pair.loop.run_until_complete(scenario())
 
 
-def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair: Pair) -> None:
+def test_on_dead_engine_stop_ends_the_run_if_a_push_loses_an_engine(pair: EnginePair) -> None:
     async def scenario() -> None:
         manager = pair.manager(on_dead_engine="stop")
         names = await pair.begin_push(manager)
@@ -195,14 +206,14 @@ def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair:
             await manager.begin_push()
         await manager.abort_push()
         await manager.stop()
-        alone = pair.manager(engines=1)
-        assert await pair.push(alone, "A") == ("engine 0",)
-        await alone.stop()
+        single_engine_manager = pair.manager(engines=1)
+        assert await pair.push(single_engine_manager, "A") == ("engine 0",)
+        await single_engine_manager.stop()
 
     pair.loop.run_until_complete(scenario())
 
 
-def test_a_dead_engine_ends_the_rollout_where_the_config_says_so(pair: Pair) -> None:
+def test_on_dead_engine_stop_ends_the_run_if_a_rollout_loses_an_engine(pair: EnginePair) -> None:
     async def scenario() -> None:
         manager = pair.manager(engines=1, on_dead_engine="stop")
         at_answer("engine 0", 1, lambda: pair.supervisors[0].send_signal(signal.SIGKILL))

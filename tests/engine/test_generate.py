@@ -1,28 +1,28 @@
-"""Answers of an engine, compared with transformers on the same weights."""
+"""Completions and scores of an engine equal those of transformers with the same weights."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from slime_like.interfaces import Sampling
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, prompt, sampled
-from tests.engine.in_flight import TRIES
+from tests.engine.conftest import Engine, Models, make_sampling, prompt
+from tests.engine.in_flight import MAX_TRIES
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logprobs_are_those_of_the_distribution_sampled_from(
-    engine: Engine, models: Models, temperature: float
-) -> None:
+def test_logprobs_are_of_the_sampling_distribution(engine: Engine, models: Models, temperature: float) -> None:
     prompts = [prompt(length, seed=length) for length in (1, 3, 17, 40)]
 
     async def ask() -> list[list[np.ndarray]]:
-        replies = [engine.client.generate(ids, [1, 2], sampled(temperature)) for ids in prompts]
+        replies = [engine.client.generate(ids, [1, 2], make_sampling(temperature)) for ids in prompts]
         return [[c.token_ids, c.logprobs] for group in await asyncio.gather(*replies) for c in group]
 
     answers = engine.run(ask())
@@ -35,28 +35,28 @@ def test_greedy_and_sampled_requests_in_one_batch_keep_their_own_distribution(en
     ids = prompt(9)
 
     async def ask() -> tuple[Any, ...]:
-        greedy = engine.client.generate(ids, [0, 1], sampled(0.0))
-        return await asyncio.gather(greedy, engine.client.generate(ids, [5], sampled(0.7)))
+        greedy = engine.client.generate(ids, [0, 1], make_sampling(0.0))
+        return await asyncio.gather(greedy, engine.client.generate(ids, [5], make_sampling(0.7)))
 
-    (first, second), (drawn,) = engine.run(ask())
-    np.testing.assert_array_equal(first.token_ids, second.token_ids, "no seed counts at temperature 0")
-    for completion, temperature in ((first, 1.0), (drawn, 0.7)):
-        whole = np.concatenate([ids, completion.token_ids])
-        expected = models.logprobs("A", whole, temperature)[-len(completion.token_ids) :]
+    (first, second), (seeded,) = engine.run(ask())
+    np.testing.assert_array_equal(first.token_ids, second.token_ids, "temperature 0 ignores the seed")
+    for completion, temperature in ((first, 1.0), (seeded, 0.7)):
+        sequence = np.concatenate([ids, completion.token_ids])
+        expected = models.logprobs("A", sequence, temperature)[-len(completion.token_ids) :]
         assert_close(completion.logprobs, expected)
 
 
-def test_a_seed_decides_the_tokens_whatever_is_batched_with_it(engine: Engine) -> None:
+def test_a_seed_determines_the_tokens_in_any_batch(engine: Engine) -> None:
     ids, seeds = prompt(7), list(range(100, 116))
-    group = engine.run(engine.client.generate(ids, seeds, sampled()))
-    alone = [engine.run(engine.client.generate(ids, [seed], sampled()))[0] for seed in seeds[::5]]
-    for one, same in zip(alone, group[::5], strict=True):
-        np.testing.assert_array_equal(one.token_ids, same.token_ids)
+    group = engine.run(engine.client.generate(ids, seeds, make_sampling()))
+    single_completions = [engine.run(engine.client.generate(ids, [seed], make_sampling()))[0] for seed in seeds[::5]]
+    for single, batched in zip(single_completions, group[::5], strict=True):
+        np.testing.assert_array_equal(single.token_ids, batched.token_ids)
     assert len({tuple(c.token_ids.tolist()) for c in group}) == len(seeds)
 
 
 def test_completions_carry_version_finish_and_length(engine: Engine) -> None:
-    (completion,) = engine.run(engine.client.generate(prompt(5), [3], sampled(tokens=9)))
+    (completion,) = engine.run(engine.client.generate(prompt(5), [3], make_sampling(tokens=9)))
     assert completion.token_ids.dtype == np.int32
     assert completion.logprobs.dtype == np.float32
     assert len(completion.token_ids) == 9
@@ -66,56 +66,57 @@ def test_completions_carry_version_finish_and_length(engine: Engine) -> None:
 
 def test_a_stop_token_ends_a_completion(engine: Engine) -> None:
     ids = prompt(5)
-    (free,) = engine.run(engine.client.generate(ids, [3], sampled()))
-    stop = int(free.token_ids[4])
-    first = free.token_ids.tolist().index(stop)
-    sampling = sampled()
-    sampling = type(sampling)(sampling.temperature, sampling.max_new_tokens, stop_token_ids=(stop,))
-    (stopped,) = engine.run(engine.client.generate(ids, [3], sampling))
-    assert stopped.finish == "stop"
-    np.testing.assert_array_equal(stopped.token_ids, free.token_ids[: first + 1])
+    (unstopped,) = engine.run(engine.client.generate(ids, [3], make_sampling()))
+    stop = int(unstopped.token_ids[4])
+    first = unstopped.token_ids.tolist().index(stop)
+    sampling = replace(make_sampling(), stop_token_ids=(stop,))
+    (completion,) = engine.run(engine.client.generate(ids, [3], sampling))
+    assert completion.finish == "stop"
+    np.testing.assert_array_equal(completion.token_ids, unstopped.token_ids[: first + 1])
 
 
 def test_nucleus_and_top_k_draw_from_their_support(engine: Engine, models: Models) -> None:
     ids = prompt(6)
-    sampling = type(sampled())(temperature=1.0, max_new_tokens=1, top_k=3)
+    sampling = Sampling(temperature=1.0, max_new_tokens=1, top_k=3)
     firsts = {int(c.token_ids[0]) for c in engine.run(engine.client.generate(ids, list(range(40)), sampling))}
     scores = [models.logprobs("A", np.append(ids, token).astype(np.int32), 1.0)[-1] for token in range(500)]
     assert firsts == set(np.argsort(scores)[-3:].tolist())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_of_given_tokens(engine: Engine, models: Models, temperature: float) -> None:
+def test_scores_equal_those_of_transformers(engine: Engine, models: Models, temperature: float) -> None:
     sequences = [prompt(length, seed=length) for length in (2, 30, 64)]
-    scored = engine.run(engine.client.score(sequences, temperature))
-    for ids, logprobs in zip(sequences, scored, strict=True):
+    scores = engine.run(engine.client.score(sequences, temperature))
+    for ids, logprobs in zip(sequences, scores, strict=True):
         assert_close(logprobs, models.logprobs("A", ids, temperature))
 
 
-def test_scoring_leaves_sampling_of_the_same_batch_alone(engine: Engine, models: Models) -> None:
+def test_scoring_does_not_affect_sampling_in_the_same_batch(engine: Engine, models: Models) -> None:
     ids = prompt(11)
 
-    async def both() -> tuple[Any, ...]:
+    async def generate_and_score() -> tuple[Any, ...]:
         return await asyncio.gather(
-            engine.client.generate(ids, [8, 9], sampled(0.7)), engine.client.score([prompt(40, 4)] * 4, 0.5)
+            engine.client.generate(ids, [8, 9], make_sampling(0.7)), engine.client.score([prompt(40, 4)] * 4, 0.5)
         )
 
-    completions, _ = engine.run(both())
+    completions, _ = engine.run(generate_and_score())
     for completion in completions:
-        whole = np.concatenate([ids, completion.token_ids])
-        expected = models.logprobs("A", whole, 0.7)[-len(completion.token_ids) :]
+        sequence = np.concatenate([ids, completion.token_ids])
+        expected = models.logprobs("A", sequence, 0.7)[-len(completion.token_ids) :]
         assert_close(completion.logprobs, expected)
 
 
-def test_abort_ends_a_request_with_the_tokens_it_has(engine: Engine) -> None:
+def test_an_aborted_request_returns_its_tokens_so_far(engine: Engine) -> None:
     async def ask_and_abort() -> Any:
-        request = asyncio.create_task(engine.client.generate(prompt(4), [1], sampled(tokens=240)))
+        request = asyncio.create_task(engine.client.generate(prompt(4), [1], make_sampling(tokens=240)))
         while not request.done():
             await engine.client.abort_all()
         (completion,) = await request
         return completion
 
-    found = (engine.run(ask_and_abort()) for _ in range(TRIES))  # on a busy machine one may end before it is aborted
-    completion = next((completion for completion in found if completion.finish == "abort"), None)
+    completions = (
+        engine.run(ask_and_abort()) for _ in range(MAX_TRIES)
+    )  # on a busy machine a request may end before the abort
+    completion = next((completion for completion in completions if completion.finish == "abort"), None)
     assert completion is not None
     assert len(completion.token_ids) < 240

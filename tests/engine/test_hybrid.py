@@ -1,7 +1,7 @@
-"""Engines of hybrid models (gated delta nets beside attention) say what transformers says, sequence by sequence.
+"""Engines of hybrid models (gated delta net and attention layers) agree with transformers on every sequence.
 
-Prompts longer than ``CHUNK`` are prefilled in pieces. Errors of float32 are larger than those of dense models: the norms
-behind the delta rule divide by what may be small (transformers in float32 and in float64 differ by up to 4e-5 here).
+Prompts longer than ``CHUNK`` are prefilled in chunks. Float32 errors are larger than for dense models, because the norms
+after the delta rule divide by small numbers (transformers in float32 and in float64 differ by up to 4e-5 here).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.types import I32
-from tests.engine.conftest import Engine, Models, launch, prompt, sampled
+from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
 from tests.engine.hybrid_models import FAMILIES, WITH_VISION, build
-from tests.engine.in_flight import by_version, over_two_pushes
+from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
@@ -35,86 +35,88 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Models]:
 
 
 @pytest.fixture(scope="module")
-def served(
+def engines(
     hybrids: Mapping[str, Models], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
-    """All engines, started side by side."""
+    """Return the models and engine of each name; the engines start at the same time."""
     with contextlib.ExitStack() as stack:
-        begun: dict[str, tuple[Models, Any]] = {}
+        launching: dict[str, tuple[Models, Any]] = {}
         for name, tp in ENGINES.items():
             models = hybrids[name.split()[0]]
             run = stack.enter_context(
                 contextlib.closing(launch(models, tmp_path_factory.mktemp("run"), tp, chunked_prefill_size=CHUNK))
             )
             assert next(run) is None
-            begun[name] = models, run
-        yield {name: (models, next(run)) for name, (models, run) in begun.items()}
+            launching[name] = models, run
+        yield {name: (models, next(run)) for name, (models, run) in launching.items()}
 
 
 def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, temperature: float) -> None:
-    """Sampled log-probabilities are those of transformers; greedy tokens also the likeliest (of near-equal ones, one)."""
-    whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
-    expected = models.logprobs(name, whole, temperature or 1.0)[-new:]
+    """Assert that log-probabilities equal those of transformers, and that greedy tokens are the likeliest up to rounding."""
+    sequence, num_sampled = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
+    expected = models.logprobs(name, sequence, temperature or 1.0)[-num_sampled:]
     np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
     if temperature == 0:
         with torch.no_grad():
-            logits = models.hf[name](torch.from_numpy(whole[None].astype(np.int64))).logits[0, len(ids) - 1 : -1]
-        best = torch.log_softmax(logits, -1).max(-1).values.numpy()
-        np.testing.assert_allclose(expected, best, atol=TOLERANCE)
+            logits = models.hf[name](torch.from_numpy(sequence[None].astype(np.int64))).logits[0, len(ids) - 1 : -1]
+        best_logprobs = torch.log_softmax(logits, -1).max(-1).values.numpy()
+        np.testing.assert_allclose(expected, best_logprobs, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("which", ENGINES)
-def test_a_batch_of_many_lengths_before_and_after_pushes(
-    which: str, served: Mapping[str, tuple[Models, Engine]]
+@pytest.mark.parametrize("name_of_engine", ENGINES)
+def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
+    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
 ) -> None:
-    """Several samples per prompt, greedy among sampled ones, prompts of 1 to 100 tokens, some the beginning of others."""
-    models, engine = served[which]
-    long = prompt(100, seed=5)
-    prompts = [long, long[:60], prompt(1, seed=6), prompt(17, seed=7), long[:31]]
+    """Several samples per prompt, greedy and sampled; prompts of 1 to 100 tokens, some of which are prefixes of others."""
+    models, engine = engines[name_of_engine]
+    long_prompt = prompt(100, seed=5)
+    prompts = [long_prompt, long_prompt[:60], prompt(1, seed=6), prompt(17, seed=7), long_prompt[:31]]
     for version, name in enumerate("ABA"):
         if version:
             engine.run(engine.push(models.tensors(name), version))
 
         async def answers() -> list[list[Completion]]:
-            asked = [
-                engine.client.generate(ids, [index, 50], sampled([0.0, 0.8][index % 2], 12 + 5 * index))
+            requests = [
+                engine.client.generate(ids, [index, 50], make_sampling([0.0, 0.8][index % 2], 12 + 5 * index))
                 for index, ids in enumerate(prompts)
             ]
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*requests)
 
         for index, (ids, group) in enumerate(zip(prompts, engine.run(answers()), strict=True)):
             for completion in group:
                 assert_agrees(models, name, ids, completion, [0.0, 0.8][index % 2])
-        scored = engine.run(engine.client.score([ids for ids in prompts if len(ids) > 1], 0.7))
-        for ids, found in zip([ids for ids in prompts if len(ids) > 1], scored, strict=True):
-            np.testing.assert_allclose(found, models.logprobs(name, ids, 0.7), atol=TOLERANCE)
+        scores_of_prompts = engine.run(engine.client.score([ids for ids in prompts if len(ids) > 1], 0.7))
+        for ids, scores in zip([ids for ids in prompts if len(ids) > 1], scores_of_prompts, strict=True):
+            np.testing.assert_allclose(scores, models.logprobs(name, ids, 0.7), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("which", ["qwen3_next", "qwen3_5_text tp2"])
-def test_continuations_of_cached_prefixes(which: str, served: Mapping[str, tuple[Models, Engine]]) -> None:
-    """A turn goes on from the states behind the last prompt; another beginning with it does too; a third one misses."""
-    models, engine = served[which]
-    ids, name = prompt(30, seed=4), "A"  # every test leaves the weights of A
+@pytest.mark.parametrize("name_of_engine", ["qwen3_next", "qwen3_5_text tp2"])
+def test_continuations_of_cached_prefixes_agree(
+    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
+) -> None:
+    """A turn and a fork of it continue from the states after the last prompt; a shorter prompt misses the cache."""
+    models, engine = engines[name_of_engine]
+    ids, name = prompt(30, seed=4), "A"  # every test restores the weights of A
     for turn in range(3):
         fork = np.concatenate([ids, prompt(3, seed=20 + turn)]).astype(np.int32)
-        found: list[Completion] = []
-        for asked in (ids, fork, ids[:-1]):
-            found += engine.run(engine.client.generate(asked, [turn], sampled(0.9, 8)))
-            assert_agrees(models, name, asked, found[-1], 0.9)
-        ids = np.concatenate([ids, found[0].token_ids]).astype(np.int32)
+        scores: list[Completion] = []
+        for requests in (ids, fork, ids[:-1]):
+            scores += engine.run(engine.client.generate(requests, [turn], make_sampling(0.9, 8)))
+            assert_agrees(models, name, requests, scores[-1], 0.9)
+        ids = np.concatenate([ids, scores[0].token_ids]).astype(np.int32)
     log = Path(engine.server._spec.log_path).read_text()  # pyright: ignore[reportPrivateUsage]
-    assert any(f"#cached-token: {length}," in log for length in (30, 38)), "no prefix was found again"
+    assert any(f"#cached-token: {length}," in log for length in (30, 38)), "no request hit the prefix cache"
 
 
-def test_requests_in_flight_go_on_under_new_weights(served: Mapping[str, tuple[Models, Engine]]) -> None:
-    """Keys, values and delta rule states of what was there are computed again: each token is of its version's weights."""
-    models, engine = served["qwen3_next"]
+def test_requests_in_flight_continue_under_new_weights(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+    """Keys, values and delta rule states of the prefix are computed again: each token is of the weights of its version."""
+    models, engine = engines["qwen3_next"]
     ids = prompt(20, seed=9)
-    for completion in over_two_pushes(engine, models, ids, 150):
-        np.testing.assert_allclose(completion.logprobs, by_version(models, ids, completion), atol=TOLERANCE)
+    for completion in generate_over_two_pushes(engine, models, ids, 150):
+        np.testing.assert_allclose(completion.logprobs, logprobs_by_version(models, ids, completion), atol=TOLERANCE)
 
 
-MISSING = {
+PATTERN_OF_UNWRITTEN = {
     "model.layers.1.linear_attn.A_log": r"linear_attn\.A_log \(4 of 4 ",
     "model.layers.1.linear_attn.dt_bias": r"linear_attn\.dt_bias \(4 of 4 ",
     "model.layers.2.linear_attn.conv1d.weight": r"linear_attn\.conv1d\.weight \(640 of 640 ",
@@ -129,19 +131,21 @@ MISSING = {
 }
 
 
-def test_a_commit_names_what_was_not_written(served: Mapping[str, tuple[Models, Engine]]) -> None:
-    """Every kind of parameter of a hybrid model with experts counts, down to one expert's part of a fused one."""
-    models, engine = served["qwen3_next"]
-    for name, found in MISSING.items():
+def test_a_commit_names_parameters_that_were_not_written(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+    """Every kind of parameter of a hybrid model with experts is checked, including one expert's part of a fused parameter."""
+    models, engine = engines["qwen3_next"]
+    for name, scores in PATTERN_OF_UNWRITTEN.items():
         tensors = models.tensors("B")
         assert tensors.pop(name) is not None
-        with pytest.raises(EngineError, match=f"not complete.*1 parameters: model.*{found}"):
+        with pytest.raises(EngineError, match=f"not complete.*1 parameters: model.*{scores}"):
             engine.run(engine.push(tensors, 7))
     engine.run(engine.push(models.tensors("A"), 8))
 
 
-@pytest.mark.parametrize("which", ENGINES)
-def test_the_fused_forward_stays_out_of_it(which: str, served: Mapping[str, tuple[Models, Engine]]) -> None:
-    says = served[which][1].server.decodes_with()
+@pytest.mark.parametrize("name_of_engine", ENGINES)
+def test_hybrid_models_do_not_use_the_fused_forward(
+    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
+) -> None:
+    says = engines[name_of_engine][1].server.decodes_with()
     assert "module by module, as Qwen3" in says and "is none of" in says
     assert "gated delta rule in torch" in says

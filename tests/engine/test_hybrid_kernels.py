@@ -1,4 +1,4 @@
-"""Replacements of SGLang's Triton kernels of hybrid models, compared with their definition in float64. No engine, no SGLang."""
+"""Replacements of SGLang's Triton kernels of hybrid models equal their definition in float64. No engine, no SGLang."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def slots(seed: int, count: int) -> Tensor:
 
 
 # ---- convolution -----------------------------------------------------------------------------------------------------
-def convolved(x_TD: Tensor, before_HD: Tensor, weight_DW: Tensor) -> tuple[Tensor, Tensor]:
-    """By definition, of one sequence: outputs and the inputs that the next token needs."""
-    whole = torch.cat([before_HD, x_TD]).double()
-    taps = [(whole[t : t + WIDTH] * weight_DW.double().t()).sum(0) for t in range(len(x_TD))]
-    return F.silu(torch.stack(taps)).float(), whole[-(WIDTH - 1) :].float()
+def convolve(x_TD: Tensor, before_HD: Tensor, weight_DW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of one sequence by definition, and the last inputs, which the next token needs."""
+    inputs = torch.cat([before_HD, x_TD]).double()
+    taps = [(inputs[t : t + WIDTH] * weight_DW.double().t()).sum(0) for t in range(len(x_TD))]
+    return F.silu(torch.stack(taps)).float(), inputs[-(WIDTH - 1) :].float()
 
 
 @settings(deadline=None, max_examples=50)
 @given(lengths=LENGTHS, padding=st.integers(0, 3), seed=SEEDS)
-def test_convolution_of_a_prefill(lengths: list[int], padding: int, seed: int) -> None:
+def test_convolution_of_a_prefill_equals_the_definition(lengths: list[int], padding: int, seed: int) -> None:
     total, weight = sum(lengths), random(seed, CHANNELS, WIDTH)
     x_TD, pool = random(seed + 1, total + padding, CHANNELS), random(seed + 2, SLOTS, CHANNELS, WIDTH - 1)
     pool_before, rows = pool.clone(), slots(seed, len(lengths))
     starts = torch.tensor([index % 2 == 1 for index in range(len(lengths))])
-    pool[rows[~starts].long()] = float("nan")  # what an earlier request left does not matter
+    pool[rows[~starts].long()] = float("nan")  # values of an earlier request have no effect
     out_DT = conv.causal_conv1d_fn(
         x_TD.t(),
         weight,
@@ -58,52 +58,52 @@ def test_convolution_of_a_prefill(lengths: list[int], padding: int, seed: int) -
     )
     first = 0
     for length, row, continued in zip(lengths, rows.tolist(), starts.tolist(), strict=True):
-        before = pool_before[row].t() if continued else torch.zeros(WIDTH - 1, CHANNELS)
-        expected, state = convolved(x_TD[first : first + length], before, weight)
+        state_before = pool_before[row].t() if continued else torch.zeros(WIDTH - 1, CHANNELS)
+        expected, state = convolve(x_TD[first : first + length], state_before, weight)
         torch.testing.assert_close(out_DT[:, first : first + length].t(), expected, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(pool[row].t(), state, atol=0, rtol=0)
         first += length
     assert not out_DT[:, total:].any()
-    others = [row for row in range(SLOTS) if row not in rows.tolist()]
-    assert torch.equal(pool[others], pool_before[others])
+    unused_rows = [row for row in range(SLOTS) if row not in rows.tolist()]
+    assert torch.equal(pool[unused_rows], pool_before[unused_rows])
 
 
 @settings(deadline=None, max_examples=20)
 @given(length=st.integers(1, 12), seed=SEEDS)
-def test_convolution_token_by_token_is_that_of_a_prefill(length: int, seed: int) -> None:
+def test_convolution_token_by_token_equals_a_prefill(length: int, seed: int) -> None:
     weight, x_TD = random(seed, CHANNELS, WIDTH), random(seed + 1, length, CHANNELS)
     pool, row = torch.zeros(SLOTS, CHANNELS, WIDTH - 1), slots(seed, 1)
     steps = [
         conv.causal_conv1d_update(x_TD[t : t + 1], pool, weight, None, "silu", conv_state_indices=row)
         for t in range(length)
     ]
-    expected, state = convolved(x_TD, torch.zeros(WIDTH - 1, CHANNELS), weight)
+    expected, state = convolve(x_TD, torch.zeros(WIDTH - 1, CHANNELS), weight)
     torch.testing.assert_close(torch.cat(steps), expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(pool[int(row)].t(), state, atol=0, rtol=0)
 
 
-def test_sixteen_bits_are_rounded_once_and_as_the_trainer_rounds_them() -> None:
+def test_bfloat16_is_rounded_once_and_as_in_the_trainer() -> None:
     lengths = [25, 3, 15]
     x_TD, weight = random(0, sum(lengths), 32).bfloat16(), random(1, 32, WIDTH).bfloat16()
     pool, rows = torch.zeros(SLOTS, 32, WIDTH - 1, dtype=torch.bfloat16), slots(0, 3)
-    fresh, empty = torch.zeros(3, dtype=torch.bool), pool.clone()
+    has_state, update_pool = torch.zeros(3, dtype=torch.bool), pool.clone()
     prefill = conv.causal_conv1d_fn(
         x_TD.t(),
         weight,
         None,
         conv_states=pool,
-        has_initial_state=fresh,
+        has_initial_state=has_state,
         cache_indices=rows,
         query_start_loc=bounds(lengths),
         seq_lens_cpu=lengths,
     ).t()
     assert torch.equal(prefill, causal_conv(x_TD[None], weight, cu_seqlens_cpu=bounds(lengths))[0])
     steps = [
-        conv.causal_conv1d_update(x_TD[t : t + 1], empty, weight, None, "silu", conv_state_indices=rows[:1])
+        conv.causal_conv1d_update(x_TD[t : t + 1], update_pool, weight, None, "silu", conv_state_indices=rows[:1])
         for t in range(lengths[0])
     ]
-    exact, _ = convolved(x_TD[: lengths[0]].float(), torch.zeros(WIDTH - 1, 32), weight.float())
-    torch.testing.assert_close(torch.cat(steps).float(), exact, atol=2**-16, rtol=2**-8)
+    expected, _ = convolve(x_TD[: lengths[0]].float(), torch.zeros(WIDTH - 1, 32), weight.float())
+    torch.testing.assert_close(torch.cat(steps).float(), expected, atol=2**-16, rtol=2**-8)
 
 
 def test_states_that_round_their_inputs_are_refused() -> None:
@@ -116,7 +116,7 @@ def test_states_that_round_their_inputs_are_refused() -> None:
 
 # ---- delta rule ------------------------------------------------------------------------------------------------------
 class Request:
-    """Random inputs of one request, the projections of its gates and the state it begins with."""
+    """Random inputs of one request, with the projections of its gates and its initial state."""
 
     def __init__(self, seed: int, length: int) -> None:
         self.q, self.k = random(seed, length, HEADS, KEY), random(seed + 1, length, HEADS, KEY)
@@ -125,7 +125,7 @@ class Request:
         self.state = random(seed + 5, VALUE_HEADS, VALUE, KEY)
 
     def by_definition(self, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs [T, HV, V] and last state [HV, V, K], token by token in float64."""
+        """Return outputs [T, HV, V] and last state [HV, V, K], computed token by token in float64."""
         ratio = VALUE_HEADS // HEADS
         state, out = self.state.double(), torch.empty(self.v.shape, dtype=torch.float64)
         for t in range(len(self.v)):
@@ -133,37 +133,39 @@ class Request:
                 q, k = self.q[t, head // ratio].double(), self.k[t, head // ratio].double()
                 q, k = q / (q @ q + 1e-6).sqrt(), k / (k @ k + 1e-6).sqrt()
                 gate = self.a[t, head].double() + dt_bias[head].double()
-                kept = state[head] * torch.exp(-a_log[head].double().exp() * F.softplus(gate))
-                error = self.v[t, head].double() - kept @ k
-                state[head] = kept + torch.outer(error * self.b[t, head].double().sigmoid(), k)
+                decayed_state = state[head] * torch.exp(-a_log[head].double().exp() * F.softplus(gate))
+                error = self.v[t, head].double() - decayed_state @ k
+                state[head] = decayed_state + torch.outer(error * self.b[t, head].double().sigmoid(), k)
                 out[t, head] = state[head] @ q / KEY**0.5
         return out.float(), state.float()
 
 
 @settings(deadline=None, max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS)
-def test_prefill_then_decode(lengths: list[int], seed: int) -> None:
-    """All but the last token of each request as one packed prefill (long and short ones, empty ones left out), then
-    one token each: as the definition says, and slots of others untouched."""
+def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: list[int], seed: int) -> None:
+    """All but the last token of each request are one packed prefill, and the last tokens one decode step.
+
+    Requests of one token have no prefill. Slots of other requests do not change.
+    """
     a_log, dt_bias = random(seed + 7, VALUE_HEADS), random(seed + 8, VALUE_HEADS)
     requests = [Request(seed + 10 * index, length) for index, length in enumerate(lengths)]
     rows = slots(seed, len(lengths))
     pool = random(seed + 9, SLOTS, VALUE_HEADS, VALUE, KEY)
-    untouched = pool.clone()
+    pool_before_use = pool.clone()
     for row, request in zip(rows.tolist(), requests, strict=True):
         pool[row] = request.state
-    long = [index for index, length in enumerate(lengths) if length > 1]
+    long_indices = [index for index, length in enumerate(lengths) if length > 1]
     out = [torch.empty(0, VALUE_HEADS, VALUE) for _ in requests]
-    if long:
-        packed = [torch.cat([getattr(requests[i], name)[:-1] for i in long])[None] for name in "qkvab"]
-        gates = delta_rule.fused_gdn_gating(a_log, packed[3][0], packed[4][0], dt_bias)
-        ends = bounds([lengths[i] - 1 for i in long])
-        q, k, v = packed[:3]
-        found, *_ = delta_rule.chunk_gated_delta_rule(
-            q, k, v, *gates, initial_state=pool, initial_state_indices=rows[long], cu_seqlens=ends
+    if long_indices:
+        packed_inputs = [torch.cat([getattr(requests[i], name)[:-1] for i in long_indices])[None] for name in "qkvab"]
+        gates = delta_rule.fused_gdn_gating(a_log, packed_inputs[3][0], packed_inputs[4][0], dt_bias)
+        ends = bounds([lengths[i] - 1 for i in long_indices])
+        q, k, v = packed_inputs[:3]
+        actual, *_ = delta_rule.chunk_gated_delta_rule(
+            q, k, v, *gates, initial_state=pool, initial_state_indices=rows[long_indices], cu_seqlens=ends
         )
-        for index, start, stop in zip(long, ends[:-1], ends[1:], strict=True):
-            out[index] = found[0, start:stop]
+        for index, start, stop in zip(long_indices, ends[:-1], ends[1:], strict=True):
+            out[index] = actual[0, start:stop]
     tokens = {name: torch.stack([getattr(request, name)[-1] for request in requests]) for name in "qkvab"}
     last = delta_rule.fused_sigmoid_gating_delta_rule_update(
         A_log=a_log,
@@ -180,11 +182,11 @@ def test_prefill_then_decode(lengths: list[int], seed: int) -> None:
         expected, state = request.by_definition(a_log, dt_bias)
         torch.testing.assert_close(torch.cat([out[index], last[0, index : index + 1]]), expected, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(pool[row], state, atol=2e-5, rtol=1e-4)
-    others = [row for row in range(SLOTS) if row not in rows.tolist()]
-    assert torch.equal(pool[others], untouched[others])
+    unused_rows = [row for row in range(SLOTS) if row not in rows.tolist()]
+    assert torch.equal(pool[unused_rows], pool_before_use[unused_rows])
 
 
-def test_what_the_rule_does_not_do_is_refused() -> None:
+def test_speculative_decoding_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="speculative"):
         delta_rule.fused_sigmoid_gating_delta_rule_update(
             A_log=random(0, 1),
@@ -203,16 +205,16 @@ def test_what_the_rule_does_not_do_is_refused() -> None:
 # ---- between them ----------------------------------------------------------------------------------------------------
 @given(seed=SEEDS, activation=st.sampled_from(["silu", "swish", "sigmoid"]))
 @settings(deadline=None, max_examples=20)
-def test_gated_norm(seed: int, activation: str) -> None:
+def test_gated_norm_equals_the_definition(seed: int, activation: str) -> None:
     x, gate, weight = random(seed, 3, KEY), random(seed + 1, 3, KEY), random(seed + 2, KEY)
-    row, wide = x.double(), gate.double()
-    passed = wide.sigmoid() if activation == "sigmoid" else F.silu(wide)
-    expected = row * (row.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double() * passed
-    found = layers.layernorm_fn(x, weight, None, z=gate, eps=1e-6, is_rms_norm=True, activation=activation)
-    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+    row, gate64 = x.double(), gate.double()
+    activated_gate = gate64.sigmoid() if activation == "sigmoid" else F.silu(gate64)
+    expected = row * (row.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double() * activated_gate
+    actual = layers.layernorm_fn(x, weight, None, z=gate, eps=1e-6, is_rms_norm=True, activation=activation)
+    torch.testing.assert_close(actual, expected.float(), atol=1e-6, rtol=1e-5)
 
 
-def test_gates_of_attention_and_of_the_shared_expert() -> None:
+def test_gates_of_attention_and_of_the_shared_expert_equal_the_definition() -> None:
     out, gate = random(0, 3, 8), random(1, 3, 2, 4)
     expected = out * gate.reshape(3, 8).sigmoid()
     torch.testing.assert_close(layers.fused_sigmoid_mul(out, gate), expected)
@@ -224,19 +226,19 @@ def test_gates_of_attention_and_of_the_shared_expert() -> None:
     torch.testing.assert_close(routed, expected)
 
 
-def test_both_orders_of_projections_hold_the_same() -> None:
-    """Interleaved by key head as Qwen3-Next stores them, one behind the other as Qwen3.5 does."""
+def test_both_orders_of_projections_are_split_alike() -> None:
+    """Qwen3-Next interleaves the projections by key head; Qwen3.5 concatenates them."""
     tokens, ratio = 3, VALUE_HEADS // HEADS
     q, k = random(0, tokens, HEADS, KEY), random(1, tokens, HEADS, KEY)
     v, z = random(2, tokens, HEADS, ratio, VALUE), random(3, tokens, HEADS, ratio, VALUE)
     b, a = random(4, tokens, HEADS, ratio), random(5, tokens, HEADS, ratio)
-    mixed = torch.cat([q, k, v.flatten(2), z.flatten(2)], -1).flatten(1), torch.cat([b, a], -1).flatten(1)
-    behind = torch.cat([part.flatten(1) for part in (q, k, v, z)], -1), torch.cat([b.flatten(1), a.flatten(1)], -1)
+    by_key_head = torch.cat([q, k, v.flatten(2), z.flatten(2)], -1).flatten(1), torch.cat([b, a], -1).flatten(1)
+    contiguous = torch.cat([part.flatten(1) for part in (q, k, v, z)], -1), torch.cat([b.flatten(1), a.flatten(1)], -1)
     sizes = HEADS, VALUE_HEADS, KEY, VALUE
     expected = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1), z.flatten(1, 2), b.flatten(1), a.flatten(1)
-    for found in (layers.split_by_key_head(*mixed, *sizes), layers.split_contiguous(*behind, *sizes)):
-        for mine, theirs in zip(found, expected, strict=True):
-            assert torch.equal(mine, theirs)
+    for actual in (layers.split_by_key_head(*by_key_head, *sizes), layers.split_contiguous(*contiguous, *sizes)):
+        for actual_part, expected_part in zip(actual, expected, strict=True):
+            assert torch.equal(actual_part, expected_part)
 
 
 class Config:
@@ -246,7 +248,7 @@ class Config:
     linear_conv_kernel_dim = 4
 
 
-def test_states_are_as_many_as_requests_need_while_they_are_small() -> None:
+def test_small_states_get_four_slots_per_running_request() -> None:
     assert states.state_bytes(Config) == 3 * 4 * ((2 * 32 + 96) * 3 + 96 * 16)
     assert states.slots(Config, 64) == 4 * 64
     assert states.slots(Config, None) == 4 * states.RUNNING

@@ -1,4 +1,4 @@
-"""A rollout manager on a real engine: over-sampling, pushes between rollouts, and a resume in the middle."""
+"""A rollout manager on a real engine: over-sampling, pushes between rollouts, and a resume between two rollouts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from slime_like.types import F32, SampleGroup, Source, Status
 from tests.data.character_tokenizer import characters
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import VOCAB, Engine, Models, payload
-from tests.engine.kept import Kept
+from tests.engine.fixed_engine import FixedEngine
 from tests.rollout.counting import Counting
 
 pytestmark = pytest.mark.engine
-N, BATCH, BEGUN, LONGEST = 2, 2, 8, 240
+NUM_SAMPLES, BATCH, NUM_STARTED, MAX_RESPONSE_LEN = 2, 2, 8, 240
 EOS = 1  # of the model's config
 TOLERANCE = 1e-4
 STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends a short answer: some groups end with equal lengths
@@ -45,9 +45,9 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
     return ManagerSpec(
         rollout=RolloutConfig(
             batch_size=BATCH,
-            n_samples_per_prompt=N,
-            max_response_len=LONGEST,
-            over_sampling_batch_size=BEGUN,
+            n_samples_per_prompt=NUM_SAMPLES,
+            max_response_len=MAX_RESPONSE_LEN,
+            over_sampling_batch_size=NUM_STARTED,
             partial_rollout=partial,
             generate="tests.engine.lengths:long_for_odd_prompts",
             filters=["nonzero_std"],
@@ -64,7 +64,7 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
         temperature=1.0,
         seed=3,
         probe_sequences=2,
-        samples_per_rollout=BATCH * N,
+        samples_per_rollout=BATCH * NUM_SAMPLES,
         first_rollout=first,
         deterministic=False,
         receives_pushes=True,
@@ -72,17 +72,17 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
 
 
 def name_of(version: int) -> str:
-    """Version 0 is A, 1 is B, 2 is A ..."""
+    """Return the model of a version: A for even versions, B for odd ones."""
     return "AB"[version % 2]
 
 
-class Side:
+class ManagerUnderTest:
     """A manager on the shared engine."""
 
-    def __init__(self, engine: Engine, models: Models, given: ManagerSpec) -> None:
+    def __init__(self, engine: Engine, models: Models, manager_spec: ManagerSpec) -> None:
         self.engine, self.models = engine, models
         self.source = Counting(extra=30)
-        self.manager = RolloutManager(given, self.source, {}, [Kept(engine.client)])
+        self.manager = RolloutManager(manager_spec, self.source, {}, [FixedEngine(engine.client)])
 
     def push(self, version: int) -> None:
         async def push() -> None:
@@ -93,9 +93,9 @@ class Side:
         self.engine.run(push())
 
     def probe(self, version: int) -> None:
-        """The gate after a push, with transformers for a trainer."""
-        found = self.engine.run(self.manager.probe())
-        trainer = TrainerScores(found, max_tokens=100_000)
+        """Run the probe after a push, with transformers in place of the trainer."""
+        rollout_metrics = self.engine.run(self.manager.probe())
+        trainer = TrainerScores(rollout_metrics, max_tokens=100_000)
         name, (rows,) = name_of(version), trainer.rows
         sequences = np.split(rows.token_ids, rows.cu_seqlens[1:-1])
         columns = [np.concatenate([[0], self.models.logprobs(name, ids, 1.0)]) for ids in sequences]
@@ -104,18 +104,18 @@ class Side:
         metrics = reduce_metrics(check(scores, trainer, version, TOLERANCE))
         assert len(scores.continuations) == len(scores.token_ids) > 0
         assert unknown(metrics) == []
-        # All but the last token of each beginning; a prompt or an answer is seldom shorter than two tokens.
+        # All tokens of a prefix but the last are cache hits; prefixes seldom have fewer than two tokens.
         assert metrics["probe/prefix_cache_hit_rate"] >= 0.5
 
     def check_that_old_keys_are_seen(self, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A push that flushes nothing leaves keys and values of older weights, which scores do not read."""
+        """Check that the probe detects a push without a flush, which leaves keys and values of older weights in the cache."""
 
-        async def nothing() -> None:
-            """Flush nothing."""
+        async def keep_cache() -> None:
+            """Keep the cache."""
 
         self.probe(version - 1)
         with monkeypatch.context() as fault:
-            fault.setattr(self.engine.client, "flush", nothing)
+            fault.setattr(self.engine.client, "flush", keep_cache)
             self.push(version)
         with pytest.raises(ConsistencyError, match=rf"after the push of version {version} .* older weights"):
             self.probe(version)
@@ -131,7 +131,7 @@ class Side:
 
 
 def check_logprobs(group: SampleGroup, models: Models) -> None:
-    """Each token's log-probability is that of the weights whose version it carries."""
+    """Check that each token's log-probability is of the weights of the token's version."""
     for sample in group.samples:
         by_name: dict[str, F32] = {name: models.logprobs(name, sample.token_ids, 1.0) for name in "AB"}
         for span in sample.spans:
@@ -144,27 +144,29 @@ def test_partial_rollouts_across_pushes_and_a_resume(
     engine: Engine, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     characters().save_pretrained(tmp_path / "tokenizer")
-    side = Side(engine, models, spec(tmp_path / "tokenizer", partial=True))
+    side = ManagerUnderTest(engine, models, spec(tmp_path / "tokenizer", partial=True))
     leftover = tmp_path / "leftover_2.npz"
-    trained: list[SampleGroup] = []
+    trained_groups: list[SampleGroup] = []
     metrics: list[dict[str, float]] = []
     try:
         for rollout_id in range(5):
             side.push(rollout_id)
             side.probe(rollout_id)
-            if rollout_id == 2:  # another process goes on from what was saved
+            if rollout_id == 2:  # another manager continues from the saved state
                 state = side.save(2, leftover)
                 side.stop()
-                side = Side(engine, models, spec(tmp_path / "tokenizer", partial=True, first=2))
+                side = ManagerUnderTest(engine, models, spec(tmp_path / "tokenizer", partial=True, first=2))
                 engine.run(side.manager.load_state(state, leftover))
                 side.push(rollout_id)
             collected = side.collect(rollout_id)
             assert len(collected.groups) == BATCH
-            trained += collected.groups
-            ended = [s for g in collected.groups for s in g.samples if s.status is Status.COMPLETED]
-            assert all(s.token_ids[-1] in (EOS, *STOPS) and s.spans[-1].source is Source.MODEL for s in ended)
+            trained_groups += collected.groups
+            completed = [s for g in collected.groups for s in g.samples if s.status is Status.COMPLETED]
+            assert all(s.token_ids[-1] in (EOS, *STOPS) and s.spans[-1].source is Source.MODEL for s in completed)
             metrics.append(reduce_metrics(collected.metrics))
-            batch = assemble(collected.groups, AssembleSpec(None, "token_mean", 1, 1, 4096, LONGEST), rollout_id)
+            batch = assemble(
+                collected.groups, AssembleSpec(None, "token_mean", 1, 1, 4096, MAX_RESPONSE_LEN), rollout_id
+            )
             (rows,) = batch.steps[0].micro_batches[0]
             sampled = rows.loss_weight > 0
             assert ((rows.versions >= 0) == sampled).all()
@@ -174,14 +176,14 @@ def test_partial_rollouts_across_pushes_and_a_resume(
     finally:
         side.stop()
     assert in_flight_path(leftover).exists()
-    for group in trained:
+    for group in trained_groups:
         check_logprobs(group, models)
-    assert any(len(set(sample.versions)) > 1 for group in trained for sample in group.samples)
-    ids = [group.prompt.prompt_id for group in trained]
+    assert any(len(set(sample.versions)) > 1 for group in trained_groups for sample in group.samples)
+    ids = [group.prompt.prompt_id for group in trained_groups]
     assert len(set(ids)) == len(ids)
-    dropped = sum(found["rollout/dropped_groups/nonzero_std"] for found in metrics)
-    assert len(trained) + dropped + in_flight == side.source.state()["taken"]
-    assert all(found["rollout/wasted_tokens"] == 0 for found in metrics)
+    num_dropped = sum(rollout_metrics["rollout/dropped_groups/nonzero_std"] for rollout_metrics in metrics)
+    assert len(trained_groups) + num_dropped + in_flight == side.source.state()["taken"]
+    assert all(rollout_metrics["rollout/wasted_tokens"] == 0 for rollout_metrics in metrics)
     assert unknown(metrics[0]) == []
 
 
@@ -189,8 +191,8 @@ def test_without_partial_rollouts_every_token_is_of_the_newest_weights(
     engine: Engine, models: Models, tmp_path: Path
 ) -> None:
     characters().save_pretrained(tmp_path)
-    side = Side(engine, models, spec(tmp_path, partial=False))
-    places = 0
+    side = ManagerUnderTest(engine, models, spec(tmp_path, partial=False))
+    num_prompts = 0
     try:
         for rollout_id in range(2):
             side.push(rollout_id)
@@ -198,21 +200,19 @@ def test_without_partial_rollouts_every_token_is_of_the_newest_weights(
             assert {v for group in collected.groups for s in group.samples for v in s.versions} == {rollout_id}
             for group in collected.groups:
                 check_logprobs(group, models)
-            dropped = reduce_metrics(collected.metrics)["rollout/dropped_groups/nonzero_std"]
-            places += len(collected.groups) + int(dropped)
-        returned = side.save(2, tmp_path / "leftover_2.npz")["in_flight"]
+            num_dropped = reduce_metrics(collected.metrics)["rollout/dropped_groups/nonzero_std"]
+            num_prompts += len(collected.groups) + int(num_dropped)
+        num_in_flight = side.save(2, tmp_path / "leftover_2.npz")["in_flight"]
     finally:
         side.stop()
-    assert places + returned == side.source.state()["taken"]
+    assert num_prompts + num_in_flight == side.source.state()["taken"]
 
 
-def test_functions_of_users_that_fail_or_drop_everything_are_named(
-    engine: Engine, models: Models, tmp_path: Path
-) -> None:
+def test_user_functions_that_fail_or_drop_every_group_are_named(engine: Engine, models: Models, tmp_path: Path) -> None:
     characters().save_pretrained(tmp_path)
-    plain = spec(tmp_path, partial=False)
-    short = replace(
-        plain.rollout, over_sampling_batch_size=None, max_refills=0, max_response_len=2, generate="single_turn"
+    base_spec = spec(tmp_path, partial=False)
+    short_rollout = replace(
+        base_spec.rollout, over_sampling_batch_size=None, max_refills=0, max_response_len=2, generate="single_turn"
     )
 
     def first_rollout(**changes: Any) -> CollectedRollout:
@@ -223,27 +223,27 @@ def test_functions_of_users_that_fail_or_drop_everything_are_named(
         finally:
             side.stop()
 
-    collected = first_rollout(filters=["tests.engine.failing:drop"])
-    found = reduce_metrics(collected.metrics)
-    assert collected.groups == () and found["rollout/empty_in_a_row"] == 1
-    assert found["rollout/dropped_groups/tests.engine.failing:drop/never good"] == BATCH
-    assert "rollout/generated/raw_reward" in found and unknown(found) == []
+    collected = first_rollout(filters=["tests.engine.failing_functions:drop_all"])
+    rollout_metrics = reduce_metrics(collected.metrics)
+    assert collected.groups == () and rollout_metrics["rollout/empty_in_a_row"] == 1
+    assert rollout_metrics["rollout/dropped_groups/tests.engine.failing_functions:drop_all/never good"] == BATCH
+    assert "rollout/generated/raw_reward" in rollout_metrics and unknown(rollout_metrics) == []
     assert [str(w).split(";")[0] for w in collected.warnings] == ["rollout 0 is empty: nothing is trained on"]
-    assert "tests.engine.failing:drop dropped 2 (never good)" in collected.warnings[0].text
+    assert "tests.engine.failing_functions:drop_all dropped 2 (never good)" in collected.warnings[0].text
     assert "with label" in collected.warnings[0].example
-    for changes, words in (
+    for changes, pattern in (
         (
-            {"filters": ["tests.engine.failing:keep_by_true"]},
+            {"filters": ["tests.engine.failing_functions:keep_by_true"]},
             "keep_by_true returned True .bool. for the group of prompt",
         ),
         (
-            {"generate": "tests.engine.failing:nothing"},
-            "nothing returned None .NoneType. for prompt .*must return the samples",
+            {"generate": "tests.engine.failing_functions:return_nothing"},
+            "return_nothing returned None .NoneType. for prompt .*must return the samples",
         ),
         (
-            {"generate": "tests.engine.failing:raises"},
-            r"raises raised ValueError: no tool \(.*failing.py:\d+\), for prompt",
+            {"generate": "tests.engine.failing_functions:raise_error"},
+            r"raise_error raised ValueError: no tool \(.*failing_functions.py:\d+\), for prompt",
         ),
     ):
-        with pytest.raises(UserCodeError, match=words):
+        with pytest.raises(UserCodeError, match=pattern):
             first_rollout(**{"filters": [], **changes})

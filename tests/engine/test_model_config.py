@@ -58,14 +58,14 @@ def test_of_a_vision_model_the_text_part_is_served(tmp_path: Path) -> None:
         "text_config": {"full_attention_interval": 4},
         "language_model_only": True,
     }
-    whole = HYBRID | {"full_attention_interval": 4}
-    assert overrides(tmp_path, {"text_config": whole, "vision_config": {}}) == {"language_model_only": True}
+    text_config = HYBRID | {"full_attention_interval": 4}
+    assert overrides(tmp_path, {"text_config": text_config, "vision_config": {}}) == {"language_model_only": True}
 
 
 def test_what_a_user_says_of_a_nested_config_leaves_the_rest_of_ours() -> None:
-    ours = {"text_config": {"full_attention_interval": 4, "x": 1}, "language_model_only": True}
-    given = {"text_config": {"x": 2}, "rope_theta": 7}
-    assert merge_overrides(ours, given) == {
+    defaults = {"text_config": {"full_attention_interval": 4, "x": 1}, "language_model_only": True}
+    user_overrides = {"text_config": {"x": 2}, "rope_theta": 7}
+    assert merge_overrides(defaults, user_overrides) == {
         "text_config": {"full_attention_interval": 4, "x": 2},
         "language_model_only": True,
         "rope_theta": 7,

@@ -1,4 +1,4 @@
-"""Interrupted answers on a real engine: what is continued is whole, and each token is scored by the weights it came from."""
+"""Interrupted completions on a real engine: a continuation is complete, and each token has the log-probability of its version."""
 
 from __future__ import annotations
 
@@ -21,37 +21,25 @@ from slime_like.rollout.pool.router import Usage
 from slime_like.types import Prompt
 from slime_like.util.deadline import Deadline
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, prompt, sampled
+from tests.engine.conftest import Engine, Models, make_sampling, prompt
+from tests.engine.fixed_engine import FixedEngine
 
 pytestmark = pytest.mark.engine
 IDS, SEEDS, TOKENS = prompt(40, seed=8), [11, 12, 13, 14], 120
-TRIES = 20
-LONG = sampled(tokens=TOKENS)
+MAX_TRIES = 20
+LONG_SAMPLING = make_sampling(tokens=TOKENS)
 
 
 @pytest.fixture(autouse=True)
 def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test leaves the shared engine with the weights of A at version 0."""
+    """After each test, restore the weights of A at version 0 on the shared engine."""
     yield
     engine: Engine = request.getfixturevalue("engine")
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
 
 
-class FixedEngine:
-    """Supervisor of an engine that is never restarted."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-
-    async def restart(self) -> tuple[EngineClient, str]:
-        raise AssertionError("restarted")
-
-    async def stopped(self) -> tuple[int, ...]:
-        return ()
-
-
-class Group:
-    """A lane of its own and what stops it."""
+class GroupUnderTest:
+    """Requests of one group, with the gate that interrupts them."""
 
     def __init__(self, engine: Engine, journal: CallJournal | None = None) -> None:
         self.client, self.gate, self.usage = engine.client, PauseGate(), Usage(1)
@@ -61,11 +49,11 @@ class Group:
         pool = EnginePool([FixedEngine(self.client)], HealthConfig(), receives_pushes=False)
         with pool.router.lease(1) as lease:
             engine = ResumableEngine(pool, lease, self.journal, self.gate, self.usage)
-            return await engine.generate(IDS, SEEDS, LONG)
+            return await engine.generate(IDS, SEEDS, LONG_SAMPLING)
 
     async def stop_after(self, tokens: int) -> None:
-        """Stop when a request of ``tokens`` tokens, begun now, has ended: about as many are then sampled here."""
-        await self.client.generate(prompt(3), [5], sampled(tokens=tokens))
+        """Stop after another request of ``tokens`` tokens; by then this group has about as many."""
+        await self.client.generate(prompt(3), [5], make_sampling(tokens=tokens))
         await self.stop()
 
     async def interrupted(self, *stops: int) -> asyncio.Task[Sequence[Completion]]:
@@ -80,49 +68,51 @@ class Group:
                 return answer
             self.gate.open()
             await answer
-        raise AssertionError(f"{TRIES} answers of {TOKENS} tokens ended before they could be stopped")
+        raise AssertionError(f"{MAX_TRIES} completions of {TOKENS} tokens ended before they could be interrupted")
 
     async def stop(self) -> None:
         await self.gate.shut(self.client.abort_all, Deadline("test", "stop", 30))
 
 
-def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        assert_close(one.logprobs, other.logprobs)
-        assert (one.versions, one.finish) == (other.versions, other.finish)
+def assert_equal_completions(completions_of_groups: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for completion, reference in zip(completions_of_groups, expected, strict=True):
+        np.testing.assert_array_equal(completion.token_ids, reference.token_ids)
+        assert_close(completion.logprobs, reference.logprobs)
+        assert (completion.versions, completion.finish) == (reference.versions, reference.finish)
 
 
-def test_a_continued_answer_has_the_versions_and_logprobs_of_its_parts(engine: Engine, models: Models) -> None:
+def test_a_continued_completion_has_the_versions_and_logprobs_of_its_parts(engine: Engine, models: Models) -> None:
     async def scenario() -> tuple[list[int], Sequence[Completion]]:
-        group = Group(engine)
-        answer = await group.interrupted(30)
+        group = GroupUnderTest(engine)
+        answer = await group.start_and_interrupt(30)
         (call,) = group.journal.copy()
         await engine.push(models.tensors("B"), 7)
         group.gate.open()
         return [len(c.token_ids) for c in call.completions if c.finish == "abort"], await answer
 
-    first, completions = engine.run(scenario())
-    assert len(first) > 1 and all(0 < n < TOKENS for n in first)
+    lengths, completions = engine.run(scenario())
+    assert len(lengths) > 1 and all(0 < n < TOKENS for n in lengths)
     continued = [c for c in completions if len(c.versions) == 2]
     assert [c.versions for c in continued] == [
-        ((0, n, 0), (n, len(c.token_ids), 7)) for n, c in zip(first, continued, strict=True)
+        ((0, n, 0), (n, len(c.token_ids), 7)) for n, c in zip(lengths, continued, strict=True)
     ]
-    whole = [np.concatenate([IDS, c.token_ids]) for c in continued]
-    rescored = engine.run(engine.client.score(whole, 1.0))  # by the engine, which now holds B
-    for n, completion, ids, scores in zip(first, continued, whole, rescored, strict=True):
-        old, new = (models.logprobs(name, ids, 1.0)[len(IDS) - 1 :] for name in "AB")
-        assert_close(completion.logprobs[:n], old[:n])
-        assert_close(completion.logprobs[n:], new[n:])
+    sequences = [np.concatenate([IDS, c.token_ids]) for c in continued]
+    scores_of_sequences = engine.run(engine.client.score(sequences, 1.0))  # by the engine, whose weights are now B
+    for n, completion, ids, scores in zip(lengths, continued, sequences, scores_of_sequences, strict=True):
+        logprobs_a, logprobs_b = (models.logprobs(name, ids, 1.0)[len(IDS) - 1 :] for name in "AB")
+        assert_close(completion.logprobs[:n], logprobs_a[:n])
+        assert_close(completion.logprobs[n:], logprobs_b[n:])
         assert_close(completion.logprobs[n:], scores[len(IDS) - 1 :][n:])
-        assert np.abs(old - new).max() > 0.1  # or the above would say nothing
+        assert np.abs(logprobs_a - logprobs_b).max() > 0.1  # so that the assertions above distinguish A from B
 
 
-def test_under_the_same_weights_an_interruption_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+def test_an_interruption_under_the_same_weights_changes_no_token(engine: Engine, tmp_path: Path) -> None:
     async def scenario() -> tuple[Sequence[Completion], ...]:
-        group, other = Group(engine), Group(engine)
-        expected = await other.generate()
-        bystander = asyncio.create_task(Group(engine).generate())  # an evaluation: aborted with the rest, it goes on
+        group, reference = GroupUnderTest(engine), GroupUnderTest(engine)
+        expected = await reference.generate()
+        bystander = asyncio.create_task(
+            GroupUnderTest(engine).generate()
+        )  # like an evaluation: aborted with the others, then continued
         score = asyncio.create_task(engine.client.score([prompt(60)] * 4, 1.0))
         answer = await group.interrupted(20, 20)
         saved = PartialGroup(3, Prompt(1, IDS, "", None, None), group.journal.copy())
@@ -134,37 +124,39 @@ def test_under_the_same_weights_an_interruption_changes_nothing(engine: Engine, 
         assert len((await score)[0]) == 59
         return expected, await answer, await bystander, resumed
 
-    expected, *found = engine.run(scenario())
-    for completions in found:
-        same(completions, expected)
+    expected, *completions_of_groups = engine.run(scenario())
+    for completions in completions_of_groups:
+        assert_equal_completions(completions, expected)
 
 
-def test_an_answer_is_stopped_on_a_paused_engine(engine: Engine) -> None:
+def test_a_completion_on_a_paused_engine_can_be_interrupted(engine: Engine) -> None:
     async def scenario() -> tuple[Sequence[Completion], Sequence[Completion]]:
-        group = Group(engine)
-        expected = await Group(engine).generate()
+        group = GroupUnderTest(engine)
+        expected = await GroupUnderTest(engine).generate()
         answer = asyncio.create_task(group.generate())
-        await engine.client.generate(prompt(3), [5], sampled(tokens=60))
+        await engine.client.generate(prompt(3), [5], make_sampling(tokens=60))
         await engine.client.pause()
         await group.stop()
         await engine.client.resume()
         group.gate.open()
         return expected, await answer
 
-    expected, found = engine.run(scenario())
-    same(found, expected)
+    expected, completions_of_groups = engine.run(scenario())
+    assert_equal_completions(completions_of_groups, expected)
 
 
-def test_what_a_group_shares_is_counted_when_it_is_cached(engine: Engine) -> None:
+def test_prefix_cache_hits_of_a_group_are_counted(engine: Engine) -> None:
     async def scenario() -> tuple[dict[str, float], dict[str, float]]:
         await engine.client.flush()
-        group = Group(engine)
+        group = GroupUnderTest(engine)
         await group.generate()
-        first = reduce_metrics(group.usage.drain())
-        again = Group(engine)
-        await again.generate()
-        return first, reduce_metrics(again.usage.drain())
+        first_metrics = reduce_metrics(group.usage.drain())
+        second_metrics = GroupUnderTest(engine)
+        await second_metrics.generate()
+        return first_metrics, reduce_metrics(second_metrics.usage.drain())
 
-    first, again = engine.run(scenario())
-    assert first["rollout/prefix_cache_hit_rate"] < again["rollout/prefix_cache_hit_rate"]
-    assert again["rollout/avg_cached_tokens_per_sample"] == len(IDS) - 1  # the last token's logits are computed anew
+    first_metrics, second_metrics = engine.run(scenario())
+    assert first_metrics["rollout/prefix_cache_hit_rate"] < second_metrics["rollout/prefix_cache_hit_rate"]
+    assert (
+        second_metrics["rollout/avg_cached_tokens_per_sample"] == len(IDS) - 1
+    )  # the last token's logits are always computed

@@ -1,4 +1,4 @@
-"""A rollout that is made again, by another process from what was saved, has the same tokens; seeds of a counter would show."""
+"""A rollout that another manager repeats from the saved state has the same tokens; seeds from a counter are detected."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from tests.data.character_tokenizer import characters
 from tests.e2e.same_run import sample_differences
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import KEY, Engine
-from tests.engine.kept import Kept
+from tests.engine.conftest import ADMIN_KEY, Engine
+from tests.engine.fixed_engine import FixedEngine
 from tests.rollout.counting import Counting
 
 pytestmark = pytest.mark.engine
@@ -43,41 +43,49 @@ def spec(tokenizer: Path, generate: str, first: int) -> ManagerSpec:
     )
 
 
-@pytest.mark.parametrize(("generate", "differs"), [("single_turn", False), ("tests.e2e.custom:counted_seeds", True)])
-def test_a_rollout_made_again(engine: Engine, tmp_path: Path, generate: str, differs: bool) -> None:
+@pytest.mark.parametrize(
+    ("generate", "differs"), [("single_turn", False), ("tests.e2e.custom:draw_process_seeds", True)]
+)
+def test_a_repeated_rollout_has_the_same_tokens_unless_its_seeds_differ(
+    engine: Engine, tmp_path: Path, generate: str, differs: bool
+) -> None:
     characters().save_pretrained(tmp_path / "tokenizer")
     version = engine.run(engine.client.version())
 
     def manager(first: int) -> RolloutManager:
-        client = EngineClient(engine.server.url, admin_key=KEY, name="engine", tp=1, deadline_s=60)
-        made = RolloutManager(spec(tmp_path / "tokenizer", generate, first), Counting(extra=4), {}, [Kept(client)])
-        engine.run(made.skip_push(version))  # the weights are those that the engine has
-        return made
+        client = EngineClient(engine.server.url, admin_key=ADMIN_KEY, name="engine", tp=1, deadline_s=60)
+        manager_of_run = RolloutManager(
+            spec(tmp_path / "tokenizer", generate, first), Counting(extra=4), {}, [FixedEngine(client)]
+        )
+        engine.run(manager_of_run.skip_push(version))  # the weights are those that the engine has
+        return manager_of_run
 
-    def collect(side: RolloutManager, rollout_id: int, run: str) -> None:
+    def collect(manager_of_run: RolloutManager, rollout_id: int, run: str) -> None:
         path = rollout_path(tmp_path / run / "rollouts", rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_groups(path, engine.run(side.collect(rollout_id)).groups)
+        save_groups(path, engine.run(manager_of_run.collect(rollout_id)).groups)
 
-    first = manager(0)
+    first_manager = manager(0)
     try:
-        collect(first, 0, "killed")
-        state = engine.run(first.save_state(1, tmp_path / "leftover.npz"))
-        collect(first, 1, "killed")
+        collect(first_manager, 0, "killed")
+        state = engine.run(first_manager.save_state(1, tmp_path / "leftover.npz"))
+        collect(first_manager, 1, "killed")
     finally:
-        engine.run(first.stop())
-    second = manager(1)
+        engine.run(first_manager.stop())
+    resumed_manager = manager(1)
     try:
-        engine.run(second.load_state(state, tmp_path / "leftover.npz"))
-        collect(second, 1, "resumed")
+        engine.run(resumed_manager.load_state(state, tmp_path / "leftover.npz"))
+        collect(resumed_manager, 1, "resumed")
     finally:
-        engine.run(second.stop())
-    found = sample_differences(tmp_path / "killed", tmp_path / "resumed", (1,))
+        engine.run(resumed_manager.stop())
+    differences = sample_differences(tmp_path / "killed", tmp_path / "resumed", (1,))
     if differs:
-        assert any(text.endswith(": tokens") for text in found)
+        assert any(text.endswith(": tokens") for text in differences)
         return
-    assert [text for text in found if not text.endswith(": logprobs")] == []
-    sides = (load_groups(rollout_path(tmp_path / run / "rollouts", 1)) for run in ("killed", "resumed"))
-    for mine, theirs in zip(*([s for group in side for s in group.samples] for side in sides), strict=True):
-        # In every bit only where run.deterministic, which this is not.
-        assert_close(mine.logprobs[-mine.num_response_tokens :], theirs.logprobs[-theirs.num_response_tokens :])
+    assert [text for text in differences if not text.endswith(": logprobs")] == []
+    groups_of_runs = (load_groups(rollout_path(tmp_path / run / "rollouts", 1)) for run in ("killed", "resumed"))
+    for actual, expected in zip(
+        *([s for group in groups for s in group.samples] for groups in groups_of_runs), strict=True
+    ):
+        # Equal in every bit only with run.deterministic=true.
+        assert_close(actual.logprobs[-actual.num_response_tokens :], expected.logprobs[-expected.num_response_tokens :])

@@ -1,4 +1,4 @@
-"""The parts of the engine side that need no engine."""
+"""Functions of the engine packages that need no engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10
 
 # ---- replies ---------------------------------------------------------------------------------------------------------
 def answer(**changes: Any) -> dict[str, Any]:
-    """One sample as SGLang answers it."""
+    """Return a sample as in SGLang's reply."""
     meta = {
         "finish_reason": {"type": "length", "length": 3},
         "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None], [-2.5, 9, None]],
@@ -71,7 +71,7 @@ def test_a_reply_that_is_not_an_answer_is_an_engine_error(reply: Any, message: s
         completions(reply, 1)
 
 
-def test_scores_leave_out_the_first_token_and_count_the_rest() -> None:
+def test_scores_skip_the_first_token_and_are_counted() -> None:
     item = {"meta_info": {"input_token_logprobs": [[None, 4, None], [-0.25, 5, None]]}}
     np.testing.assert_array_equal(scores([item], [2])[0], np.array([-0.25], np.float32), strict=True)
     with pytest.raises(EngineError, match="scored 2 of 3 tokens"):
@@ -88,7 +88,7 @@ def test_scores_leave_out_the_first_token_and_count_the_rest() -> None:
         (b"", None, "HTTP 400: (no message)"),
     ],
 )
-def test_the_engines_own_words_are_found(body: bytes, reply: Any, text: str) -> None:
+def test_the_engines_error_message_is_extracted(body: bytes, reply: Any, text: str) -> None:
     assert error_text(400, body, reply) == text
 
 
@@ -111,10 +111,10 @@ def test_draw_inverts_the_distribution_and_never_draws_weight_zero(vocabulary: i
     generator = np.random.default_rng(seed)
     weights = generator.random((2, vocabulary)) * (generator.random((2, vocabulary)) < 0.5)
     weights[:, generator.integers(vocabulary)] += 0.1
-    exact = torch.from_numpy(weights)  # float64 reference
-    tokens = draw(exact.float(), torch.tensor([u, 1 - 2**-53], dtype=torch.float64))
-    assert (exact[[0, 1], tokens] > 0).all()
-    sums = exact[0].cumsum(-1) / exact[0].sum()
+    weights64 = torch.from_numpy(weights)  # float64 reference
+    tokens = draw(weights64.float(), torch.tensor([u, 1 - 2**-53], dtype=torch.float64))
+    assert (weights64[[0, 1], tokens] > 0).all()
+    sums = weights64[0].cumsum(-1) / weights64[0].sum()
     token = int(tokens[0])
     assert (float(sums[token - 1]) if token else 0.0) <= u + 1e-5
     assert u <= float(sums[token]) + 1e-5
@@ -131,13 +131,13 @@ def test_draws_follow_the_weights_over_seeds() -> None:
 def test_nucleus_top_k_and_min_p_keep_what_sglang_keeps() -> None:
     probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(5, 1)
     top_p, top_k = torch.tensor([0.6, 1.0, 1.0, 1.0, 1.0]), torch.tensor([4, 2, 4, 4, 3])
-    kept, tokens = filtered(probs, top_p, top_k, torch.tensor([0.0, 0.0, 0.0, 0.4, 0.2]))
-    supports = [set(tokens[row][kept[row] > 0].tolist()) for row in range(5)]
+    kept_probs, tokens = filtered(probs, top_p, top_k, torch.tensor([0.0, 0.0, 0.0, 0.4, 0.2]))
+    supports = [set(tokens[row][kept_probs[row] > 0].tolist()) for row in range(5)]
     assert supports == [{1, 3}, {1, 3}, {0, 1, 2, 3}, {1, 3}, {1, 2, 3}]
 
 
 # ---- weight commit ---------------------------------------------------------------------------------------------------
-def test_poison_marks_floats_in_place_and_what_is_left_of_it_is_named() -> None:
+def test_poison_overwrites_floats_in_place_and_unwritten_elements_are_named() -> None:
     parameters = {
         "a": torch.ones(4, 2),
         "steps": torch.ones(3, dtype=torch.int64),
@@ -147,13 +147,13 @@ def test_poison_marks_floats_in_place_and_what_is_left_of_it_is_named() -> None:
     poison(parameters.items())
     parameters["a"][:3] = 0
     assert parameters["a"].data_ptr() == storage
-    found = unwritten(parameters.items())
-    assert [str(item) for item in found] == ["a (2 of 8 elements)", "b (2 of 2 elements)"]
+    items = unwritten(parameters.items())
+    assert [str(item) for item in items] == ["a (2 of 8 elements)", "b (2 of 2 elements)"]
     parameters["a"][3:], parameters["b"][:] = 0, 0
     assert unwritten(parameters.items()) == []
 
 
-def test_the_message_names_ranks_and_counts() -> None:
+def test_the_message_about_unwritten_parameters_names_ranks_and_counts() -> None:
     parameters = [(f"p{i}", torch.full((1,), float("nan"))) for i in range(5)]
     text = incomplete_message([[], unwritten(parameters)])
     assert text is not None
@@ -162,7 +162,7 @@ def test_the_message_names_ranks_and_counts() -> None:
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
-def test_a_hook_on_something_renamed_is_found_out() -> None:
+def test_a_hook_on_a_renamed_target_is_detected() -> None:
     assert problem(Hook("os.path.no_such_function", "after", print)) == (
         "os.path.no_such_function does not exist (module 'posixpath' has no attribute 'no_such_function')"
     )
@@ -170,30 +170,30 @@ def test_a_hook_on_something_renamed_is_found_out() -> None:
 
 
 def self_hook(result: Any) -> Any:
-    """A hook that no one applied."""
+    """Hook that is never applied."""
     return result
 
 
-def test_an_engine_whose_hook_is_gone_stops_naming_it() -> None:
-    """SGLang's registry logs and swallows this; SystemExit is what its loader of plugins lets through."""
+def test_a_missing_hook_target_stops_the_engine() -> None:
+    """SGLang's plugin loader logs and ignores other exceptions than SystemExit."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    gone = Hook("sglang.srt.utils.weight_versions.renamed", "after", self_hook)
+    missing_hook = Hook("sglang.srt.utils.weight_versions.renamed", "after", self_hook)
     try:
         with pytest.raises(
             SystemExit, match=r"plugin 'weight_commit' does not fit.*weight_versions\.renamed does not exist"
         ):
-            install("weight_commit", [gone])
+            install("weight_commit", [missing_hook])
     finally:
         HookRegistry.reset()
 
 
-def test_a_touch_up_of_something_renamed_stops_too() -> None:
+def test_replacing_a_missing_attribute_stops_the_engine() -> None:
     with pytest.raises(SystemExit, match=r"thing\.old does not exist"):
         replace_attribute("cpu", SimpleNamespace(__name__="thing"), "old", 1)
 
 
-def test_entry_points_are_inert_and_light_unless_asked_for() -> None:
+def test_entry_points_import_nothing_heavy_unless_enabled() -> None:
     program = (
         "import sys\n"
         "from slime_like_plugins import rollout_sampling, sglang_cpu, weight_commit\n"
@@ -206,14 +206,14 @@ def test_entry_points_are_inert_and_light_unless_asked_for() -> None:
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
-def test_arguments_of_the_run_cannot_be_overridden_and_others_can() -> None:
+def test_only_arguments_that_the_run_does_not_set_can_be_overridden() -> None:
     spec = replace(SPEC, sglang={"host": "0.0.0.0", "admin_api_key": "", "page_size": 8})
     arguments = main.server_arguments(main.EngineLaunch(spec, "key", "127.0.0.1", 1))
     assert (arguments["host"], arguments["admin_api_key"], arguments["api_key"]) == ("127.0.0.1", "key", "key")
     assert arguments["page_size"] == 8
 
 
-def test_what_a_hybrid_model_needs_joins_what_the_user_says_of_its_config(tmp_path: Path) -> None:
+def test_config_overrides_of_a_hybrid_model_and_of_the_user_are_merged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"]}))
     for extra, expected in (
         ({}, {"full_attention_interval": 2}),
@@ -225,7 +225,7 @@ def test_what_a_hybrid_model_needs_joins_what_the_user_says_of_its_config(tmp_pa
     assert "json_model_override_args" not in main.server_arguments(main.EngineLaunch(SPEC, "key", "127.0.0.1", 1))
 
 
-def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_server_enables_the_seams_and_sets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environment = engine_environment.child_environment(SPEC, "/scratch")
     assert environment[engine_environment.SGLANG_PLUGINS] == "cpu,weight_commit,rollout_sampling"
@@ -243,7 +243,7 @@ def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytes
     assert "SGLANG_PLATFORM" not in cuda
 
 
-def test_a_server_on_a_cpu_exits_as_soon_as_its_worker_died_unless_the_user_wants_dumps(
+def test_crash_dumps_are_disabled_on_a_cpu_unless_the_user_enables_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang.srt.environ import envs
@@ -257,7 +257,7 @@ def test_a_server_on_a_cpu_exits_as_soon_as_its_worker_died_unless_the_user_want
         assert engine_environment.child_environment(SPEC, "/scratch")[name] == "1"
 
 
-def test_the_cause_of_death_stands_before_the_log(tmp_path: Path) -> None:
+def test_the_headline_is_the_last_exception_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(["start", "", "Traceback (most recent call last):", "  x", "ValueError: no such model"]))
     assert processes.headline(processes.last_lines(str(log))) == ": ValueError: no such model"

@@ -1,4 +1,4 @@
-"""New weights in a running engine: proven by what it computes, refused while they are not whole."""
+"""New weights in a running engine: the engine computes with them, and refuses to generate while they are incomplete."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from slime_like.util.ports import PortLease
 from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.shared import Region
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import KEY, Engine, Models, payload, prompt, sampled
-from tests.engine.in_flight import by_version, over_two_pushes
+from tests.engine.conftest import ADMIN_KEY, Engine, Models, make_sampling, payload, prompt
+from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 
 pytestmark = pytest.mark.engine
 IDS = prompt(40, seed=5)
 
 
-def expect(engine: Engine, models: Models, name: str) -> None:
-    """The engine computes what transformers computes with the weights of ``name``."""
+def check_computes(engine: Engine, models: Models, name: str) -> None:
+    """Check that the engine computes what transformers computes with the weights of ``name``."""
     (logprobs,) = engine.run(engine.client.score([IDS], 1.0))
     assert_close(logprobs, models.logprobs(name, IDS, 1.0))
 
 
 @pytest.fixture(autouse=True)
 def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test leaves the shared engine with the weights of A, decoding, at version 0."""
+    """After each test, restore the weights of A at version 0 on the shared engine and resume decoding."""
     yield
     engine: Engine = request.getfixturevalue("engine")
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
 
 
-def test_tensors_change_what_the_engine_computes_and_back(engine: Engine, models: Models) -> None:
+def test_pushes_of_tensors_replace_the_weights(engine: Engine, models: Models) -> None:
     for version, name in ((1, "B"), (2, "A"), (3, "B")):
-        engine.run(engine.push(models.tensors(name), version, far=version == 1))
-        expect(engine, models, name)
+        engine.run(engine.push(models.tensors(name), version, remote=version == 1))
+        check_computes(engine, models, name)
         assert engine.run(engine.client.version()) == version
 
 
-class Source:
-    """A weight source of one rank: what a trainer exports, in buckets."""
+class TensorSource:
+    """Weight source of one rank, in buckets of 20 tensors."""
 
     is_sender = True
 
@@ -62,7 +62,7 @@ class Source:
         self._tensors = tensors
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        raise NotImplementedError  # a sender does not ask
+        raise NotImplementedError  # no sender calls this
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         items = list(self._tensors.items())
@@ -71,7 +71,7 @@ class Source:
 
 
 class CountingSender(BroadcastSender):
-    """A transport added from outside: a broadcast that counts its pushes."""
+    """Broadcast transport that counts its pushes."""
 
     pushes = 0
 
@@ -80,8 +80,10 @@ class CountingSender(BroadcastSender):
         return await super().send(source)
 
 
-def test_broadcast_from_another_process(engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a transport that one line in its table adds."""
+def test_a_transport_from_the_table_pushes_weights(
+    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transport is added by one line in its table."""
     monkeypatch.setitem(names.SPLIT_TRANSPORTS, "counting", f"{__name__}:CountingSender")
     monkeypatch.setattr(trainer_worker, "_own_address", lambda: "127.0.0.1")
     transport = TransportSpec(kind="counting", backend="gloo", max_bytes=1 << 20, deadline_s=60)
@@ -91,47 +93,51 @@ def test_broadcast_from_another_process(engine: Engine, models: Models, monkeypa
         client = engine.client
         await client.pause()
         await client.begin_update()
-        await sender.send(Source(models.tensors(name)))
+        await sender.send(TensorSource(models.tensors(name)))
         await client.end_update(version)
         await client.flush()
         await client.resume()
 
     for version, name in ((1, "B"), (2, "A"), (3, "B")):
         engine.run(push(name, version))
-        expect(engine, models, name)
+        check_computes(engine, models, name)
     engine.run(sender.close())
     assert CountingSender.pushes == 3
 
 
 @contextlib.contextmanager
-def stopped(engine: Engine, seconds: float) -> Generator[None]:
-    """All processes of the engine, for so long."""
+def stop_engine(engine: Engine, seconds: float) -> Generator[None]:
+    """Suspend all processes of the engine for this time."""
     main = psutil.Process(engine.server.pid)
     processes = [main, *main.children(recursive=True)] if seconds else []
     for process in processes:
         process.suspend()
-    goes_on = threading.Timer(seconds, lambda: [process.resume() for process in processes])
-    goes_on.start()
+    timer = threading.Timer(seconds, lambda: [process.resume() for process in processes])
+    timer.start()
     yield
-    goes_on.join()
+    timer.join()
 
 
-@pytest.mark.parametrize("late_s", [0.0, 1.0])
-def test_who_waits_to_meet_an_engine_that_is_gone_is_let_go(engine: Engine, models: Models, late_s: float) -> None:
-    """Also one that comes to the meeting after it is known that another never will."""
+@pytest.mark.parametrize("stopped_s", [0.0, 1.0])
+def test_an_engine_that_waits_in_a_rendezvous_with_a_lost_engine_is_released(
+    engine: Engine, models: Models, stopped_s: float
+) -> None:
+    """With ``stopped_s`` the living engine reaches the rendezvous after the loss is known."""
     transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
-    with PortLease("127.0.0.1") as nobody:
-        gone = EngineClient(f"http://127.0.0.1:{nobody}", admin_key=KEY, name="engine 1", deadline_s=60)
-        sender = BroadcastSender([engine.client, gone], transport=transport, group_name="gone", host="127.0.0.1")
-        with pytest.raises(EngineLost, match="engine 1"), stopped(engine, late_s):
-            engine.run(sender.send(Source(models.tensors("B"))))
+    with PortLease("127.0.0.1") as unused_port:
+        lost_engine = EngineClient(
+            f"http://127.0.0.1:{unused_port}", admin_key=ADMIN_KEY, name="engine 1", deadline_s=60
+        )
+        sender = BroadcastSender([engine.client, lost_engine], transport=transport, group_name="gone", host="127.0.0.1")
+        with pytest.raises(EngineLost, match="engine 1"), stop_engine(engine, stopped_s):
+            engine.run(sender.send(TensorSource(models.tensors("B"))))
         engine.run(sender.close())
     engine.run(engine.push(models.tensors("B"), 1))
-    expect(engine, models, "B")
+    check_computes(engine, models, "B")
 
 
 @pytest.mark.parametrize(
-    ("missing", "parameter"),
+    ("name", "parameter"),
     [
         ("model.layers.2.self_attn.v_proj.weight", r"model\.layers\.2\.self_attn\.qkv_proj\.weight \(2048 of 8192 "),
         ("model.layers.0.mlp.up_proj.weight", r"model\.layers\.0\.mlp\.gate_up_proj\.weight \(8192 of 16384 "),
@@ -139,15 +145,17 @@ def test_who_waits_to_meet_an_engine_that_is_gone_is_let_go(engine: Engine, mode
         ("model.layers.3.self_attn.q_norm.weight", r"model\.layers\.3\.self_attn\.q_norm\.weight"),
     ],
 )
-def test_a_commit_names_what_was_not_written(engine: Engine, models: Models, missing: str, parameter: str) -> None:
+def test_a_commit_names_parameters_that_were_not_written(
+    engine: Engine, models: Models, name: str, parameter: str
+) -> None:
     tensors = models.tensors("B")
-    del tensors[missing]
+    del tensors[name]
     with pytest.raises(EngineError, match=f"not complete.*1 parameters: {parameter}"):
         engine.run(engine.push(tensors, 1))
     assert engine.run(engine.client.version()) == 0
 
 
-def test_a_failed_commit_keeps_the_engine_refusing_until_a_whole_one(engine: Engine, models: Models) -> None:
+def test_after_a_failed_commit_the_engine_refuses_until_a_complete_push(engine: Engine, models: Models) -> None:
     tensors = models.tensors("B")
     del tensors["model.norm.weight"]
     with pytest.raises(EngineError, match=r"model\.norm\.weight"):
@@ -155,9 +163,9 @@ def test_a_failed_commit_keeps_the_engine_refusing_until_a_whole_one(engine: Eng
     with pytest.raises(EngineError, match=r"HTTP 409: generation stays paused.*model\.norm\.weight"):
         engine.run(engine.client.resume())
     with pytest.raises(EngineError, match=r"HTTP 400: no generation: .*model\.norm\.weight"):
-        engine.run(engine.client.generate(IDS, [0], sampled()))
+        engine.run(engine.client.generate(IDS, [0], make_sampling()))
     engine.run(engine.push(models.tensors("B"), 2))
-    expect(engine, models, "B")
+    check_computes(engine, models, "B")
 
 
 def test_a_skipped_push_is_a_failed_commit(engine: Engine) -> None:
@@ -165,7 +173,7 @@ def test_a_skipped_push_is_a_failed_commit(engine: Engine) -> None:
         engine.run(engine.push({}, 1))
 
 
-def test_an_update_given_up_can_be_done_again(engine: Engine, models: Models) -> None:
+def test_an_aborted_update_can_be_repeated(engine: Engine, models: Models) -> None:
     async def give_up() -> None:
         await engine.client.pause()
         await engine.client.begin_update()
@@ -174,20 +182,20 @@ def test_an_update_given_up_can_be_done_again(engine: Engine, models: Models) ->
 
     engine.run(give_up())
     with pytest.raises(EngineError, match="no generation"):
-        engine.run(engine.client.generate(IDS, [0], sampled()))
+        engine.run(engine.client.generate(IDS, [0], make_sampling()))
     engine.run(engine.push(models.tensors("B"), 1))
-    expect(engine, models, "B")
+    check_computes(engine, models, "B")
 
 
-def test_what_is_not_a_tensor_of_this_model_is_refused_and_the_engine_lives(engine: Engine) -> None:
+def test_invalid_tensors_are_refused_and_the_engine_survives(engine: Engine) -> None:
     async def send(body: bytes) -> None:
         await engine.client.pause()
         await engine.client.begin_update()
         await engine.client.update_from_tensors(body)
 
-    wrong = {"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)}
+    wrong_shape = {"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)}
     region = Region()
-    for body in (payload(wrong), region.write(Bucket(tuple(wrong.items())))):
+    for body in (payload(wrong_shape), region.write(Bucket(tuple(wrong_shape.items())))):
         with pytest.raises(EngineError, match="could not be loaded"):
             engine.run(send(body))
     region.close()
@@ -207,24 +215,24 @@ def test_an_update_needs_a_paused_engine(engine: Engine) -> None:
         engine.run(engine.client.begin_update())
 
 
-def test_requests_in_flight_go_on_under_new_weights(engine: Engine, models: Models) -> None:
-    """Each token is of the weights its span names, and so is the KV of the whole prefix it was sampled after."""
+def test_requests_in_flight_continue_under_new_weights(engine: Engine, models: Models) -> None:
+    """Each token, and the KV cache of its prefix, is of the weights that the token's span names."""
     ids = prompt(20, seed=9)
-    for completion in over_two_pushes(engine, models, ids, 480):
-        assert_close(completion.logprobs, by_version(models, ids, completion))
+    for completion in generate_over_two_pushes(engine, models, ids, 480):
+        assert_close(completion.logprobs, logprobs_by_version(models, ids, completion))
 
 
 def test_cached_prefixes_of_old_weights_are_not_used(engine: Engine, models: Models) -> None:
-    engine.run(engine.client.generate(IDS, [1], sampled()))
+    engine.run(engine.client.generate(IDS, [1], make_sampling()))
     engine.run(engine.push(models.tensors("B"), 1))
-    (completion,) = engine.run(engine.client.generate(IDS, [1], sampled()))
-    whole = np.concatenate([IDS, completion.token_ids])
-    assert_close(completion.logprobs, models.logprobs("B", whole, 1.0)[-12:])
+    (completion,) = engine.run(engine.client.generate(IDS, [1], make_sampling()))
+    sequence = np.concatenate([IDS, completion.token_ids])
+    assert_close(completion.logprobs, models.logprobs("B", sequence, 1.0)[-12:])
 
 
-def test_without_its_key_an_engine_does_nothing(engine: Engine) -> None:
+def test_an_engine_refuses_requests_without_its_key(engine: Engine) -> None:
     stranger = EngineClient(engine.server.url, admin_key="another key", name="stranger", deadline_s=30)
-    calls = [stranger.begin_update(), stranger.generate(IDS, [0], sampled()), stranger.abort_all()]
+    calls = [stranger.begin_update(), stranger.generate(IDS, [0], make_sampling()), stranger.abort_all()]
     for call in calls:
         with pytest.raises(EngineError, match=r"stranger at .*HTTP 401"):
             engine.run(call)

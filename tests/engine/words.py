@@ -1,4 +1,4 @@
-"""A tokenizer for the engine's random model: characters, marks, and words that no text is ever tokenised to."""
+"""A tokenizer for the engine's random model: characters, chat marks, and words to which no text is tokenised."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ TEMPLATE = (
 END = 1  # the model's end of sequence
 
 
-def write_words(folder: Path, named: Mapping[str, int] | None = None) -> Any:
-    """A tokenizer of as many tokens as the model has; ``named`` tokens stand at the ids they are given.
+def write_words(folder: Path, tokens: Mapping[str, int] | None = None) -> Any:
+    """Write a tokenizer with the model's vocabulary size; ``tokens`` have fixed ids.
 
-    Ids without a character are words: their text, tokenised again, gives the ids of its letters.
+    Every id without a character is a word. The text of a word is tokenised to the ids of its letters.
     """
-    given = {**(named or {}), "<|im_end|>": END}
-    names = [name for name in ("<|im_start|>", *CHARACTERS) if name not in given]
-    free = [i for i in range(VOCAB) if i not in given.values()]
-    vocabulary = {**given, **dict(zip(names, free, strict=False))}
-    vocabulary |= {f"w{i}_": i for i in free[len(names) :]}
+    fixed_ids = {**(tokens or {}), "<|im_end|>": END}
+    names = [name for name in ("<|im_start|>", *CHARACTERS) if name not in fixed_ids]
+    free_ids = [i for i in range(VOCAB) if i not in fixed_ids.values()]
+    vocabulary = {**fixed_ids, **dict(zip(names, free_ids, strict=False))}
+    vocabulary |= {f"w{i}_": i for i in free_ids[len(names) :]}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens([name for name in vocabulary if name.startswith("<")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_start|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    wrapper = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_start|>")
+    wrapper.chat_template = TEMPLATE
+    wrapper.save_pretrained(folder)
     return open_tokenizer(str(folder))
 
 
-def context(tokenizer: Any, *, group_id: int = 3, tokens: int = 60, longest: int = 400) -> GenerateContext:
+def context(tokenizer: Any, *, group_id: int = 3, tokens: int = 60, max_len: int = 400) -> GenerateContext:
     """Return a generate context as the rollout manager passes it, at a temperature that affects log-probabilities."""
     return GenerateContext(
         sampling=Sampling(temperature=0.7, max_new_tokens=tokens, stop_token_ids=(END,)),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         group_id=group_id,
         first_sample_id=group_id * 4,
-        max_context_len=longest,
+        max_context_len=max_len,
         tokenizer=tokenizer,
     )

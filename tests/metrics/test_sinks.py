@@ -52,16 +52,16 @@ def test_resume_drops_steps_that_will_be_repeated(tmp_path: Path) -> None:
     sink.log(3, {"a": 1.0}, {})
     sink.close()
     assert [row["step"] for row in rows(path)] == [0, 1, 2, 3]
-    dropped = (tmp_path / "metrics_dropped.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in dropped[:2]] == [3, 4]
+    dropped_lines = (tmp_path / "metrics_dropped.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in dropped_lines[:2]] == [3, 4]
 
 
 def test_a_fresh_run_starts_a_fresh_file_and_loses_no_line(tmp_path: Path) -> None:
-    before = b'{"step": 1}\n\xff\xfe torn\n{"step": 7}'
-    (tmp_path / "metrics.jsonl").write_bytes(before)
+    original = b'{"step": 1}\n\xff\xfe torn\n{"step": 7}'
+    (tmp_path / "metrics.jsonl").write_bytes(original)
     JsonlSink(tmp_path / "metrics.jsonl", 0).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-    assert (tmp_path / "metrics_dropped.jsonl").read_bytes() == before + b"\n"
+    assert (tmp_path / "metrics_dropped.jsonl").read_bytes() == original + b"\n"
 
 
 def test_console_lines_and_tensorboard_events(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_the_live_view_shows_rows_split_and_evaluations(tmp_path: Path) -> None:
     for text in ("first [red]", "control: save: seen", "2", "3", "control: save: done"):
         sinks.note(text)
     sinks.close()
-    shown = stream.getvalue()
-    assert "control: save: done" in shown.splitlines()[-1] and "first" not in shown, "the newest four"
+    screen = stream.getvalue()
+    assert "control: save: done" in screen.splitlines()[-1] and "first" not in screen, "the newest four"
     for text in ("2/9", "0.250", "eval/sums: 0.500 -> 0.500", "train_wait 25%, train 75%", "min left"):
-        assert text in shown
+        assert text in screen
 
 
 @pytest.mark.slow
@@ -181,15 +181,23 @@ def test_warnings_are_kept_in_the_log_and_alerted_without_the_sample(
 
 def test_damaged_lines_of_the_log_are_moved_aside_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    good = [f'{{"step": {step}, "a": 1.0}}'.encode() for step in range(1, 5)]
-    bad = [b"\xff\x00", b'{"step": "2"}', b"[" * 100_000, b'{"step": 3, "a": "x"}', b'{"step": 1' + b"0" * 400 + b"}"]
-    path.write_bytes(b"\n".join([good[0], *bad, *good[1:3], b"", good[3], b'{"step": 5, "to']))
+    valid_lines = [f'{{"step": {step}, "a": 1.0}}'.encode() for step in range(1, 5)]
+    damaged_lines = [
+        b"\xff\x00",
+        b'{"step": "2"}',
+        b"[" * 100_000,
+        b'{"step": 3, "a": "x"}',
+        b'{"step": 1' + b"0" * 400 + b"}",
+    ]
+    path.write_bytes(
+        b"\n".join([valid_lines[0], *damaged_lines, *valid_lines[1:3], b"", valid_lines[3], b'{"step": 5, "to'])
+    )
     stream = io.StringIO()
     sinks = open_sinks(MetricsConfig(console="plain"), tmp_path, first_step=4, num_steps=9, console=stream)
     sinks.log(5, {"a": 2.0}, {})
     sinks.close()
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 5]
-    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"".join(line + b"\n" for line in bad)
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"".join(line + b"\n" for line in damaged_lines)
     assert f"5 lines of {path} cannot be read (line 2: " in stream.getvalue()
     assert "metrics.damaged.jsonl" in stream.getvalue() and stream.getvalue().count("\n") == 1
 

@@ -108,9 +108,9 @@ def test_a_child_of_a_dead_parent_does_not_start() -> None:
 
 
 def test_exit_codes_are_returned_and_signal_handlers_restored() -> None:
-    before = [signal.getsignal(number) for number in child.SIGNALS]
+    handlers = [signal.getsignal(number) for number in child.SIGNALS]
     assert run_child("it", [sys.executable, "-c", "raise SystemExit(7)"], Deadline("test", "child", 60)) == 7
-    assert [signal.getsignal(number) for number in child.SIGNALS] == before
+    assert [signal.getsignal(number) for number in child.SIGNALS] == handlers
 
 
 def test_a_deadline_ends_the_child(capfd: pytest.CaptureFixture[str]) -> None:

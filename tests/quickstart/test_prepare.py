@@ -29,9 +29,9 @@ def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_p
     cfg = config(tmp_path / "assets" / "sft.jsonl", tmp_path / "assets" / "model")
     job(cfg)
     weights = tmp_path / "assets" / "model" / "model.safetensors"
-    before = weights.stat().st_mtime_ns
+    mtime = weights.stat().st_mtime_ns
     job(cfg)
-    assert weights.stat().st_mtime_ns == before
+    assert weights.stat().st_mtime_ns == mtime
     tokenizer = AutoTokenizer.from_pretrained(weights.parent)
     assert tokenizer.decode(tokenizer("475+6=")["input_ids"]) == "475+6="
     model = AutoModelForCausalLM.from_pretrained(weights.parent)

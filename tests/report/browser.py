@@ -45,7 +45,7 @@ class PageVisit:
     """Result of one page load."""
 
     complaints: tuple[str, ...]  # console errors and warnings, exceptions, violations of the page's policy
-    loaded: tuple[str, ...]  # URLs requested besides the page itself
+    loaded_urls: tuple[str, ...]  # URLs requested besides the page itself
     height: int  # of the full page, in CSS pixels
     png: bytes
 
@@ -100,8 +100,8 @@ async def _visit(tab: _Tab, address: str, width: int, height: int, at: str | Non
         top = float(await tab.evaluate(f"{heading}.getBoundingClientRect().top + scrollY"))
     clip = {"x": 0, "y": top, "width": width, "height": min(height, page_height - top), "scale": 1}
     shot = await tab.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-    loaded = tuple(url for url in tab.requested if url != address and not url.startswith("data:"))
-    return PageVisit(tuple(tab.complaints), loaded, page_height, base64.b64decode(shot["data"]))
+    loaded_urls = tuple(url for url in tab.requested if url != address and not url.startswith("data:"))
+    return PageVisit(tuple(tab.complaints), loaded_urls, page_height, base64.b64decode(shot["data"]))
 
 
 class _Tab:

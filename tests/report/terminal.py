@@ -35,7 +35,7 @@ def on_terminal(command: Sequence[str], environment: Mapping[str, str], watch: C
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=dict(environment), start_new_session=True
     )
     os.close(terminal)
-    written = io.BytesIO()
+    output = io.BytesIO()
     while True:
         try:
             piece = os.read(controller, 65536)
@@ -43,15 +43,15 @@ def on_terminal(command: Sequence[str], environment: Mapping[str, str], watch: C
             piece = b""
         if not piece:
             break
-        written.write(piece)
+        output.write(piece)
         watch()
     os.close(controller)
-    return process.wait(), written.getvalue().decode(errors="replace")
+    return process.wait(), output.getvalue().decode(errors="replace")
 
 
-def frames(written: str) -> list[str]:
+def frames(output: str) -> list[str]:
     """Return the frames of a live view after the first, oldest first, with their colours."""
-    return [CONTROL.sub("", piece).rstrip() for piece in REDRAW.split(written)[1:]]
+    return [CONTROL.sub("", piece).rstrip() for piece in REDRAW.split(output)[1:]]
 
 
 def write_page(frame: str, path: Path) -> None:

@@ -30,7 +30,7 @@ def browser() -> Path:
 
 def test_the_report_has_no_console_message_and_no_request(browser: Path, run: Path) -> None:
     visit = look(browser, write_report(run))
-    assert (visit.complaints, visit.loaded) == ((), ())
+    assert (visit.complaints, visit.loaded_urls) == ((), ())
     assert visit.png.startswith(PNG) and visit.height > 2000
     assert look(browser, run / "report.html", at="Sampled tokens").png != visit.png
 
@@ -40,7 +40,7 @@ def test_a_comparison_has_no_console_message_and_no_request(browser: Path, run: 
     page = tmp_path / "compare.html"
     page.write_text(html_page(compare(read_record(run), read_record(other_run), relative=0.0, absolute=0.0), []))
     visit = look(browser, page)
-    assert (visit.complaints, visit.loaded) == ((), ())
+    assert (visit.complaints, visit.loaded_urls) == ((), ())
 
 
 def test_a_bad_page_is_detected(browser: Path, tmp_path: Path) -> None:
@@ -48,5 +48,5 @@ def test_a_bad_page_is_detected(browser: Path, tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
     page.write_text("<img src='http://127.0.0.1:9/x.png'><script>console.error('oh'); nowhere()</script>")
     visit = look(browser, page)
-    assert visit.loaded == ("http://127.0.0.1:9/x.png",)
+    assert visit.loaded_urls == ("http://127.0.0.1:9/x.png",)
     assert "oh" in visit.complaints and any("Uncaught" in text for text in visit.complaints)

@@ -39,16 +39,20 @@ def test_the_first_difference_of_each_metric(tmp_path: Path) -> None:
     rows_b[2]["rollout/raw_reward"] = math.nan
     a = read_record(write_run(tmp_path / "a", rows_a, "optim: {lr: 1.0, beta1: 0.9}\nrun: {name: a}\n"))
     b = read_record(write_run(tmp_path / "b", rows_b, "optim: {lr: 2.0, beta1: 0.9, new: []}\nrun: {name: b}\n"))
-    loose = compare(a, b, relative=1e-6, absolute=0.0)
-    assert {m.metric: m.step for m in loose.metrics} == {"train/loss": None, "train/lr": None, "rollout/raw_reward": 2}
-    assert loose.first is not None and loose.first.metric == "rollout/raw_reward"
-    exact = compare(a, b, relative=0.0, absolute=0.0, times=True)
-    assert {m.metric: m.step for m in exact.metrics if m.step is not None} == {
+    with_tolerance = compare(a, b, relative=1e-6, absolute=0.0)
+    assert {m.metric: m.step for m in with_tolerance.metrics} == {
+        "train/loss": None,
+        "train/lr": None,
+        "rollout/raw_reward": 2,
+    }
+    assert with_tolerance.first is not None and with_tolerance.first.metric == "rollout/raw_reward"
+    without_tolerance = compare(a, b, relative=0.0, absolute=0.0, times=True)
+    assert {m.metric: m.step for m in without_tolerance.metrics if m.step is not None} == {
         "perf/step_time": 0,
         "rollout/raw_reward": 2,
         "train/loss": 3,
     }
-    assert exact.config == (("optim.lr", 1.0, 2.0), ("run.name", "a", "b"), ("optim.new", MISSING, []))
+    assert without_tolerance.config == (("optim.lr", 1.0, 2.0), ("run.name", "a", "b"), ("optim.new", MISSING, []))
 
 
 def test_runs_of_different_length_are_compared_on_common_steps(tmp_path: Path) -> None:
@@ -83,9 +87,9 @@ def test_the_tolerance(a: float, b: float, relative: float, absolute: float) -> 
 def test_folders_that_are_no_runs(text: str | None, words: list[str], tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         read_record(tmp_path)
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_an_incomplete_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
@@ -131,5 +135,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert (result.returncode, page.is_file()) == (1, True), result.stderr
     assert "first difference at step 1: train/loss" in result.stdout
     assert run(a, b, "--metrics", "train/lr").returncode == 0
-    missing = run(a, tmp_path / "none")
-    assert missing.returncode == 2 and "is not a folder" in missing.stderr
+    result = run(a, tmp_path / "none")
+    assert result.returncode == 2 and "is not a folder" in result.stderr

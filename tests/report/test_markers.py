@@ -33,10 +33,10 @@ BELL = "\x1b]0;x\x07\x1b[31m\x9b2J\r\u202e"
 ACTING = ("\x1b", "\x07", "\x9b", "\r", "\u202e")
 
 
-def marked(tree: Mapping[str, Any], mark: str) -> dict[str, Any]:
+def with_mark(tree: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """Return the tree with the mark in every value and as an additional key."""
     values = {
-        name: marked(cast("dict[str, Any]", value), mark) if isinstance(value, dict) and value else f"{mark}{value}"
+        name: with_mark(cast("dict[str, Any]", value), mark) if isinstance(value, dict) and value else f"{mark}{value}"
         for name, value in tree.items()
     }
     return values | {mark: mark}
@@ -44,7 +44,7 @@ def marked(tree: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 def run_with(folder: Path, mark: str, values: list[float]) -> Path:
     """Write a run with the mark in every key, name and text."""
-    config = marked(asdict(load_config(["+recipe=quickstart", "run.prepare=null"], files=False)), mark)
+    config = with_mark(asdict(load_config(["+recipe=quickstart", "run.prepare=null"], files=False)), mark)
     names = ("rollout/raw_reward", f"eval/{mark}", f"memory/{mark}", f"rollout/{mark}", f"comm/{mark}/{mark}/calls")
     write_run(folder, [dict.fromkeys(names, value) for value in values], json.dumps(config))
     ids = np.arange(2, dtype=np.int32)
@@ -74,8 +74,8 @@ def test_no_value_reaches_a_terminal_raw(tmp_path: Path) -> None:
     ]
     out = io.StringIO()
     print_comparison(compare(*records, relative=0.0, absolute=0.0), [], out)
-    plain, live = PlainConsole(out, 9), LiveConsole(Console(file=out), 0, 9)
-    for console in (plain, live):
+    plain_console, live_console = PlainConsole(out, 9), LiveConsole(Console(file=out), 0, 9)
+    for console in (plain_console, live_console):
         console.log(1, {f"eval/{BELL}": 0.5, "rollout/raw_reward": 1.0}, {})
         console.note(f"control: {BELL}")
         console.close()

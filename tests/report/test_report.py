@@ -129,13 +129,13 @@ def test_hostile_text_stays_text(run: Path) -> None:
 @given(st.text(alphabet=st.characters(), max_size=40))
 def test_any_text_of_a_model_stays_text(text: str) -> None:
     html = chart(text, [Series(text, [(0, 1.0)])], note=text)
-    shown = visible(text)
-    shown.encode()
+    visible_text = visible(text)
+    visible_text.encode()
     from html import escape
 
-    page = f'<html><head><meta content="default-src \'none\'"><style></style></head><p title="{escape(shown)}">{escape(shown)}</p>{html}</html>'
-    parsed = check_self_contained(page)
-    assert parsed.tags.count("p") == (2 if text else 1)
+    page = f'<html><head><meta content="default-src \'none\'"><style></style></head><p title="{escape(visible_text)}">{escape(visible_text)}</p>{html}</html>'
+    parsed_page = check_self_contained(page)
+    assert parsed_page.tags.count("p") == (2 if text else 1)
 
 
 def test_every_token_shows_its_values(run: Path) -> None:
@@ -222,8 +222,8 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     check_self_contained((tmp_path / "x" / "r.html").read_text())
-    bad = subprocess.run([*line[:2], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (bad.returncode, "is not a folder" in bad.stderr) == (2, True)
+    failure = subprocess.run([*line[:2], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (failure.returncode, "is not a folder" in failure.stderr) == (2, True)
 
 
 def test_another_temperature_shows_as_another_slope() -> None:
@@ -231,8 +231,8 @@ def test_another_temperature_shows_as_another_slope() -> None:
     logits_TV = rng.normal(scale=2.0, size=(400, 50))
 
     def logprobs(temperature: float) -> np.ndarray:
-        scaled = logits_TV / temperature
-        return (scaled - np.log(np.exp(scaled).sum(-1, keepdims=True)))[
+        scaled_logits = logits_TV / temperature
+        return (scaled_logits - np.log(np.exp(scaled_logits).sum(-1, keepdims=True)))[
             np.arange(400), rng.integers(0, 50, 400) * 0 + 7
         ]
 

@@ -24,12 +24,16 @@ view.close()
 def test_every_redraw_of_the_live_view_is_a_frame(tmp_path: Path) -> None:
     reads: list[int] = []
     command = [sys.executable, "-c", DRAWS]
-    code, written = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, lambda: reads.append(1))
+    code, output = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, lambda: reads.append(1))
     assert code == 0 and reads
-    drawn = frames(written)
-    assert [("seen" in frame, "done" in frame) for frame in drawn[:2]] == [(True, False), (True, True)]
-    assert "control: save: done" in drawn[-1] and "1/9" in drawn[-1] and "eval/[red]sums: 0.500" in drawn[-1]
-    assert not any("\x1b[2K" in frame or "\r" in frame for frame in drawn)
-    write_page(drawn[-1], tmp_path / "live.html")
+    drawn_frames = frames(output)
+    assert [("seen" in frame, "done" in frame) for frame in drawn_frames[:2]] == [(True, False), (True, True)]
+    assert (
+        "control: save: done" in drawn_frames[-1]
+        and "1/9" in drawn_frames[-1]
+        and "eval/[red]sums: 0.500" in drawn_frames[-1]
+    )
+    assert not any("\x1b[2K" in frame or "\r" in frame for frame in drawn_frames)
+    write_page(drawn_frames[-1], tmp_path / "live.html")
     html = (tmp_path / "live.html").read_text()
     assert "control: save: done" in html and "http" not in html and "url(" not in html

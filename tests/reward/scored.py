@@ -32,6 +32,6 @@ def _sample(sample_id: int, text: str) -> Sample:
     )
 
 
-def scores(scored: SampleGroup) -> list[float]:
+def scores(scored_group: SampleGroup) -> list[float]:
     """Return the score of each scored sample."""
-    return [s.reward.score for s in scored.samples if s.reward is not None]
+    return [s.reward.score for s in scored_group.samples if s.reward is not None]

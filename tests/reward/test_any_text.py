@@ -39,7 +39,7 @@ class Scorer:
         self.pool.metrics()
         scored_groups: list[SampleGroup] = self.runner.run(self.pool.score(groups))
         assert reduce_metrics(self.pool.metrics()) == counts(calls=len(NAMES) * len(texts))
-        for sample in (sample for scored in scored_groups for sample in scored.samples):
+        for sample in (sample for scored_group in scored_groups for sample in scored_group.samples):
             assert sample.reward is not None and -1.0 <= sample.reward.score <= 1.0
             assert sample.reward.accuracy in (None, 0.0, 1.0) and math.isfinite(sample.reward.score)
 
@@ -74,7 +74,7 @@ def test_any_text_is_scored(scorer: Scorer, label: str, texts: list[str]) -> Non
     scorer.assert_scores(label, texts)
 
 
-LONG = 60_000
+LONG_TEXT_LEN = 60_000
 PUMPED = [
     r"\boxed{",
     r"\boxed ",
@@ -101,11 +101,11 @@ PUMPED = [
 
 
 def test_long_repetitions_are_scored_in_time(scorer: Scorer) -> None:
-    texts = [piece * (LONG // len(piece)) for piece in PUMPED]
+    texts = [piece * (LONG_TEXT_LEN // len(piece)) for piece in PUMPED]
     scorer.assert_scores(
         "4", [*texts, *("answer" + text for text in texts[:1]), *(rf"\boxed{{{text}}}" for text in texts)]
     )
-    scorer.assert_scores("(" * LONG, ["4", texts[0]])
+    scorer.assert_scores("(" * LONG_TEXT_LEN, ["4", texts[0]])
 
 
 HOSTILE = [

@@ -23,12 +23,12 @@ def calls() -> Iterator[Callable[[str], int]]:
     command, pipe = [sys.executable, "-m", "tests.reward.call_counter"], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        written, read = process.stdin, process.stdout
+        stdin, stdout = process.stdin, process.stdout
 
         def count(formula: str) -> int:
-            written.write(f"{json.dumps(formula)}\n")
-            written.flush()
-            answer = read.readline()
+            stdin.write(f"{json.dumps(formula)}\n")
+            stdin.flush()
+            answer = stdout.readline()
             assert answer, f"{formula}: the process ended of memory or CPU time"
             return int(answer)
 

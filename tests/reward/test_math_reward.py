@@ -15,7 +15,7 @@ from slime_like.reward.math import math
 from slime_like.types import Reward
 from tests.reward.scored import group
 
-RIGHT = [
+EQUAL_VALUES = [
     ("4", "2+2=4"),
     ("4", "It is 4."),
     ("4", "answer: 4 apples"),
@@ -42,7 +42,7 @@ RIGHT = [
     ("12", "$x=3$, in all 12"),
     (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}"),
 ]
-WRONG = [
+UNEQUAL_VALUES = [
     ("4", "5"),
     ("4", "4 or 5"),
     ("4", r"4, that is \boxed{5}"),
@@ -59,7 +59,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("label", "text"), RIGHT)
+@pytest.mark.parametrize(("label", "text"), EQUAL_VALUES)
 def test_equal_values_score(label: str, text: str) -> None:
     question = group(text, label=label)
     assert answer(question.prompt, question.samples[0]) == Reward(1.0, 1.0)
@@ -67,7 +67,7 @@ def test_equal_values_score(label: str, text: str) -> None:
     assert math(question.prompt, question.samples[0]) == Reward(float(boxed), float(boxed))
 
 
-@pytest.mark.parametrize(("label", "text"), WRONG)
+@pytest.mark.parametrize(("label", "text"), UNEQUAL_VALUES)
 def test_unequal_values_do_not_score(label: str, text: str) -> None:
     question = group(text, label=label)
     assert (
@@ -128,10 +128,10 @@ def test_values_are_compared_if_texts_differ() -> None:
 def test_text_of_a_model_is_never_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No path may reach sympy's ``parse_expr``, which calls ``eval``."""
 
-    def caught(*args: object) -> None:
+    def fail_on_parse(*args: object) -> None:
         raise AssertionError(f"eval was called on {args[0]!r}")
 
-    monkeypatch.setattr(builtins, "eval", caught)
+    monkeypatch.setattr(builtins, "eval", fail_on_parse)
     target = tmp_path / "owned"
     attack = f"__import__('pathlib').Path('{target}').touch()"
     for text in ("3+1", "(2+2)*1", "2**2", attack, f"${attack}$", rf"\boxed{{{attack}}}", f"answer: 1+{attack}"):

@@ -43,8 +43,8 @@ def with_server(script: Script, test: Callable[[str, list[dict[str, object]]], A
 
 
 async def score(pool: RewardPool, *texts: str, rm_type: str | None = None) -> list[Reward | None]:
-    scored = (await pool.score([group(*texts, rm_type=rm_type)]))[0]
-    return [sample.reward for sample in scored.samples]
+    scored_group = (await pool.score([group(*texts, rm_type=rm_type)]))[0]
+    return [sample.reward for sample in scored_group.samples]
 
 
 def test_the_server_gets_slimes_request_and_answers_number_or_object() -> None:
@@ -70,16 +70,18 @@ def test_an_intermittent_failure_is_retried() -> None:
         assert pool.warnings() == ()
         await pool.stop()
 
-    with_server(lambda _, before: (200, "1") if before == 2 else ((503, "busy"), (429, "slow"))[before], test)
+    with_server(
+        lambda _, num_requests: (200, "1") if num_requests == 2 else ((503, "busy"), (429, "slow"))[num_requests], test
+    )
 
 
 @pytest.mark.parametrize(("fallback", "status"), [(0.25, Status.COMPLETED), (None, Status.FAILED)])
 def test_a_dead_server_gives_one_message_and_the_configured_value(fallback: float | None, status: Status) -> None:
     async def run(port: int) -> None:
         pool = RewardPool(config(f"http://127.0.0.1:{port}/score", fallback=fallback, remote_concurrency=1))
-        scored = (await pool.score([group(*"abcdefgh")]))[0]
-        assert scores(scored) == [fallback or 0.0] * 8
-        assert {sample.status for sample in scored.samples} == {status}
+        scored_group = (await pool.score([group(*"abcdefgh")]))[0]
+        assert scores(scored_group) == [fallback or 0.0] * 8
+        assert {sample.status for sample in scored_group.samples} == {status}
         # The first sample is retried; the others then take one request each.
         assert reduce_metrics(pool.metrics()) == counts(calls=8, remote_failures=8, fallbacks=8, remote_retries=2)
         (message,) = pool.warnings()
@@ -125,8 +127,8 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
         pool = RewardPool(config(url, fallback=fallback, remote_concurrency=1))
         pool.block_server(5.0)
         assert pool.take_recoveries() == (), "no request was made yet"
-        scored = (await pool.score([group(*"abc")]))[0]
-        assert (scores(scored), requests) == ([fallback or 0.0] * 3, [])
+        scored_group = (await pool.score([group(*"abc")]))[0]
+        assert (scores(scored_group), requests) == ([fallback or 0.0] * 3, [])
         assert reduce_metrics(pool.metrics()) == counts(calls=3, remote_failures=3, fallbacks=3, remote_retries=2)
         (message,) = pool.warnings()
         assert f"the reward server {url} does not score (ClientConnectorError" in message

@@ -71,9 +71,9 @@ def test_scored_and_failed_samples_are_skipped(pool: RewardPool, score: Score) -
 def test_given_scores_only_truncated_samples(score: Score) -> None:
     """An agent that runs out of tokens cannot return its reward."""
     unscored = group("4", "4", rm_type="given")
-    cut = replace(unscored.samples[0], status=Status.TRUNCATED)
+    truncated_sample = replace(unscored.samples[0], status=Status.TRUNCATED)
     completed = replace(unscored.samples[1], reward=Reward(0.75))
-    assert scores(score([replace(unscored, samples=(cut, completed))])[0]) == [0.0, 0.75]
+    assert scores(score([replace(unscored, samples=(truncated_sample, completed))])[0]) == [0.0, 0.75]
     with pytest.raises(RewardError, match="has no reward"):
         score([unscored])
 
@@ -96,9 +96,9 @@ def test_given_scores_only_truncated_samples(score: Score) -> None:
     ],
 )
 def test_a_faulty_reward_ends_the_run_and_is_named(score: Score, name: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message) as caught:
+    with pytest.raises(RewardError, match=message) as error:
         score([group("a", rm_type=f"{USERS}:{name}")])
-    assert f"reward '{USERS}:{name}'" in str(caught.value)
+    assert f"reward '{USERS}:{name}'" in str(error.value)
     assert scores(score([group("4", "5", "4")])[0]) == [1, 0, 1]  # the pool still works
 
 
@@ -114,11 +114,11 @@ def test_a_hanging_call_is_killed_with_its_children(tmp_path: Path, fallback: fl
     assert [s.status for s in scored.samples] == [Status.COMPLETED, status, Status.COMPLETED]
     assert reduce_metrics(pool.metrics()) == counts(calls=3, timeouts=1, fallbacks=1)
     (warning,) = pool.warnings()
-    counted = "count as -0.5" if fallback is not None else "are excluded from training"
-    for words in ("hangs_on_x", "reward.timeout_s=1.5 for sample 1 of prompt 7", counted, "reward.fallback"):
+    consequence = "count as -0.5" if fallback is not None else "are excluded from training"
+    for words in ("hangs_on_x", "reward.timeout_s=1.5 for sample 1 of prompt 7", consequence, "reward.fallback"):
         assert words in warning
     worker, child = pids.read_text().split()
-    assert not alive(worker) and not alive(child)
+    assert not is_alive(worker) and not is_alive(child)
 
 
 @pytest.mark.parametrize("by", ["SIGKILL", "SIGSEGV", "memory"])
@@ -238,7 +238,7 @@ def counts(**changes: float) -> dict[str, float]:
     return dict.fromkeys((f"reward/{name}" for name in COUNTS), 0.0) | {f"reward/{k}": v for k, v in changes.items()}
 
 
-def alive(pid: str) -> bool:
+def is_alive(pid: str) -> bool:
     """Return whether a process runs and is no zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -16,7 +16,7 @@ from slime_like.reward.worker import ScoreRequest, answer
 from slime_like.types import Reward
 from tests.reward.scored import group
 
-RIGHT, WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
+CORRECT, INCORRECT = Reward(1.0, 1.0), Reward(0.0, 0.0)
 
 
 def score(name: str, text: str, label: str | None = "4", metadata: Mapping[str, Any] | None = None) -> Reward:
@@ -30,14 +30,14 @@ def score(name: str, text: str, label: str | None = "4", metadata: Mapping[str, 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (r"let me think</think>so \boxed{4}", RIGHT),
-        (r"</think> \boxed{5} wait </think> \boxed{4.0}", RIGHT),
-        (r"### Instruction ###Response \boxed{4}", RIGHT),
-        (r"</think> the answer is 4", WRONG),
-        (r"\boxed{4}</think> done", WRONG),
-        (r"\boxed{4}", WRONG),
-        (r"</think> \boxed{4", WRONG),
-        ("", WRONG),
+        (r"let me think</think>so \boxed{4}", CORRECT),
+        (r"</think> \boxed{5} wait </think> \boxed{4.0}", CORRECT),
+        (r"### Instruction ###Response \boxed{4}", CORRECT),
+        (r"</think> the answer is 4", INCORRECT),
+        (r"\boxed{4}</think> done", INCORRECT),
+        (r"\boxed{4}", INCORRECT),
+        (r"</think> \boxed{4", INCORRECT),
+        ("", INCORRECT),
     ],
 )
 def test_deepscaler_scores_the_text_after_thinking(text: str, expected: Reward) -> None:
@@ -45,7 +45,7 @@ def test_deepscaler_scores_the_text_after_thinking(text: str, expected: Reward) 
 
 
 @pytest.mark.parametrize(
-    ("label", "text", "right"),
+    ("label", "text", "is_correct"),
     [
         ("34", "so\nAnswer: 34", True),
         ("34", "**Answer: $34$**", True),
@@ -60,8 +60,8 @@ def test_deepscaler_scores_the_text_after_thinking(text: str, expected: Reward) 
         (r"\frac{1}{2}", "Answer: 0.5", True),
     ],
 )
-def test_dapo_scores_plus_and_minus_one_and_reports_an_accuracy(label: str, text: str, right: bool) -> None:
-    assert score("dapo", text, label) == Reward(1.0 if right else -1.0, float(right))
+def test_dapo_scores_plus_and_minus_one_and_reports_an_accuracy(label: str, text: str, is_correct: bool) -> None:
+    assert score("dapo", text, label) == Reward(1.0 if is_correct else -1.0, float(is_correct))
 
 
 @pytest.mark.parametrize(
@@ -99,25 +99,25 @@ CHOICES = {"choices": ["red light", "blue light", "no light", "sound"]}
 @pytest.mark.parametrize(
     ("label", "metadata", "text", "expected"),
     [
-        ("C", {}, "The answer is C.", RIGHT),
-        ("C", {}, "Answer: (c)", RIGHT),
-        ("C", {}, r"The answer is $\boxed{\text{C}}$", RIGHT),
-        ("C", {}, "B looks right, but the answer is C", RIGHT),
-        ("C", {}, "The answer is B. Wait, the answer is C.", RIGHT),
-        ("C", {}, "I choose option C because A is wrong", RIGHT),
-        ("C", {}, "</think>C", RIGHT),
-        ("C", {}, "The answer is C</think>B", WRONG),
-        ("C", {}, "the answer is a mixture", WRONG),
-        ("C", {}, "Z", WRONG),
-        ("B", CHOICES, "D", WRONG),
-        ("blue light", CHOICES, "Option B", RIGHT),
-        ("blue light", CHOICES, "it must be blue light", RIGHT),
-        ("1", CHOICES, "B", RIGHT),
-        (None, CHOICES | {"correct_letter": "d"}, "D", RIGHT),
-        (None, {"choices": {"A": "x", "B": "y"}, "correct_letter": "B"}, "y", RIGHT),
-        ("sound", {}, "a sound", RIGHT),
-        ("sound", {}, "resounding", WRONG),
-        ("Q", {"valid_letters": ["P", "Q"]}, "Q", RIGHT),
+        ("C", {}, "The answer is C.", CORRECT),
+        ("C", {}, "Answer: (c)", CORRECT),
+        ("C", {}, r"The answer is $\boxed{\text{C}}$", CORRECT),
+        ("C", {}, "B looks right, but the answer is C", CORRECT),
+        ("C", {}, "The answer is B. Wait, the answer is C.", CORRECT),
+        ("C", {}, "I choose option C because A is wrong", CORRECT),
+        ("C", {}, "</think>C", CORRECT),
+        ("C", {}, "The answer is C</think>B", INCORRECT),
+        ("C", {}, "the answer is a mixture", INCORRECT),
+        ("C", {}, "Z", INCORRECT),
+        ("B", CHOICES, "D", INCORRECT),
+        ("blue light", CHOICES, "Option B", CORRECT),
+        ("blue light", CHOICES, "it must be blue light", CORRECT),
+        ("1", CHOICES, "B", CORRECT),
+        (None, CHOICES | {"correct_letter": "d"}, "D", CORRECT),
+        (None, {"choices": {"A": "x", "B": "y"}, "correct_letter": "B"}, "y", CORRECT),
+        ("sound", {}, "a sound", CORRECT),
+        ("sound", {}, "resounding", INCORRECT),
+        ("Q", {"valid_letters": ["P", "Q"]}, "Q", CORRECT),
     ],
 )
 def test_gpqa_reads_the_final_option_of_a_response(
@@ -127,10 +127,10 @@ def test_gpqa_reads_the_final_option_of_a_response(
 
 
 def test_the_boxed_prefix_scores_only_the_last_box() -> None:
-    assert score("boxed_gpqa", r"The answer is A. \boxed{C}", "C") == RIGHT
-    assert score("boxed_gpqa", "The answer is C", "C") == WRONG
+    assert score("boxed_gpqa", r"The answer is A. \boxed{C}", "C") == CORRECT
+    assert score("boxed_gpqa", "The answer is C", "C") == INCORRECT
     assert score("boxed_f1", r"red \boxed{sky blue}", "blue sky").score == 1.0
-    assert score("boxed_exact", r"\boxed{4} then \boxed{ 5 }", "5") == RIGHT
+    assert score("boxed_exact", r"\boxed{4} then \boxed{ 5 }", "5") == CORRECT
 
 
 def test_a_box_ends_at_its_closing_brace() -> None:

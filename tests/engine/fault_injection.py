@@ -1,4 +1,4 @@
-"""A rollout manager on two real engines, with faults injected at a given answer."""
+"""Rollout managers on two real engines, with faults injected at a given answer."""
 
 from __future__ import annotations
 
@@ -28,61 +28,61 @@ from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.tensor import TensorSender
 from tests.data.character_tokenizer import characters
 from tests.data.sources import source, write
-from tests.engine.conftest import KEY, Models
-from tests.engine.test_weights import Source
+from tests.engine.conftest import ADMIN_KEY, Models
+from tests.engine.test_weights import TensorSource
 
-HERE = "127.0.0.1"
-# An engine answers one group at a time and holds only so many: a fault at its first or second answer finds it with others
-# to answer, however fast it decodes and however late this process learns of the answer.
-GROUPS, SAMPLES, TOKENS, HELD = 12, 4, 400, 2
-Answered = Callable[[str], None]
-_answered: list[Answered] = []  # told the engine's name at each answer
+HOST = "127.0.0.1"
+# An engine works on one group at a time and queues one more. At its first or second answer it therefore still has groups to
+# answer, however fast it decodes and however late this process receives the answer.
+GROUPS, SAMPLES, TOKENS, MAX_GROUPS_IN_FLIGHT = 12, 4, 400, 2
+AnswerCallback = Callable[[str], None]
+_answer_callbacks: list[AnswerCallback] = []  # called with the engine's name at each answer
 
 
-def at_answer(name: str, number: int, what: Callable[[], object]) -> None:
-    """Do ``what`` at the ``number``-th answer of an engine, while it works on others."""
-    seen: list[str] = []
+def at_answer(name: str, number: int, action: Callable[[], object]) -> None:
+    """Call ``action`` at the ``number``-th answer of an engine, while the engine works on other groups."""
+    answers_seen: list[str] = []
 
     def count(engine: str) -> None:
-        seen.extend([engine] if engine == name else [])
-        if len(seen) == number:
-            seen.append("")
-            what()
+        answers_seen.extend([engine] if engine == name else [])
+        if len(answers_seen) == number:
+            answers_seen.append("")
+            action()
 
-    _answered[:] = [*_answered, count]
-
-
-def at_first_answer(what: Callable[[str], object]) -> None:
-    """Do ``what``, given the engine's name, at the first answer of any: none of the others has given one."""
-    seen: list[str] = []
-
-    def tell(engine: str) -> None:
-        if not seen:
-            seen.append(engine)
-            what(engine)
-
-    _answered[:] = [*_answered, tell]
+    _answer_callbacks[:] = [*_answer_callbacks, count]
 
 
-def answers() -> list[str]:
-    """Receives the engine's name at each further answer."""
-    found: list[str] = []
-    _answered.append(found.append)
-    return found
+def at_first_answer(action: Callable[[str], object]) -> None:
+    """Call ``action`` with the engine's name at the first answer of any engine."""
+    first_engines: list[str] = []
+
+    def run_action(engine: str) -> None:
+        if not first_engines:
+            first_engines.append(engine)
+            action(engine)
+
+    _answer_callbacks[:] = [*_answer_callbacks, run_action]
 
 
-def forget() -> None:
-    """No further fault."""
-    _answered.clear()
+def record_answers() -> list[str]:
+    """Return a list to which the engine's name is appended at each further answer."""
+    engine_names: list[str] = []
+    _answer_callbacks.append(engine_names.append)
+    return engine_names
 
 
-class Told(EngineClient):
-    """Tells of its answers, and whether a health check waits for one. Asks for no more than ``HELD`` groups at a time."""
+def clear_callbacks() -> None:
+    """Remove all callbacks, so that no further fault is injected."""
+    _answer_callbacks.clear()
+
+
+class ObservedClient(EngineClient):
+    """Client that runs the answer callbacks, counts waiting health checks, and limits the groups in flight."""
 
     def __init__(self, url: str, *, admin_key: str, name: str, deadline_s: float) -> None:
         super().__init__(url, admin_key=admin_key, name=name, deadline_s=deadline_s)
         self.num_waiting_checks = 0
-        self._room = asyncio.Semaphore(HELD)
+        self._room = asyncio.Semaphore(MAX_GROUPS_IN_FLIGHT)
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
         self.num_waiting_checks += 1
@@ -95,56 +95,56 @@ class Told(EngineClient):
         self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
         async with self._room:
-            found = await super().extend(token_ids, seeds, max_new_tokens, sampling)
-            for told in _answered:
-                told(self.name)
-        return found
+            completions = await super().extend(token_ids, seeds, max_new_tokens, sampling)
+            for callback in _answer_callbacks:
+                callback(self.name)
+        return completions
 
 
-class Interrupted(Source):
-    """Weights between whose first two buckets something happens."""
+class InterruptedSource(TensorSource):
+    """Weight source that calls ``action`` between its first two buckets."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], happens: Callable[[], object]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], action: Callable[[], object]) -> None:
         super().__init__(tensors)
-        self._happens = happens
+        self._action = action
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         for number, bucket in enumerate(super().buckets(max_bytes)):
             if number == 1:
-                self._happens()
+                self._action()
             yield bucket
 
 
 class LocalSupervisor:
-    """An engine whose server this process started."""
+    """Supervisor of an engine whose server runs under this process."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
         self._spec, self._name = spec, name
         self.server = self._start()
-        self.client = EngineClient("http://nowhere", admin_key=KEY, name=name)
+        self.client = EngineClient("http://nowhere", admin_key=ADMIN_KEY, name=name)
 
     def _start(self) -> EngineServer:
-        server = EngineServer(self._spec, admin_key=KEY)
+        server = EngineServer(self._spec, admin_key=ADMIN_KEY)
         server.start()
         return server
 
     def connect(self) -> None:
-        """Once it answers."""
+        """Wait until the server is ready and create its client."""
         self.server.wait_ready()
-        self.client = Told(self.server.url, admin_key=KEY, name=self._name, deadline_s=120)
+        self.client = ObservedClient(self.server.url, admin_key=ADMIN_KEY, name=self._name, deadline_s=120)
 
     async def restart(self) -> tuple[EngineClient, str]:
         ended = await asyncio.to_thread(self.server.exit_summary)
         self.server.stop()
         self.server = self._start()
         await asyncio.to_thread(self.connect)
-        return self.client, ended
+        return self.client, cause
 
     async def stopped(self) -> tuple[int, ...]:
         return processes.stopped_pids(self.server.pid)
 
     def kill_scheduler(self) -> None:
-        """One of its processes dies, and the server may still answer."""
+        """Kill the scheduler process only; the HTTP server may still answer."""
         (scheduler,) = [
             int(process.name)
             for process in processes.members(self.server.pid)
@@ -156,8 +156,8 @@ class LocalSupervisor:
         os.killpg(self.server.pid, number)
 
 
-class Pair:
-    """Two engines, and managers made on them."""
+class EnginePair:
+    """Two engines and the managers that use them."""
 
     def __init__(self, models: Models, folder: Path) -> None:
         self.models, self.folder, self.version = models, folder, 0
@@ -183,11 +183,11 @@ class Pair:
         self._managers: list[RolloutManager] = []
 
     def supervisor(self, name: str) -> LocalSupervisor:
-        """The supervisor of an engine."""
+        """Return the supervisor of an engine."""
         return next(supervisor for supervisor in self.supervisors if supervisor.client.name == name)
 
     def manager(self, engines: int = 2, **health: Any) -> RolloutManager:
-        """A fresh manager of rollouts of ``GROUPS`` groups on the first engines as they are."""
+        """Return a new manager of rollouts of ``GROUPS`` groups on the first ``engines`` engines."""
         settings: dict[str, Any] = {"interval_s": 0.5, "timeout_s": 30.0, "first_wait_s": 0.0} | health
         spec = ManagerSpec(
             rollout=RolloutConfig(
@@ -216,7 +216,7 @@ class Pair:
         return manager
 
     def stop_managers(self) -> None:
-        """Stop all managers: those of a failed test would restart engines under the next test."""
+        """Stop all managers; a manager of a failed test would restart engines during the next test."""
         for supervisor in self.supervisors:
             with contextlib.suppress(ProcessLookupError):
                 supervisor.send_signal(signal.SIGCONT)
@@ -229,15 +229,15 @@ class Pair:
         self.loop.run_until_complete(stop())
 
     async def send(
-        self, names: Sequence[str], model: str, *, broadcast: bool = False, happens: Callable[[], object] = lambda: None
+        self, names: Sequence[str], model: str, *, broadcast: bool = False, action: Callable[[], object] = lambda: None
     ) -> None:
-        """The middle of a push, over connections of its own: the sender closes them. In its midst something happens."""
+        """Send the weights of a push over new connections and call ``action`` between the first two buckets."""
         engines = [supervisor for supervisor in self.supervisors if supervisor.client.name in names]
-        clients = [EngineClient(e.server.url, admin_key=KEY, name=e.client.name, deadline_s=120) for e in engines]
+        clients = [EngineClient(e.server.url, admin_key=ADMIN_KEY, name=e.client.name, deadline_s=120) for e in engines]
         name, make = ("broadcast", BroadcastSender) if broadcast else ("tensor", TensorSender)
-        sender = make(clients, transport=TransportSpec(name, "gloo", 1 << 16, 60.0), group_name="faults", host=HERE)
+        sender = make(clients, transport=TransportSpec(name, "gloo", 1 << 16, 60.0), group_name="faults", host=HOST)
         try:
-            await sender.send(Interrupted(self.models.tensors(model), happens))
+            await sender.send(InterruptedSource(self.models.tensors(model), action))
         finally:
             await sender.close()
 
@@ -246,7 +246,7 @@ class Pair:
         return tuple(address.name for address in await manager.begin_push())
 
     async def push(self, manager: RolloutManager, model: str) -> tuple[str, ...]:
-        """All of it; the names of the engines that took part."""
+        """Push completely; return the names of the engines that take part."""
         names = await self.begin_push(manager)
         await self.send(names, model)
         self.version += 1
@@ -254,7 +254,7 @@ class Pair:
         return names
 
     def close(self) -> None:
-        """Nothing is left of the engines."""
+        """Stop both engines."""
         for supervisor in self.supervisors:
             supervisor.server.stop()
         for supervisor in self.supervisors:
@@ -262,9 +262,9 @@ class Pair:
         self.loop.close()
 
 
-async def until(reached: Callable[[], object]) -> None:
-    """Wait for something that the manager does."""
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until ``condition()`` is true."""
     deadline = Deadline("test", "faults", 120)
-    while not reached():
+    while not condition():
         deadline.remaining("the rollout manager")
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Functions of users that drop everything, answer wrongly, or raise."""
+"""User functions that drop every group, return a wrong type, or raise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.types import Prompt, SampleGroup
 
 
-def drop(group: SampleGroup) -> str:
+def drop_all(group: SampleGroup) -> str:
     """Drop every group."""
     del group
     return "never good"
@@ -21,12 +21,12 @@ def keep_by_true(group: SampleGroup) -> bool:
     return True
 
 
-async def nothing(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> None:
+async def return_nothing(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> None:
     """Forget to return the samples."""
     await single_turn(prompt, engine, seeds, context)
 
 
-async def raises(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> None:
+async def raise_error(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> None:
     """Fail after the engine has answered."""
     await single_turn(prompt, engine, seeds, context)
     raise ValueError("no tool")

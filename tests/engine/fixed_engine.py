@@ -1,4 +1,4 @@
-"""An engine started by another component, which cannot be restarted."""
+"""Supervisor of an engine that another component started."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from slime_like.errors import EngineError
 from slime_like.rollout.engine.client import EngineClient
 
 
-class Kept:
-    """``EngineSupervisor`` of such an engine."""
+class FixedEngine:
+    """``EngineSupervisor`` that cannot restart its engine."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
 
     async def restart(self) -> tuple[EngineClient, str]:
-        raise EngineError(f"{self.client.name} is not started again")
+        raise EngineError(f"{self.client.name} was started by another component and cannot be restarted")
 
     async def stopped(self) -> tuple[int, ...]:
         return ()

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, and engines that die. Last: one engine is killed."""
+"""An engine of two tensor parallel ranks, which a test kills, and engines that cannot start or lose their parent."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from slime_like.rollout.engine.processes import members
 from slime_like.rollout.engine.server import EngineServer
 from tests.e2e.leftovers import beyond_loopback, is_private, listened_on, unix_sockets
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import KEY, Engine, Models, prompt, sampled
+from tests.engine.conftest import ADMIN_KEY, Engine, Models, make_sampling, prompt
 
 pytestmark = pytest.mark.engine
 
 
-def test_two_ranks_compute_what_transformers_computes(engine_tp2: Engine, models: Models) -> None:
+def test_two_ranks_agree_with_transformers(engine_tp2: Engine, models: Models) -> None:
     ids = prompt(30)
     assert "module by module, as tp_size is 2" in engine_tp2.server.decodes_with()
     for version, name in enumerate("AB"):
         if version:
             engine_tp2.run(engine_tp2.push(models.tensors(name), version))
-        completions = engine_tp2.run(engine_tp2.client.generate(ids, [1, 2, 3], sampled(0.7)))
+        completions = engine_tp2.run(engine_tp2.client.generate(ids, [1, 2, 3], make_sampling(0.7)))
         assert len({tuple(c.token_ids.tolist()) for c in completions}) == 3
         for completion in completions:
-            whole = np.concatenate([ids, completion.token_ids])
-            expected = models.logprobs(name, whole, 0.7)[-len(completion.token_ids) :]
+            sequence = np.concatenate([ids, completion.token_ids])
+            expected = models.logprobs(name, sequence, 0.7)[-len(completion.token_ids) :]
             assert_close(completion.logprobs, expected)
-        (scored,) = engine_tp2.run(engine_tp2.client.score([ids], 0.7))
-        assert_close(scored, models.logprobs(name, ids, 0.7))
+        (scores,) = engine_tp2.run(engine_tp2.client.score([ids], 0.7))
+        assert_close(scores, models.logprobs(name, ids, 0.7))
 
 
 def test_a_commit_is_checked_on_every_rank(engine_tp2: Engine, models: Models) -> None:
@@ -51,8 +51,8 @@ def test_a_commit_is_checked_on_every_rank(engine_tp2: Engine, models: Models) -
     engine_tp2.run(engine_tp2.push(models.tensors("A"), 3))
 
 
-def test_strangers_cannot_reach_an_engine(engine_tp2: Engine) -> None:
-    """It listens on loopback and at sockets in its own folder; its key is in no command line and not in its log."""
+def test_other_users_cannot_reach_an_engine(engine_tp2: Engine) -> None:
+    """The engine listens on loopback and on sockets in a private folder; its key is on no command line and not in its log."""
     pids = [int(process.name) for process in members(engine_tp2.server.pid)]
     addresses = listened_on(pids).values()
     assert engine_tp2.server.url.removeprefix("http://") in addresses
@@ -60,36 +60,36 @@ def test_strangers_cannot_reach_an_engine(engine_tp2: Engine) -> None:
     assert [path for path in unix_sockets(pids) if not is_private(path)] == []
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace") for pid in pids]
     log = Path(f"/proc/{engine_tp2.server.pid}/fd/1").read_text(errors="replace")
-    assert len(commands) > 2 and KEY not in "\n".join(commands)
-    assert "server_args={" in log and f"'admin_api_key': '{SECRET}'" in log and KEY not in log
+    assert len(commands) > 2 and ADMIN_KEY not in "\n".join(commands)
+    assert "server_args={" in log and f"'admin_api_key': '{SECRET}'" in log and ADMIN_KEY not in log
 
 
-def test_a_dead_engine_is_an_error_that_says_why(engine_tp2: Engine) -> None:
+def test_the_error_of_a_dead_engine_names_the_cause(engine_tp2: Engine) -> None:
     os.killpg(engine_tp2.server.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"engine tp2 at http.*/generate: .*was killed by SIGKILL; end of .*\.log"):
-        engine_tp2.run(engine_tp2.client.generate(prompt(3), [0], sampled()))
+        engine_tp2.run(engine_tp2.client.generate(prompt(3), [0], make_sampling()))
     assert not engine_tp2.server.alive()
     with pytest.raises(EngineLost):
         engine_tp2.run(engine_tp2.client.health())
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{")
-    spec = EngineSpec(str(broken), "cpu", "float32", 1, 64, 0, str(tmp_path / "log"), 120, 10)
+def test_the_error_of_an_engine_that_cannot_start_names_the_cause(tmp_path: Path) -> None:
+    model_dir = tmp_path / "broken"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_text("{")
+    spec = EngineSpec(str(model_dir), "cpu", "float32", 1, 64, 0, str(tmp_path / "log"), 120, 10)
     server = EngineServer(spec, admin_key="key")
     server.start()
     try:
         with pytest.raises(EngineError, match=r"engine did not start: .*exited with code") as failure:
             server.wait_ready()
-        assert str(broken) in str(failure.value)
+        assert str(model_dir) in str(failure.value)
     finally:
         server.stop()
 
 
 def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """Also when that process is killed before the engine is ready; its scratch folder goes with it."""
+    """The parent is killed before the engine is ready; the engine's scratch folder is removed too."""
     program = (
         "import os, signal\n"
         "from slime_like.config.schema.resolved import EngineSpec\n"
@@ -101,21 +101,23 @@ def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == -signal.SIGKILL
-    pidfd = os.pidfd_open(int(done.stdout)) if Path(f"/proc/{int(done.stdout)}").exists() else None
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
+    assert result.returncode == -signal.SIGKILL
+    pidfd = os.pidfd_open(int(result.stdout)) if Path(f"/proc/{int(result.stdout)}").exists() else None
     if pidfd is not None:
         assert select.select([pidfd], [], [], 60)[0], "the engine outlived its parent"
         os.close(pidfd)
-    assert not list(tmp_path.glob("slime_like-engine-*")), "its scratch folder is left"
+    assert not list(tmp_path.glob("slime_like-engine-*")), "the engine's scratch folder is left"
 
 
-def test_nothing_is_left_of_it(engine_tp2: Engine) -> None:
+def test_a_stopped_engine_leaves_nothing_behind(engine_tp2: Engine) -> None:
     engine_tp2.server.stop()
     assert not Path(f"/proc/{engine_tp2.server.pid}").exists()
-    shared = engine_tp2.server.segments
-    assert {path.name.split("_")[1] for path in shared} >= {"loads", "shm"}  # sglang_loads_*, sgl_shm_*
-    assert [path for path in shared if path.exists()] == []
+    segments = engine_tp2.server.segments
+    assert {path.name.split("_")[1] for path in segments} >= {"loads", "shm"}  # sglang_loads_*, sgl_shm_*
+    assert [path for path in segments if path.exists()] == []
     port = int(engine_tp2.server.url.split(":")[-1])
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+    with socket.socket() as client_socket:
+        assert client_socket.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
