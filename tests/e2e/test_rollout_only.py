@@ -57,7 +57,7 @@ def run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Stop
     )
     training.wait_until(lambda: last_step(run_dir) >= 2)
     send_request(run_dir, Request.STOP)
-    return Done(run_dir, training.wait())
+    return StoppedRun(run_dir, training.wait())
 
 
 def test_a_control_file_stops_the_run(run: StoppedRun) -> None:

@@ -70,8 +70,8 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
     assert "trainer rank 0 died in phase" in rank
     assert "slow_engine:collect:3:0 on engine 0: no engine was lost" in slow_engine
     assert "kill_engine:collect:2:0.05 on engine 0: noticed after" in rank
-    assert "stop_engine:collect:4:0 on engine 0: noticed after" in last
-    injections, recoveries = read(pair.killed)
+    assert "stop_engine:collect:4:0 on engine 0: noticed after" in engine
+    injections, recoveries = read(pair.disturbed)
     assert [injection.fault.split(":")[0] for injection in injections] == [
         "kill_driver",
         *("kill_engine", "kill_rank"),
@@ -91,14 +91,14 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
 
 
 def test_a_rank_that_dies_or_stops_is_told_within_its_deadline(pair: Pair) -> None:
-    injection_times = [injection.time for injection in read(pair.killed)[0] if "_rank" in injection.fault]
-    causes = [bundle / "cause.txt" for bundle in sorted(pair.killed.glob("crash-*"))]
-    killed, died, stopped = (cause.read_text() for cause in causes)
-    assert "ProcessLost: the driver" in killed
-    assert "WorkerError: trainer rank 0 died in phase" in died
-    assert re.search(r"DeadlineExceeded: driver waited \d+ s for trainer rank 0 in phase", stopped)
-    for since, cause, deadline in zip(injection_times, causes[1:], (0.0, STEP_S), strict=True):
-        assert cause.stat().st_mtime - since < (deadline + NOTICED_S) * scale()
+    injection_times = [injection.time for injection in read(pair.disturbed)[0] if "_rank" in injection.fault]
+    causes = [bundle / "cause.txt" for bundle in sorted(pair.disturbed.glob("crash-*"))]
+    driver, dead_rank, stopped_rank = (cause.read_text() for cause in causes)
+    assert "ProcessLost: the driver" in driver
+    assert "WorkerError: trainer rank 0 died in phase" in dead_rank
+    assert re.search(r"DeadlineExceeded: driver waited \d+ s for trainer rank 0 in phase", stopped_rank)
+    for fault_time, cause, deadline in zip(injection_times, causes[1:], (0.0, STEP_S), strict=True):
+        assert cause.stat().st_mtime - fault_time < (deadline + NOTICED_S) * scale()
 
 
 def test_every_token_of_every_step_has_the_same_bits_on_both_sides(pair: Pair) -> None:

@@ -134,7 +134,7 @@ class LocalSupervisor:
         self.client = ObservedClient(self.server.url, admin_key=ADMIN_KEY, name=self._name, deadline_s=120)
 
     async def restart(self) -> tuple[EngineClient, str]:
-        ended = await asyncio.to_thread(self.server.exit_summary)
+        cause = await asyncio.to_thread(self.server.exit_summary)
         self.server.stop()
         self.server = self._start()
         await asyncio.to_thread(self.connect)

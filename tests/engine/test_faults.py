@@ -49,7 +49,7 @@ def no_fault(pair: EnginePair) -> Iterator[None]:
     pair.stop_managers()
 
 
-def check_whole(collected: CollectedRollout, rollout_id: int, models: Models, model: str, version: int) -> None:
+def check_rollout(collected: CollectedRollout, rollout_id: int, models: Models, model: str, version: int) -> None:
     """Every sample once, whole, and sampled from these weights."""
     base = rollout_id * GROUPS
     assert [group.group_id for group in collected.groups] == list(range(base, base + GROUPS))
@@ -65,7 +65,7 @@ def check_whole(collected: CollectedRollout, rollout_id: int, models: Models, mo
         assert_close(sample.logprobs[-num_sampled:], expected)
 
 
-def test_on_stalled_engine_wait_waits_for_a_stopped_engine(pair: EnginePair) -> None:
+def test_on_stalled_engine_wait_waits_for_a_stall(pair: EnginePair) -> None:
     async def scenario() -> None:
         manager = pair.manager(on_stalled_engine="wait", interval_s=0.2, timeout_s=3.0)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
@@ -97,15 +97,17 @@ def test_a_slow_engine_is_not_restarted_by_default(pair: EnginePair) -> None:
 
         def stop(name: str) -> None:
             pair.supervisor(name).send_signal(signal.SIGSTOP)
-            slow.append(name)
-            answered.clear()
+            stopped_engines.append(name)
+            answered_engines.clear()
 
         at_first_answer(stop)
         collecting = asyncio.ensure_future(manager.collect(0))
-        await until(lambda: slow)
-        client, group = pair.supervisor(slow[0]).client, pair.supervisor(slow[0]).server.pid
-        assert isinstance(client, Told)
-        await until(lambda: stopped_pids(group) and set(answered) - set(slow) and client.num_waiting_checks)
+        await until(lambda: stopped_engines)
+        client, group = pair.supervisor(stopped_engines[0]).client, pair.supervisor(stopped_engines[0]).server.pid
+        assert isinstance(client, ObservedClient)
+        await until(
+            lambda: stopped_pids(group) and set(answered_engines) - set(stopped_engines) and client.num_waiting_checks
+        )
         assert not collecting.done()
         answered_engines.clear()
         os.killpg(group, signal.SIGCONT)
@@ -137,9 +139,9 @@ def test_a_rollout_survives_the_loss_of_both_engines(pair: EnginePair) -> None:
 
         at_first_answer(kill_one_stop_the_other)
         collecting = asyncio.ensure_future(manager.collect(0))
-        starved = asyncio.ensure_future(manager.wait_until_starved())
-        await asyncio.wait({collecting, starved}, return_when=asyncio.FIRST_COMPLETED)
-        assert starved.done() and not collecting.done()
+        starved_wait = asyncio.ensure_future(manager.wait_until_starved())
+        await asyncio.wait({collecting, starved_wait}, return_when=asyncio.FIRST_COMPLETED)
+        assert starved_wait.done() and not collecting.done()
         await pair.push(manager, "A")
         collected = await collecting
         for group in collected.groups:
@@ -149,14 +151,14 @@ def test_a_rollout_survives_the_loss_of_both_engines(pair: EnginePair) -> None:
         ids = [sample.sample_id for group in collected.groups for sample in group.samples]
         assert ids == list(range(GROUPS * SAMPLES))
         assert len(collected.recovered) == 2
-        assert {lost.version for lost in collected.recovered} <= {-1, pair.version}
+        assert {recovery.version for recovery in collected.recovered} <= {-1, pair.version}
         await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
-        killed, stopped = manager._pool.recoveries
-        assert [killed.engine, stopped.engine] == signalled
-        assert pair.version in {killed.version, stopped.version}
-        assert killed.cause.startswith("dead: ")
-        assert "no response to a health check" in stopped.cause
-        assert killed.groups + stopped.groups == sum(
+        death, stall = manager._pool.recoveries
+        assert [death.engine, stall.engine] == signalled
+        assert pair.version in {death.version, stall.version}
+        assert death.cause.startswith("dead: ")
+        assert "no response to a health check" in stall.cause
+        assert death.groups + stall.groups == sum(
             m.value for m in collected.metrics if m.name == "rollout/remade_groups"
         )
         assert death.groups >= 1 and stall.groups >= len(remade_groups)
@@ -173,15 +175,15 @@ def test_an_engine_that_dies_during_a_push_is_left_out_and_joins_the_next_push(p
         manager = pair.manager()
         engines_before = await pair.begin_push(manager)
         with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(before, "A", happens=lambda: pair.supervisors[1].send_signal(signal.SIGKILL))
-        after = await pair.begin_push(manager)
-        assert after == ("engine 0",)
-        await pair.send(after, "A")
+            await pair.send(engines_before, "A", action=lambda: pair.supervisors[1].send_signal(signal.SIGKILL))
+        engines_after = await pair.begin_push(manager)
+        assert engines_after == ("engine 0",)
+        await pair.send(engines_after, "A")
         pair.version += 1
         await manager.commit_push(pair.version)
         (scores,) = await manager.probe()
         assert_close(scores.logprobs[0], pair.models.logprobs("A", scores.token_ids[0], 1.0))
-        check_whole(await manager.collect(0), 0, pair.models, "A", pair.version)
+        check_rollout(await manager.collect(0), 0, pair.models, "A", pair.version)
         await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
         probe_scores = await manager.probe()
@@ -201,7 +203,7 @@ def test_on_dead_engine_stop_ends_the_run_if_a_push_loses_an_engine(pair: Engine
         manager = pair.manager(on_dead_engine="stop")
         names = await pair.begin_push(manager)
         with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(names, "A", happens=lambda: pair.supervisors[1].send_signal(signal.SIGKILL))
+            await pair.send(names, "A", action=lambda: pair.supervisors[1].send_signal(signal.SIGKILL))
         with pytest.raises(EngineError, match="engine 1"):
             await manager.begin_push()
         await manager.abort_push()

@@ -94,13 +94,13 @@ class ManagerUnderTest:
 
     def probe(self, version: int) -> None:
         """Run the probe after a push, with transformers in place of the trainer."""
-        rollout_metrics = self.engine.run(self.manager.probe())
-        trainer = TrainerScores(rollout_metrics, max_tokens=100_000)
+        probe_scores = self.engine.run(self.manager.probe())
+        trainer = TrainerScores(probe_scores, max_tokens=100_000)
         name, (rows,) = name_of(version), trainer.rows
         sequences = np.split(rows.token_ids, rows.cu_seqlens[1:-1])
         columns = [np.concatenate([[0], self.models.logprobs(name, ids, 1.0)]) for ids in sequences]
         trainer.set_columns([np.concatenate(columns).astype(np.float32)])
-        (scores,) = found
+        (scores,) = probe_scores
         metrics = reduce_metrics(check(scores, trainer, version, TOLERANCE))
         assert len(scores.continuations) == len(scores.token_ids) > 0
         assert unknown(metrics) == []
@@ -216,7 +216,7 @@ def test_user_functions_that_fail_or_drop_every_group_are_named(engine: Engine, 
     )
 
     def first_rollout(**changes: Any) -> CollectedRollout:
-        side = Side(engine, models, replace(plain, rollout=replace(short, **changes)))
+        side = ManagerUnderTest(engine, models, replace(base_spec, rollout=replace(short_rollout, **changes)))
         try:
             side.push(0)
             return side.collect(0)

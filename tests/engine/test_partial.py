@@ -15,7 +15,6 @@ from slime_like.interfaces import Completion
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.collect.state import PartialGroup, RolloutState
-from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import Usage
 from slime_like.types import Prompt
@@ -56,9 +55,12 @@ class GroupUnderTest:
         await self.client.generate(prompt(3), [5], make_sampling(tokens=tokens))
         await self.stop()
 
-    async def interrupted(self, *stops: int) -> asyncio.Task[Sequence[Completion]]:
-        """An answer that was stopped so often, and went on between. On a busy machine one may end, or not have begun, when it is stopped: then another."""
-        for _ in range(TRIES):
+    async def start_and_interrupt(self, *stops: int) -> asyncio.Task[Sequence[Completion]]:
+        """Return the task of a completion that was interrupted after each of ``stops`` tokens and continued in between.
+
+        On a busy machine a request may end before an interruption, or begin after it; then another one is started.
+        """
+        for _ in range(MAX_TRIES):
             self.journal = CallJournal()
             answer = asyncio.create_task(self.generate())
             for tokens in stops:
@@ -114,13 +116,13 @@ def test_an_interruption_under_the_same_weights_changes_no_token(engine: Engine,
             GroupUnderTest(engine).generate()
         )  # like an evaluation: aborted with the others, then continued
         score = asyncio.create_task(engine.client.score([prompt(60)] * 4, 1.0))
-        answer = await group.interrupted(20, 20)
-        saved = PartialGroup(3, Prompt(1, IDS, "", None, None), group.journal.copy())
+        answer = await group.start_and_interrupt(20, 20)
+        unfinished = PartialGroup(3, Prompt(1, IDS, "", None, None), group.journal.copy())
         group.gate.open()
-        save_groups(tmp_path / "g.npz", RolloutState({}, (), (saved,)).in_flight())
-        (loaded,) = RolloutState.from_groups({}, load_groups(tmp_path / "g.npz")).partial_groups
-        assert 0 < CallJournal(loaded.calls).num_tokens < TOKENS * len(SEEDS)
-        resumed = await Group(engine, CallJournal(loaded.calls)).generate()  # in another process
+        save_groups(tmp_path / "g.npz", RolloutState({}, (), (unfinished,)).in_flight())
+        (restored,) = RolloutState.from_groups({}, load_groups(tmp_path / "g.npz")).partial_groups
+        assert 0 < CallJournal(restored.calls).num_tokens < TOKENS * len(SEEDS)
+        resumed = await GroupUnderTest(engine, CallJournal(restored.calls)).generate()  # in another process
         assert len((await score)[0]) == 59
         return expected, await answer, await bystander, resumed
 
