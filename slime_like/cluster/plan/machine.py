@@ -9,21 +9,21 @@ from pathlib import Path
 
 from slime_like.config.rules.gdn_runtime import Runtime, runtime
 from slime_like.errors import ConfigError
+from slime_like.planner.hardware import CORES_PER_GPU
 from slime_like.util.gpus import visible_gpus
-
-CORES_PER_GPU = 8  # of a described machine
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Resources of a machine. Example: ``Machine(0, 2, 24 * 2**30, ())`` is a small laptop."""
 
-    num_gpus: int
-    cpu_count: int
-    memory_bytes: int
+    num_gpus: int  # of all nodes
+    cpu_count: int  # of one node
+    memory_bytes: int  # of one node
     gpu_names: tuple[str, ...]
     kernels: Runtime | None = None  # for Gated DeltaNet; None: not probed
     is_local: bool = True  # False: only described, memory_bytes is not a limit
+    nodes: int = 1
 
 
 def probe_machine() -> Machine:
@@ -34,15 +34,19 @@ def probe_machine() -> Machine:
 
 
 def described_machine(text: str) -> Machine:
-    """Return the machine described by ``GPUS`` or ``GPUSxNAME``, with 8 cores per GPU and unlimited memory.
+    """Return the machines described by ``GPUS``, ``GPUSxNAME`` or ``NODESxGPUSxNAME``.
 
-    Raises ``ConfigError`` if the text is malformed.
+    Each has 8 cores per GPU and unlimited main memory. Raises ``ConfigError`` if the text is malformed.
     """
-    match = re.fullmatch(r"([1-9]\d{0,4})(?:x(.+))?", text)
+    match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,4})(?:x(\D.*))?", text)
     if match is None:
-        raise ConfigError(f"--plan-for {text}: write the number of GPUs, optionally with their name: --plan-for 8xH200")
-    count = int(match[1])
-    return Machine(count, CORES_PER_GPU * count, 2**62, (match[2] or "GPU",) * count, is_local=False)
+        raise ConfigError(
+            f"--plan-for {text}: write the number of GPUs, optionally with their name: --plan-for 8xH200, or 4x8xH200 for "
+            "four nodes"
+        )
+    nodes, gpus = int(match[1] or 1), int(match[2])
+    names = (match[3] or "GPU",) * (nodes * gpus)
+    return Machine(nodes * gpus, CORES_PER_GPU * gpus, 2**62, names, is_local=False, nodes=nodes)
 
 
 def cpu_count() -> int:

@@ -11,9 +11,11 @@ from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, ra
 from slime_like.cluster.plan.gate import Gates, gates
 from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
+from slime_like.cluster.plan.memory import MemoryPlan, plan_memory
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
+from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.types import Decision, Notes, Role
-from slime_like.config.rules.hf import HfConfig, read_hf_config
+from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
@@ -48,6 +50,7 @@ class Plan:
     gates: Gates
     run_dir: str
     roles: tuple[Role, ...]
+    memory: MemoryPlan
     decisions: tuple[Decision, ...]
     advice: tuple[str, ...] = ()  # valid but probably unintended settings
 
@@ -67,10 +70,11 @@ class Plan:
 def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     """Resolve ``cfg`` for ``machine``. Raises ``ConfigError`` if the run does not fit.
 
-    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing if ``run.prepare`` creates them.
+    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing if ``run.prepare`` creates them, and
+    for a described machine if the planner's table has the model.
     """
     notes = Notes([])
-    model = _model(cfg)
+    model = model_config(cfg, machine)
     device = _device(cfg, machine, notes)
     check_drafts(cfg, device)
     dtype = cfg.model.dtype
@@ -94,6 +98,8 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     num_gpus = len({index for role in roles for devices in role.devices for index in devices})
     extra_bytes = role_bytes(critic, teacher, PROCESS_BYTES)
     check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, role_bytes=extra_bytes)
+    shapes = role_shapes(cfg, critic, teacher)
+    memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
     trainer_threads, engine_threads = _threads(cfg, machine, roles, device, notes)
     return Plan(
         device=device,
@@ -113,15 +119,10 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         gates=gate,
         run_dir=str(Path(cfg.run.dir).resolve()),
         roles=roles,
+        memory=memory,
         decisions=tuple(notes.decisions),
-        advice=advice(cfg, machine, roles, device),
+        advice=(*((memory.warning,) if memory.warning else ()), *advice(cfg, machine, roles, device)),
     )
-
-
-def _model(cfg: TrainConfig) -> HfConfig | None:
-    if cfg.run.prepare is not None and not Path(cfg.model.hf_checkpoint).exists():
-        return None
-    return read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint)
 
 
 def _device(cfg: TrainConfig, machine: Machine, notes: Notes) -> str:
@@ -185,14 +186,16 @@ def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device
     if cfg.run.deterministic and device == "cpu":
         notes.add("threads per process", 1, "run.deterministic: the way threads split sums depends on the shape")
         return 1, 1
-    engines = sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine")
-    ranks = sum(len(role.devices) for role in roles if role.name != "engine")
+    nodes = max(machine.nodes, cfg.placement.actor_num_nodes)
+    engines = -(-sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine") // nodes)
+    ranks = -(-sum(len(role.devices) for role in roles if role.name != "engine") // nodes)
     if cfg.loop.max_staleness == 0:
         schedule, busy = "engines and ranks run in turns", (ranks, engines)
     else:
         schedule, busy = "all run at the same time", (ranks + engines, ranks + engines)
     threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in busy)
-    reason = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks: {schedule}"
+    node = "" if nodes == 1 else f" on each of {nodes} nodes"
+    reason = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks{node}: {schedule}"
     notes.add("threads per training rank", threads[0], reason)
     notes.add("threads per engine rank", threads[1], reason)
     return threads[0], threads[1]

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from slime_like.cluster.plan.guard import guard_lines
 from slime_like.cluster.plan.machine import Machine, described_machine, probe_machine
+from slime_like.cluster.plan.memory import memory_lines
 from slime_like.cluster.plan.planner import Plan, Role, make_plan
+from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
-from slime_like.config.rules.files import check_files
+from slime_like.config.rules.files import check_files, check_model
 from slime_like.config.schema.resolved import Layout
 from slime_like.config.schema.root import TrainConfig
 from slime_like_compat.flags.translate import Command
@@ -30,11 +32,16 @@ def describe(command: Command, argv: Sequence[str]) -> str:
 def show_plan(argv: Sequence[str], description: str | None = None) -> str:
     """Return the plan of a command line for this machine, or for the one described by ``description`` (``8xH200``).
 
-    Files are checked unless ``run.prepare`` will create them.
+    On this machine, files are checked unless ``run.prepare`` will create them. For another, only config.json is read, or the
+    planner's table of public models: weights, tokenizer and data may be missing.
     """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)
-    if cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists():
+    if description is not None:
+        model = model_config(cfg, machine)
+        if model is not None:
+            check_model(cfg, model)
+    elif cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists():
         check_files(cfg)
     return render_plan(cfg, make_plan(cfg, machine), machine)
 
@@ -49,7 +56,9 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
     host = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
-    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {host if machine.is_local else 'described by --plan-for: its memory is not checked'}"
+    described = "described by --plan-for: weights, tokenizer, data and main memory are not checked"
+    nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
+    yield f"machine    {machine.num_gpus} GPUs{nodes} ({gpus}), {host if machine.is_local else described}"
     yield ""
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:
@@ -60,6 +69,9 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
             f"dp {role.layout.dp}{_experts(role.layout)}"
         )
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
+    yield ""
+    sequence = min(plan.max_context_len, rollout.max_response_len + _prompt_bound(cfg, plan))
+    yield from memory_lines(plan.memory, sequence, -(-plan.samples_per_rollout // max(1, len(plan.engines))))
     yield ""
     yield (
         f"batch      rollout.batch_size {rollout.batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt} = "
@@ -85,6 +97,11 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         yield ""
         yield "advice"
         yield from (f"  {line}" for line in plan.advice)
+
+
+def _prompt_bound(cfg: TrainConfig, plan: Plan) -> int:
+    """Return the longest prompt, or what the context leaves of a response."""
+    return cfg.data.max_prompt_len or max(0, plan.max_context_len - cfg.rollout.max_response_len)
 
 
 def _virtual(layout: Layout) -> str:

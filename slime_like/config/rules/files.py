@@ -29,14 +29,8 @@ def check_files(cfg: TrainConfig) -> None:
     """Raise ``CheckpointError``, ``DataError`` or ``ConfigError`` on a missing, broken or unsuitable file."""
     key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
     model = read_hf_config(key, folder)
-    family_of(cfg, model)
-    check_has_gdn(cfg.model.gdn, model)
-    check_rope(key, model)
-    _layout(cfg, model)
-    _engine_reads(cfg, model)
-    _context(cfg, model)
+    check_model(cfg, model)
     check_shapes(key, model)
-    _stop_tokens(cfg, model)
     templated = "data.apply_chat_template=true" if cfg.data.apply_chat_template else ""
     agent = f"rollout.generate={cfg.rollout.generate}" if cfg.rollout.agent is not None else ""
     check_tokenizer(key, folder, needs_template=templated or agent)
@@ -55,6 +49,17 @@ def check_files(cfg: TrainConfig) -> None:
         check_data_file(f"evaluation.datasets.{name}", path)
     if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).exists():
         raise CheckpointError(f"run.resume={cfg.run.resume!r} does not exist: give a checkpoint's path, auto or never")
+
+
+def check_model(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``CheckpointError`` or ``ConfigError`` on a model that cannot run with this config: rules without weights."""
+    family_of(cfg, model)
+    check_has_gdn(cfg.model.gdn, model)
+    check_rope("model.hf_checkpoint", model)
+    _layout(cfg, model)
+    _engine_reads(cfg, model)
+    _context(cfg, model)
+    _stop_tokens(cfg, model)
 
 
 def family_of(cfg: TrainConfig, model: HfConfig) -> str:

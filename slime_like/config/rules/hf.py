@@ -119,7 +119,15 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
     values = read_json(key, path)
     check_config(key, Path(folder), values)
     refuse_code(key, path, values)
-    file = downloaded(key, path)
+    return hf_config(key, folder, values)
+
+
+def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
+    """Return the ``values`` of the config.json of ``folder``, which need not exist.
+
+    Raises ``CheckpointError`` naming ``key`` if they do not describe a model.
+    """
+    file = downloaded(key, Path(folder) / "config.json")
     top = file.typed(values, ModelFields)
     text = top.get("text_config") or values
     if missing := [name for name in REQUIRED if name not in text]:

@@ -1,0 +1,249 @@
+"""Memory of a run's processes on its GPUs, by the planner; refuses a run that cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.types import Role
+from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory
+from slime_like.planner.hardware import CORES_PER_GPU, Hardware, known_gpu
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.table import MemoryTable, gib
+from slime_like.planner.trainer import TrainerSettings, trainer_memory
+
+KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
+"""SGLang's kv_cache_dtype -> bytes per element of a 16-bit model."""
+SMALLEST_STATIC = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RoleShapes:
+    """Shapes of the models of a run; None if a folder has no config.json yet."""
+
+    actor: ModelShape | None
+    critic: ModelShape | None = None
+    teacher: ModelShape | None = None
+    unknown: str = "run.prepare has not written the model yet"  # the reason, if the actor's shape is not known
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Predicted memory of each role on one GPU, and of the GPU on which most of them meet."""
+
+    tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
+    gpu: str = ""
+    available: float = 0.0  # bytes of one GPU
+    busiest: tuple[str, ...] = ()  # roles on the GPU that needs most
+    engine: EngineMemory | None = None
+    unknown: str = ""  # the reason, if nothing is predicted
+    warning: str = ""  # if the run fits only without the allocator's overhead
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the GPU that needs most."""
+        return sum(table.total for role, table in self.tables if role in self.busiest)
+
+    @property
+    def least(self) -> float:
+        """Bytes without which the run fails at once: ``needed`` without the allocator's overhead."""
+        return self.needed - sum(table.of("allocator") for role, table in self.tables if role in self.busiest)
+
+
+def plan_memory(
+    cfg: TrainConfig,
+    machine: Machine,
+    shapes: RoleShapes,
+    actor: ActorSpec,
+    engines: tuple[EngineSpec, ...],
+    roles: tuple[Role, ...],
+    others: tuple[CriticSpec | None, TeacherSpec | None],
+) -> MemoryPlan:
+    """Predict the memory of a run on GPUs. Raises ``ConfigError`` naming the keys to change if a GPU is too small."""
+    if actor.device != "cuda":
+        return MemoryPlan(unknown="placement.device is cpu")
+    if cfg.placement.ray_address is not None and machine.is_local:
+        return MemoryPlan(unknown="the GPUs of a joined Ray cluster are known only once it responds")
+    if shapes.actor is None:
+        return MemoryPlan(unknown=shapes.unknown)
+    name = machine.gpu_names[0] if machine.gpu_names else ""
+    gpu = known_gpu(name)
+    if gpu is None:
+        return MemoryPlan(unknown=f"the planner does not know the GPU {name!r}")
+    hardware = Hardware(gpu, machine.num_gpus // machine.nodes, machine.nodes, CORES_PER_GPU * machine.num_gpus)
+    demand = _Demand(cfg, shapes, actor, engines, roles, others, hardware)
+    plan = demand.plan()
+    if plan.least > plan.available:
+        raise ConfigError(_refusal(demand, plan))
+    if plan.needed > plan.available:
+        return replace(plan, warning=_refusal(demand, plan))
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """Inputs of a prediction, of which a remedy replaces some."""
+
+    cfg: TrainConfig
+    shapes: RoleShapes
+    actor: ActorSpec
+    engines: tuple[EngineSpec, ...]
+    roles: tuple[Role, ...]
+    others: tuple[CriticSpec | None, TeacherSpec | None]
+    hardware: Hardware
+    trainer: TrainerSettings | None = None
+    static: float | None = None
+
+    def plan(self) -> MemoryPlan:
+        """Return the prediction."""
+        tables, engine = dict(self._tables()), self._engine()
+        if engine is not None:
+            tables["engine"] = engine.table
+        gpus: dict[int, list[str]] = {}
+        for role in self.roles:
+            for index in {index for devices in role.devices for index in devices}:
+                gpus.setdefault(index, []).append(role.name)
+        busiest = max(gpus.values(), key=lambda names: sum(tables[n].total for n in names if n in tables), default=[])
+        return MemoryPlan(
+            tables=tuple((role.name, tables[role.name]) for role in self.roles if role.name in tables),
+            gpu=self.hardware.gpu.name,
+            available=self.hardware.gpu.memory,
+            busiest=tuple(busiest),
+            engine=engine,
+        )
+
+    @property
+    def settings(self) -> TrainerSettings:
+        """Settings of the actor's ranks."""
+        return self.trainer or trainer_settings(self.actor)
+
+    def _tables(self) -> Iterator[tuple[str, MemoryTable]]:
+        assert self.shapes.actor is not None, "plan_memory returned early"
+        yield "trainer", trainer_memory(self.shapes.actor, self.settings)
+        critic, teacher = self.others
+        if critic is not None and self.shapes.critic is not None:
+            yield "critic", _without(trainer_memory(self.shapes.critic, trainer_settings(critic.rank)), "output layer")
+        if teacher is not None and self.shapes.teacher is not None:
+            scoring = replace(trainer_settings(teacher.rank), recompute="full")
+            whole = trainer_memory(self.shapes.teacher, scoring)
+            yield "teacher", _without(whole, "gradients", "optimizer", "activations")
+
+    def _engine(self) -> EngineMemory | None:
+        if not self.engines or self.shapes.actor is None:
+            return None
+        return engine_memory(self.shapes.actor, engine_settings(self.engines[0], self.static), self.hardware)
+
+
+def trainer_settings(spec: ActorSpec) -> TrainerSettings:
+    """Return the planner's settings of a Megatron rank."""
+    layout, model = spec.layout, spec.model
+    return TrainerSettings(
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        dp=layout.dp,
+        ep=layout.ep,
+        tokens=spec.max_tokens_per_rank,
+        dtype=spec.dtype,
+        recompute=model.recompute,
+        recompute_layers=model.recompute_num_layers or 1,
+        logits_chunk=model.logits_chunk,
+        offload=spec.optim.cpu_offload_fraction if spec.optim.cpu_offload else 0.0,
+        distributed_optimizer=layout.distributed_optimizer,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
+    """Return the planner's settings of an engine; fields of ``rollout.sglang`` that it does not know are ignored."""
+    options = spec.sglang
+    wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
+    return EngineSettings(
+        gpus=spec.tp,
+        dp_attention=int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1,
+        weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
+        kv_bytes=wide,
+        static=static or options.get("mem_fraction_static"),
+        chunk=int(options.get("chunked_prefill_size") or 8_192),
+        graph_requests=0 if options.get("disable_cuda_graph") else options.get("cuda_graph_max_bs"),
+        replicated_head=bool(options.get("enable_dp_lm_head")),
+        max_running=spec.max_running_requests,
+    )
+
+
+def _without(table: MemoryTable, *names: str) -> MemoryTable:
+    return MemoryTable(tuple(item for item in table.items if item.name not in names))
+
+
+def _refusal(demand: _Demand, plan: MemoryPlan) -> str:
+    """Return the message of a run that does not fit: its numbers, and each single change that makes it fit."""
+    parts = ", ".join(f"{role} {gib(table.total)}" for role, table in plan.tables if role in plan.busiest)
+    worst = max((pair for pair in plan.tables if pair[0] in plan.busiest), key=lambda pair: pair[1].total)
+    largest = sorted(worst[1].items, key=lambda item: -item.num_bytes)[:2]
+    detail = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in largest)
+    fixes = [key for key, changed in _remedies(demand, plan) if _fits(changed)]
+    advice = f"set {' or '.join(fixes[:3])}" if fixes else "use more or larger GPUs, or raise parallel.tp, pp or ep"
+    return (
+        f"the run needs {gib(plan.needed)} on a GPU ({parts}; the {worst[0]}'s {detail}), but an {plan.gpu} has "
+        f"{gib(plan.available)}: {advice} (docs/planner.md)"
+    )
+
+
+def _fits(demand: _Demand) -> bool:
+    plan = demand.plan()
+    held = plan.engine is None or plan.engine.requests(demand.engines[0].context_length) >= 1
+    return plan.needed <= plan.available and held
+
+
+def _remedies(demand: _Demand, plan: MemoryPlan) -> Iterator[tuple[str, _Demand]]:
+    """Yield single changes by their keys, those that cost least first."""
+    settings = demand.settings
+    shared = "engine" in plan.busiest and "trainer" in plan.busiest
+    if "engine" in plan.busiest and plan.engine is not None:
+        outside = plan.needed - plan.available
+        current = plan.engine.pool + plan.engine.table.of(*_WEIGHTS)
+        static = int(20 * (current - outside) / plan.available) / 20
+        if static >= SMALLEST_STATIC:
+            yield f"rollout.sglang.mem_fraction_static={static:g}", replace(demand, static=static)
+    if "trainer" in plan.busiest:
+        if settings.recompute != "full":
+            yield "model.recompute=full", replace(demand, trainer=replace(settings, recompute="full"))
+        if settings.offload < 1 and settings.dtype == "bfloat16":
+            yield "optim.cpu_offload=true", replace(demand, trainer=replace(settings, offload=1.0))
+        longest = demand.engines[0].context_length if demand.engines else 0
+        for tokens in (settings.tokens // 2, settings.tokens // 4):
+            if tokens >= min(longest, settings.tokens):
+                change = replace(settings, tokens=tokens)
+                yield f"parallel.max_tokens_per_rank={tokens}", replace(demand, trainer=change)
+    if shared:
+        apart = tuple(role for role in demand.roles if role.name != "engine")
+        yield "placement.mode=split", replace(demand, roles=apart)
+
+
+_WEIGHTS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norms", "embedding", "output layer")
+
+
+def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int) -> Iterator[str]:
+    """Describe the memory of each role on a GPU, and the sequences that fit the cache.
+
+    ``sequence`` is the longest sequence in tokens, ``in_flight`` the number that one engine samples in a rollout.
+    """
+    if plan.unknown:
+        yield f"memory     not predicted: {plan.unknown}"
+        return
+    together = " + ".join(plan.busiest)
+    yield f"memory     {gib(plan.needed)} of {gib(plan.available)} on each GPU with {together} ({plan.gpu})"
+    for role, table in plan.tables:
+        parts = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in table.items)
+        yield f"  {role:<9}{gib(table.total)}: {parts}"
+    if plan.engine is not None:
+        fit = plan.engine.requests(sequence)
+        limit = "the KV cache" if fit < in_flight else "the rollout's size"
+        yield (
+            f"  KV cache {plan.engine.tokens:,} tokens per engine: {fit:,} sequences of {sequence:,} tokens; a rollout samples "
+            f"{in_flight:,} per engine, limited by {limit}"
+        )

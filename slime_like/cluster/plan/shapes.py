@@ -1,0 +1,64 @@
+"""Shape of each model of a run: from its folder, from run.prepare of a default job, or from the planner's table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.memory import RoleShapes
+from slime_like.config.rules.hf import HfConfig, hf_config, read_hf_config
+from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import CheckpointError
+from slime_like.planner.models import table_config
+from slime_like.planner.shapes import ModelShape, read_shape, shape_of
+from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, config_fields
+
+KEY = "model.hf_checkpoint"
+PREPARED = {
+    "slime_like.quickstart.prepare:prepare": DENSE,
+    "slime_like.quickstart.prepare:prepare_gdn": GDN,
+    "slime_like.quickstart.prepare:prepare_next": NEXT,
+    "slime_like.quickstart.prepare:prepare_tool": TOOL,
+}
+"""run.prepare of a default job -> the model that it writes."""
+
+
+def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
+    """Return config.json of ``model.hf_checkpoint``; None if ``run.prepare`` will write it.
+
+    A described machine need not have the folder: then the planner's table of public models is used. Raises
+    ``CheckpointError`` if there is neither.
+    """
+    folder = cfg.model.hf_checkpoint
+    if Path(folder).exists():
+        return read_hf_config(KEY, folder)
+    if cfg.run.prepare is not None:
+        return None
+    values = None if machine.is_local else table_config(folder)
+    return read_hf_config(KEY, folder) if values is None else hf_config(KEY, folder, values)
+
+
+def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpec | None) -> RoleShapes:
+    """Return the shapes of the actor's, the critic's and the teacher's model, as far as they are known."""
+    try:
+        return RoleShapes(
+            actor=_shape(KEY, cfg.model.hf_checkpoint, cfg.run.prepare),
+            critic=None
+            if critic is None
+            else _shape(critic.rank.model_key, critic.rank.model.hf_checkpoint, cfg.run.prepare),
+            teacher=None if teacher is None else _shape(teacher.rank.model_key, teacher.rank.model.hf_checkpoint, None),
+        )
+    except CheckpointError as error:  # transformers has defaults for sizes that the planner reads
+        return RoleShapes(actor=None, unknown=str(error))
+
+
+def _shape(key: str, folder: str, prepare: str | None) -> ModelShape | None:
+    if Path(folder).exists():
+        return read_shape(key, folder)
+    spec = PREPARED.get(prepare or "")
+    values: dict[str, Any] | None = table_config(folder)
+    if spec is not None:
+        values = {"model_type": spec.model_type, **config_fields(spec)}
+    return None if values is None else shape_of(values, folder)
