@@ -38,7 +38,7 @@ def described_machine(text: str) -> Machine:
 
     Each has 8 cores per GPU and unlimited main memory. Raises ``ConfigError`` if the text is malformed.
     """
-    match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,4})(?:x(\D.*))?", text)
+    match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,4})(?:x([^\dx].*))?", text)
     if match is None:
         raise ConfigError(
             f"--plan-for {text}: write the number of GPUs, optionally with their name: --plan-for 8xH200, or 4x8xH200 for "

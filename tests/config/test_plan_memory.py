@@ -1,0 +1,112 @@
+"""Memory of a run on GPUs in its plan: what fits, what is refused and with which fix, and plans without any file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.plan.machine import Machine, described_machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.view import show_plan
+from slime_like.config.load.loader import load_config
+from slime_like.errors import CheckpointError, ConfigError
+
+H100 = described_machine("8xH100")
+RECIPES = ("qwen3_4b_gsm8k", "qwen3_4b_gsm8k_async", "qwen3_4b_dapo", "qwen3_4b_dapo_async")
+
+
+def plan(recipe: str, *overrides: str, machine: Machine = H100) -> Plan:
+    return make_plan(load_config([f"+recipe={recipe}", *overrides], files=False, machine=False), machine)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_fits_its_hardware_with_a_tenth_to_spare(recipe: str) -> None:
+    memory = plan(recipe).memory
+    assert 0 < memory.needed < 0.9 * memory.available
+
+
+def test_gsm8k_without_recompute_is_refused_and_every_named_key_mends_it() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        plan("qwen3_4b_gsm8k", "model.recompute=none")
+    message = str(refusal.value)
+    assert "but an H100 has 79.6 GiB" in message and "activations" in message
+    fixes = re.findall(r"[a-z_.]+=[\w.]+", message)
+    assert "model.recompute=full" in fixes and len(fixes) == 3
+    for fix in fixes:
+        split = (
+            ("placement.actor_num_gpus_per_node=4", "rollout.num_engines=2") if fix == "placement.mode=split" else ()
+        )
+        overrides = [
+            text
+            for text in ("model.recompute=none", fix, *split)
+            if not (fix.startswith("model.rec") and "none" in text)
+        ]
+        assert plan("qwen3_4b_gsm8k", *overrides).memory.least <= plan("qwen3_4b_gsm8k").memory.available
+
+
+def test_an_engine_that_takes_too_much_is_lowered() -> None:
+    with pytest.raises(ConfigError, match=r"set rollout\.sglang\.mem_fraction_static=0\.\d+") as refusal:
+        plan("qwen3_4b_gsm8k", "rollout.sglang.mem_fraction_static=0.9")
+    fix = re.findall(r"rollout\.sglang\.mem_fraction_static=[\d.]+", str(refusal.value))[0]
+    assert plan("qwen3_4b_gsm8k", fix).memory.least <= plan("qwen3_4b_gsm8k").memory.available
+
+
+def test_a_run_that_fits_only_without_the_allocators_overhead_is_warned() -> None:
+    tight = plan("qwen3_4b_gsm8k", "model.recompute=none", machine=described_machine("8xH200"))
+    assert tight.memory.least <= tight.memory.available < tight.memory.needed
+    assert any("GiB" in line and "model.recompute=full" in line for line in tight.advice)
+
+
+def test_a_gpu_that_the_table_does_not_have_is_not_predicted() -> None:
+    assert "does not know the GPU 'V100'" in plan("qwen3_4b_gsm8k", machine=described_machine("8xV100")).memory.unknown
+    assert plan("qwen3_4b_gsm8k", "model.recompute=none", machine=described_machine("8")).memory.unknown
+
+
+def test_this_machines_gpus_are_checked_by_the_drivers_name(tmp_path: Path) -> None:
+    here = replace(H100, gpu_names=("NVIDIA H100 80GB HBM3",) * 8)
+    with pytest.raises(ConfigError, match="but an H100 has"):
+        plan("qwen3_4b_gsm8k", "model.recompute=none", machine=here)
+
+
+def test_cores_are_counted_per_node() -> None:
+    cluster = ("placement.ray_address=auto", "placement.actor_num_nodes=4", "rollout.num_engines=16")
+    one = plan("qwen3_4b_gsm8k")
+    four = plan("qwen3_4b_gsm8k", *cluster, machine=described_machine("4x8xH100"))
+    assert (one.trainer_threads, one.engine_threads) == (four.trainer_threads, four.engine_threads) == (8, 8)
+    assert any("on each of 4 nodes" in decision.reason for decision in four.decisions)
+
+
+@pytest.mark.parametrize("machine", ["8xH200", "8xNVIDIA H100 80GB HBM3", "2x4xH100"])
+def test_another_machine_is_planned_in_an_empty_folder(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["placement.ray_address=auto"] if machine.startswith("2x") else []
+    text = show_plan(["+recipe=qwen3_4b_gsm8k", *overrides], machine)
+    assert re.search(r"^memory     \d+\.\d GiB of \d+\.\d GiB on each GPU with trainer \+ engine", text, re.MULTILINE)
+    assert "sequences of 1,536 tokens" in text and "weights, tokenizer, data and main memory are not checked" in text
+
+
+def test_a_model_without_folder_or_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="'models/Unheard-1B' is not a folder"):
+        show_plan(["+recipe=qwen3_4b_gsm8k", "model.hf_checkpoint=models/Unheard-1B"], "8xH200")
+
+
+@pytest.mark.parametrize("text", ["x8", "0xH100", "8xx", "-8xH100", "8x8x8xH100"])
+def test_a_malformed_machine_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--plan-for .*: write the number of GPUs"):
+        described_machine(text)
+
+
+@pytest.mark.slow
+def test_plan_for_works_from_the_command_line(tmp_path: Path) -> None:
+    repository = Path(__file__).parents[2]
+    command = [sys.executable, str(repository / "train.py"), "--plan-for", "8xH200", "+recipe=qwen3_4b_gsm8k"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
