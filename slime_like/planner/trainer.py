@@ -119,7 +119,8 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
 
     Around mixer and MLP: the residual stream and each norm's output, five tensors of the hidden size. Attention saves
     queries before and after rotation and its output, keys and values twice, cosines and sines. An MLP saves both halves
-    of its first product, their activation, and the second product's input, five tensors of its width.
+    of its first product, their activation, and the second product's input, five tensors of its width. Gated DeltaNet in
+    torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a GPU keep fewer.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     local = s.tp if s.sequence_parallel else 1
@@ -133,8 +134,7 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
         numbers += (4 * query + 3 * value) / s.tp + 2 * (m.query_rank + m.kv_rank) + m.rope_dim
         small += 4 * m.heads / s.tp
     elif r := shape.recurrence:
-        numbers += (4 * r.channels + 4 * r.values) / s.tp
-        small += 4 * (r.key_dim * r.value_dim * r.value_heads / 64 + 4 * r.value_heads) / s.tp  # a state per 64 tokens
+        numbers += 10 * (r.channels + r.values) / s.tp
     if not sparse:
         return element * (numbers + 5 * shape.dense_width / s.tp) + small
     assert shape.experts is not None, "a sparse layer has experts"
