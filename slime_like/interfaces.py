@@ -90,7 +90,7 @@ class GenerateContext:
 
 
 class GenerateFn(Protocol):
-    """Generates the samples of one group, in the rollout manager's event loop."""
+    """Function that generates the samples of one group, in the rollout manager's event loop."""
 
     async def __call__(
         self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
@@ -115,19 +115,19 @@ class Generator(GenerateFn, Protocol):
 
 
 class RewardFn(Protocol):
-    """Scores one sample, in a process pool and under a deadline. Its dotted path must be importable."""
+    """Function that scores one sample, in a process pool and under a deadline. Its dotted path must be importable."""
 
     def __call__(self, prompt: Prompt, sample: Sample) -> Reward | float: ...
 
 
 class GroupRewardFn(Protocol):
-    """Scores all samples of a prompt together, in their order; marked by ``reward.kinds.scores_groups``."""
+    """Function that scores all samples of a prompt together, in their order; marked by ``reward.kinds.scores_groups``."""
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Reward | float]: ...
 
 
 class GroupFilter(Protocol):
-    """Returns ``None`` to keep the group, or the reason for dropping it, which a metric counts."""
+    """Function that returns ``None`` to keep the group, or the reason for dropping it, which a metric counts."""
 
     def __call__(self, group: SampleGroup) -> str | None: ...
 
@@ -155,7 +155,7 @@ class DataSource(Protocol):
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------
 class GroupAdvantage(Protocol):
-    """Maps the rewards of a group to advantages, in the driver."""
+    """Function that maps the rewards of a group to advantages, in the driver."""
 
     def __call__(self, rewards_G: F32) -> F32: ...
 
@@ -186,7 +186,7 @@ class TokenView:
 
 
 class TokenAdvantage(Protocol):
-    """Computes the advantages of the tokens of a rollout on this rank, before the first optimizer step."""
+    """Function that computes the advantages of the tokens of a rollout on this rank, before the first optimizer step."""
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return F32 [T] for each view. There is one view per micro-batch."""
@@ -294,7 +294,7 @@ class Trainer(Protocol):
         ...
 
     def rest(self) -> None:
-        """Release the resources of communication until the next call."""
+        """Release communicators until the next call, under ``guard.release``."""
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:
@@ -407,5 +407,5 @@ class WeightSender(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the connections and release what is shared with the engines. The engines may have exited."""
+        """Close the connections and release memory and process groups shared with the engines. The engines may have exited."""
         ...

@@ -1,4 +1,4 @@
-"""Data types of a rollout, from prompt to scored group. They hold plain numpy arrays, as they cross process boundaries."""
+"""Data types of a rollout, from prompt to scored group. They hold plain numpy arrays, because they cross process boundaries."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class SampleGroup:
 class StepStats:
     """Result of training on one rollout.
 
-    A step of this name, and of metrics, is one rollout; a step of ``OptimizerStep`` and ``StepBatch`` is an optimizer step.
+    "Step" means one rollout here and in metrics, but one optimizer step in ``OptimizerStep`` and ``StepBatch``.
     """
 
     version: int  # of the new weights

@@ -29,7 +29,7 @@ class ReverseKL:
     def __init__(self, config: AlgoConfig) -> None:
         if not isinstance(config, DistillConfig):
             raise ConfigError(
-                f"algo.token_advantage='distill' needs a teacher, as algo=distill has; algo is {config.name!r}"
+                f"algo.token_advantage='distill' needs a teacher; algo is {config.name!r}: set algo=distill"
             )
         self._config = config
 

@@ -32,7 +32,7 @@ class GeneralisedAdvantage:
 
     def __init__(self, config: AlgoConfig) -> None:
         if not isinstance(config, PpoConfig):
-            raise ConfigError(f"algo.token_advantage='gae' needs a critic, as algo=ppo has; algo is {config.name!r}")
+            raise ConfigError(f"algo.token_advantage='gae' needs a critic; algo is {config.name!r}: set algo=ppo")
         self._config = config
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 

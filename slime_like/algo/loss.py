@@ -192,13 +192,13 @@ class PackedSequences:
     reduce: Reduce  # differentiable sum over the ranks that share the sequences
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return [S]: the sum over the trained tokens of each sequence. A collective of the ranks that share them."""
+        """Return [S]: the sum over the trained tokens of each sequence. A collective of the ranks that share the sequences."""
         trained_N = torch.where(self.trained, values, torch.zeros_like(values))
         zeros_S = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
         return self.reduce.sum(zeros_S.index_add(0, self.index, trained_N))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return [S]: the mean over the trained tokens of each sequence, 0 without any. A collective as ``sum``."""
+        """Return [S]: the mean over the trained tokens of each sequence, 0 without any. A collective, like ``sum``."""
         return self.sum(values) / self.num_trained.to(values.dtype).clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class ImportanceWeight:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Corrections of a micro-batch, with their metrics. A factor is None if nothing is corrected by it."""
+    """Corrections of a micro-batch, with their metrics. A factor that the config does not enable is None."""
 
     weight: Tensor | None  # [T], factor of the policy-gradient term
     keep: Tensor | None  # [T], factor of every loss term: 0 in rejected sequences, else 1

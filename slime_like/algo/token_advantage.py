@@ -32,7 +32,8 @@ class ReinforcePlusPlus:
     def __init__(self, config: AlgoConfig) -> None:
         if not isinstance(config, ReinforcePlusPlusConfig):
             raise ConfigError(
-                f"algo.token_advantage='reinforce_pp' needs the keys of algo=reinforce_pp, and algo is {config.name!r}"
+                f"algo.token_advantage='reinforce_pp' needs the keys of algo=reinforce_pp; algo is {config.name!r}: "
+                "set algo=reinforce_pp"
             )
         self._gamma = config.gamma
         self._kl_coef = config.kl_coef
@@ -64,8 +65,8 @@ class ReinforcePlusPlusBaseline:
     def __init__(self, config: AlgoConfig) -> None:
         if not isinstance(config, ReinforcePlusPlusBaselineConfig):
             raise ConfigError(
-                "algo.token_advantage='reinforce_pp_baseline' needs the keys of algo=reinforce_pp_baseline, "
-                f"and algo is {config.name!r}"
+                "algo.token_advantage='reinforce_pp_baseline' needs the keys of algo=reinforce_pp_baseline; "
+                f"algo is {config.name!r}: set algo=reinforce_pp_baseline"
             )
         self._kl_coef = config.kl_coef
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)

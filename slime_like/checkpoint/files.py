@@ -1,10 +1,11 @@
-"""Files of checkpoints, written in an order in which the latest file always names a complete checkpoint. No torch.
+"""Files of checkpoints, written in such an order that the latest file always names a complete checkpoint. No torch.
 
     latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
                                          rollout files, and the settings and inputs of the run that wrote them
-    rollout/state_4.json                 the state of the rollout side at the same time;
-    rollout/leftover_4[_made_5].npz      its groups; leftover_4_in_flight.npz: unfinished groups
+    rollout/state_4.json                 the state of the rollout side at the same time
+    rollout/leftover_4[_made_5].npz      groups carried over to the next rollout
+    rollout/leftover_4_in_flight.npz     unfinished groups
     *.tmp                                incomplete files of a save that is in progress or was killed
 
 A folder gets its final name once everything in it is on the disk, and a file is replaced only by a finished one. The
@@ -81,7 +82,7 @@ def _unnamed(folder: Path, state: str, present: list[int]) -> CheckpointError:
 
 
 def begin_first(folder: Path) -> None:
-    """Mark the start of the first save: until it is complete, the missing iteration in the latest file is no loss."""
+    """Write ``none`` to a missing latest file, so that an interrupted first save is not reported as a lost checkpoint."""
     if not (folder / LATEST).exists():
         write_text(folder / LATEST, NONE_YET)
 

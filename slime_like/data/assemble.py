@@ -101,8 +101,8 @@ def _advantages(group: SampleGroup, spec: AssembleSpec) -> list[tuple[Sample, fl
 def split_steps(groups: Sequence[Sequence[SequenceColumns]], steps: int, dp: int) -> list[list[SequenceColumns]]:
     """Return the columns of each optimizer step, in input order.
 
-    Steps are cut at the group boundaries nearest to equal numbers of samples. Only if a step would have fewer
-    samples than dp ranks (few or very uneven groups), groups are split.
+    Steps are cut at the group boundaries nearest to equal numbers of samples. Groups are split only if a step
+    would otherwise have fewer samples than dp ranks (few or very uneven groups).
     """
     sizes = [len(group) for group in groups]
     total = sum(sizes)
@@ -167,7 +167,7 @@ def column(
     """Return the per-token arrays of a sample.
 
     A sample with a status in ``masked`` is not trained on; with ``newest_only``, only tokens of the sample's newest weight
-    version are. Raises ``EngineError`` if a sampled token has no log-probability.
+    version are trained on. Raises ``EngineError`` if a sampled token has no log-probability.
     """
     lengths = [span.stop - span.start for span in sample.spans]
     sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)

@@ -57,9 +57,10 @@ def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
 
 
 def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
-    """Return ``order`` with each row of ``previous`` (the end of the last epoch) moved back, ``len(previous)`` places after it.
+    """Return ``order`` with the rows of ``previous``, the end of the last epoch, moved back.
 
-    Rows move by the fewest places possible. ``previous`` must be shorter than ``order``.
+    At least ``len(previous)`` places then separate a row from its place in ``previous``. Rows move by the fewest places
+    possible. ``previous`` must be shorter than ``order``.
     """
     earliest = {row: place for place, row in enumerate(previous, 1)}
     remaining, delayed, free, moved = iter(order), set[int](), deque[int](), list[int]()

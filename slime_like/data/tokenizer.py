@@ -1,6 +1,6 @@
 """Tokenizer of a checkpoint folder, without transformers if tokenizer.json is sufficient.
 
-Importing transformers brings torch and takes seconds in a process that only turns text into ids and back.
+Importing transformers also imports torch and takes seconds in a process that only turns text into ids and back.
 """
 
 from __future__ import annotations

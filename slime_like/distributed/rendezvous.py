@@ -33,7 +33,7 @@ def join_store(
 
 
 def keep_to_interface(host: str) -> None:
-    """Make groups of this process that are created from now on listen only at the interface that reaches ``host``.
+    """Make process groups created from now on listen only at the interface that reaches ``host``.
 
     Variables that are already set are kept: clusters with several networks choose their own.
     """

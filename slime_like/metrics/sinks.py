@@ -58,7 +58,7 @@ def open_sinks(
 
 @dataclass(slots=True)
 class SinkGroup:
-    """All sinks of a run, called as one; sinks without ``note`` or ``warn`` are skipped there."""
+    """All sinks of a run, called as one; sinks without ``note`` or ``warn`` are skipped in these calls."""
 
     sinks: Sequence[Sink]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Weighted mean."""
+    """Weighted mean of the reported values."""
 
     name: str
     value: float
@@ -25,7 +25,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Sum."""
+    """Sum of the reported values."""
 
     name: str
     value: float
@@ -33,7 +33,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Maximum."""
+    """Maximum of the reported values."""
 
     name: str
     value: float
@@ -41,7 +41,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """Minimum."""
+    """Minimum of the reported values."""
 
     name: str
     value: float

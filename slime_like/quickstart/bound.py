@@ -1,6 +1,6 @@
 """Command that ends with its parent: ``python bound.py PARENT COMMAND...`` execs COMMAND.
 
-Linux kills COMMAND when the thread that started it ends. A killed parent could not do so, as it runs no signal handler.
+Linux kills COMMAND when the thread that started it ends. A killed parent could not stop COMMAND, as it runs no signal handler.
 """
 
 import ctypes

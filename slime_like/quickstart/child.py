@@ -1,4 +1,4 @@
-"""Run as a child of this process, which waits for its end. The child ends with this process.
+"""Command run as a child process: this process waits for its end, and the child ends with this process.
 
 The child has its own session, so that Ctrl-C on a terminal reaches it once, through this process. An unfinished warm start
 is useless, so the child is stopped at once, not after its step. ``train.py`` stops at once after a second signal

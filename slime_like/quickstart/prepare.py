@@ -62,8 +62,8 @@ def prepare_tool(cfg: TrainConfig) -> None:
 def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
     """Create the missing inputs of ``cfg``: datasets and random model; for GRPO also the warm-started model.
 
-    Each folder has a stamp of the specs and sources of its files, and is written again when they change. Raises
-    ``ConfigError`` on a folder with other files, to overwrite no file of the user.
+    Each folder has a stamp of the specs and sources of its files, and is written again when a spec or source changes. Raises
+    ``ConfigError`` on a folder with other files, which may belong to the user.
     """
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
     supervised = isinstance(cfg.algo, SftConfig)

@@ -43,7 +43,7 @@ class LongSum(Addition):
 
     @property
     def guess(self) -> str:
-        """Return a wrong answer, the first number."""
+        """Return the wrong answer of most demonstrations: the first number."""
         return str(self.a)
 
     @property

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: inline style, no script, and a content security policy that forbids to load anything."""
+"""Self-contained HTML pages: inline style, no script, and a content security policy that forbids loading anything."""
 
 from __future__ import annotations
 

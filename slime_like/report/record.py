@@ -77,7 +77,7 @@ def _rows(path: Path, notes: list[str]) -> Iterator[LogRow]:
                 notes.append(f"{path}:{number}: the last line is incomplete and was skipped")
                 return
             raise DataError(
-                f"{path}:{number} is no line of metrics ({reason(error)}): remove it, or copy the file again"
+                f"{path}:{number} is not a line of metrics ({reason(error)}): remove it, or copy the file again"
             ) from error
 
 
@@ -88,5 +88,5 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     file = InputFile(path)
     tree = file.yaml()
     if not isinstance(tree, dict):
-        raise file.refused("holds no configuration: it is written when a run starts")
+        raise file.refused("does not contain a mapping of config keys")
     return cast("dict[str, Any]", tree)

@@ -1,4 +1,7 @@
-"""Loading and validation of rewards: the driver checks names and signatures before it starts processes, workers load."""
+"""Loading and validation of rewards.
+
+The driver checks names and signatures before it starts processes; the workers load the functions.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def load_reward(key: str, name: str) -> AnyReward:
 
 
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
-    """Return a function from an rm_type (or None) to whether its rows need a label, for ``SourceContext.needs_label``.
+    """Return ``SourceContext.needs_label``: a function that returns whether rows of an rm_type (or None) need a label.
 
     The function raises ``ConfigError`` on an unknown rm_type. It refuses a path as rm_type, as a data file must not choose
     the code that runs.
@@ -68,7 +71,7 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """Return the checks of a row by its rewards, other than for a missing label, for ``SourceContext.row_problem``."""
+    """Return ``SourceContext.row_problem``: the checks that the rewards of a row require, except for a missing label."""
 
     @cache
     def checks(rm_type: str | None) -> list[RowCheck]:

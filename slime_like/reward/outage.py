@@ -53,7 +53,7 @@ class Outage:
 
     @property
     def is_over(self) -> bool:
-        """Return whether its record is complete: it has ended, and no request failed or one has been answered since."""
+        """Return whether the record is complete: the outage has ended, and any failed request was followed by an answer."""
         return not self.is_active and bool(self._answered or not self._noticed)
 
     def recoveries(self) -> tuple[Recovery, ...]:

@@ -30,11 +30,11 @@ COUNTS = ("calls", "timeouts", "killed", "remote_failures", "remote_retries", "f
 class RewardPool:
     """``reward.workers`` processes and a client of the reward server. Bound to the event loop of the first call.
 
-    A call longer than ``reward.timeout_s`` is killed with its process. The process is replaced, as is one that is killed
-    from outside or exceeds ``reward.memory_gb``. The samples of such calls, and those without a score from the reward server
-    after its retries, get ``reward.fallback``; if that is null they fail and enter no baseline. ``reward/timeouts``,
-    ``reward/killed``, ``reward/remote_failures`` and ``reward/fallbacks`` count them. A reward that raises, ends its
-    process or returns something other than a finite number raises ``RewardError`` and ends the run.
+    A call longer than ``reward.timeout_s`` is killed with its process. A process killed for this reason, from outside, or
+    for exceeding ``reward.memory_gb`` is replaced. The samples of such calls, and samples without a score from the reward
+    server after its retries, get ``reward.fallback``; if that is null they fail and enter no baseline. ``reward/timeouts``
+    and ``reward/killed`` count the calls, ``reward/remote_failures`` and ``reward/fallbacks`` the samples. A reward that
+    raises, ends its process or returns something other than a finite number raises ``RewardError`` and ends the run.
     """
 
     def __init__(self, config: RewardConfig) -> None:

@@ -79,7 +79,7 @@ def size_of(latex: str) -> Size:
 
 
 class _FormulaReader:
-    """Reads tokens from left to right."""
+    """Reader of tokens from left to right."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at = tokens, 0

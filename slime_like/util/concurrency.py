@@ -1,4 +1,4 @@
-"""Concurrent coroutines, of which the first failure cancels the others."""
+"""Concurrent coroutines; the first failure cancels the others."""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ class PortLease:
                 continue
             self.port = port
             return
-        raise SlimeLikeError(f"no free TCP port on {host} in {PORTS.start}-{PORTS.stop - 1}: leaked listeners?")
+        raise SlimeLikeError(
+            f"no free TCP port on {host} in {PORTS.start}-{PORTS.stop - 1}: end processes that listen there (`ss -ltnp`)"
+        )
 
     def release(self) -> None:
         """Release the port."""

@@ -28,7 +28,7 @@ POLL_S = 0.02
 
 
 class BroadcastSender:
-    """Broadcasts this rank's tensors. The engines join its group once, at the first push."""
+    """Sender that broadcasts this rank's tensors. The engines join its group once, at the first push."""
 
     def __init__(
         self, receivers: Sequence[WeightReceiver], *, transport: TransportSpec, group_name: str, host: str
@@ -126,7 +126,7 @@ class BroadcastSender:
     def _make_group(self, address: RendezvousAddress, world: int) -> dist.ProcessGroup:
         """Create a group outside the trainer's world. torch has no public function for it; SGLang uses the same helper.
 
-        Removed when torch can create a process group with another store than the default group's.
+        Remove when torch can create a process group with another store than the default group's.
         """
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
         # A client of its own: with the server's store object, this thread would keep the server alive.

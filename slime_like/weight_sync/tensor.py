@@ -17,7 +17,7 @@ from slime_like.weight_sync.shared import Region
 
 
 class TensorSender:
-    """Sends this rank's tensors to every engine. One bucket is in flight while the next one is gathered.
+    """Sender of this rank's tensors to every engine. One bucket is in flight while the next one is gathered.
 
     An engine on this machine copies from shared memory (``shared``). An engine on another machine gets a pickle of
     ``[(name, host tensor)]``, the only form that SGLang's allow-listed unpickler accepts from a process outside the engine's
@@ -88,7 +88,7 @@ def _name_storage_loader() -> None:
     """Make pickles name torch's storage loader as torch does.
 
     megatron.core.safe_globals replaces the loader by a function whose name SGLang's unpickler refuses. Only the name that a
-    pickle contains is changed here. Removed when megatron-core no longer replaces ``torch.storage._load_from_bytes``.
+    pickle contains is changed here. Remove when megatron-core no longer replaces ``torch.storage._load_from_bytes``.
     """
     loader: Any = torch.storage._load_from_bytes  # pyright: ignore[reportPrivateUsage]  pickles hold this name
     loader.__module__, loader.__qualname__ = "torch.storage", "_load_from_bytes"

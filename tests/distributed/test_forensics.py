@@ -82,7 +82,7 @@ def test_a_rank_missing_at_a_rebuild_of_communicators_is_named(
     for rank in (0, 2):
         message, seconds = cases[rank]["misses rebuild"]
         prefix = r"communicators of group world \(ranks 0, 1, 2\) could not be rebuilt for phase push on rank "
-        pattern = r" \(rebuild #1, no payload\): did not arrive: rank 1 \(process \d+ running, last op barrier #4"
+        pattern = r" \(rebuild #1\): did not arrive: rank 1 \(process \d+ running, last op barrier #4"
         assert re.match(f"{prefix}{rank}{pattern}", message), message
         assert re.search(MEMORY, message)
         assert seconds < LIMIT_S * scale()

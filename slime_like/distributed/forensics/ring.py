@@ -87,7 +87,7 @@ class Ring:
     """The ring of this rank, for writing. With ``folder=None`` it is in private memory, which no other process can read."""
 
     def __init__(self, folder: Path | None, name: str, slots: int) -> None:
-        """``slots`` is rounded up to a power of two."""
+        """Create the ring. ``slots`` is rounded up to a power of two."""
         self.slots = 1 << max(0, slots - 1).bit_length()
         size = HEAD + self.slots * RECORD.size
         self.folder = folder
@@ -115,7 +115,7 @@ class Ring:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups added so far, which is the number of the next group."""
+        """Number of groups added so far; the next group gets this number."""
         return len(self._groups)
 
     def first_word(self, index: int) -> int:
@@ -148,7 +148,7 @@ class Ring:
         self.words[REBUILDS] = number
 
     def record_free(self, num_bytes: int, total: int) -> None:
-        """Record a query of the free memory that has just ended."""
+        """Record the result of a query of free memory, with the current time."""
         self.words[FREE], self.words[TOTAL], self.words[QUERIED] = num_bytes, total, time.perf_counter_ns()
 
     def record_held(self, num_bytes: int) -> None:
@@ -238,7 +238,7 @@ def start_time(pid: int) -> int:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return state and start time from one read, because the process may end between two."""
+    """Return state and start time from one read, because the process may end between two reads."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -255,7 +255,7 @@ def pid_namespace() -> int:
 
 
 def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
-    """Remove the ring folders of this user whose processes are all dead, which killed runs left behind. Return them.
+    """Remove and return this user's ring folders that killed runs left behind: all processes of such a folder are dead.
 
     ``keep``: a folder that is not removed, because this process and others are about to use it.
     """

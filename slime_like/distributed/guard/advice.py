@@ -149,7 +149,7 @@ def _maxima(rows: list[MeasuredOp]) -> MeasuredOp:
 
 
 def _first_drop(row: MeasuredOp) -> int:
-    """Return the drop at first use. On a host it counts only this process, because all processes share the free memory."""
+    """Return the drop at first use. On a host this is the drop of the process, because all processes share the free memory."""
     return row.first_allocator if row.source == "host" else max(row.first_allocator, row.first_driver)
 
 

@@ -24,13 +24,13 @@ class GroupRecord:
     __slots__ = ("info", "make_sequence", "next_sequence")
 
     def __init__(self, info: GroupInfo, make_sequence: Callable[[], Callable[[], int]] = sequence_counter) -> None:
-        """``make_sequence``: ``sequence_counter``, or its equivalent in ``csrc/tally.h``."""
+        """Create the record. ``make_sequence``: ``sequence_counter``, or its equivalent in ``csrc/tally.h``."""
         self.info, self.make_sequence = info, make_sequence
         self.next_sequence = make_sequence()
 
 
 class Counter:
-    """Counts of one op in one group. The wrapper adds to it at every call. ``counter_type`` creates its classes."""
+    """Counts of one op in one group. The wrapper adds to it at every call. ``counter_type`` creates its subclasses."""
 
     __slots__ = tuple[str, ...]()
 

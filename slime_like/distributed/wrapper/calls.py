@@ -1,4 +1,4 @@
-"""Wrappers of torch's methods and functions. This is the hot path, therefore without helper functions.
+"""Wrappers of torch's methods and functions. They are the hot path and therefore call few helper functions.
 
 Each function here takes torch's method or function (``raw``) and returns a wrapper with its signature.
 """
@@ -168,7 +168,10 @@ def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper of a function that issues several ops: it is counted and guarded as one op; they are only counted."""
+    """Return the wrapper of a function that issues several ops.
+
+    The function is counted and guarded as one op; the ops that it issues are only counted.
+    """
     position = group_position(raw)
 
     @functools.wraps(raw)

@@ -110,7 +110,10 @@ def phase(name: str) -> Generator[None]:
 
 
 def release() -> None:
-    """Destroy all communicators until the next ``phase``, under ``guard.release``. A collective: every rank calls it."""
+    """Destroy all communicators under ``guard.release``; the next ``phase`` rebuilds them.
+
+    A collective: every rank calls it.
+    """
     if _current is not None and _current.spec.release:
         reload.release(_current)
 

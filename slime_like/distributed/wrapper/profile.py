@@ -2,7 +2,7 @@
 
 Every op is measured and none is guarded. Each rank writes its rows to a file that ``slime_like.distributed.guard.advice``
 reads. An asynchronous op is measured while it is issued, which is when communicators and buffers are created. A function that
-issues several ops is measured as one op, in addition to them.
+issues several ops is measured as one op, and each of its ops is measured too.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Slot(c10d_core.Backend):
         self.live = self._create(request, self._options)
 
     def drop(self) -> None:
-        """Destroy the communicators. Gloo's end with their last reference, NCCL's need ``shutdown``."""
+        """Destroy the communicators. Gloo communicators end with their last reference; NCCL communicators need ``shutdown``."""
         live, self.live = self.live, None
         if live is not None:
             live.shutdown()
@@ -230,7 +230,7 @@ def rebuild(w: Wrapper) -> None:
                 readings = {} if w.ring.folder is None else read_rings(w.ring.folder)
                 raise CollectiveError(
                     f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be rebuilt "
-                    f"for phase {w.phase_name} on rank {dist.get_rank()} (rebuild #{number}, no payload): "
+                    f"for phase {w.phase_name} on rank {dist.get_rank()} (rebuild #{number}): "
                     f"{missing_ranks(readings, info.ranks, role, number)}; {first_line}\n{memory(w)}"
                 ) from error
     w.released = ()

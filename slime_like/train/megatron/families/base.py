@@ -131,7 +131,7 @@ class Family(ABC):
     """Additional keys of the HF config in which two models of the family may differ."""
 
     def __init__(self, hf: Any, tp: int) -> None:
-        """``hf`` is the transformers config. Raises ``ConfigError`` if the family does not support the variant."""
+        """Create the family of the transformers config ``hf``. Raises ``ConfigError`` if the variant is not supported."""
         self.hf = hf
         self.tp = tp
 

@@ -19,7 +19,7 @@ from slime_like.util import exact
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """A rank's rows of the padded vocabulary, from row ``start``. The first ``num_real`` rows are tokens, others padding."""
+    """A rank's rows of the padded vocabulary, from row ``start``. The first ``num_real`` rows are tokens, the others padding."""
 
     start: int
     num_real: int

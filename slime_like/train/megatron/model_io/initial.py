@@ -96,7 +96,7 @@ def _check_stored(entries: list[Any], stored: dict[str, Any], source: Path, key:
         if entry.key not in stored:
             raise CheckpointError(
                 f"{key}: {source} has no tensor {entry.key!r}, only {len(stored)} others such as {sorted(stored)[0]!r}: it "
-                f"is of another model, or other layers wrote it; use a folder of the model in model.hf_checkpoint"
+                f"is of another model or of other layer classes; use a folder of the model in model.hf_checkpoint"
             )
         parts = [entry] if isinstance(entry, ShardedTensor) else _tensors(entry.build())
         for part in parts:

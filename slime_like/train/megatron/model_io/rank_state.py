@@ -1,6 +1,6 @@
 """State of one rank in megatron's sharded form: weights, optimizer state and random number generators.
 
-megatron saves and loads the sharded form in any layout, except that RNG states belong to ranks.
+megatron saves and loads the sharded form in any layout, but RNG states only in the same layout, because they belong to ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def layout_sizes(rank_info: RankInfo) -> dict[str, int]:
 
 # ---- random number generators ----------------------------------------------------------------------------------------
 def rng_object(rank_info: RankInfo, state: Any) -> ShardedObject:
-    """Return the sharded form of this rank's RNG ``state``; None as ``state`` stands for the state to load."""
+    """Return the sharded form of this rank's RNG ``state``, which is None if it is to be loaded."""
     sizes = rank_info.layout
     shape = (sizes.pp, sizes.tp, sizes.cp, sizes.dp)
     offset = (rank_info.pp_rank, rank_info.tp_rank, rank_info.cp_rank, rank_info.dp_rank)

@@ -6,7 +6,7 @@ import torch
 
 
 def current_device() -> torch.device:
-    """Return the device on which megatron creates parameters: this rank's GPU, or the CPU under the host facade."""
+    """Return the device of megatron's parameters: this rank's GPU, or the CPU if ``host`` has replaced ``torch``."""
     from megatron.core.transformer import module
 
     return torch.device(module.torch.cuda.current_device())
