@@ -115,7 +115,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def launch(
-    models: Models, folder: Path, tp: int, *, deterministic: bool = False, cpu_kernels: str = "auto", **sglang: Any
+    models: Models,
+    folder: Path,
+    tp: int,
+    *,
+    deterministic: bool = False,
+    cpu_kernels: str = "auto",
+    dcp: int = 1,
+    dcp_comm: str = "ag_rs",
+    **sglang: Any,
 ) -> Generator[Engine | None]:
     """Yield ``None`` once the engine's process has started, so that several can start at once; then the ready engine."""
     spec = EngineSpec(
@@ -131,6 +139,8 @@ def launch(
         max_running_requests=64,
         deterministic=deterministic,
         cpu_kernels=cpu_kernels,
+        dcp=dcp,
+        dcp_comm=dcp_comm,
         sglang={"max_total_tokens": 4096, **sglang},
     )
     loop = asyncio.new_event_loop()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-SEAMS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid")
+SEAMS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid", "dcp")
 TOUCH_UPS = ("wrapper", "release")
 
 
@@ -35,7 +35,7 @@ def sglang() -> dict[str, str | None]:
     from slime_like_plugins.sglang_cpu import exact, process
     from slime_like_plugins.weight_commit import hooks as commit
 
-    install = (platform, process.install, exact.install, sampling.install, commit.install, hybrid)
+    install = (platform, process.install, exact.install, sampling.install, commit.install, hybrid, dcp)
     return {seam: problem(put_in_place) for seam, put_in_place in zip(SEAMS, install, strict=True)}
 
 
@@ -60,6 +60,15 @@ def hybrid() -> None:
     targets = [f"{module}:{name}" for module, name, _ in (*install.OF_MODELS, *install.REPLACED)]
     stop_on("hybrid", [text for name in targets if (text := problem(functools.partial(pkgutil.resolve_name, name)))])
     install.bind(RadixLinearAttention())
+
+
+def dcp() -> None:
+    """Install the hooks of decode context parallelism, and import its attention with the functions that it calls."""
+    from slime_like_plugins.dcp import hooks
+
+    hooks.install()
+    for module in ("slime_like_plugins.dcp.attention", "sglang.srt.layers.dcp:cp_lse_ag_out_rs_mha"):
+        pkgutil.resolve_name(module)
 
 
 def patched_modules() -> list[str]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from slime_like_plugins.sglang_cpu.kernels import CKernels
@@ -154,11 +155,16 @@ class BatchedAttention(AttentionBackend):
     def support_triton(self) -> Any:
         return False
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * D] of q [T, H * D] with new k and v [T, K * D]."""
+    @staticmethod
+    def require_plain(layer: Any) -> None:
+        """Raise ``NotImplementedError`` unless ``layer`` is plain causal self-attention."""
         windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
         if windowed or layer.is_cross_attention or layer.qk_head_dim != layer.v_head_dim:
             raise NotImplementedError(f"{ATTENTION}: layer {layer.layer_id} is not plain causal self-attention")
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
+        """Return attention [T, H * D] of q [T, H * D] with new k and v [T, K * D]."""
+        self.require_plain(layer)
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -169,16 +175,18 @@ class BatchedAttention(AttentionBackend):
     def attend(self, q_THD: Tensor, pools: tuple[Tensor, Tensor], scale: float, forward_batch: Any) -> Tensor:
         """Attend each query to its request's tokens up to its own, from ``pools`` (keys, values). Returns [T, H, D]."""
         if self._c is None or not forward_batch.forward_mode.is_decode():
-            return self._attend_buckets(q_THD, *pools, scale)
+            return self._attend_over(self.buckets, q_THD, *pools, scale)
         table, rows_B = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
         return self._c.attention(q_THD.contiguous(), pools, table, rows_B, forward_batch.seq_lens, scale)
 
-    def _attend_buckets(self, q_THD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _attend_over(
+        self, buckets: list[LengthBucket], q_THD: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
         """Attend bucket by bucket: [T, H, D] -> [T, H, D]."""
-        if len(self.buckets) == 1 and self.buckets[0].tokens_bQ is None:
-            return self._attend(self.buckets[0], q_THD[:, None], keys, values, scale).view_as(q_THD)
+        if len(buckets) == 1 and buckets[0].tokens_bQ is None:
+            return self._attend(buckets[0], q_THD[:, None], keys, values, scale).view_as(q_THD)
         out_THD = torch.zeros_like(q_THD)
-        for bucket in self.buckets:
+        for bucket in buckets:
             assert bucket.tokens_bQ is not None
             o_bQHD = self._attend(bucket, q_THD[bucket.tokens_bQ], keys, values, scale)
             if bucket.valid_bQ is None:
@@ -189,15 +197,28 @@ class BatchedAttention(AttentionBackend):
 
     def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Return attention [b, Q, H, D] of q [b, Q, H, D] to the KV pool [slots, K, D]."""
+        folded, k_bKLD, v_bKLD = self._folded(bucket, q_bQHD, keys, values)
+        mask = bucket.mask(q_bQHD.dtype, q_bQHD.shape[2] // keys.shape[1])
+        out = F.scaled_dot_product_attention(folded, k_bKLD, v_bKLD, attn_mask=mask, scale=scale)
+        return self._unfolded(out, q_bQHD.shape[1])
+
+    def _folded(
+        self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [b, K, G * Q, D], keys and values [b, K, L, D] of a bucket."""
         b, q, heads, dim = q_bQHD.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
         folded = q_bQHD.view(b, q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, group * q, dim)
         k_bKLD = self._gather("k", keys, bucket.slots_bL).transpose(1, 2)
         v_bKLD = self._gather("v", values, bucket.slots_bL).transpose(1, 2)
-        mask = bucket.mask(q_bQHD.dtype, group)
-        out = F.scaled_dot_product_attention(folded, k_bKLD, v_bKLD, attn_mask=mask, scale=scale)
-        return out.view(b, kv_heads, group, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, heads, dim)
+        return folded, k_bKLD, v_bKLD
+
+    @staticmethod
+    def _unfolded(out_bKRD: Tensor, q: int) -> Tensor:
+        """Return rows R = G * Q of each KV head as [b, Q, H, D]."""
+        b, kv_heads, rows, dim = out_bKRD.shape
+        return out_bKRD.view(b, kv_heads, rows // q, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, -1, dim)
 
     def _gather(self, tag: str, pool: Tensor, slots_bL: Tensor) -> Tensor:
         """Return rows of the pool as [b, L, K, D], in reused memory: new pages cost more than the copy."""
@@ -212,4 +233,13 @@ class BatchedAttention(AttentionBackend):
 
 def register() -> None:
     """Register the backend with SGLang as ``slime_like_cpu``."""
-    register_attention_backend(ATTENTION)(lambda runner: BatchedAttention(runner, selected().c))
+    register_attention_backend(ATTENTION)(create)
+
+
+def create(runner: Any) -> BatchedAttention:
+    """Return the backend of a model runner; with DCP, the one for a sharded KV cache."""
+    if get_parallel().attn_dcp_size == 1:
+        return BatchedAttention(runner, selected().c)
+    from slime_like_plugins.dcp.attention import ShardedAttention
+
+    return ShardedAttention(runner, selected().c)

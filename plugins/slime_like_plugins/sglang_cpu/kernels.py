@@ -110,6 +110,7 @@ class CKernels:
             "silu_mul": [pointer, pointer, integer, integer],
             "rope_and_store": [*[pointer] * 9, *[integer] * 4, real],
             "attention": [*[pointer] * 4, integer, *[pointer] * 4, *[integer] * 5, real],
+            "partial_attention": [*[pointer] * 4, integer, *[pointer] * 5, *[integer] * 5, real],
         }
         has_products = library["has_products"]
         has_products.restype = integer
@@ -177,19 +178,49 @@ class CKernels:
         scale: float,
     ) -> Tensor:
         """Attend each query to the first ``lens_B`` >= 1 slots of row ``rows_B`` of the page table (int32). Returns [B, H, D]."""
+        out = torch.empty_like(queries_BHD)
+        self._attend("attention", queries_BHD, pools, (table, rows_B, lens_B), (out,), scale)
+        return out
+
+    def partial_attention(
+        self,
+        queries_BHD: Tensor,
+        pools: tuple[Tensor, Tensor],
+        table: Tensor,
+        rows_B: Tensor,
+        lens_B: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as ``attention`` to ``lens_B`` >= 0 slots. Returns float32 [B, H, D] and log-sum-exp of scores [B, H].
+
+        Without slots, the output is 0 and the log-sum-exp -inf.
+        """
+        out, lse = torch.empty(queries_BHD.shape), torch.empty(queries_BHD.shape[:2])
+        self._attend("partial_attention", queries_BHD, pools, (table, rows_B, lens_B), (out, lse), scale)
+        return out, lse
+
+    def _attend(
+        self,
+        kernel: str,
+        queries_BHD: Tensor,
+        pools: tuple[Tensor, Tensor],
+        requests: tuple[Tensor, Tensor, Tensor],
+        outputs: tuple[Tensor, ...],
+        scale: float,
+    ) -> None:
+        """Call an attention kernel; ``requests``: page table, its rows [B], lengths [B]."""
         keys, values = pools
+        table, rows_B, lens_B = requests
         size, heads, dim = queries_BHD.shape
         assert keys.dtype is values.dtype is queries_BHD.dtype, f"queries {queries_BHD.dtype}, KV pool {keys.dtype}"
-        assert table.dtype is torch.int32 and table.stride(1) == 1
+        assert table.dtype is torch.int32 and (table.stride(1) == 1 or table.shape[1] < 2)
         assert rows_B.dtype is torch.int64 and lens_B.dtype is torch.int64
         scores, scores_per_thread = self.scores(table)
-        out = torch.empty_like(queries_BHD)
-        self._functions["attention", queries_BHD.dtype](
+        self._functions[kernel, queries_BHD.dtype](
             *(queries_BHD.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
-            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), scores.data_ptr(), scores_per_thread),
-            *(size, heads, keys.shape[1], dim, scale),
+            *(rows_B.data_ptr(), lens_B.data_ptr(), *(out.data_ptr() for out in outputs)),
+            *(scores.data_ptr(), scores_per_thread, size, heads, keys.shape[1], dim, scale),
         )
-        return out
 
     def scores(self, table: Tensor) -> tuple[Tensor, int]:
         """Return a buffer for attention scores over any row of a page table, and its size per thread."""

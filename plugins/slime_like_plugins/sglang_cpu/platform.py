@@ -55,6 +55,9 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             server_args.mamba_radix_cache_strategy = "no_buffer"
         if server_args.max_mamba_cache_size is None:
             server_args.max_mamba_cache_size = state_slots(server_args)
+        if server_args.dcp_size > 1 and state_slots(server_args) is not None:
+            # A cached prefix ends at a multiple of dcp_size, but only the state at a sequence's last token is kept.
+            server_args.disable_radix_cache = True
         ranks = server_args.tp_size * server_args.pp_size
         if ranks > 1:  # one entry per rank; otherwise SGLang refuses more ranks than NUMA nodes
             cpus = sorted(os.sched_getaffinity(0))

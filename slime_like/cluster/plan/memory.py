@@ -164,6 +164,7 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
     wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
     return EngineSettings(
         gpus=spec.tp,
+        dcp=spec.dcp,
         dp_attention=int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1,
         weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
         kv_bytes=wide,

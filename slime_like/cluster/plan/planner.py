@@ -15,6 +15,7 @@ from slime_like.cluster.plan.memory import MemoryPlan, plan_memory
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.types import Decision, Notes, Role
+from slime_like.config.rules.dcp import check_dcp_device
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
@@ -77,6 +78,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     model = model_config(cfg, machine)
     device = _device(cfg, machine, notes)
     check_drafts(cfg, device)
+    check_dcp_device(cfg, device)
     dtype = cfg.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -165,6 +167,8 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
             max_running_requests=rollout.max_running_requests,
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
+            dcp=rollout.dcp,
+            dcp_comm=rollout.dcp_comm,
             trained_on=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )

@@ -63,7 +63,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:
         detail = (
-            f"tp {rollout.tp} each, context {plan.max_context_len}"
+            f"tp {rollout.tp} each{_sharded_cache(cfg)}, context {plan.max_context_len}"
             if role.layout is None
             else f"tp {role.layout.tp} * pp {role.layout.pp}{_virtual(role.layout)} * cp {role.layout.cp} * "
             f"dp {role.layout.dp}{_experts(role.layout)}"
@@ -110,6 +110,12 @@ def _virtual(layout: Layout) -> str:
 
 def _experts(layout: Layout) -> str:
     return f", experts over {layout.ep}" if layout.ep > 1 else ""
+
+
+def _sharded_cache(cfg: TrainConfig) -> str:
+    """Return the groups of ranks that share an engine's KV cache, if there are any."""
+    dcp = cfg.rollout.dcp
+    return f" (KV cache of a sequence over {dcp} ranks)" if dcp > 1 else ""
 
 
 def _devices(role: Role) -> str:

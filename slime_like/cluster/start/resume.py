@@ -30,6 +30,8 @@ FREE_KEYS = (
     "loop.step_deadline_s",
     "rollout.num_engines",
     "rollout.tp",
+    "rollout.dcp",
+    "rollout.dcp_comm",
     "rollout.max_running_requests",
     "rollout.start_deadline_s",
     "rollout.request_deadline_s",

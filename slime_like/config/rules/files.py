@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from slime_like.checkpoint.files import LATEST, megatron_folder
+from slime_like.config.rules.dcp import check_dcp_model
 from slime_like.config.rules.eval_overrides import override_lengths
 from slime_like.config.rules.experts import check_experts
 from slime_like.config.rules.gdn import check_has_gdn
@@ -91,6 +92,7 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
             f"rollout.tp={cfg.rollout.tp} is neither a divisor nor a multiple of the "
             f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set rollout.tp={model.num_kv_heads}"
         )
+    check_dcp_model(cfg, model)
 
 
 def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:

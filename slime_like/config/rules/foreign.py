@@ -31,6 +31,8 @@ OWNED: dict[str, dict[str, str]] = {
         "dtype": "model.dtype",
         "device": "placement.device",
         "tp_size": "rollout.tp",
+        "dcp_size": "rollout.dcp",
+        "dcp_comm_backend": "rollout.dcp_comm",
         "dp_size": "rollout.num_engines (rollout.sglang.attn_dp_size splits the attention within one engine)",
         "context_length": "rollout.max_context_len",
         "max_running_requests": "rollout.max_running_requests",

@@ -49,6 +49,7 @@ class Sizes(TypedDict, total=False):
     attention_bias: bool
     hidden_act: str
     layer_types: list[str] | None
+    use_sliding_window: bool | None
     full_attention_interval: Few | None
     linear_num_key_heads: Few
     linear_num_value_heads: Few
@@ -104,6 +105,7 @@ class HfConfig:
     num_experts: int  # 0: dense
     tied: bool  # tie_word_embeddings of config.json; False if absent
     gdn: GDNShape | None = None  # None: attention in every layer
+    windowed: bool = False  # some layers attend to a sliding window
     rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -148,6 +150,7 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         num_experts=num_experts(text),
         tied=bool(top.get("tie_word_embeddings")),
         gdn=gdn_shape(text),
+        windowed=bool(text.get("use_sliding_window")) or "sliding_attention" in (text.get("layer_types") or ()),
         rope_key=rope_key,
         rope=cast("dict[str, Any]", text.get(rope_key) or {}),
     )

@@ -7,6 +7,7 @@ import os
 from slime_like.config.rules import foreign
 from slime_like.config.rules.agents import check_agent
 from slime_like.config.rules.attention import check_attention
+from slime_like.config.rules.dcp import check_dcp
 from slime_like.config.rules.deterministic import check_seeds
 from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
 from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_ranks
@@ -61,6 +62,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
     _dp_attention(cfg)
+    check_dcp(cfg)
     check_seeds(cfg)
 
 

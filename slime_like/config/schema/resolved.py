@@ -114,6 +114,8 @@ class EngineSpec:
     max_running_requests: int | None = None
     deterministic: bool = False  # outputs are bitwise independent of the batch
     cpu_kernels: str = "auto"  # auto | c | torch | off
+    dcp: int = 1  # ranks that share the KV cache of a sequence
+    dcp_comm: str = "ag_rs"  # exchange of partial attention between them: ag_rs | a2a
     trained_on: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 

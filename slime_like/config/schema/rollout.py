@@ -27,6 +27,17 @@ class RolloutConfig(Config):
     stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
+    dcp: int = key(
+        1,
+        "Decode context parallel size: groups of this many ranks of an engine each store a part of the KV cache of every "
+        "sequence, for models with fewer KV heads than rollout.tp (docs/dcp.md).",
+    )
+    dcp_comm: str = key(
+        "ag_rs",
+        "Exchange of partial attention in a DCP group. ag_rs: all-gather of normalisers, then a sum over ranks; a2a: one "
+        "all-to-all (CPU engines only).",
+        choices=("ag_rs", "a2a"),
+    )
     generate: str = key("single_turn", "Generate function: a name of table GENERATE or a dotted path.")
     agent: str | None = key(
         None,
@@ -79,6 +90,7 @@ class RolloutConfig(Config):
             "max_partial_staleness",
             "num_engines",
             "tp",
+            "dcp",
             "max_running_requests",
             "start_deadline_s",
             "request_deadline_s",

@@ -26,6 +26,8 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
     """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
     environment = {**interface_environment(host), **os.environ}
     plugins = ["weight_commit", "rollout_sampling"]
+    if spec.dcp > 1:
+        plugins.append("dcp")
     if spec.device == "cpu":
         plugins.insert(0, "cpu")
         if spec.deterministic:

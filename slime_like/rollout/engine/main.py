@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.config.schema.dcp import SUPPORTED_BACKENDS
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.printable import hide_in_logs
 from slime_like.rollout.engine import processes
@@ -63,6 +64,9 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
             arguments["attention_backend"] = "slime_like_exact"
     elif spec.deterministic:
         arguments["enable_deterministic_inference"] = True
+    if spec.dcp > 1:
+        arguments |= {"dcp_size": spec.dcp, "dcp_comm_backend": spec.dcp_comm}
+        arguments["attention_backend"] = SUPPORTED_BACKENDS[spec.device]  # SGLang's default may ignore DCP
     identity = {
         "host": launch.host,
         "port": launch.port,

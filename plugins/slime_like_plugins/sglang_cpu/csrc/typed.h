@@ -104,9 +104,10 @@ void NAME(rope_and_store)(const T *qkv, const T *q_norm, const T *k_norm, const 
 
 /* `group` query heads of one KV head of one request. q, out [group, d]; keys, values: their pools at this KV head, rows
  * `stride` apart; slots [len]; scores [group * (len rounded up to LANES)]. With constant group and d, the
- * loops unroll into registers. */
+ * loops unroll into registers. If `partial` is not null, the output is stored there unrounded instead of in `out`, and the
+ * logarithm of the sum of exp(scores) of each head in `lse` [group]. */
 INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t stride, const int32_t *slots, int64_t len,
-                         T *out, float *scores, const int group, const int64_t d, float scale) {
+                         T *out, float *partial, float *lse, float *scores, const int group, const int64_t d, float scale) {
     const int64_t vectors = (d + LANES - 1) / LANES, tail = d % LANES;
     const int64_t padded = (len + LANES - 1) / LANES * LANES;
     vf qs[group * vectors];
@@ -140,7 +141,9 @@ INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t str
             store_f32(s + t, e);
             sum += e;
         }
-        inverse[g] = broadcast(1.0f / lane_sum(sum));
+        const float total = lane_sum(sum);
+        inverse[g] = broadcast(1.0f / total);
+        if (partial) lse[g] = max_score + logf(total);
     }
     vf sums[group * vectors];
     for (int64_t j = 0; j < group * vectors; j++) sums[j] = (vf){0};
@@ -155,14 +158,17 @@ INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t str
     for (int g = 0; g < group; g++)
         for (int64_t c = 0; c < vectors; c++) {
             vf o = sums[g * vectors + c] * inverse[g];
-            T *p = out + g * d + c * LANES;
-            if (tail && c + 1 == vectors) NAME(store_part)(p, o, tail);
-            else NAME(store)(p, o);
+            const int64_t at = g * d + c * LANES;
+            const int in_tail = tail && c + 1 == vectors;
+            if (partial && in_tail) store_part_f32(partial + at, o, tail);
+            else if (partial) store_f32(partial + at, o);
+            else if (in_tail) NAME(store_part)(out + at, o, tail);
+            else NAME(store)(out + at, o);
         }
 }
 
 #define ATTEND(G, D) \
-    NAME(attend)(qi, keys + k * d, values + k * d, kv_heads * d, slots, lens[i], oi, scores, G, D, scale)
+    NAME(attend)(queries + at * d, keys + k * d, values + k * d, kv_heads * d, slots, lens[i], oi, pi, li, scores, G, D, scale)
 #define ATTEND_GROUP(D) \
     switch (num_heads) { \
     case 1: ATTEND(1, D); break; \
@@ -171,6 +177,33 @@ INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t str
     default: ATTEND(4, D); \
     }
 
+static void NAME(attend_requests)(const T *queries, const T *keys, const T *values, const int32_t *table,
+                                  int64_t table_stride, const int64_t *rows, const int64_t *lens, T *out, float *partial,
+                                  float *lse, float *workspace, int64_t scores_per_thread, int64_t n, int64_t heads,
+                                  int64_t kv_heads, int64_t d, float scale) {
+    const int64_t group = heads / kv_heads;
+    PARALLEL_ROWS(n * heads * d * (lens[0] + 1))
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t *slots = table + rows[i] * table_stride;
+        float *scores = workspace + THREAD * scores_per_thread;
+        if (partial && lens[i] == 0) {
+            memset(partial + i * heads * d, 0, heads * d * sizeof(float));
+            for (int64_t h = 0; h < heads; h++) lse[i * heads + h] = -INFINITY;
+            continue;
+        }
+        for (int64_t k = 0; k < kv_heads; k++)
+            for (int64_t g = 0; g < group; g += 4) {
+                const int64_t num_heads = group - g < 4 ? group - g : 4, at = i * heads + k * group + g;
+                T *oi = partial ? 0 : out + at * d;
+                float *pi = partial ? partial + at * d : 0, *li = partial ? lse + at : 0;
+                if (d == 32) ATTEND_GROUP(32)
+                else if (d == 64) ATTEND_GROUP(64)
+                else if (d == 128) ATTEND_GROUP(128)
+                else ATTEND_GROUP(d)
+            }
+    }
+}
+
 /* Decode attention: one query per request over its KV rows. queries, out [n, heads, d]; keys, values: pools
  * [., kv_heads, d]; slots of request i: the first lens[i] >= 1 entries of row rows[i] of table.
  * workspace [threads, scores_per_thread] >= 4 * (longest request rounded up to LANES). Up to four query heads are
@@ -178,22 +211,17 @@ INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t str
 void NAME(attention)(const T *queries, const T *keys, const T *values, const int32_t *table, int64_t table_stride,
                      const int64_t *rows, const int64_t *lens, T *out, float *workspace, int64_t scores_per_thread,
                      int64_t n, int64_t heads, int64_t kv_heads, int64_t d, float scale) {
-    const int64_t group = heads / kv_heads;
-    PARALLEL_ROWS(n * heads * d * lens[0])
-    for (int64_t i = 0; i < n; i++) {
-        const int32_t *slots = table + rows[i] * table_stride;
-        float *scores = workspace + THREAD * scores_per_thread;
-        for (int64_t k = 0; k < kv_heads; k++)
-            for (int64_t g = 0; g < group; g += 4) {
-                const int64_t num_heads = group - g < 4 ? group - g : 4;
-                const T *qi = queries + (i * heads + k * group + g) * d;
-                T *oi = out + (i * heads + k * group + g) * d;
-                if (d == 32) ATTEND_GROUP(32)
-                else if (d == 64) ATTEND_GROUP(64)
-                else if (d == 128) ATTEND_GROUP(128)
-                else ATTEND_GROUP(d)
-            }
-    }
+    NAME(attend_requests)(queries, keys, values, table, table_stride, rows, lens, out, 0, 0, workspace, scores_per_thread, n,
+                          heads, kv_heads, d, scale);
+}
+
+/* Decode attention over some of a sequence's KV rows, lens[i] >= 0: the unrounded output [n, heads, d], and for each head the
+ * logarithm of the sum of exp(scores) [n, heads], by which outputs over different rows are merged. Without rows: 0 and -inf. */
+void NAME(partial_attention)(const T *queries, const T *keys, const T *values, const int32_t *table, int64_t table_stride,
+                             const int64_t *rows, const int64_t *lens, float *partial, float *lse, float *workspace,
+                             int64_t scores_per_thread, int64_t n, int64_t heads, int64_t kv_heads, int64_t d, float scale) {
+    NAME(attend_requests)(queries, keys, values, table, table_stride, rows, lens, 0, partial, lse, workspace,
+                          scores_per_thread, n, heads, kv_heads, d, scale);
 }
 #undef ATTEND
 #undef ATTEND_GROUP

@@ -1,0 +1,23 @@
+"""Decode context parallelism (DCP): the KV cache of each sequence is spread over a group of tensor-parallel ranks.
+
+SGLang has the groups, the wider page table and attention for GPUs. This package supplies attention on a CPU
+(``attention``), and stops an engine whose resolved arguments would compute wrong tokens (``hooks``). Inactive unless
+``SLIME_LIKE_SGLANG`` names ``dcp`` (``rollout.dcp`` above 1).
+
+Token ``p`` of a sequence belongs to rank ``p % dcp`` of its group. A page of SGLang's table has one slot per rank, so slot
+``s`` is row ``s // dcp`` of the pool of rank ``s % dcp``.
+"""
+
+from __future__ import annotations
+
+from slime_like_plugins.sglang_hooks import enabled
+
+NAME = "dcp"
+
+
+def load() -> None:
+    """Entry point ``sglang.srt.plugins``."""
+    if enabled(NAME):
+        from slime_like_plugins.dcp import hooks
+
+        hooks.install()

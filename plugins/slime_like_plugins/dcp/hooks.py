@@ -1,0 +1,70 @@
+"""Hooks that start DCP groups on a CPU, and refuse arguments with which SGLang would compute wrong tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slime_like.config.schema.dcp import backend_obstacle, kv_head_obstacle
+from slime_like_plugins.dcp import NAME
+from slime_like_plugins.sglang_hooks import Hook, stop_on
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+
+def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``initialize_model_parallel``: allow DCP groups on a CPU.
+
+    The function refuses platforms other than those on which SGLang's own attention supports DCP, and reads ``is_cuda`` for
+    nothing else. Remove when SGLang's platforms declare whether they support DCP.
+    """
+    from sglang.srt.distributed import parallel_state
+
+    module: Any = parallel_state
+    if not hasattr(module, "is_cuda"):
+        stop_on(NAME, [f"{module.__name__}.is_cuda does not exist"])
+    is_cuda, module.is_cuda = module.is_cuda, lambda: True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        module.is_cuda = is_cuda
+
+
+def check_resolved(result: None, server_args: Any) -> None:
+    """After ``ServerArgs.resolve_once``: stop the engine if its attention cannot serve with DCP.
+
+    Remove when SGLang refuses attention backends without DCP and KV heads that differ within a DCP group.
+    """
+    if problem := obstacle(server_args):
+        raise SystemExit(f"slime_like plugin {NAME!r}: rollout.dcp: {problem}")
+
+
+def obstacle(server_args: Any) -> str | None:
+    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens, or None."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
+
+    view = resolved_view(server_args)
+    dcp = int(view.dcp_size)
+    if dcp == 1:
+        return None
+    for backend in dict.fromkeys(attention_backends_of(view)):
+        if reason := backend_obstacle(backend, "cpu" if view.device == "cpu" else "cuda"):
+            return (
+                f"SGLang resolved the attention backend {backend!r}, which cannot serve with dcp_size={dcp}: {reason}"
+            )
+    config = model_config_of(server_args)
+    if config.is_hybrid_swa:
+        return f"dcp_size={dcp} for a model with sliding windows, whose KV cache SGLang does not shard"
+    ranks = int(view.tp_size) // int(view.attn_dp_size or 1)
+    return kv_head_obstacle(ranks, dcp, int(config.get_total_num_kv_heads()))
+
+
+GROUPS = Hook("sglang.srt.distributed.parallel_state.initialize_model_parallel", "around", create_groups)
+CHECK = Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_resolved)
+
+
+def install() -> None:
+    """Apply the hooks in this process."""
+    from slime_like_plugins import sglang_cpu
+    from slime_like_plugins.sglang_hooks import enabled
+
+    install_hooks(NAME, (GROUPS, CHECK) if enabled(sglang_cpu.NAME) else (CHECK,))

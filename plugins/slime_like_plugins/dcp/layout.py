@@ -1,0 +1,48 @@
+"""Positions of a rank of a DCP group, and buckets of requests for its part of the KV cache. Torch only.
+
+Axes as in ``sglang_cpu.attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu.attention import MASK_ELEMENTS, LengthBucket, padded_slots, power_of_two
+
+
+def local_lens(lens_B: Tensor, size: int, rank: int) -> Tensor:
+    """Return the number of positions below ``lens_B`` that belong to ``rank``: those with position % size == rank."""
+    return torch.div(lens_B + (size - 1 - rank), size, rounding_mode="floor")
+
+
+def token_table(new: Sequence[int]) -> Tensor:
+    """Return a page table [B, longest] whose slots are the rows of the packed batch with ``new[i]`` tokens of request i."""
+    starts = torch.tensor([0, *new[:-1]]).cumsum(0)
+    return starts[:, None] + torch.arange(max(new))[None]
+
+
+def prefix_buckets(table: Tensor, new: Sequence[int], kv_lens: Sequence[int]) -> list[LengthBucket]:
+    """Return buckets in which all ``new[i]`` packed queries of request i attend to all ``kv_lens[i]`` slots of its row.
+
+    Requests without slots are in no bucket.
+    """
+    starts = [0, *torch.tensor(list(new)).cumsum(0).tolist()]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, (count, length) in enumerate(zip(new, kv_lens, strict=True)):
+        if count and length:
+            groups.setdefault((power_of_two(count), power_of_two(length)), []).append(row)
+    buckets: list[LengthBucket] = []
+    for members in groups.values():
+        area = max(new[row] for row in members) * max(kv_lens[row] for row in members)
+        num_requests = max(1, MASK_ELEMENTS // area)
+        for first in range(0, len(members), num_requests):
+            part = members[first : first + num_requests]
+            q = torch.arange(max(new[row] for row in part))[None]
+            valid_bQ = q < torch.tensor([new[row] for row in part])[:, None]
+            tokens_bQ = torch.tensor([starts[row] for row in part])[:, None] + torch.where(valid_bQ, q, 0)
+            slots_bL, exists_bL = padded_slots(table[torch.tensor(part)], [kv_lens[row] for row in part])
+            buckets.append(LengthBucket(tokens_bQ, valid_bQ, slots_bL, exists_bL[:, None]))
+    return buckets

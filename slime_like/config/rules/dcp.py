@@ -1,0 +1,109 @@
+"""Rules of ``rollout.dcp``: decode context parallelism, which spreads an engine's KV cache over its tensor-parallel ranks.
+
+SGLang 0.5.23 accepts many combinations that compute wrong tokens without an error. They are refused here at load, and
+again in the engine, on the values that SGLang resolves (``slime_like_plugins.dcp.hooks``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.dcp import SUPPORTED_BACKENDS, backend_obstacle, kv_head_obstacle
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
+    "attn_cp_size": (1, "its ranks and those of DCP would both split a sequence"),
+    "dcp_replicate_q_proj": (
+        None,
+        "only models with multi-head latent attention have the projection that it replicates",
+    ),
+    "disaggregation_mode": ("null", "prefill and decode run in the same engine here"),
+    "enable_deterministic_inference": (False, "SGLang's deterministic kernels are not used with DCP"),
+    "enable_hierarchical_cache": (False, "SGLang copies sharded keys and values to the host only for latent attention"),
+    "enable_prefill_cp": (False, "SGLang does not support both"),
+    "enable_unified_memory": (False, "SGLang supports it with DCP only for latent attention"),
+    "speculative_algorithm": (None, "the draft's and the target's KV caches would have different layouts"),
+}
+"""Field of ServerArgs -> the value that DCP requires, and the reason."""
+
+
+def check_dcp(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if ``rollout.dcp`` does not fit other keys. Needs no file and no machine."""
+    rollout = cfg.rollout
+    if rollout.dcp == 1:
+        if rollout.dcp_comm != "ag_rs":
+            raise ConfigError(
+                f"rollout.dcp_comm={rollout.dcp_comm} has no effect with rollout.dcp=1: set rollout.dcp, or remove rollout.dcp_comm"
+            )
+        return
+    _divides_tp(cfg)
+    if cfg.run.deterministic:
+        raise ConfigError(
+            f"rollout.dcp={rollout.dcp} with run.deterministic=true: the sums over a sequence would be split over ranks; "
+            "set rollout.dcp=1, or run.deterministic=false"
+        )
+    for field, (required, reason) in UNSUPPORTED_FIELDS.items():
+        value = rollout.sglang.get(field, required)
+        if value not in (required, None, False):
+            raise ConfigError(
+                f"rollout.sglang.{field}={value!r} with rollout.dcp={rollout.dcp}: {reason}; remove it, or set rollout.dcp=1"
+            )
+    dtype = str(rollout.sglang.get("kv_cache_dtype", "auto"))
+    if dtype.startswith(("fp4", "mxfp")):
+        raise ConfigError(
+            f"rollout.sglang.kv_cache_dtype={dtype} with rollout.dcp={rollout.dcp}: SGLang does not write blocks of quantised "
+            "keys and values to a sharded cache; remove it, or set rollout.dcp=1"
+        )
+
+
+def check_dcp_device(cfg: TrainConfig, device: str) -> None:
+    """Raise ``ConfigError`` if the attention backend of engines on ``device`` cannot serve with ``rollout.dcp``."""
+    if cfg.rollout.dcp == 1:
+        return
+    for field in BACKEND_FIELDS:
+        backend = cfg.rollout.sglang.get(field)
+        if backend is not None and (reason := backend_obstacle(backend, device)):
+            raise ConfigError(
+                f"rollout.sglang.{field}={backend} with rollout.dcp={cfg.rollout.dcp}: {reason}; "
+                f"remove it, which selects {SUPPORTED_BACKENDS[device]}, or set rollout.dcp=1"
+            )
+    if device == "cuda" and cfg.rollout.dcp_comm != "ag_rs":
+        raise ConfigError(
+            f"rollout.dcp_comm={cfg.rollout.dcp_comm} with placement.device=cuda: SGLang's triton attention always exchanges by "
+            "all-gather and all-reduce; set rollout.dcp_comm=ag_rs"
+        )
+
+
+def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` if the attention of ``model`` cannot be sharded over ``rollout.dcp`` ranks."""
+    dcp = cfg.rollout.dcp
+    if dcp == 1:
+        return
+    if model.windowed:
+        raise ConfigError(
+            f"rollout.dcp={dcp} with model.hf_checkpoint={model.folder!r}, whose config.json has layers with sliding windows: "
+            "SGLang does not shard their KV cache; set rollout.dcp=1"
+        )
+    if reason := kv_head_obstacle(_attention_tp(cfg), dcp, model.num_kv_heads):
+        raise ConfigError(f"rollout.dcp={dcp} for the model in {model.folder}: {reason}")
+
+
+def _attention_tp(cfg: TrainConfig) -> int:
+    """Return the number of ranks of an engine over which SGLang splits attention heads."""
+    return cfg.rollout.tp // int(cfg.rollout.sglang.get("attn_dp_size", 1))
+
+
+def _divides_tp(cfg: TrainConfig) -> None:
+    rollout, tp = cfg.rollout, _attention_tp(cfg)
+    if tp % rollout.dcp == 0:
+        return
+    attn_dp = rollout.tp // tp
+    ranks = f"rollout.tp={rollout.tp}" + (f" / rollout.sglang.attn_dp_size={attn_dp}" if attn_dp > 1 else "")
+    sizes = [str(size) for size in range(1, tp + 1) if tp % size == 0]
+    raise ConfigError(
+        f"rollout.dcp={rollout.dcp} does not divide the {tp} attention ranks of an engine ({ranks}), which it groups: "
+        f"set rollout.dcp={' or '.join(sizes)}"
+    )

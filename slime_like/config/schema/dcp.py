@@ -1,0 +1,52 @@
+"""Conditions on an engine for decode context parallelism. Shared by the rules of the config and the engine's plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SUPPORTED_BACKENDS: Mapping[str, str] = {"cpu": "slime_like_cpu", "cuda": "triton"}
+"""Device -> SGLang's attention backend that shards keys and values over the ranks of a DCP group."""
+_IGNORES = "it stores and reads the KV cache as if each rank had all tokens, which SGLang does not refuse"
+_MLA = "it is for models with multi-head latent attention, of which none can be trained here"
+UNSUPPORTED_BACKENDS: Mapping[str, str] = {
+    "fa3": _IGNORES,
+    "fa4": _IGNORES,
+    "flashinfer": _IGNORES,
+    "flex_attention": _IGNORES,
+    "intel_amx": _IGNORES,
+    "torch_native": _IGNORES,
+    "trtllm_mha": _IGNORES,
+    "slime_like_exact": "its sums have a fixed order over all tokens of a sequence",
+    "cutedsl_mla": _MLA,
+    "flashmla": "it passes the lengths of whole sequences to its kernel instead of those of a rank's part",
+    "trtllm_mla": _MLA,
+}
+"""Attention backend -> reason why it cannot serve with DCP; a backend in neither table is refused as untested."""
+
+
+def backend_obstacle(backend: str, device: str) -> str | None:
+    """Return the reason why an attention backend of SGLang cannot serve with DCP on ``device``, or None."""
+    if backend == SUPPORTED_BACKENDS[device]:
+        return None
+    return UNSUPPORTED_BACKENDS.get(backend, f"it was not tested with DCP on {device}")
+
+
+def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:
+    """Return the reason why ``tp`` attention ranks with ``num_kv_heads`` cannot form groups of ``dcp``, or None.
+
+    All ranks of a DCP group must hold the same KV head, so dcp must divide the number of ranks that share a head. A larger
+    dcp would need more KV heads on each rank, which takes the memory that sharding the tokens saves.
+    """
+    if num_kv_heads >= tp:
+        return (
+            f"each of the {tp} attention ranks already stores different KV heads (the model has {num_kv_heads}), so there are no "
+            f"copies that sharding the tokens could save; set rollout.dcp=1, or rollout.tp={num_kv_heads * dcp}"
+        )
+    copies = tp // num_kv_heads
+    if copies * num_kv_heads == tp and copies % dcp == 0:
+        return None
+    useful = [str(size) for size in range(1, copies + 1) if copies % size == 0]
+    return (
+        f"{tp} attention ranks store {num_kv_heads} KV heads, which is {copies} copies of each head, and dcp must divide the "
+        f"copies; set rollout.dcp={' or '.join(useful)}"
+    )

@@ -1,0 +1,230 @@
+"""Attention over a KV cache spread over ranks: each part, their merge, and all of it by threads as ranks. No engine."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like_plugins.dcp.merge import merge
+from slime_like_plugins.sglang_cpu import build
+from slime_like_plugins.sglang_cpu.kernels import CKernels
+from tests.engine.c_kernels import C, needs_compiler
+
+IN_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
+DIM, WIDTH, PAGES = 8, 64, 200
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    """Normally distributed numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("base", [math.e, 2.0])
+@settings(max_examples=80)
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
+    scale=st.sampled_from([0.1, 1.0, 40.0, 3e4]),
+    seed=st.integers(0, 99),
+)
+def test_merged_parts_are_the_softmax_of_all_keys(base: float, counts: list[int], scale: float, seed: int) -> None:
+    """Parts without keys (log-sum-exp -inf) count nothing."""
+    tokens, heads, dim, total = 3, 2, 4, sum(counts)
+    scores = (scale * normal(seed, tokens, heads, total)).double()
+    values = normal(seed + 1, total, dim).double()
+    outs, lses = [], []
+    for keys in torch.arange(total).split(counts):
+        part = scores[..., keys]
+        outs.append(torch.softmax(part, -1).float() @ values[keys].float() if len(keys) else torch.zeros(3, 2, dim))
+        lses.append(torch.logsumexp(part, -1).div(math.log(base)).float())
+    out, lse = merge(torch.stack(outs), torch.stack(lses), base=base)
+    exact = torch.softmax(scores, -1) @ values
+    # A log-sum-exp of x has an error of about x * 2^-24, and weights have that as relative error.
+    tolerance = 2e-6 + 4 * float(scores.abs().max()) * 2**-24
+    torch.testing.assert_close(out.double(), exact, atol=4 * tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1), atol=tolerance, rtol=1e-6)
+
+
+def test_a_token_without_any_key_gets_nothing() -> None:
+    out, lse = merge(torch.zeros(2, 1, 1, 3), torch.full((2, 1, 1), -math.inf))
+    assert not out.any() and lse.item() == -math.inf
+
+
+@needs_compiler
+@settings(max_examples=60)
+@given(
+    lens=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (2, 1), (6, 2), (7, 1), (16, 1)]),
+    dim=st.sampled_from([1, 8, 18, 32, 40, 64, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_c_kernel_returns_log_sum_exp(
+    lens: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    """In bfloat16 too, outputs are not rounded; requests without keys get zeros and -inf."""
+    queries, kv = heads
+    q = normal(dim, len(lens), queries, dim).to(dtype)
+    keys, values = (normal(seed, 400, kv, dim).to(dtype) for seed in (1, 2))
+    table = torch.full((len(lens), max(lens)), 10**6, dtype=torch.int32)
+    pages = torch.randperm(400, generator=torch.Generator().manual_seed(sum(lens)))[: sum(lens)].split(lens)
+    for row, page in enumerate(pages):
+        table[row, : len(page)] = page.int()
+    rows = torch.arange(len(lens))
+    out, lse = C().partial_attention(q, (keys, values), table, rows, torch.tensor(lens), dim**-0.5)
+    assert out.dtype is lse.dtype is torch.float32
+    for i, page in enumerate(pages):
+        k, v = (t[page].double().repeat_interleave(queries // kv, 1) for t in (keys, values))
+        scores = torch.einsum("hd,lhd->hl", q[i].double(), k) * dim**-0.5
+        exact = torch.einsum("hl,lhd->hd", torch.softmax(scores, -1), v)
+        torch.testing.assert_close(out[i].double(), exact, atol=3e-6, rtol=1e-5)
+        torch.testing.assert_close(lse[i].double(), torch.logsumexp(scores, -1), atol=5e-6, rtol=1e-5)
+
+
+class Group:
+    """A DCP group whose ranks are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.world_size, self._barrier = size, threading.Barrier(size, timeout=30)
+        self._sent: list[Tensor] = [torch.empty(0)] * size
+        self._local = threading.local()
+        self.device_group = self
+
+    @property
+    def rank_in_group(self) -> int:
+        return int(self._local.rank)
+
+    def enter(self, rank: int) -> None:
+        """Make the calling thread ``rank``."""
+        self._local.rank = rank
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self._sent[self.rank_in_group] = tensor.clone()
+        self._barrier.wait()
+        sent = list(self._sent)
+        self._barrier.wait()
+        return sent
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._exchange(tensor), dim)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchange(tensor)).sum(0)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> None:
+        received.copy_(torch.stack([tensor[self.rank_in_group] for tensor in self._exchange(sent)]))
+
+
+class Pool:
+    """Keys and values of one rank, of which every row that it should not read is NaN."""
+
+    def __init__(self, rows: int) -> None:
+        self.keys, self.values = torch.full((2, rows, 1, DIM), math.nan)
+
+    def set_kv_buffer(self, layer: Any, location: Any, k: Tensor, v: Tensor) -> None:
+        self.keys[location.loc], self.values[location.loc] = k, v
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self.keys
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self.values
+
+
+def by_threads[T](group: Group, work: Callable[[int], T]) -> list[T]:
+    """Return what ``work`` returns on each rank."""
+    results: dict[int, T] = {}
+
+    def enter(rank: int) -> None:
+        group.enter(rank)
+        with torch.no_grad():
+            results[rank] = work(rank)
+
+    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(group.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [results[rank] for rank in range(group.world_size)]
+
+
+@pytest.mark.parametrize("form", ["ag_rs", "a2a"])
+@settings(max_examples=40)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6),
+    size=st.integers(2, 4),
+    heads=st.integers(1, 5),
+    decode=st.booleans(),
+    in_c=IN_C,
+)
+def test_any_mix_of_lengths_over_ranks(
+    form: str, requests: list[tuple[int, int]], size: int, heads: int, decode: bool, in_c: bool
+) -> None:
+    """Sequences shorter than the group leave ranks without tokens; prefixes need not end at a page."""
+    from slime_like_plugins.dcp import attention
+
+    generator = torch.Generator().manual_seed(len(requests))
+    new = [1 if decode else n for n, _ in requests]
+    prefix = [p + n - 1 if decode else p for n, p in requests]
+    total = [n + p for n, p in zip(new, prefix, strict=True)]
+    pages = torch.randperm(PAGES, generator=generator)[: sum(-(-n // size) for n in total)] + 1
+    table = torch.full((9, WIDTH), 10**6, dtype=torch.int32)
+    rows = torch.randperm(9, generator=generator)[: len(new)]
+    slots: list[Tensor] = []
+    for row, row_pages, length in zip(rows, pages.split([-(-n // size) for n in total]), total, strict=True):
+        slots.append((row_pages[:, None] * size + torch.arange(size)).reshape(-1)[:length])
+        table[row, :length] = slots[-1].int()
+    keys, values = torch.randn(2, sum(total), DIM, generator=generator)
+    q_THD = torch.randn(sum(new), heads * size, DIM, generator=generator)
+    fresh = torch.cat([torch.arange(n) >= p for n, p in zip(total, prefix, strict=True)])
+    group, pools = Group(size), [Pool(PAGES + 1) for _ in range(size)]
+    cached, stored = ~fresh, torch.cat(slots)
+    for rank, pool in enumerate(pools):
+        tokens = cached & (stored % size == rank)
+        location = SimpleNamespace(loc=stored[tokens] // size)
+        pool.set_kv_buffer(None, location, keys[tokens][:, None], values[tokens][:, None])
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: decode)
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        batch_size=len(new),
+        req_pool_indices=rows,
+        seq_lens=torch.tensor(total),
+        seq_lens_cpu=torch.tensor(total),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens_cpu=prefix,
+        out_cache_loc=stored[fresh],
+    )
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM)
+    layer.scaling, layer.sliding_window_size, layer.is_cross_attention = DIM**-0.5, -1, False
+    parallel = SimpleNamespace(dcp_group=group, attn_dcp_size=size, dcp_comm_backend=form)
+
+    def run(rank: int) -> Tensor:
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pools[rank])
+        backend = attention.ShardedAttention(runner, CKernels(build.build().path) if in_c else None)  # each its buffers
+        backend._rank = rank
+        backend.init_forward_metadata(batch)
+        q = q_THD[:, rank * heads : (rank + 1) * heads].reshape(sum(new), -1)
+        return backend.forward_extend(q, keys[fresh], values[fresh], layer, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        parallel.attn_dcp_rank = 0
+        patch.setattr(attention, "get_parallel", lambda: parallel)
+        patch.setattr(torch.distributed, "all_to_all_single", group.all_to_all)
+        out = torch.cat([part.view(sum(new), heads, DIM) for part in by_threads(group, run)], 1)
+    expected: list[Tensor] = []
+    for q, k, v, p in zip(q_THD.split(new), keys.split(total), values.split(total), prefix, strict=True):
+        later_QL = torch.arange(len(k)) > p + torch.arange(len(q))[:, None]
+        scores = torch.einsum("qhd,ld->hql", q.double(), k.double()) * DIM**-0.5
+        weights = torch.softmax(scores.masked_fill(later_QL, -math.inf), -1)
+        expected.append(torch.einsum("hql,ld->qhd", weights, v.double()))
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=3e-6, rtol=1e-5)
+    for rank, pool in enumerate(pools):  # each token is stored once
+        assert int(pool.keys.isfinite().all(-1).sum()) == int((stored % size == rank).sum())
