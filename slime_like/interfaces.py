@@ -115,7 +115,7 @@ class Generator(GenerateFn, Protocol):
 
 
 class RewardFn(Protocol):
-    """Function that scores one sample, in a process pool and under a deadline. Its dotted path must be importable."""
+    """Function that scores one sample, in a process pool and under a deadline. Worker processes import it by its path."""
 
     def __call__(self, prompt: Prompt, sample: Sample) -> Reward | float: ...
 
@@ -161,7 +161,10 @@ class GroupAdvantage(Protocol):
 
 
 class Reduce(Protocol):
-    """Element-wise sum over all ranks that have a part of the batch: the only collective that an algorithm may use."""
+    """Element-wise sum over the ranks of a group. ``Reduce`` and ``Sequences`` are the only collectives of an algorithm.
+
+    A ``TokenAdvantage`` receives a sum over the data-parallel ranks.
+    """
 
     def sum(self, value: Tensor) -> Tensor: ...
 
@@ -239,7 +242,8 @@ class LossView:
     entropy: Tensor | None  # F32 [T], carries the gradient; present if the loss sets needs_entropy
     loss_weight: Tensor  # F32 [T]
     advantages: Tensor | None  # F32 [T]
-    old_logprobs: Tensor | None  # F32 [T]; None in a rollout with one optimizer step: then the ratio to it is 1
+    # F32 [T]; unless algo.kl_coef > 0, None with one optimizer step per rollout and with algo.use_rollout_logprobs
+    old_logprobs: Tensor | None
     rollout_logprobs: Tensor  # F32 [T]
     ref_logprobs: Tensor | None  # F32 [T]
     sequences: Sequences | None = None  # reductions over whole sequences
@@ -268,7 +272,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights on the ranks: +1 per trained rollout."""
+        """Version of the weights on the ranks. Each ``step`` adds 1, also if the rollout is empty or the actor is frozen."""
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
@@ -376,7 +380,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]``, or the shared memory that a ``weights.shared`` message describes."""
+        """Load a pickled ``[(name, host tensor)]``, or the shared memory that a ``weight_sync.shared`` message describes."""
         ...
 
     async def init_broadcast_group(

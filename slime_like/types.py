@@ -26,7 +26,7 @@ class Source(StrEnum):
 
 
 class Status(StrEnum):
-    """Outcome of an episode."""
+    """Outcome of a sample."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 
 UNTRAINED = (Status.FAILED, Status.ABORTED)
-"""Samples with these statuses have no weight in the loss and count in no baseline; rewards and filters skip them."""
+"""Samples with these statuses have no weight in the loss and count in no baseline. They are not scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Prompt:
     token_ids: I32  # [P]
     text: str  # decoded tokens, for logs and rewards
     label: str | None
-    rm_type: str | None  # reward of this row, overriding the run's default
+    rm_type: str | None  # reward of this row instead of ``reward.name``, unless ``reward.name`` is a path
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     dataset: str = "train"
     messages: tuple[Mapping[str, Any], ...] = ()  # chat messages of the row, from which ``text`` was rendered
@@ -80,7 +80,10 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens of one episode, in the order in which the engine read and sampled them."""
+    """Tokens of an episode or of a part of it, in the order in which the engine read and sampled them.
+
+    An episode is one answer to the prompt. A run of an agent is an episode with one sample per conversation.
+    """
 
     group_id: int
     episode_id: int

@@ -46,7 +46,8 @@ class PolicyLoss:
     def __call__(self, view: LossView) -> LossOutput:
         """Return the [T] loss, and metrics with slime's names (``train/<name>``).
 
-        With ``old_logprobs=None`` the current policy is its own old policy: the ratio is 1, with a gradient.
+        The ratio is taken to the engine's log-probabilities with ``algo.use_rollout_logprobs``, otherwise to ``old_logprobs``.
+        If they are None, the current policy is its own old policy: the ratio is 1, with a gradient.
         """
         cfg = self.config
         old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs

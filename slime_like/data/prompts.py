@@ -124,7 +124,8 @@ class FileSource:
     def next(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts; a new epoch, in a new order, starts when one ends.
 
-        No batch contains a prompt twice, even across epochs: prompts at the end of one epoch move back in the next.
+        With at least as many prompts as the batch needs, no batch contains a prompt twice, even across epochs: prompts at the
+        end of one epoch move back in the next.
         """
         chosen: list[Prompt] = []
         while len(chosen) < n:

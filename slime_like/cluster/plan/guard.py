@@ -83,7 +83,7 @@ def guard_lines(spec: GuardSpec) -> Iterator[str]:
     if not spec.wrap:
         yield "guard      none: torch's collectives are used directly"
         return
-    yield f"guard      {spec.memory} memory, deadline {spec.deadline_s:g} s{', as a group decision' * spec.symmetric}"
+    yield f"guard      {spec.memory} memory, deadline {spec.deadline_s:g} s{', on all ranks at once' * spec.symmetric}"
     if spec.profile is not None:
         yield f"  every op is measured; the profile is written to {spec.profile}"
     if spec.release:

@@ -99,7 +99,7 @@ def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Calla
 
 
 class TrainerGroup(RankGroup[TrainerWorker]):
-    """Calls all actor ranks concurrently and returns the result of the reporter."""
+    """All actor ranks, called concurrently. Each method combines the results of the ranks."""
 
     def __init__(self, workers: Sequence[ActorHandle[TrainerWorker]], spec: ActorSpec) -> None:
         super().__init__("trainer", workers, spec)
@@ -111,7 +111,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return self.start(TrainerWorker.connect, self._spec, master)
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """Ship each dp shard once, take every optimizer step, return the reporter's metrics."""
+        """Ship each dp shard once, take every optimizer step, return the metrics of all ranks."""
         tokens = [step.num_tokens for step in batch.steps]
         results = wait_all(
             self.start_sharded(TrainerWorker.train_rollout, self._ship(batch), tokens), self.deadline("step")

@@ -16,7 +16,7 @@ class Kind(StrEnum):
     """Kind of op, by the ranks that take part in it."""
 
     COLLECTIVE = "collective"  # every rank of the group calls it, in the same order
-    POINT = "point"  # two ranks call it
+    POINT = "point"  # some ranks of the group call it: a sender and a receiver, or the ranks of a batch of sends
     COMPOSITE = "composite"  # a function that calls other ops, which are counted too
 
 

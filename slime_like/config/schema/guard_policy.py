@@ -156,8 +156,9 @@ def _field(location: str, name: str, value: object) -> object:
         return value
     if name == "threshold":
         return Threshold.parse(location, value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (name == "every" and value < 1):
-        raise ConfigError(f"{location}={value!r} must be a number above 0")
+    lowest = 1 if name == "every" else 0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest:
+        raise ConfigError(f"{location}={value!r} must be a number of at least {lowest}")
     return int(value) if name == "every" else float(value)
 
 

@@ -167,7 +167,7 @@ class EngineClient:
         await self._request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
     async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]`` with HF names, or the tensors described by a message of ``weights.shared``."""
+        """Load a pickled ``[(name, host tensor)]`` with HF names, or the tensors that a ``weight_sync.shared`` message describes."""
         request = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "flush_cache": False}
         await self._post("update", "/update_weights_from_tensor", request)
 

@@ -16,7 +16,7 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.
 async def single_turn(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """Return one sample per seed, from a single request to the engine."""
+    """Return one sample per seed, from one call of ``engine.generate``."""
     max_tokens = context.max_context_len - len(prompt.token_ids)
     sampling = replace(context.sampling, max_new_tokens=min(context.sampling.max_new_tokens, max_tokens))
     completions = await engine.generate(prompt.token_ids, seeds, sampling)

@@ -4,7 +4,7 @@ consumes  failures of requests, results of health checks, commits of weights
 produces  engines that accept requests (``EngineRouter``), and a ``Recovery`` for each lost engine
 waits for an engine's restart, bounded by its ``EngineSupervisor``, and for the push that gives it weights
 
-An engine serves after its first push. A lost engine is withdrawn immediately: its unfinished groups continue on other
+At the start of a run every engine serves the weights of its checkpoint. A lost engine is withdrawn immediately: its unfinished groups continue on other
 engines, with the same ids and seeds, from the tokens already returned. A restarted engine has the weights of its
 checkpoint and joins at the next push.
 """

@@ -185,7 +185,7 @@ def _core_attention(name: str, *, is_exact: bool) -> type:
 def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield (slime_like's key, parameter) of this pipeline rank, in export order.
 
-    No other function depends on megatron's parameter names.
+    Apart from ``optim.mark_experts``, no other function depends on megatron's parameter names.
     """
     by_key = {
         _key(policy, name): parameter for policy in model.policies for name, parameter in policy.named_parameters()
