@@ -29,7 +29,7 @@ def _exit_code_of(run: Callable[[], int]) -> int:
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    except OSError as error:  # about a path in the configuration; a run handles its own when it ends
+    except OSError as error:  # about a path in the configuration; a run handles its own errors when it ends
         if error.filename is None:
             raise
         config_error = ConfigError(f"{error.filename}: {error.strerror}: correct the path, or its permissions")

@@ -115,7 +115,7 @@ class CheckpointRecord:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the ``Manifest`` of ``folder``. Raises as ``read_record``."""
+    """Return the ``Manifest`` of ``folder``. Raises like ``read_record``."""
     return read_record(folder).manifest
 
 

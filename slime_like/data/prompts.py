@@ -36,7 +36,7 @@ class SourceContext:
     row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str] = (
         any_row  # (rm_type, label, metadata) -> problem, or empty
     )
-    rm_type: str | None = None  # reward of every row; overrides theirs
+    rm_type: str | None = None  # reward of every row; overrides the rows' own
     seed: int = 0
     shuffle: bool = True
     dataset: str = "train"
@@ -50,8 +50,8 @@ class SourceContext:
 def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
     """Return the number of consecutive prompts that must be distinct, also across the border of two epochs.
 
-    It covers a batch, if the file has that many rows. It also covers ``MIN_ROLLOUTS_APART`` rollouts of ``max_prompts``, but
-    at most half of the file, so that epochs stay shuffled.
+    This is the larger of two numbers: a batch (or all rows, if the file has fewer), and ``MIN_ROLLOUTS_APART`` rollouts of
+    ``max_prompts`` prompts, limited to half of the file so that epochs stay shuffled.
     """
     return max(min(batch_size, num_rows), min(MIN_ROLLOUTS_APART * max_prompts, num_rows // 2), 1)
 

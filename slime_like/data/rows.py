@@ -1,7 +1,8 @@
 """Validation of dataset rows: check columns, render chat messages, resolve label and reward. No tokenization.
 
-A row is ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``; column names by
-``data.*_key``, ``rm_type`` also inside the metadata. A column ``tools`` goes to the chat template and into the metadata, as in slime.
+A row is ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``.
+``data.*_key`` set other column names; ``rm_type`` may also be inside the metadata. A column ``tools`` goes to the chat
+template and into the metadata, as in slime.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from slime_like.util.deadline import Deadline
 
 POLL_S = 0.05
 END_S = 60.0  # for a run to stop its processes
-# Two kinds, since pending signals of one kind merge. The first one ends a run that has no handlers and processes yet.
+# Two different signals, because pending signals of one kind merge. SIGTERM ends a run without handlers and processes.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BOUND = Path(__file__).with_name("bound.py")
 

@@ -53,8 +53,8 @@ def without_model_classes() -> Generator[None]:
 
 
 class Distributions(dict[str, list[str]]):
-    """Lazy ``importlib.metadata.packages_distributions()``. It is read completely only for a module with another name than
-    its distribution.
+    """Lazy ``importlib.metadata.packages_distributions()``. The complete mapping is read only for a module whose name
+    differs from that of its distribution.
     """
 
     def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:

@@ -33,7 +33,7 @@ class Guard:
         schedule = self._schedules.get(counter.policy) if counter.policy.checks == "auto" else None
         if self._polls_requests:
             counter.check_at = 0
-        elif schedule is not None:  # with 0, an op inside a composite, which is not checked, would stay slow
+        elif schedule is not None:  # 0 would keep ops inside a composite, which are not checked, off the fast path
             counter.check_at = schedule.next_reading_at
         else:
             counter.check_at = NEVER if counter.policy.checks == "never" else 0

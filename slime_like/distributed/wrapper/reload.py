@@ -1,8 +1,8 @@
 """Reloadable communicators: destroyed while nothing is communicated, rebuilt before the next collective.
 
 megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
-and stores. With ``guard.release`` they contain no backend but a ``Slot``. A second group of the same ranks, which only the
-wrapper has a reference to, executes their ops. An op that bypasses the wrapper reaches the slot, which refuses it.
+and stores. With ``guard.release`` they contain no backend but a ``Slot``. A second group of the same ranks, to which only
+the wrapper has a reference, executes their ops. An op that bypasses the wrapper reaches the slot, which refuses it.
 
 Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``; in torch 2.14 gloo's cannot).
 """

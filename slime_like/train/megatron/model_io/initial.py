@@ -1,7 +1,8 @@
 """Initial weights from a Megatron ``torch_dist`` folder, written by this trainer or by megatron's GPTModel.
 
-GPTModel's folders differ in three ways. A decoder block has one number. If all blocks are alike, a parameter of all blocks is
-one tensor [num_blocks, ...]. The final norm has another name, and TransformerEngine's fused linears hold the norm before them.
+GPTModel's folders differ in three ways. A decoder block has one layer number, not two as in HybridModel. If all blocks are
+alike, a parameter of all blocks is one tensor [num_blocks, ...]. The final norm has another name, and TransformerEngine's
+fused linears hold the norm before them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint that ``save`` wrote: weights, optimizer state, schedule, RNG states and version, in any layout."""
+"""Loading of a checkpoint that ``save`` wrote: weights, optimizer state, schedule and version in any layout, RNG states in the same layout."""
 
 from __future__ import annotations
 
