@@ -45,7 +45,7 @@ from slime_like.rollout.engine.client import EngineClient  # noqa: E402
 from slime_like.rollout.engine.server import EngineServer  # noqa: E402
 from slime_like.rollout.generate.single_turn import to_sample  # noqa: E402
 from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
-from slime_like.rollout.pool.router import Usage  # noqa: E402
+from slime_like.rollout.pool.router import RequestCounts  # noqa: E402
 from slime_like.types import Prompt, Sample  # noqa: E402
 from slime_like.weight_sync.shared import Region  # noqa: E402
 from tests.engine.fixed_engine import FixedEngine  # noqa: E402
@@ -205,7 +205,7 @@ async def prefix(servers: Mapping[str, EngineServer], rounds: int) -> str:
     sampling, results = Sampling(temperature=1.0, max_new_tokens=16), dict[str, list[tuple[float, float]]]()
     for number in range(rounds + 1):
         for name, server in servers.items():
-            client, usage = EngineClient(server.url, admin_key=KEY, deadline_s=120), Usage(1)
+            client, usage = EngineClient(server.url, admin_key=KEY, deadline_s=120), RequestCounts(1)
             prompts = np.random.default_rng([9, number]).integers(2, VOCAB, (16, 256)).astype(np.int32)
             start = time.perf_counter()
             for completions in await asyncio.gather(*(client.generate(ids, range(8), sampling) for ids in prompts)):

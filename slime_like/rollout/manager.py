@@ -28,17 +28,17 @@ from slime_like.reward.pool import RewardPool
 from slime_like.reward.shuffle import shuffle_rewards
 from slime_like.rollout.collect.collector import GroupCollector
 from slime_like.rollout.collect.learning_signal import LearningSignal
-from slime_like.rollout.collect.over_sampling import OverSampling, max_group_staleness
-from slime_like.rollout.collect.producer import Producer
+from slime_like.rollout.collect.over_sampling import OverSamplingCollector, max_group_staleness
+from slime_like.rollout.collect.producer import RolloutProducer
 from slime_like.rollout.collect.sampler import GroupRequest, GroupSampler, open_generate
 from slime_like.rollout.collect.state import GeneratedRollout, RolloutState, generated_path, in_flight_path
 from slime_like.rollout.generate.evaluate import EvalAnswer, EvalResult, eval_answers, eval_metrics
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSupervisor
 from slime_like.rollout.pool.health import HealthMonitor
-from slime_like.rollout.pool.pool_update import PoolUpdate
 from slime_like.rollout.pool.probe import EngineProbe, ProbeScores
-from slime_like.rollout.pool.router import Usage
+from slime_like.rollout.pool.router import RequestCounts
+from slime_like.rollout.pool.weight_update import EngineWeightUpdate
 from slime_like.types import Prompt, SampleGroup
 from slime_like.util.concurrency import first_of
 
@@ -94,7 +94,7 @@ class RolloutManager:
         self._heldout = heldout
         self._pool = EnginePool(supervisors, spec.health, receives_pushes=spec.receives_pushes)
         self._monitor = HealthMonitor(self._pool)
-        self._update = PoolUpdate(self._pool)
+        self._update = EngineWeightUpdate(self._pool)
         self._rewards = RewardPool(spec.reward)
         self._sampler = GroupSampler(
             pool=self._pool,
@@ -105,7 +105,7 @@ class RolloutManager:
             chat_template_kwargs=spec.chat_template_kwargs,
             max_context_len=spec.max_context_len,
             seed=spec.seed,
-            usage=Usage(len(supervisors)),
+            usage=RequestCounts(len(supervisors)),
             trains=spec.receives_pushes,
         )
         self._max_staleness = max_group_staleness(spec.rollout, spec.loop)
@@ -172,11 +172,13 @@ class RolloutManager:
             return GroupCollector(cfg, sampling, self._source, self._sampler)
         # Nothing becomes stale without pushes.
         max_staleness = self._max_staleness if spec.receives_pushes else math.inf
-        return OverSampling(cfg, sampling, self._source, self._sampler, max_staleness)
+        return OverSamplingCollector(cfg, sampling, self._source, self._sampler, max_staleness)
 
-    def _new_producer(self, first: int) -> Producer:
+    def _new_producer(self, first: int) -> RolloutProducer:
         loop = self._spec.loop
-        return Producer(self._collector.generate, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness)
+        return RolloutProducer(
+            self._collector.generate, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness
+        )
 
     def _drain_stale(self) -> list[Metric]:
         stale, self._num_stale = self._num_stale, 0

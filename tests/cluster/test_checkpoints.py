@@ -10,7 +10,7 @@ import pytest
 
 from slime_like.checkpoint.files import iterations, name_latest, prune, resumable_iteration
 from slime_like.cluster.run.checkpoints import Checkpoints
-from slime_like.cluster.workers.role_trainers import RoleTrainers
+from slime_like.cluster.workers.multi_role_trainer import MultiRoleTrainer
 from slime_like.config.schema.run import RunConfig
 from slime_like.errors import CheckpointError
 
@@ -120,7 +120,7 @@ def test_with_stop_the_failure_ends_the_run(tmp_path: Path) -> None:
 def test_an_actor_that_fails_leaves_no_save_of_the_critic_open(tmp_path: Path, fault: str) -> None:
     actor, critic = Saver(), Saver(slow={1})
     setattr(actor, fault, {1})
-    run = checkpoints(tmp_path, role_trainers(actor, critic), "continue")
+    run = checkpoints(tmp_path, multi_role_trainer(actor, critic), "continue")
     run.save(1)
     run.poll()
     run.save(2, final=True)
@@ -129,8 +129,8 @@ def test_an_actor_that_fails_leaves_no_save_of_the_critic_open(tmp_path: Path, f
     assert latest(tmp_path) == "2"
 
 
-def role_trainers(actor: Saver, critic: Saver) -> RoleTrainers:
-    """Return a ``RoleTrainers`` that can only save."""
-    trainers = object.__new__(RoleTrainers)
+def multi_role_trainer(actor: Saver, critic: Saver) -> MultiRoleTrainer:
+    """Return a ``MultiRoleTrainer`` that can only save."""
+    trainers = object.__new__(MultiRoleTrainer)
     trainers.actor, trainers.critic = cast(Any, actor), cast(Any, critic)
     return trainers

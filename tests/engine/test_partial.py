@@ -16,7 +16,7 @@ from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.collect.state import PartialGroup, RolloutState
 from slime_like.rollout.pool.engine_pool import EnginePool
-from slime_like.rollout.pool.router import Usage
+from slime_like.rollout.pool.router import RequestCounts
 from slime_like.types import Prompt
 from slime_like.util.deadline import Deadline
 from tests.engine.closeness import assert_close
@@ -41,13 +41,13 @@ class GroupUnderTest:
     """Requests of one group, with the gate that interrupts them."""
 
     def __init__(self, engine: Engine, journal: CallJournal | None = None) -> None:
-        self.client, self.gate, self.usage = engine.client, PauseGate(), Usage(1)
+        self.client, self.gate, self.usage = engine.client, PauseGate(), RequestCounts(1)
         self.journal = journal or CallJournal()
 
     async def generate(self) -> Sequence[Completion]:
         pool = EnginePool([FixedEngine(self.client)], HealthConfig(), receives_pushes=False)
-        with pool.router.lease(1) as lease:
-            engine = ResumableEngine(pool, lease, self.journal, self.gate, self.usage)
+        with pool.router.assign(1) as assignment:
+            engine = ResumableEngine(pool, assignment, self.journal, self.gate, self.usage)
             return await engine.generate(IDS, SEEDS, LONG_SAMPLING)
 
     async def stop_after(self, tokens: int) -> None:

@@ -16,8 +16,8 @@ from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
-from slime_like.rollout.pool.pool_update import PoolUpdate
-from slime_like.rollout.pool.router import Usage
+from slime_like.rollout.pool.router import RequestCounts
+from slime_like.rollout.pool.weight_update import EngineWeightUpdate
 from tests.rollout.slow_engine import SlowSupervisor
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
@@ -64,8 +64,8 @@ async def start_requests(pool: EnginePool) -> list[asyncio.Task[Any]]:
     """Start a request on each engine; return the waiting tasks."""
 
     async def ask() -> None:
-        with pool.router.lease(9) as lease:
-            engine = ResumableEngine(pool, lease, CallJournal(), PauseGate(), Usage(2))
+        with pool.router.assign(9) as assignment:
+            engine = ResumableEngine(pool, assignment, CallJournal(), PauseGate(), RequestCounts(2))
             await engine.generate(PROMPT, [7], Sampling(1.0, 9))
 
     tasks = [asyncio.create_task(ask()) for _ in pool.slots]
@@ -115,7 +115,7 @@ def test_an_engine_replaced_during_a_push_is_not_admitted() -> None:
         for engine, verb in zip(engines, (post, late), strict=True):
             engine._post = engine._request = verb
             engine.pause = engine.begin_update = lambda *_: post("")
-        update = PoolUpdate(pool)
+        update = EngineWeightUpdate(pool)
         assert [address.name for address in await update.begin()] == ["engine 0", "engine 1"]
         resuming = asyncio.create_task(update.resume(5))
         await let_run()

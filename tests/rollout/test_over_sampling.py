@@ -23,13 +23,13 @@ from slime_like.errors import DataError, RewardError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect import resumable
 from slime_like.rollout.collect.group_filters import FilterReport
-from slime_like.rollout.collect.over_sampling import OverSampling
+from slime_like.rollout.collect.over_sampling import OverSamplingCollector
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.collect.sampler import GroupRequest
 from slime_like.rollout.collect.state import GeneratedRollout, RolloutState
 from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.rollout.pool.engine_pool import EnginePool
-from slime_like.rollout.pool.router import Usage
+from slime_like.rollout.pool.router import RequestCounts
 from slime_like.types import Sample, SampleGroup, Source, Span
 from tests.rollout.counting import Counting
 from tests.rollout.slow_engine import SlowSupervisor, token
@@ -91,7 +91,7 @@ class Process:
         )
         sampler: Any = self
         self.source = Counting()
-        self.oversampler = OverSampling(config, Sampling(1.0, 1), self.source, sampler, partial.max_staleness)
+        self.oversampler = OverSamplingCollector(config, Sampling(1.0, 1), self.source, sampler, partial.max_staleness)
         self.oversampler._filters = sampler
         self.prompts = self.oversampler._prompts
 
@@ -103,8 +103,8 @@ class Process:
         self, request: GroupRequest, journal: CallJournal, gate: PauseGate, generated: Callable[[], None]
     ) -> SampleGroup:
         seeds = [request.group_id * N + i for i in range(N)]
-        with self.pool.router.lease(1) as lease:
-            engine = ResumableEngine(self.pool, lease, journal, gate, Usage(len(self.supervisors)))
+        with self.pool.router.assign(1) as assignment:
+            engine = ResumableEngine(self.pool, assignment, journal, gate, RequestCounts(len(self.supervisors)))
             calls = [engine.generate(request.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
             completions = [c for cs in await asyncio.gather(*calls) for c in cs]
         generated()

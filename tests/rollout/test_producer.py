@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from slime_like.errors import SlimeLikeError
-from slime_like.rollout.collect.producer import Producer
+from slime_like.rollout.collect.producer import RolloutProducer
 from slime_like.rollout.collect.state import GeneratedRollout
 
 
@@ -31,7 +31,7 @@ async def run_pending_tasks() -> None:
 def test_production_runs_ahead_by_the_staleness(staleness: int, ahead: list[int]) -> None:
     async def scenario() -> list[int]:
         ids: list[int] = []
-        producer = Producer(recording(ids), first=0, last=10, max_staleness=staleness)
+        producer = RolloutProducer(recording(ids), first=0, last=10, max_staleness=staleness)
         assert (await producer.get(0)).rollout_id == 0
         await run_pending_tasks()
         await producer.stop()
@@ -43,7 +43,7 @@ def test_production_runs_ahead_by_the_staleness(staleness: int, ahead: list[int]
 def test_the_last_rollout_ends_production() -> None:
     async def scenario() -> list[int]:
         ids: list[int] = []
-        producer = Producer(recording(ids), first=3, last=5, max_staleness=4)
+        producer = RolloutProducer(recording(ids), first=3, last=5, max_staleness=4)
         for rollout_id in (3, 4):
             assert (await producer.get(rollout_id)).rollout_id == rollout_id
             producer.forget(rollout_id)
@@ -61,7 +61,7 @@ def test_a_failure_is_raised_to_the_waiting_caller() -> None:
         return produced(rollout_id)
 
     async def scenario() -> None:
-        producer = Producer(generate, first=0, last=3, max_staleness=1)
+        producer = RolloutProducer(generate, first=0, last=3, max_staleness=1)
         await producer.get(0)
         for rollout_id in (1, 2):  # rollouts after a failure fail too, instead of waiting forever
             with pytest.raises(ValueError, match="engine gone"):
@@ -76,7 +76,7 @@ def test_a_generation_that_cancels_itself_fails() -> None:
         raise asyncio.CancelledError
 
     async def scenario() -> None:
-        producer = Producer(generate, first=0, last=3, max_staleness=1)
+        producer = RolloutProducer(generate, first=0, last=3, max_staleness=1)
         for rollout_id in (0, 1):
             with pytest.raises(SlimeLikeError, match=r"rollout 0: rollout\.generate raised CancelledError"):
                 await asyncio.wait_for(producer.get(rollout_id), 5)
@@ -89,7 +89,7 @@ def test_stop_cancels_rollouts_in_flight() -> None:
     async def scenario() -> int:
         gate = asyncio.Event()
         ids: list[int] = []
-        producer = Producer(recording(ids, gate), first=0, last=3, max_staleness=1)
+        producer = RolloutProducer(recording(ids, gate), first=0, last=3, max_staleness=1)
         await producer.get(0)
         await run_pending_tasks()
         assert ids == [0, 1]
@@ -103,7 +103,7 @@ def test_wait_until_idle_waits_for_admitted_rollouts_and_restore_continues_after
     async def scenario() -> tuple[list[int], list[int], list[int]]:
         gate = asyncio.Event()
         ids: list[int] = []
-        producer = Producer(recording(ids, gate), first=0, last=9, max_staleness=2)
+        producer = RolloutProducer(recording(ids, gate), first=0, last=9, max_staleness=2)
         await producer.get(0)
         producer.forget(0)
         idle = asyncio.create_task(producer.wait_until_idle())
@@ -115,7 +115,7 @@ def test_wait_until_idle_waits_for_admitted_rollouts_and_restore_continues_after
         await producer.stop()
 
         resumed_ids: list[int] = []
-        resumed = Producer(recording(resumed_ids), first=1, last=9, max_staleness=2)
+        resumed = RolloutProducer(recording(resumed_ids), first=1, last=9, max_staleness=2)
         resumed.restore(waiting)
         assert await resumed.get(1) is waiting[0]
         await run_pending_tasks()
@@ -130,7 +130,7 @@ def test_wait_until_idle_returns_after_a_failure() -> None:
         raise ValueError("engine gone")
 
     async def scenario() -> None:
-        producer = Producer(generate, first=0, last=3, max_staleness=1)
+        producer = RolloutProducer(generate, first=0, last=3, max_staleness=1)
         with pytest.raises(ValueError, match="engine gone"):
             await producer.get(0)
         await producer.wait_until_idle()

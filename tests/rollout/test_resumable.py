@@ -12,7 +12,7 @@ from slime_like.config.schema.faults import HealthConfig
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import EnginePool
-from slime_like.rollout.pool.router import Usage
+from slime_like.rollout.pool.router import RequestCounts
 from tests.rollout.slow_engine import Request, SlowSupervisor, token
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
@@ -30,9 +30,9 @@ class Group:
 def play(turns: Callable[[Group, ResumableEngine], Awaitable[None]]) -> Group:
     async def run() -> Group:
         group = Group()
-        with group.pool.router.lease(100) as lease:
-            assert lease.engine is group.supervisors[0].client
-            await turns(group, ResumableEngine(group.pool, lease, group.journal, PauseGate(), Usage(2)))
+        with group.pool.router.assign(100) as assignment:
+            assert assignment.engine is group.supervisors[0].client
+            await turns(group, ResumableEngine(group.pool, assignment, group.journal, PauseGate(), RequestCounts(2)))
         await group.pool.stop()
         for task in (task for supervisor in group.supervisors for task in supervisor.tasks):
             task.cancel()

@@ -17,15 +17,18 @@ from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool import router as router_module
-from slime_like.rollout.pool.router import EngineRouter, Lease, Usage
+from slime_like.rollout.pool.router import EngineAssignment, EngineRouter, RequestCounts
 
 
 def engines(n: int) -> list[EngineClient]:
     return [EngineClient(f"http://localhost:{i + 1}", admin_key="", name=str(i)) for i in range(n)]
 
 
-def load(leases: list[Lease], among: list[EngineClient]) -> dict[EngineClient, int]:
-    return {engine: sum(lease.outstanding for lease in leases if lease.engine is engine) for engine in among}
+def load(assignments: list[EngineAssignment], among: list[EngineClient]) -> dict[EngineClient, int]:
+    return {
+        engine: sum(assignment.outstanding for assignment in assignments if assignment.engine is engine)
+        for engine in among
+    }
 
 
 async def let_run() -> None:
@@ -38,26 +41,26 @@ async def let_run() -> None:
 def test_no_engine_has_more_than_one_group_above_another(n: int, sizes: list[tuple[int, int]]) -> None:
     router = EngineRouter(engines(n))
     with ExitStack() as stack:
-        leases: list[Lease] = []
+        assignments: list[EngineAssignment] = []
         for size, _ in sizes:
-            before = load(leases, router.engines)
-            leases.append(stack.enter_context(router.lease(size)))
-            assert leases[-1].engine is not None
-            assert before[leases[-1].engine] == min(before.values())
-        loads = load(leases, router.engines).values()
+            before = load(assignments, router.engines)
+            assignments.append(stack.enter_context(router.assign(size)))
+            assert assignments[-1].engine is not None
+            assert before[assignments[-1].engine] == min(before.values())
+        loads = load(assignments, router.engines).values()
         assert max(loads) - min(loads) <= max((size for size, _ in sizes), default=0)
-        for lease, (size, spent) in zip(leases, sizes, strict=True):
-            lease.spend(spent)
-            assert lease.outstanding == max(0, size - spent)
-    with router.lease(5) as lease:
-        assert lease.engine is router.engines[0]  # the load of ended leases is removed
+        for assignment, (size, spent) in zip(assignments, sizes, strict=True):
+            assignment.spend(spent)
+            assert assignment.outstanding == max(0, size - spent)
+    with router.assign(5) as assignment:
+        assert assignment.engine is router.engines[0]  # the load of ended assignments is removed
 
 
 def test_a_group_keeps_its_engine_until_it_is_withdrawn() -> None:
     async def scenario() -> None:
         a, b = engines(2)
         router = EngineRouter([a, b])
-        with router.lease(10) as first, router.lease(1) as second:
+        with router.assign(10) as first, router.assign(1) as second:
             assert (first.engine, second.engine) == (a, b)
             first.spend(10)
             await router.wait_for_engine(second)
@@ -69,7 +72,7 @@ def test_a_group_keeps_its_engine_until_it_is_withdrawn() -> None:
             router.admit(b)
             await router.wait_for_engine(second)
             assert second.engine is a
-            with router.lease(1) as third:
+            with router.assign(1) as third:
                 assert third.engine is b  # its load was reset when it was withdrawn
         assert router.engines == [a, b]
 
@@ -83,10 +86,10 @@ def test_a_group_waits_for_an_engine_to_be_admitted() -> None:
         assigned: list[EngineClient | None] = []
 
         async def ask() -> None:
-            with router.lease(1) as lease:
-                assert lease.engine is None
-                await router.wait_for_engine(lease)
-                assigned.append(lease.engine)
+            with router.assign(1) as assignment:
+                assert assignment.engine is None
+                await router.wait_for_engine(assignment)
+                assigned.append(assignment.engine)
 
         emptied = asyncio.create_task(router.wait_until_empty())
         router.withdraw(a)
@@ -106,8 +109,8 @@ def test_waiting_groups_get_the_fatal_error() -> None:
         router = EngineRouter([])
 
         async def ask() -> None:
-            with router.lease(1) as lease:
-                await router.wait_for_engine(lease)
+            with router.assign(1) as assignment:
+                await router.wait_for_engine(assignment)
 
         tasks = [asyncio.create_task(ask()) for _ in range(2)]
         await let_run()
@@ -142,7 +145,7 @@ def completion(tokens: int, prompt: int, cached: int) -> Completion:
 
 
 def test_usage_by_hand() -> None:
-    usage = Usage(2)
+    usage = RequestCounts(2)
     usage.add("engine 0", [completion(30, 10, 0), completion(10, 10, 8)])
     usage.add("engine 1", [completion(20, 20, 2)])
     metrics = reduce_metrics(usage.drain())

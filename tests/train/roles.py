@@ -90,7 +90,7 @@ def by_row(ranks: list[Columns]) -> list[list[F32]]:
 
 # ---- critic ----------------------------------------------------------------------------------------------------------
 def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> Trained:
-    """Train actor and critic on rollouts, in the order of ``RoleTrainers``."""
+    """Train actor and critic on rollouts, in the order of ``MultiRoleTrainer``."""
     with _sum_gradient_twice() if fault else contextlib.nullcontext():
         actor = make_actor(
             world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS, returns_advantages=True

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime_like.checkpoint.files import SCRATCH, begin_first, iteration_folder, name_latest, prune, remove_scratch
 from slime_like.checkpoint.record import add_run
-from slime_like.cluster.run.rollouts import Rollout
+from slime_like.cluster.run.rollouts import RolloutSource
 from slime_like.config.schema.run import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import Trainer
@@ -27,7 +27,7 @@ class Checkpoints:
 
     folder: Path
     trainer: Trainer
-    rollout: Rollout
+    rollout: RolloutSource
     config: RunConfig
     enabled: bool  # a run without a trainer has nothing to save
     last: int  # newest iteration that needs no save: resumed, begun or written

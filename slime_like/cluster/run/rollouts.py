@@ -50,7 +50,7 @@ class _SavedState:
     in_flight: Count = 0
 
 
-class Rollout(Protocol):
+class RolloutSource(Protocol):
     """Source of a run's rollouts, with state that survives a restart."""
 
     def collect(self, rollout_id: int) -> CollectedRollout: ...

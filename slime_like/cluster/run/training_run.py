@@ -15,7 +15,7 @@ from slime_like.cluster.run.checkpoints import Checkpoints
 from slime_like.cluster.run.control import Control, Request
 from slime_like.cluster.run.eval_files import answers_path, write_answers
 from slime_like.cluster.run.full_disk import tolerate_full_disk
-from slime_like.cluster.run.rollouts import Rollout
+from slime_like.cluster.run.rollouts import RolloutSource
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.sync import Sync
 from slime_like.cluster.supervise.reporting import try_report
@@ -44,7 +44,7 @@ class Run:
     cfg: TrainConfig
     run_dir: Path
     trainer: Trainer
-    rollout: Rollout
+    rollout: RolloutSource
     sync: Sync
     assembly: AssembleSpec
     sink: SinkGroup

@@ -15,7 +15,7 @@ from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.run.chaos import Chaos, report_lines
 from slime_like.cluster.run.checkpoints import Checkpoints
 from slime_like.cluster.run.control import Control
-from slime_like.cluster.run.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
+from slime_like.cluster.run.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, RolloutSource
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.sync import EngineSync, NoSync, Sync
 from slime_like.cluster.run.training_run import Run
@@ -26,9 +26,9 @@ from slime_like.cluster.start.resume import checkpoint_folder
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.multi_role_trainer import MultiRoleTrainer
 from slime_like.cluster.workers.no_trainer import FrozenTrainer
 from slime_like.cluster.workers.role_group import RoleGroup
-from slime_like.cluster.workers.role_trainers import RoleTrainers
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
 from slime_like.config.schema.policy import PolicyConfig
@@ -143,7 +143,7 @@ class Cluster:
         """Return the actor, combined with a critic or a teacher if there is one."""
         if critic is None and teacher is None:
             return actor
-        return RoleTrainers(actor, critic, teacher, self.cfg.critic)
+        return MultiRoleTrainer(actor, critic, teacher, self.cfg.critic)
 
     def _role(self, name: str, spec: CriticSpec | TeacherSpec | None) -> RoleGroup | None:
         assert self.placement is not None, "start comes first"
@@ -154,7 +154,7 @@ class Cluster:
         deadline = Deadline("driver", "engine start", self.cfg.rollout.start_deadline_s + 30)
         return tuple(wait_all(refs, deadline, self.progress.waiting).values())
 
-    def _start_rollout(self, inputs: RunInputs, addresses: tuple[EngineAddress, ...], first: int) -> Rollout:
+    def _start_rollout(self, inputs: RunInputs, addresses: tuple[EngineAddress, ...], first: int) -> RolloutSource:
         cfg = self.cfg
         if cfg.run.replay_from is not None:
             return ReplayRollout(Path(cfg.run.replay_from))

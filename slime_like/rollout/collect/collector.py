@@ -41,7 +41,7 @@ class PromptQueue:
 class GroupCollector:
     """Collects rollouts in rounds and waits for every group to finish.
 
-    The subclass ``OverSampling`` starts more groups than needed and aborts the rest.
+    The subclass ``OverSamplingCollector`` starts more groups than needed and aborts the rest.
     """
 
     def __init__(self, cfg: RolloutConfig, sampling: Sampling, source: DataSource, sampler: GroupSampler) -> None:

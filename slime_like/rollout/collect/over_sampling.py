@@ -63,7 +63,7 @@ class GroupTask:
         return self.task
 
 
-class OverSampling(GroupCollector):
+class OverSamplingCollector(GroupCollector):
     """Collector whose groups in flight can outlive a rollout."""
 
     def __init__(

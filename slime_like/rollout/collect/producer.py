@@ -15,7 +15,7 @@ from slime_like.rollout.collect.state import GeneratedRollout
 from slime_like.util.concurrency import is_task_cancelled
 
 
-class Producer:
+class RolloutProducer:
     """One task that runs ``generate(rollout_id)`` for each admitted rollout.
 
     Example: with ``max_staleness=1``, requesting rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.

@@ -1,7 +1,7 @@
 """The engine as one group sees it: interrupted answers are continued without the generate function noticing.
 
-consumes  a lease of one engine, so that a continuation finds its group's prefix in the cache; if that engine is lost, the
-          lease moves to another, which continues from the tokens already returned
+consumes  an assignment to one engine, so that a continuation finds its group's prefix in the cache; if that engine is lost,
+          the group moves to another engine, which continues from the tokens already returned
 produces  complete answers, in which each token has the version and log-probability of its own sampling
 waits for an engine that serves; for the gate, which is shut between rollouts while unfinished answers are retained
 
@@ -25,7 +25,7 @@ from slime_like.interfaces import Completion, Sampling
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.generate.sampling import check_generate
 from slime_like.rollout.pool.engine_pool import EnginePool
-from slime_like.rollout.pool.router import Lease, Usage
+from slime_like.rollout.pool.router import EngineAssignment, RequestCounts
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
 
@@ -173,14 +173,14 @@ class ResumableEngine:
     def __init__(
         self,
         pool: EnginePool,
-        lease: Lease,
+        assignment: EngineAssignment,
         journal: CallJournal,
         gate: PauseGate,
-        usage: Usage,
+        usage: RequestCounts,
         required_sampling: Sampling | None = None,
     ) -> None:
         """``required_sampling`` is the sampling distribution required of answers that are trained on; None if they are not."""
-        self._pool, self._lease = pool, lease
+        self._pool, self._assignment = pool, assignment
         self._journal, self._gate, self._usage = journal, gate, usage
         self._required_sampling = required_sampling
 
@@ -199,7 +199,7 @@ class ResumableEngine:
             check_generate(self._required_sampling, sampling)
         call = self._journal.call(token_ids, seeds)
         while call.unfinished():
-            await self._pool.router.wait_for_engine(self._lease)
+            await self._pool.router.wait_for_engine(self._assignment)
             async with self._gate.passage():
                 if not await self._continue(call, sampling):
                     break
@@ -209,24 +209,24 @@ class ResumableEngine:
         """See ``interfaces.Engine``."""
         scores = None
         while scores is None:
-            engine = await self._pool.router.wait_for_engine(self._lease)
-            scores = await self._pool.call_leased(self._lease, engine.score(token_ids, temperature))
+            engine = await self._pool.router.wait_for_engine(self._assignment)
+            scores = await self._pool.call_assigned(self._assignment, engine.score(token_ids, temperature))
         return scores
 
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
         """Send one request for all unfinished completions; return whether those still unfinished may be requested again."""
-        engine = self._pool.router.serving(self._lease)
+        engine = self._pool.router.serving(self._assignment)
         if engine is None:  # withdrawn while the gate was shut
             return True
         indices = call.unfinished()
         partials = [call.completions[i] for i in indices]
-        answered = await self._pool.call_leased(self._lease, self._extend(engine, call, indices, sampling))
+        answered = await self._pool.call_assigned(self._assignment, self._extend(engine, call, indices, sampling))
         if answered is None:  # the engine was lost together with the tokens of this request
             return True
         parts, aborted_by_run = answered
         for index, partial, part in zip(indices, partials, parts, strict=True):
             call.completions[index] = concatenate(partial, drop_last_token(part) if aborted_by_run else part)
-        self._lease.spend(sum(len(part.token_ids) for part in parts))
+        self._assignment.spend(sum(len(part.token_ids) for part in parts))
         self._usage.add(engine.name, parts)
         return aborted_by_run or all(part.finish != ABORT for part in parts)
 

@@ -16,7 +16,7 @@ from slime_like.reward.pool import RewardPool
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.generate.sampling import sample_seeds
 from slime_like.rollout.pool.engine_pool import EnginePool
-from slime_like.rollout.pool.router import Usage
+from slime_like.rollout.pool.router import RequestCounts
 from slime_like.types import Prompt, Sample, SampleGroup
 from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.user_code import errors_named
@@ -53,7 +53,7 @@ class GroupSampler:
     chat_template_kwargs: Mapping[str, object]
     max_context_len: int
     seed: int
-    usage: Usage  # of training groups
+    usage: RequestCounts  # of training groups
     trains: bool  # True if groups of the training stream are trained on
 
     async def group(
@@ -78,11 +78,11 @@ class GroupSampler:
             chat_template_kwargs=self.chat_template_kwargs,
         )
         is_training = request.stream == TRAIN_STREAM
-        usage = self.usage if is_training else Usage(1)  # evaluation requests are not reported
-        with self.pool.router.lease(request.sampling.max_new_tokens * n) as lease:
+        usage = self.usage if is_training else RequestCounts(1)  # evaluation requests are not reported
+        with self.pool.router.assign(request.sampling.max_new_tokens * n) as assignment:
             required_sampling = request.sampling if is_training and self.trains else None
             engine = ResumableEngine(
-                self.pool, lease, journal or CallJournal(), gate or PauseGate(), usage, required_sampling
+                self.pool, assignment, journal or CallJournal(), gate or PauseGate(), usage, required_sampling
             )
             subject = f"prompt {request.prompt.prompt_id} ({request.prompt.dataset})"
             with errors_named("rollout.generate", self.generate_name, subject):

@@ -23,7 +23,7 @@ from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_slot import EngineSlot, EngineSupervisor
 from slime_like.rollout.pool.event_loop import EventLoopMonitor
-from slime_like.rollout.pool.router import EngineRouter, Lease, copy_error
+from slime_like.rollout.pool.router import EngineAssignment, EngineRouter, copy_error
 from slime_like.util.deadline import scale
 
 DEAD, STALLED = "dead", "stalled"
@@ -49,16 +49,16 @@ class EnginePool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- use ---------------------------------------------------------------------------------------------------------
-    async def call_leased[T](self, lease: Lease, request: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a request to the leased engine; None if the engine was lost, so that the lease needs another."""
-        engine = lease.engine
+    async def call_assigned[T](self, assignment: EngineAssignment, request: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of a request to the assigned engine; None if it was lost, so that the group needs another."""
+        engine = assignment.engine
         assert engine is not None
         slot = next(slot for slot in self.slots if slot.client is engine)
         result = await self.call(slot, engine, request)
         if result is not None:
             slot.has_responded = True
-        elif lease.engine is engine:  # otherwise another request of the group has already handled the loss
-            lease.engine = None
+        elif assignment.engine is engine:  # otherwise another request of the group has already handled the loss
+            assignment.engine = None
             self._count_moved_group(slot)
         return result
 

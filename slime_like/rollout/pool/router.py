@@ -1,4 +1,7 @@
-"""Engine router: a group goes to the serving engine with the fewest outstanding tokens. ``Usage`` measures the balance."""
+"""Engine router: a group goes to the serving engine with the fewest outstanding tokens.
+
+``RequestCounts`` measures the balance.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.engine.client import EngineClient
 
 
-class Lease:
+class EngineAssignment:
     """Assignment of a group to an engine, with ``outstanding`` tokens that may still be sampled."""
 
     def __init__(self, outstanding: int, engine: EngineClient | None) -> None:
@@ -31,7 +34,7 @@ class EngineRouter:
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self._engines = list(engines)
-        self._leases: list[Lease] = []
+        self._assignments: list[EngineAssignment] = []
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._starved_at = None if engines else time.monotonic()
@@ -72,18 +75,18 @@ class EngineRouter:
             await self._changed.wait()
 
     @contextmanager
-    def lease(self, tokens: int) -> Generator[Lease]:
-        """Lease the least loaded engine; ``tokens`` count as its load until they are spent or the block ends. The lease has
-        no engine while no engine serves; ``wait_for_engine`` waits for one.
+    def assign(self, tokens: int) -> Generator[EngineAssignment]:
+        """Assign the least loaded engine; ``tokens`` count as its load until they are spent or the block ends. The assignment
+        has no engine while no engine serves; ``wait_for_engine`` waits for one.
         """
-        lease = Lease(tokens, self._least_loaded() if self._engines else None)
-        self._leases.append(lease)
+        assignment = EngineAssignment(tokens, self._least_loaded() if self._engines else None)
+        self._assignments.append(assignment)
         try:
-            yield lease
+            yield assignment
         finally:
-            self._leases = [remaining for remaining in self._leases if remaining is not lease]
+            self._assignments = [remaining for remaining in self._assignments if remaining is not assignment]
 
-    async def wait_for_engine(self, lease: Lease) -> EngineClient:
+    async def wait_for_engine(self, assignment: EngineAssignment) -> EngineClient:
         """Wait for an engine: the assigned one while it serves, otherwise the least loaded one, where the group then stays.
 
         Raises the error passed to ``fail``.
@@ -92,19 +95,19 @@ class EngineRouter:
             await self._changed.wait()
         if self._failure is not None:
             raise copy_error(self._failure)
-        if (engine := self.serving(lease)) is None:
-            engine = lease.engine = self._least_loaded()
+        if (engine := self.serving(assignment)) is None:
+            engine = assignment.engine = self._least_loaded()
         return engine
 
-    def serving(self, lease: Lease) -> EngineClient | None:
-        """Return the assigned engine; None if it no longer serves, so that the lease needs another."""
-        return lease.engine if lease.engine in self._engines else None
+    def serving(self, assignment: EngineAssignment) -> EngineClient | None:
+        """Return the assigned engine; None if it no longer serves, so that the group needs another."""
+        return assignment.engine if assignment.engine in self._engines else None
 
     def _least_loaded(self) -> EngineClient:
         load = dict.fromkeys(self._engines, 0)
-        for lease in self._leases:
-            if lease.engine in load:
-                load[lease.engine] += lease.outstanding
+        for assignment in self._assignments:
+            if assignment.engine in load:
+                load[assignment.engine] += assignment.outstanding
         return min(load, key=load.__getitem__)
 
     def _wake(self) -> None:
@@ -112,7 +115,7 @@ class EngineRouter:
         self._changed = asyncio.Event()
 
 
-class Usage:
+class RequestCounts:
     """Counts over requests. A continuation is a request whose prompt includes the tokens sampled before."""
 
     def __init__(self, num_engines: int) -> None:

@@ -19,7 +19,7 @@ from slime_like.types import F32, StepStats
 
 
 @dataclass(slots=True)
-class RoleTrainers:
+class MultiRoleTrainer:
     """Trainer of several roles. ``step`` has three parts; within each, the roles run concurrently:
 
     score       critic and teacher score the rows, the actor its old and reference policy

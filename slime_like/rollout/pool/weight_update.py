@@ -35,7 +35,7 @@ class UpdateTarget:
         return self.slot.client is self.engine and not self.slot.is_restarting
 
 
-class PoolUpdate:
+class EngineWeightUpdate:
     """Updates all reachable engines, restarted ones included; at most one update is open at a time."""
 
     def __init__(self, pool: EnginePool) -> None:
