@@ -164,7 +164,9 @@ def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
         for work in works:
             assert work is not None, "this rank is in the group"
             if not work.wait():
-                raise WeightSyncError("a broadcast of weights to the engines did not complete")
+                raise WeightSyncError(
+                    "a broadcast of weights to the engines did not complete; see the logs of the engines"
+                )
     except RuntimeError as error:
         if isinstance(error, WeightSyncError):
             raise

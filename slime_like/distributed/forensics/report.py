@@ -168,7 +168,7 @@ def _describe_rank(reading: Reading | None, now: int) -> str:
 
 
 def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: str, rebuild: int) -> str:
-    """Describe the ranks among a role's ``ranks`` that did not join the ``rebuild``-th rebuild of communicators."""
+    """Describe which of a role's ``ranks`` did not join the ``rebuild``-th rebuild of communicators."""
     now = time.perf_counter_ns()
     by_rank = {rank: readings.get(f"{role}_rank{rank}") for rank in ranks}
     absent = [
