@@ -38,7 +38,7 @@ class RewardError(SlimeLikeError, RuntimeError):
 
 
 class UserCodeError(SlimeLikeError, RuntimeError):
-    """A user's generate function, filter or data source that raised or returned an unusable value."""
+    """User code, such as a generate function, loss or filter, that raised or returned an unusable value."""
 
 
 class AgentError(SlimeLikeError, RuntimeError):
