@@ -28,8 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from slime_like.cluster.plan.guard import guard_spec  # noqa: E402
 from slime_like.config.load.loader import load_config  # noqa: E402
 from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy  # noqa: E402
-from slime_like.distributed.wrapper import calls as calls_module  # noqa: E402
-from slime_like.distributed.wrapper import install  # noqa: E402
+from slime_like.distributed.wrapper import install, op_wrappers  # noqa: E402
 from slime_like.distributed.wrapper import wrapper as wrapper_module  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
@@ -205,11 +204,11 @@ def simulate(steps: int) -> Iterator[str]:
 def simulated_clock(clock: GuardClock) -> Generator[None]:
     """Let the wrapper and its guard read ``clock``."""
     original = time.perf_counter_ns
-    calls_module.clock = wrapper_module.clock = time.perf_counter_ns = clock
+    op_wrappers.clock = wrapper_module.clock = time.perf_counter_ns = clock
     try:
         yield
     finally:
-        calls_module.clock = wrapper_module.clock = time.perf_counter_ns = original
+        op_wrappers.clock = wrapper_module.clock = time.perf_counter_ns = original
 
 
 @contextlib.contextmanager

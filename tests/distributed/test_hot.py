@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
 from slime_like.distributed.forensics.ring import FAILED, HEAD, RECORD, Ring
-from slime_like.distributed.guard.requests import Requests
+from slime_like.distributed.guard.symmetric_actions import SymmetricActions
 from slime_like.distributed.wrapper import hot, install
 from slime_like.distributed.wrapper.wrapper import Wrapper
 from tests.distributed.wrapped import Memory
@@ -226,7 +226,7 @@ def test_a_group_decision_reaches_a_plain_op(checks: str, in_c: bool, tmp_path: 
     try:
         for memory.op_index in range(6):
             if memory.op_index == 3:
-                Requests(tmp_path / "trainer.requests").publish("trim")
+                SymmetricActions(tmp_path / "trainer.requests").publish("trim")
             dist.all_reduce(small())
         (counter,) = installed.counters()
     finally:

@@ -21,7 +21,7 @@ from slime_like.config.schema.guard_policy import ACTIONS, CHECKS, GuardSpec, Me
 from slime_like.distributed.forensics.ring import GroupInfo
 from slime_like.distributed.guard import memory_guard as guard_module
 from slime_like.distributed.guard.counters import Counter, GroupRecord, counter_type
-from slime_like.distributed.guard.memory_guard import NEVER, Guard, Requests
+from slime_like.distributed.guard.memory_guard import NEVER, Guard, SymmetricActions
 from slime_like.distributed.guard.query_schedule import MAX_OVERDRAFT
 from slime_like.errors import ConfigError, MemoryShortage
 
@@ -204,7 +204,7 @@ def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) ->
     ranks: list[tuple[Simulated, Guard, Counter]] = []
     for free_gib in (8, 2, 8):
         memory = Simulated(free_bytes=free_gib * GIB, reclaimable=4 * GIB)
-        guard = Guard(memory, Requests(tmp_path / "requests") if symmetric else None)
+        guard = Guard(memory, SymmetricActions(tmp_path / "requests") if symmetric else None)
         op_counter = counter(policy)
         guard.add_counter(op_counter)
         ranks.append((memory, guard, op_counter))
@@ -225,13 +225,13 @@ def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) ->
 
 
 def test_never_still_follows_a_group_decision(tmp_path: Path) -> None:
-    guards = [Guard(Simulated(), Requests(tmp_path / "requests")) for _ in range(2)]
+    guards = [Guard(Simulated(), SymmetricActions(tmp_path / "requests")) for _ in range(2)]
     op_counters = [counter(MemoryPolicy(checks="never")) for _ in guards]
     for guard, op_counter in zip(guards, op_counters, strict=True):
         guard.add_counter(op_counter)
-    requests = guards[0].requests
-    assert requests is not None
-    requests.publish("trim")
+    actions = guards[0].symmetric_actions
+    assert actions is not None
+    actions.publish("trim")
     for _ in range(2):
         for guard, op_counter in zip(guards, op_counters, strict=True):
             call(guard, op_counter)

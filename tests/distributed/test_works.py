@@ -31,7 +31,7 @@ def test_outstanding_works_are_kept_as_in_a_dict(steps: list[tuple[str, int]]) -
     works, expected = module.Works(), dict[int, Any]()
     for index, (action, key) in enumerate(steps):
         if action == "set":
-            works[key] = expected[key] = (f"ref {index}", f"tally {index}", index)
+            works[key] = expected[key] = (f"ref {index}", f"counter {index}", index)
         elif action == "pop":
             assert works.pop(key, None) == expected.pop(key, None)
         else:

@@ -24,7 +24,7 @@ class GroupRecord:
     __slots__ = ("info", "make_sequence", "next_sequence")
 
     def __init__(self, info: GroupInfo, make_sequence: Callable[[], Callable[[], int]] = sequence_counter) -> None:
-        """Create the record. ``make_sequence``: ``sequence_counter``, or its equivalent in ``csrc/tally.h``."""
+        """Create the record. ``make_sequence``: ``sequence_counter``, or its equivalent in ``csrc/hot_counter.h``."""
         self.info, self.make_sequence = info, make_sequence
         self.next_sequence = make_sequence()
 
@@ -90,16 +90,16 @@ HOT_FIELDS = ("bytes", "calls", "check_at", "code", "next_sequence", "ns", "peer
 OTHER_FIELDS = tuple(name for name in Counter.__annotations__ if name not in HOT_FIELDS)
 
 
-class Tally:
-    """The fields of a ``Counter`` that every op reads or changes; ``csrc/tally.h`` defines the same type in C."""
+class HotCounterFields:
+    """Fields of a ``Counter`` that every op reads or changes; ``csrc/hot_counter.h`` defines the same type in C."""
 
     __slots__ = HOT_FIELDS
 
 
 @functools.cache
-def counter_type(tally: type = Tally) -> type[Counter]:
-    """Return a subclass of ``Counter`` whose hot fields are those of ``tally``."""
-    return type("Counter", (Counter, tally), {"__slots__": OTHER_FIELDS})
+def counter_type(hot_fields: type = HotCounterFields) -> type[Counter]:
+    """Return a subclass of ``Counter`` whose hot fields are those of ``hot_fields``."""
+    return type("Counter", (Counter, hot_fields), {"__slots__": OTHER_FIELDS})
 
 
 def metrics(counters: Iterable[Counter], min_free: int | None) -> Iterator[Metric]:

@@ -9,7 +9,7 @@ from slime_like.config.schema.guard_policy import MemoryPolicy
 from slime_like.distributed.guard.counters import Counter
 from slime_like.distributed.guard.memory import MemorySource
 from slime_like.distributed.guard.query_schedule import QuerySchedule
-from slime_like.distributed.guard.requests import Requests
+from slime_like.distributed.guard.symmetric_actions import SymmetricActions
 from slime_like.errors import MemoryShortage
 
 NEVER = (1 << 63) - 1  # a ``check_at`` that is not reached
@@ -20,7 +20,7 @@ class Guard:
     """The memory guard of one rank. The wrapper calls ``check`` before an op once the counter's ``check_at`` has passed."""
 
     source: MemorySource
-    requests: Requests | None = None  # actions shared by all ranks (guard.symmetric)
+    symmetric_actions: SymmetricActions | None = None  # actions shared by all ranks (guard.symmetric)
     min_free: int | None = None  # lowest free memory since the last drain
     _counters: list[Counter] = field(default_factory=list[Counter])
     _schedules: dict[MemoryPolicy, QuerySchedule] = field(default_factory=dict[MemoryPolicy, QuerySchedule])
@@ -45,14 +45,14 @@ class Guard:
     @property
     def _polls_requests(self) -> bool:
         """True if ``check`` must run before every op because nothing else notices requests of other ranks."""
-        return self.requests is not None and not self.requests.is_watched
+        return self.symmetric_actions is not None and not self.symmetric_actions.is_watched
 
     def check(self, counter: Counter, now: int) -> None:
         """Query free memory if the op's policy requires it, and act on a shortage. Sets ``counter.check_at``.
 
         Raises ``MemoryShortage`` if the policy's action is ``raise``.
         """
-        if self.requests is not None and (action := self.requests.next_action()):
+        if self.symmetric_actions is not None and (action := self.symmetric_actions.next_action()):
             self._act(counter, action, f"requested by another rank ({self.source.name} memory)")
         policy = counter.policy
         match policy.checks:
@@ -111,8 +111,8 @@ class Guard:
             self._in_shortage.discard(policy)
         if short and not (policy.checks in ("below", "auto") and policy in self._in_shortage):
             self._in_shortage.add(policy)
-            if self.requests is not None and policy.action != "none":
-                self.requests.publish(policy.action)
+            if self.symmetric_actions is not None and policy.action != "none":
+                self.symmetric_actions.publish(policy.action)
             self._act(counter, policy.action, f"threshold {policy.threshold}")
 
     def _act(self, counter: Counter, action: str, reason: str) -> None:

@@ -1,7 +1,7 @@
 """The hot path in C (``csrc/hot.c``), compiled once per machine and user if there is a compiler.
 
 Each object of the extension handles plain calls and passes all others to the equivalent Python function
-(``wrapper.calls``). Remove when torch offers hooks that are as cheap.
+(``wrapper.op_wrappers``). Remove when torch offers hooks that are as cheap.
 """
 
 # torch has no public registry of process groups and backends.
@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.schema.collectives import Kind, Op
 from slime_like.distributed.forensics.ring import HEAD, Ring
-from slime_like.distributed.wrapper import calls
+from slime_like.distributed.wrapper import op_wrappers
 from slime_like.util.c_build import BuildError, Recipe, build
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class NativeHooks:
 
     def composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], fallback: Callable[..., Any]) -> Any:
         """Return the replacement of a function that issues several ops."""
-        position = calls.group_position(raw)
+        position = op_wrappers.group_position(raw)
         call = self._call(
             w, self.module.COMPOSITE, raw, fallback, w.counters_by_op[op.name], -1 if position is None else position
         )
@@ -112,12 +112,12 @@ class NativeHooks:
             wait=w.torch_wait,
             record_failure=w.record_failure,
             add_pending=w.add_pending,
-            size_of=calls.size_of,
+            size_of=op_wrappers.size_of,
             world=c10d._world,
             tensor=Tensor,
             nbytes=inspect.getattr_static(Tensor, "nbytes"),
             counter_class=w.counter_class,
             payload=payload,
             any_source=any_source,
-            max_pending=calls.MAX_PENDING,
+            max_pending=op_wrappers.MAX_PENDING,
         )

@@ -13,7 +13,7 @@ from slime_like.distributed.forensics.ring import Ring, sweep
 from slime_like.distributed.guard import counters
 from slime_like.distributed.guard.memory import MemorySource, RecordingMemorySource, make_source
 from slime_like.distributed.guard.memory_guard import Guard
-from slime_like.distributed.guard.requests import Requests
+from slime_like.distributed.guard.symmetric_actions import SymmetricActions
 from slime_like.distributed.wrapper import reload
 from slime_like.distributed.wrapper.errors import explain
 from slime_like.distributed.wrapper.hot import NativeHooks, load
@@ -42,15 +42,17 @@ def install(
         sweep(keep=folder)
         name = f"{spec.name}_rank{rank}"
         ring = Ring(folder, name, spec.ring)
-        requests = Requests(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None
+        symmetric_actions = (
+            SymmetricActions(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None
+        )
         memory = _recording_source(spec, device, ring) if source is None else RecordingMemorySource(source, ring)
-        guard = Guard(memory, requests)
+        guard = Guard(memory, symmetric_actions)
         _current = Wrapper(spec, ring, guard, explain)
         _current.profile = Profile() if spec.profile is not None else None
         _current.name = name
         _current.native = NativeHooks.attach(module, ring) if in_c and (module := load()) is not None else None
-        if requests is not None and _current.native is not None:
-            requests.watch_with(_current.native.ring)
+        if symmetric_actions is not None and _current.native is not None:
+            symmetric_actions.watch_with(_current.native.ring)
         _current.install()
         _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
     return _current

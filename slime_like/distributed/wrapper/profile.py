@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_like.config.schema.collectives import Op
 from slime_like.distributed.guard.advice import MeasuredOp, write_rows
-from slime_like.distributed.wrapper import calls
+from slime_like.distributed.wrapper import op_wrappers
 
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper.wrapper import Wrapper
@@ -71,12 +71,12 @@ class Profile:
 
     def measured_composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], call: Callable[..., Any]) -> Any:
         """Return ``call``, the wrapper of the composite function ``raw``, with a memory query before and after it."""
-        position = calls.group_position(raw)
+        position = op_wrappers.group_position(raw)
 
         @functools.wraps(raw)
         def measured_call(*args: Any, **kwargs: Any) -> Any:
             with (
-                self._measuring(w, op, calls.group_of(position, args, kwargs))
+                self._measuring(w, op, op_wrappers.group_of(position, args, kwargs))
                 if w.is_installed
                 else contextlib.nullcontext()
             ):

@@ -1,8 +1,8 @@
 """Reloadable communicators: destroyed while nothing is communicated, rebuilt before the next collective.
 
 megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
-and stores. With ``guard.release`` they contain no backend but a ``Slot``. A second group of the same ranks, to which only
-the wrapper has a reference, executes their ops. An op that bypasses the wrapper reaches the slot, which refuses it.
+and stores. With ``guard.release`` their backend is a ``ReleasableBackend``, a placeholder that refuses every op. A second
+group of the same ranks, referenced only by the wrapper, executes their ops.
 
 Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``; in torch 2.14 gloo's cannot).
 """
@@ -38,7 +38,7 @@ KEY_PREFIX = "rebuild"  # of the store keys with the addresses of rebuilt commun
 _rebuild_numbers = itertools.count(1)
 
 
-class Slot(c10d_core.Backend):
+class ReleasableBackend(c10d_core.Backend):
     """Placeholder in a ``ProcessGroup`` for a backend that can be released. ``live``: the backend, None while it is released."""
 
     def __init__(self, create: Callable[[Any, Any], Any], request: Any, options: Any) -> None:
@@ -90,17 +90,17 @@ class Slot(c10d_core.Backend):
 
 @dataclass(slots=True, eq=False)
 class Reloadable:
-    """The slots of one ``ProcessGroup``, and the group that executes its ops."""
+    """Releasable backends of one ``ProcessGroup``, and the group that executes its ops."""
 
-    slots: dict[str, Slot] = field(default_factory=dict[str, Slot])  # by the backend's name
-    live_group: Any = None  # executes the ops; created at the first op after the slots were built
+    backends: dict[str, ReleasableBackend] = field(default_factory=dict[str, ReleasableBackend])  # by name
+    live_group: Any = None  # executes the ops; created at the first op after the backends were built
 
 
 _reloadables: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation, which is the same on all ranks
 
 
-def install_slots() -> list[tuple[str, Any]]:
-    """Let torch create groups with slots from now on. Return the argument of ``restore``."""
+def install_releasable_backends() -> list[tuple[str, Any]]:
+    """Let torch create groups with releasable backends from now on. Return the argument of ``restore``."""
     originals: list[tuple[str, Any]] = []
     for name in NAMES:
         c10d.Backend._ensure_backend_registered(name)
@@ -115,21 +115,21 @@ def install_slots() -> list[tuple[str, Any]]:
 
 
 def restore(originals: list[tuple[str, Any]]) -> None:
-    """Let torch create groups without slots from now on."""
+    """Let torch create groups without releasable backends from now on."""
     for name, plugin in originals:
         c10d.Backend._plugins[name] = plugin
 
 
 def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function that creates a slot, or a backend for split groups and groups with processes outside this world."""
+    """Return a function that creates a releasable backend, or a plain one for split groups and groups with processes outside this world."""
 
     def create(request: Any, options: Any) -> Any:
         foreign = not request.global_ranks_in_group and dist.is_initialized()
         if foreign or request.split_from is not None:
             return original(request, options)
-        slot = Slot(original, request, options)
-        _reloadables.setdefault(request.process_group, Reloadable()).slots[name] = slot
-        return slot
+        backend = ReleasableBackend(original, request, options)
+        _reloadables.setdefault(request.process_group, Reloadable()).backends[name] = backend
+        return backend
 
     return create
 
@@ -139,7 +139,7 @@ def target(group: Any) -> Any:
     reloadable = _reloadables.get(group)
     if reloadable is None or group not in c10d._world.pg_backend_config:
         return group
-    if reloadable.live_group is None and all(slot.live is not None for slot in reloadable.slots.values()):
+    if reloadable.live_group is None and all(backend.live is not None for backend in reloadable.backends.values()):
         reloadable.live_group = _create_live_group(group, reloadable)
     return group if reloadable.live_group is None else reloadable.live_group
 
@@ -150,7 +150,7 @@ def _create_live_group(group: Any, reloadable: Reloadable) -> Any:
     config = c10d.BackendConfig(c10d.Backend(c10d._world.pg_backend_config[group]))
     kinds = c10d.Backend.backend_type_map
     for device, name in config.get_device_backend_map().items():
-        live_group._register_backend(torch.device(device), kinds[name], reloadable.slots[name].live)
+        live_group._register_backend(torch.device(device), kinds[name], reloadable.backends[name].live)
     live_group._set_default_backend(kinds[group.name()])
     live_group._set_group_name(group.group_name)
     live_group._set_group_desc(group.group_desc)
@@ -158,7 +158,7 @@ def _create_live_group(group: Any, reloadable: Reloadable) -> Any:
 
 
 def drop_destroyed_groups() -> None:
-    """Drop the slots of groups that were destroyed."""
+    """Drop the backends of groups that were destroyed."""
     for group in [group for group in _reloadables if group not in c10d._world.pg_map]:
         del _reloadables[group]
 
@@ -206,8 +206,8 @@ def release(w: Wrapper) -> None:
                 counter.target = None
     for group in reversed(w.released):
         _reloadables[group].live_group = None
-        for slot in _reloadables[group].slots.values():
-            slot.drop()
+        for backend in _reloadables[group].backends.values():
+            backend.drop()
     w.reload_ns += time.perf_counter_ns() - started
 
 
@@ -220,9 +220,9 @@ def rebuild(w: Wrapper) -> None:
     started, number = time.perf_counter_ns(), next(_rebuild_numbers)
     w.ring.record_rebuild(number)
     for group in w.released:
-        for slot in _reloadables[group].slots.values() if group in _reloadables else ():
+        for backend in _reloadables[group].backends.values() if group in _reloadables else ():
             try:
-                slot.build(number)
+                backend.build(number)
             except RuntimeError as error:
                 info = w.group_record(group).info
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]

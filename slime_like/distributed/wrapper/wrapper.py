@@ -29,7 +29,7 @@ from slime_like.config.schema.guard_policy import GuardSpec
 from slime_like.distributed.forensics.ring import CODES, ENDED, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
 from slime_like.distributed.guard.counters import Counter, GroupRecord, counter_type, sequence_counter
 from slime_like.distributed.guard.memory_guard import Guard
-from slime_like.distributed.wrapper import calls, reload
+from slime_like.distributed.wrapper import op_wrappers, reload
 from slime_like.distributed.wrapper.hot import NativeHooks
 from slime_like.distributed.wrapper.profile import Profile
 from slime_like.errors import CollectiveError
@@ -78,7 +78,7 @@ class Wrapper:
         self.is_installed = True
         if self.native is not None:
             self.counter_class, self.make_sequence = (
-                counter_type(self.native.module.Tally),
+                counter_type(self.native.module.HotCounterFields),
                 self.native.module.SequenceCounter,
             )
             self.pending_works = self.native.module.Works()
@@ -90,25 +90,25 @@ class Wrapper:
                 self._replace_function(name, functools.partial(self._wrap_composite, op))
         if self.spec.release:
             for name in reload.REDIRECTED:
-                self._replace(dist.ProcessGroup, name, calls.redirect)
-            self._creators = reload.install_slots()
+                self._replace(dist.ProcessGroup, name, op_wrappers.redirect)
+            self._creators = reload.install_releasable_backends()
         self._replace(c10d.Work, "wait", self._wrap_wait)
-        self._replace_function("destroy_process_group", functools.partial(calls.destroy, self))
+        self._replace_function("destroy_process_group", functools.partial(op_wrappers.destroy, self))
 
     def _wrap_method(self, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-        call = calls.method(self, op, name, raw)
+        call = op_wrappers.method(self, op, name, raw)
         if self.native is not None:
             call = self.native.method(self, op, name, raw, call)
         return call if self.profile is None else self.profile.measured(self, op, call)
 
     def _wrap_composite(self, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-        call = calls.composite(self, op, raw)
+        call = op_wrappers.composite(self, op, raw)
         if self.native is not None:
             call = self.native.composite(self, op, raw, call)
         return call if self.profile is None else self.profile.measured_composite(self, op, raw, call)
 
     def _wrap_wait(self, raw: Callable[..., Any]) -> Callable[..., Any]:
-        call = calls.wait(self, raw)
+        call = op_wrappers.wait(self, raw)
         return call if self.native is None else self.native.wait(self, raw, call)
 
     def remove(self) -> None:
@@ -119,8 +119,8 @@ class Wrapper:
         self._originals.clear()
         reload.restore(self._creators)
         self.ring.before_close()
-        if self.guard.requests is not None:
-            self.guard.requests.close()
+        if self.guard.symmetric_actions is not None:
+            self.guard.symmetric_actions.close()
         self.ring.close()
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -160,8 +160,8 @@ class Wrapper:
             for destroyed in [g for g in self.groups if g not in c10d._world.pg_map]:
                 self.drop_group(destroyed)
             record = self.groups[group] = GroupRecord(self._info(group), self.make_sequence)
-            if self.guard.requests is not None and self.spec.nodes > 1 and dist.is_initialized():
-                self.guard.requests.connect(c10d._get_default_store())
+            if self.guard.symmetric_actions is not None and self.spec.nodes > 1 and dist.is_initialized():
+                self.guard.symmetric_actions.connect(c10d._get_default_store())
             self.ring.add_group(record.info)
         return record
 
@@ -214,7 +214,7 @@ class Wrapper:
         if dropped is not None:
             self.record_end(dropped[2], started)
         self.pending_works[id(work)] = (weakref.ref(work), counter, index)
-        if len(self.pending_works) > calls.MAX_PENDING:
+        if len(self.pending_works) > op_wrappers.MAX_PENDING:
             self.record_completed()
         counter.ns += clock() - started
         return work

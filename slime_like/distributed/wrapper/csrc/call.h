@@ -8,15 +8,15 @@ typedef struct {
     Ring *ring;
     PyObject *fallback;       /* the wrapper in Python */
     PyObject *raw;            /* torch's method or function */
-    PyObject *counters;       /* group -> Tally, of this op */
+    PyObject *counters;       /* group -> HotCounterFields, of this op */
     Works *works;             /* asynchronous ops that nobody has waited for */
     PyObject *wait;           /* torch's Work.wait */
-    PyObject *record_failure; /* (tally, index, error) -> error to raise */
-    PyObject *add_pending;    /* (work, tally, index, started) -> work */
+    PyObject *record_failure; /* (counter, index, error) -> error to raise */
+    PyObject *add_pending;    /* (work, counter, index, started) -> work */
     PyObject *size_of;        /* (tensor or list) -> bytes */
     PyObject *world;          /* torch's registry, with the default group */
     PyTypeObject *tensor;
-    PyTypeObject *counter_class; /* type of the values of ``counters``; a subtype of Tally */
+    PyTypeObject *counter_class; /* type of the values of ``counters``; a subtype of HotCounterFields */
     PyObject *nbytes;         /* descriptor of the tensor's attribute */
     getter read_nbytes;       /* its getter, or NULL if it is not implemented in C */
     PyObject *dict;
@@ -71,7 +71,7 @@ static int64_t bytes_of(Call *self, PyObject *value)
 }
 
 /* Return the counter of a group as a new reference if this file can handle the call; else NULL. */
-static Tally *plain_counter(Call *self, PyObject *group, int64_t started)
+static HotCounterFields *plain_counter(Call *self, PyObject *group, int64_t started)
 {
     if (self->ring->words == NULL) return NULL;
     PyObject *counter = PyDict_GetItemWithError(self->counters, group);
@@ -79,21 +79,21 @@ static Tally *plain_counter(Call *self, PyObject *group, int64_t started)
         PyErr_Clear(); /* the Python function raises it again */
         return NULL;
     }
-    Tally *tally = (Tally *)counter;
+    HotCounterFields *fields = (HotCounterFields *)counter;
     const int64_t *request = self->ring->request_word;
     if (request != NULL && *(volatile const int64_t *)request != self->ring->last_request)
-        tally->check_at = 0; /* lets the guard run, which sets it again */
-    if (tally->target == NULL || tally->next_sequence == NULL || tally->peers == NULL || (double)started >= tally->check_at)
+        fields->check_at = 0; /* lets the guard run, which sets it again */
+    if (fields->target == NULL || fields->next_sequence == NULL || fields->peers == NULL || (double)started >= fields->check_at)
         return NULL;
-    return (Tally *)Py_NewRef(counter);
+    return (HotCounterFields *)Py_NewRef(counter);
 }
 
 /* Raise the error that ``record_failure`` returns for the current error. Return NULL. */
-static PyObject *fail(Call *self, PyObject *tally, int64_t index)
+static PyObject *fail(Call *self, PyObject *counter, int64_t index)
 {
     PyObject *error = PyErr_GetRaisedException(), *index_object = PyLong_FromLongLong(index), *explained = NULL;
     if (index_object != NULL) {
-        PyObject *arguments[] = {tally, index_object, error};
+        PyObject *arguments[] = {counter, index_object, error};
         explained = PyObject_Vectorcall(self->record_failure, arguments, 3, NULL);
         Py_DECREF(index_object);
     }
@@ -118,21 +118,21 @@ static PyObject *issue(Call *self, PyObject *target, PyObject *const *args, Py_s
 }
 
 /* Add the work of an asynchronous op to ``works`` and return it; steals its reference. */
-static PyObject *add_work(Call *self, PyObject *work, Tally *tally, int64_t index, int64_t started)
+static PyObject *add_work(Call *self, PyObject *work, HotCounterFields *counter, int64_t index, int64_t started)
 {
     int64_t key = (int64_t)(intptr_t)work;
     PyObject *ref = PyWeakref_NewRef(work, NULL), *result = NULL; /* before the search for the slot, because it may collect garbage */
     if (ref != NULL && make_room(self->works) == 0) {
         PendingWork *slot = slot_of(self->works, key);
         if (slot->ref == NULL && (Py_ssize_t)self->works->used <= self->max_pending) {
-            *slot = (PendingWork){key, ref, Py_NewRef((PyObject *)tally), index};
+            *slot = (PendingWork){key, ref, Py_NewRef((PyObject *)counter), index};
             self->works->used++;
-            tally->ns += now() - started;
+            counter->ns += now() - started;
             return work;
         }
         PyObject *index_object = PyLong_FromLongLong(index), *start = PyLong_FromLongLong(started);
         if (index_object != NULL && start != NULL) {
-            PyObject *arguments[] = {work, (PyObject *)tally, index_object, start};
+            PyObject *arguments[] = {work, (PyObject *)counter, index_object, start};
             result = PyObject_Vectorcall(self->add_pending, arguments, 4, NULL);
         }
         Py_XDECREF(index_object);

@@ -1,10 +1,10 @@
-/* The hot path of slime_like.distributed.wrapper.calls in C, which takes a quarter of the time.
+/* The hot path of slime_like.distributed.wrapper.op_wrappers in C, which takes a quarter of the time.
 
    It handles plain calls: the counter exists, the guard need not check, and the arguments are those that torch passes.
    All other calls and all errors go to the equivalent function in Python (``fallback``), which defines the behaviour; a
    test compares both. Everything here runs under the interpreter's lock.
 
-   This file has the four kinds of calls. It includes counters (tally.h), the ring's records (ring.h), asynchronous ops
+   This file has the four kinds of calls. It includes counters (hot_counter.h), the ring's records (ring.h), asynchronous ops
    (works.h), and the code that all kinds of calls share (call.h). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,7 +12,7 @@
 #include <structmember.h>
 #include <time.h>
 
-#include "tally.h"
+#include "hot_counter.h"
 /* each header uses those above it */
 #include "ring.h"
 #include "works.h"
@@ -40,34 +40,34 @@ static PyObject *call_collective(PyObject *callable, PyObject *const *args, size
     Py_ssize_t n = PyVectorcall_NARGS(nargsf), num_named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     Py_ssize_t num_args = n + num_named;
     int64_t started = now(), size = 0;
-    Tally *tally;
+    HotCounterFields *counter;
     if (num_args < 2 || num_args > 4 || num_named > 1
         || (num_named && PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), name_opts))
-        || 1 + self->payload >= num_args || (tally = plain_counter(self, args[0], started)) == NULL)
+        || 1 + self->payload >= num_args || (counter = plain_counter(self, args[0], started)) == NULL)
         return PyObject_Vectorcall(self->fallback, args, nargsf, names);
     PyObject *opts = args[num_args - 1], *work = NULL, *result = NULL;
     if (self->payload >= 0 && (size = bytes_of(self, args[1 + self->payload])) < 0) goto done;
-    int64_t sequence = next_number(tally->next_sequence);
+    int64_t sequence = next_number(counter->next_sequence);
     if (sequence < 0) goto done;
-    tally->calls++;
-    tally->bytes += size;
-    int64_t index = add_record(self->ring, started, size, tally->code, sequence, NO_PEER);
-    PyObject *target = Py_NewRef(tally->target);
+    counter->calls++;
+    counter->bytes += size;
+    int64_t index = add_record(self->ring, started, size, counter->code, sequence, NO_PEER);
+    PyObject *target = Py_NewRef(counter->target);
     work = issue(self, target, args, num_args, n, names);
     Py_DECREF(target);
     if (work == NULL) {
-        fail(self, (PyObject *)tally, index);
+        fail(self, (PyObject *)counter, index);
         goto done;
     }
     if (work != Py_None) {
         int async_op = is_asynchronous(opts);
         if (async_op > 0) {
-            result = add_work(self, work, tally, index, started);
+            result = add_work(self, work, counter, index, started);
             goto done;
         }
         PyObject *waited = async_op < 0 ? NULL : PyObject_CallOneArg(self->wait, work);
         if (waited == NULL) {
-            fail(self, (PyObject *)tally, index);
+            fail(self, (PyObject *)counter, index);
             Py_DECREF(work);
             goto done;
         }
@@ -76,10 +76,10 @@ static PyObject *call_collective(PyObject *callable, PyObject *const *args, size
     Py_DECREF(work);
     int64_t end = now();
     record_end(self->ring, index, end);
-    tally->ns += end - started;
+    counter->ns += end - started;
     result = Py_NewRef(Py_None); /* tells torch that the op has ended */
 done:
-    Py_DECREF(tally);
+    Py_DECREF(counter);
     return result;
 }
 
@@ -90,37 +90,37 @@ static PyObject *call_point(PyObject *callable, PyObject *const *args, size_t na
     int64_t started = now(), size = 0, peer = NO_PEER;
     PyObject *key = self->payload < 0 ? no_peer : self->any_source ? any_peer : n > 2 ? args[2] : NULL;
     PyObject *sequence_counter, *result = NULL;
-    Tally *tally;
+    HotCounterFields *counter;
     if (names != NULL || n < 2 || n > 4 || key == NULL || !PyLong_CheckExact(key)
-        || (tally = plain_counter(self, args[0], started)) == NULL)
+        || (counter = plain_counter(self, args[0], started)) == NULL)
         return PyObject_Vectorcall(self->fallback, args, nargsf, names);
     /* Before the look-up of the peer, because it may run Python code that changes ``peers``. */
     if (self->payload >= 0 && (size = bytes_of(self, args[1])) < 0) goto done;
-    if ((sequence_counter = PyDict_GetItemWithError(tally->peers, key)) == NULL) { /* first op with this peer */
-        Py_DECREF(tally);
+    if ((sequence_counter = PyDict_GetItemWithError(counter->peers, key)) == NULL) { /* first op with this peer */
+        Py_DECREF(counter);
         PyErr_Clear();
         return PyObject_Vectorcall(self->fallback, args, nargsf, names);
     }
     peer = PyLong_AsLongLong(key);
     int64_t sequence = next_number(sequence_counter);
     if (sequence < 0 || (peer == -1 && PyErr_Occurred())) goto done;
-    tally->calls++;
-    tally->bytes += size;
-    int64_t index = add_record(self->ring, started, size, tally->code, sequence, peer);
-    PyObject *target = Py_NewRef(tally->target), *work = issue(self, target, args, n, n, NULL);
+    counter->calls++;
+    counter->bytes += size;
+    int64_t index = add_record(self->ring, started, size, counter->code, sequence, peer);
+    PyObject *target = Py_NewRef(counter->target), *work = issue(self, target, args, n, n, NULL);
     Py_DECREF(target);
     if (work == NULL) {
-        fail(self, (PyObject *)tally, index);
+        fail(self, (PyObject *)counter, index);
     } else if (work == Py_None) {
         int64_t end = now();
         record_end(self->ring, index, end);
-        tally->ns += end - started;
+        counter->ns += end - started;
         result = work;
     } else {
-        result = add_work(self, work, tally, index, started);
+        result = add_work(self, work, counter, index, started);
     }
 done:
-    Py_DECREF(tally);
+    Py_DECREF(counter);
     return result;
 }
 
@@ -130,22 +130,22 @@ static PyObject *call_wait(PyObject *callable, PyObject *const *args, size_t nar
     PendingWork *slot = PyVectorcall_NARGS(nargsf) < 1 ? NULL : find(self->works, (int64_t)(intptr_t)args[0]);
     if (slot == NULL) return PyObject_Vectorcall(self->raw, args, nargsf, names);
     if (!PyWeakref_CheckRefExact(slot->ref) || PyWeakref_GetObject(slot->ref) != args[0]
-        || !Py_IS_TYPE(slot->tally, self->counter_class))
+        || !Py_IS_TYPE(slot->counter, self->counter_class))
         return PyObject_Vectorcall(self->fallback, args, nargsf, names);
     PendingWork pending = *slot;
     free_slot(self->works, slot);
-    Tally *tally = (Tally *)pending.tally;
+    HotCounterFields *counter = (HotCounterFields *)pending.counter;
     int64_t started = now();
     PyObject *result = PyObject_Vectorcall(self->raw, args, nargsf, names);
     if (result == NULL) {
-        fail(self, pending.tally, pending.index);
+        fail(self, pending.counter, pending.index);
     } else {
         int64_t end = now();
         record_end(self->ring, pending.index, end);
-        tally->ns += end - started;
+        counter->ns += end - started;
     }
     Py_DECREF(pending.ref);
-    Py_DECREF(pending.tally);
+    Py_DECREF(pending.counter);
     return result;
 }
 
@@ -174,21 +174,21 @@ static PyObject *call_composite(PyObject *callable, PyObject *const *args, size_
     Call *self = (Call *)callable;
     int64_t started = now();
     PyObject *group = group_of(self, args, PyVectorcall_NARGS(nargsf), names);
-    Tally *tally = group == NULL ? NULL : plain_counter(self, group, started);
+    HotCounterFields *counter = group == NULL ? NULL : plain_counter(self, group, started);
     Py_XDECREF(group);
-    if (tally == NULL) return PyObject_Vectorcall(self->fallback, args, nargsf, names);
+    if (counter == NULL) return PyObject_Vectorcall(self->fallback, args, nargsf, names);
     long long outer = self->ring->composite_thread;
     self->ring->composite_thread = (long long)PyThread_get_thread_ident();
-    tally->calls++;
-    int64_t index = add_record(self->ring, started, 0, tally->code, tally->calls, NO_PEER);
+    counter->calls++;
+    int64_t index = add_record(self->ring, started, 0, counter->code, counter->calls, NO_PEER);
     PyObject *result = PyObject_Vectorcall(self->raw, args, nargsf, names);
-    if (result == NULL) fail(self, (PyObject *)tally, index);
+    if (result == NULL) fail(self, (PyObject *)counter, index);
     /* another thread may have left its composite since */
     self->ring->composite_thread = outer == (long long)PyThread_get_thread_ident() ? outer : 0;
     int64_t end = now();
     if (result != NULL) record_end(self->ring, index, end);
-    tally->ns += end - started;
-    Py_DECREF(tally);
+    counter->ns += end - started;
+    Py_DECREF(counter);
     return result;
 }
 
@@ -209,8 +209,8 @@ static int Call_init(Call *self, PyObject *args, PyObject *kw)
                                      &size_of, &world, &PyType_Type, &tensor, &nbytes, &PyType_Type, &counter_class, &self->payload,
                                      &self->any_source, &self->max_pending))
         return -1;
-    if (!PyType_IsSubtype((PyTypeObject *)counter_class, &TallyType)) {
-        PyErr_SetString(PyExc_TypeError, "counter_class must be a subtype of Tally");
+    if (!PyType_IsSubtype((PyTypeObject *)counter_class, &HotCounterFieldsType)) {
+        PyErr_SetString(PyExc_TypeError, "counter_class must be a subtype of HotCounterFields");
         return -1;
     }
     if (self->kind < COLLECTIVE || self->kind > COMPOSITE) {
@@ -268,7 +268,7 @@ PyMODINIT_FUNC PyInit__hot(void)
     no_peer = PyLong_FromLong(NO_PEER);
     PyObject *extension = PyModule_Create(&module);
     if (extension == NULL || !name_async || !name_opts || !name_group || !name_default || !any_peer || !no_peer
-        || PyModule_AddType(extension, &TallyType) || PyModule_AddType(extension, &SequenceCounterType)
+        || PyModule_AddType(extension, &HotCounterFieldsType) || PyModule_AddType(extension, &SequenceCounterType)
         || PyModule_AddType(extension, &RingType) || PyModule_AddType(extension, &WorksType)
         || PyModule_AddType(extension, &CallType) || PyModule_AddIntMacro(extension, COLLECTIVE)
         || PyModule_AddIntMacro(extension, POINT) || PyModule_AddIntMacro(extension, WAIT)

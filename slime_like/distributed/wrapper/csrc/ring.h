@@ -9,7 +9,7 @@ typedef struct {
     int64_t *words; /* start of the first record; NULL once closed */
     int64_t slots, index, head;
     Py_buffer request;           /* memory of request_word */
-    const int64_t *request_word; /* written by other ranks (guard/requests.py); NULL: none */
+    const int64_t *request_word; /* written by other ranks (guard/symmetric_actions.py); NULL: none */
     long long last_request;      /* value of the word at the last check by the guard */
     long long composite_thread;  /* thread in a composite function, or 0 */
 } Ring;

@@ -1,10 +1,10 @@
 /* Asynchronous ops that nobody has waited for, in a hash table by the address of their work. To Python it is a dict
-   {id(work): (weak reference to the work, tally, index in the ring)} with the methods that slime_like.distributed uses. */
+   {id(work): (weak reference to the work, counter, index in the ring)} with the methods that slime_like.distributed uses. */
 
 typedef struct {
     int64_t key;
     PyObject *ref; /* weak reference to the work; NULL: the slot is free */
-    PyObject *tally;
+    PyObject *counter;
     int64_t index;
 } PendingWork;
 
@@ -72,9 +72,9 @@ static int make_room(Works *self)
 }
 
 /* Return an entry as a tuple; steals the references. */
-static PyObject *entry_tuple(PyObject *ref, PyObject *tally, int64_t index)
+static PyObject *entry_tuple(PyObject *ref, PyObject *counter, int64_t index)
 {
-    return Py_BuildValue("(NNL)", ref, tally, (long long)index);
+    return Py_BuildValue("(NNL)", ref, counter, (long long)index);
 }
 
 /* Store the address of a key in *key; -1 with an error. */
@@ -96,7 +96,7 @@ static int Works_traverse(Works *self, visitproc visit, void *arg)
     for (size_t i = 0; i < self->size; i++)
         if (self->slots[i].ref != NULL) {
             Py_VISIT(self->slots[i].ref);
-            Py_VISIT(self->slots[i].tally);
+            Py_VISIT(self->slots[i].counter);
         }
     return 0;
 }
@@ -108,7 +108,7 @@ static int Works_clear(Works *self)
             PendingWork removed = self->slots[i]; /* a copy, because another entry may move to its slot */
             free_slot(self, self->slots + i);
             Py_DECREF(removed.ref);
-            Py_DECREF(removed.tally);
+            Py_DECREF(removed.counter);
         } else {
             i++;
         }
@@ -135,9 +135,9 @@ static int Works_set(Works *self, PyObject *key_object, PyObject *value)
 {
     int64_t key;
     long long index;
-    PyObject *ref, *tally, *old_ref = NULL, *old_tally = NULL;
-    if (value == NULL || !PyTuple_Check(value) || !PyArg_ParseTuple(value, "OOL", &ref, &tally, &index)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "give works[key] = (weak reference to the work, tally, index)");
+    PyObject *ref, *counter, *old_ref = NULL, *old_counter = NULL;
+    if (value == NULL || !PyTuple_Check(value) || !PyArg_ParseTuple(value, "OOL", &ref, &counter, &index)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "give works[key] = (weak reference to the work, counter, index)");
         return -1;
     }
     if (read_key(key_object, &key) || make_room(self)) return -1;
@@ -146,11 +146,11 @@ static int Works_set(Works *self, PyObject *key_object, PyObject *value)
         self->used++;
     } else {
         old_ref = slot->ref;
-        old_tally = slot->tally;
+        old_counter = slot->counter;
     }
-    *slot = (PendingWork){key, Py_NewRef(ref), Py_NewRef(tally), index};
+    *slot = (PendingWork){key, Py_NewRef(ref), Py_NewRef(counter), index};
     Py_XDECREF(old_ref);
-    Py_XDECREF(old_tally);
+    Py_XDECREF(old_counter);
     return 0;
 }
 
@@ -170,9 +170,9 @@ static PyObject *look_up(Works *self, PyObject *const *args, Py_ssize_t n, int r
         free_slot(self, slot);
     } else {
         Py_INCREF(entry.ref);
-        Py_INCREF(entry.tally);
+        Py_INCREF(entry.counter);
     }
-    return entry_tuple(entry.ref, entry.tally, entry.index);
+    return entry_tuple(entry.ref, entry.counter, entry.index);
 }
 
 static PyObject *Works_get(Works *self, PyObject *const *args, Py_ssize_t n) { return look_up(self, args, n, 0); }
@@ -185,7 +185,7 @@ static PyObject *Works_items(Works *self, PyObject *none)
     for (size_t i = 0; items != NULL && i < self->size; i++) { /* creating objects may run code that changes the table */
         if (self->slots[i].ref == NULL) continue;
         PendingWork entry = self->slots[i];
-        PyObject *value = entry_tuple(Py_NewRef(entry.ref), Py_NewRef(entry.tally), entry.index);
+        PyObject *value = entry_tuple(Py_NewRef(entry.ref), Py_NewRef(entry.counter), entry.index);
         PyObject *item = value == NULL ? NULL : Py_BuildValue("(LN)", (long long)entry.key, value);
         if (item == NULL || PyList_Append(items, item)) Py_CLEAR(items);
         Py_XDECREF(item);

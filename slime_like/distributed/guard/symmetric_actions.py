@@ -1,4 +1,4 @@
-"""Requests that make all ranks of a world act on low memory before their next op when one rank does (``guard.symmetric``).
+"""Actions on low memory that all ranks of a world take before their next op when one rank does (``guard.symmetric``).
 
 No collective is used, because a vote before every op would slow down every op. The acting rank publishes a request: it
 writes a word in memory shared by the ranks of the node, which they read before every op, and a key in the world's store.
@@ -26,8 +26,11 @@ KEY_PREFIX = "slime_like/memory/"
 _wrapper_numbers = itertools.count(1)  # the same on every rank, because all ranks install the wrapper equally often
 
 
-class Requests:
-    """The shared word on one rank. Two simultaneous requests for one action write the same value: they become one request."""
+class SymmetricActions:
+    """Requests for actions, in a word shared by the ranks of a node.
+
+    Two simultaneous requests for one action write the same value: they become one request.
+    """
 
     def __init__(self, path: Path) -> None:
         private_folder(path.parent)  # no other user can place a link here

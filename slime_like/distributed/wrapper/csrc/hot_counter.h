@@ -50,15 +50,15 @@ static inline int64_t next_number(PyObject *counter)
     return number;
 }
 
-/* ---- Tally: the fields of slime_like.distributed.guard.counters.Counter that every op reads or changes ----------------- */
+/* ---- HotCounterFields: the fields of slime_like.distributed.guard.counters.Counter that every op reads or changes ------ */
 typedef struct {
     PyObject_HEAD
     long long calls, bytes, ns, code;
     double check_at;
     PyObject *target, *next_sequence, *peers;
-} Tally;
+} HotCounterFields;
 
-static int Tally_traverse(Tally *self, visitproc visit, void *arg)
+static int HotCounterFields_traverse(HotCounterFields *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->target);
     Py_VISIT(self->next_sequence);
@@ -66,7 +66,7 @@ static int Tally_traverse(Tally *self, visitproc visit, void *arg)
     return 0;
 }
 
-static int Tally_clear(Tally *self)
+static int HotCounterFields_clear(HotCounterFields *self)
 {
     Py_CLEAR(self->target);
     Py_CLEAR(self->next_sequence);
@@ -74,32 +74,32 @@ static int Tally_clear(Tally *self)
     return 0;
 }
 
-static void Tally_dealloc(Tally *self)
+static void HotCounterFields_dealloc(HotCounterFields *self)
 {
     PyObject_GC_UnTrack(self);
-    Tally_clear(self);
+    HotCounterFields_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyMemberDef Tally_members[] = {
-    {"calls", T_LONGLONG, offsetof(Tally, calls)},
-    {"bytes", T_LONGLONG, offsetof(Tally, bytes)},
-    {"ns", T_LONGLONG, offsetof(Tally, ns)},
-    {"code", T_LONGLONG, offsetof(Tally, code)},
-    {"check_at", T_DOUBLE, offsetof(Tally, check_at)},
-    {"target", T_OBJECT, offsetof(Tally, target)},
-    {"next_sequence", T_OBJECT, offsetof(Tally, next_sequence)},
-    {"peers", T_OBJECT, offsetof(Tally, peers)},
+static PyMemberDef HotCounterFields_members[] = {
+    {"calls", T_LONGLONG, offsetof(HotCounterFields, calls)},
+    {"bytes", T_LONGLONG, offsetof(HotCounterFields, bytes)},
+    {"ns", T_LONGLONG, offsetof(HotCounterFields, ns)},
+    {"code", T_LONGLONG, offsetof(HotCounterFields, code)},
+    {"check_at", T_DOUBLE, offsetof(HotCounterFields, check_at)},
+    {"target", T_OBJECT, offsetof(HotCounterFields, target)},
+    {"next_sequence", T_OBJECT, offsetof(HotCounterFields, next_sequence)},
+    {"peers", T_OBJECT, offsetof(HotCounterFields, peers)},
     {NULL},
 };
 
-static PyTypeObject TallyType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.Tally",
-    .tp_basicsize = sizeof(Tally),
+static PyTypeObject HotCounterFieldsType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "slime_like.distributed.wrapper._hot.HotCounterFields",
+    .tp_basicsize = sizeof(HotCounterFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_traverse = (traverseproc)Tally_traverse,
-    .tp_clear = (inquiry)Tally_clear,
-    .tp_dealloc = (destructor)Tally_dealloc,
-    .tp_members = Tally_members,
+    .tp_traverse = (traverseproc)HotCounterFields_traverse,
+    .tp_clear = (inquiry)HotCounterFields_clear,
+    .tp_dealloc = (destructor)HotCounterFields_dealloc,
+    .tp_members = HotCounterFields_members,
     .tp_new = PyType_GenericNew,
 };
