@@ -86,6 +86,19 @@ EXCHANGE_SECONDS = Constant(
     "queries out, partial outputs and log-sum-exp back and merged: three small collectives per layer",
     fitted_on="Qwen3-235B on 8xH20, 32k/4k, concurrency 96: +16%",
 )
+HOST_SERVER = Constant(
+    "engine's HTTP server on a CPU", 921 * MIB, "bytes", "measured: ps, quickstart engines, SGLang 0.5.23"
+)
+HOST_SCHEDULER = Constant(
+    "engine's scheduler on a CPU",
+    665 * MIB,
+    "bytes",
+    "measured: ps, after a batch of 256, less weights, cache and states",
+)
+HOST_DETOKENIZER = Constant("engine's detokenizer on a CPU", 576 * MIB, "bytes", "measured: ps, quickstart engines")
+HOST_RANK = Constant(
+    "trainer rank on a CPU", 740 * MIB, "bytes", "measured: resident memory of a rank before its first step"
+)
 
 CONSTANTS = (
     CUDA_CONTEXT,
@@ -102,5 +115,9 @@ CONSTANTS = (
     COMPUTE_SHARE,
     NODE_HOP_SECONDS,
     EXCHANGE_SECONDS,
+    HOST_SERVER,
+    HOST_SCHEDULER,
+    HOST_DETOKENIZER,
+    HOST_RANK,
 )
 FITTED = tuple(constant for constant in CONSTANTS if constant.fitted_on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.planner.constants import GIB
+from slime_like.planner.constants import GIB, MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +38,7 @@ def items(*rows: tuple[str, float, str]) -> tuple[Item, ...]:
 
 
 def gib(num_bytes: float) -> str:
-    """Format bytes as GiB with one decimal, or two below 1 GiB."""
+    """Format bytes as GiB with one decimal, two below 1 GiB, or as MiB below 0.1 GiB."""
+    if abs(num_bytes) < GIB / 10:
+        return f"{num_bytes / MIB:.0f} MiB"
     return f"{num_bytes / GIB:.{1 if abs(num_bytes) >= GIB else 2}f} GiB"

@@ -73,6 +73,16 @@ def test_this_machines_gpus_are_checked_by_the_drivers_name(tmp_path: Path) -> N
         plan("qwen3_4b_gsm8k", "model.recompute=none", machine=here)
 
 
+@pytest.mark.parametrize(("recipe", "engine"), [("quickstart", 2.2), ("quickstart_gdn", 2.3), ("quickstart_next", 2.3)])
+def test_a_cpu_run_shows_resident_memory_before_its_model_is_made(recipe: str, engine: float) -> None:
+    laptop = Machine(0, 4, 16 * 2**30, ())
+    memory = plan(recipe, machine=laptop).memory
+    tables = dict(memory.tables)
+    assert tables["engine"].total / 2**30 == pytest.approx(engine, rel=0.1)
+    assert 0.7 < tables["trainer"].total / 2**30 < 2
+    assert memory.needed == 0 and not memory.warning
+
+
 def test_cores_are_counted_per_node() -> None:
     cluster = ("placement.ray_address=auto", "placement.actor_num_nodes=4", "rollout.num_engines=16")
     one = plan("qwen3_4b_gsm8k")

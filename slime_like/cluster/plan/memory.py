@@ -12,6 +12,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory
 from slime_like.planner.hardware import CORES_PER_GPU, Hardware, known_gpu
+from slime_like.planner.host import host_engine, host_tokens, host_trainer
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import MemoryTable, gib
 from slime_like.planner.trainer import TrainerSettings, trainer_memory
@@ -64,8 +65,8 @@ def plan_memory(
     others: tuple[CriticSpec | None, TeacherSpec | None],
 ) -> MemoryPlan:
     """Predict the memory of a run on GPUs. Raises ``ConfigError`` naming the keys to change if a GPU is too small."""
-    if actor.device != "cuda":
-        return MemoryPlan(unknown="placement.device is cpu")
+    if actor.device != "cuda" and shapes.actor is not None:
+        return _host_plan(machine, shapes.actor, actor, engines, roles)
     if cfg.placement.ray_address is not None and machine.is_local:
         return MemoryPlan(unknown="the GPUs of a joined Ray cluster are known only once it responds")
     if shapes.actor is None:
@@ -82,6 +83,20 @@ def plan_memory(
     if plan.needed > plan.available:
         return replace(plan, warning=_refusal(demand, plan))
     return plan
+
+
+def _host_plan(
+    machine: Machine, shape: ModelShape, actor: ActorSpec, engines: tuple[EngineSpec, ...], roles: tuple[Role, ...]
+) -> MemoryPlan:
+    """Predict the resident memory of trainer ranks and engines on a CPU."""
+    tables: list[tuple[str, MemoryTable]] = []
+    if any(role.name == "trainer" for role in roles):
+        tables.append(("trainer", host_trainer(shape, trainer_settings(actor))))
+    if engines:
+        settings = engine_settings(engines[0])
+        tokens = host_tokens(shape, settings, machine.memory_bytes, engines[0].sglang.get("max_total_tokens"))
+        tables.append(("engine", host_engine(shape, settings, tokens)))
+    return MemoryPlan(tables=tuple(tables), available=machine.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +251,11 @@ def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int) -> Iterator[st
     if plan.unknown:
         yield f"memory     not predicted: {plan.unknown}"
         return
-    together = " + ".join(plan.busiest)
-    yield f"memory     {gib(plan.needed)} of {gib(plan.available)} on each GPU with {together} ({plan.gpu})"
+    if plan.gpu:
+        together = " + ".join(plan.busiest)
+        yield f"memory     {gib(plan.needed)} of {gib(plan.available)} on each GPU with {together} ({plan.gpu})"
+    else:
+        yield f"memory     resident, of each trainer rank and engine, on a machine with {gib(plan.available)}"
     for role, table in plan.tables:
         parts = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in table.items)
         yield f"  {role:<9}{gib(table.total)}: {parts}"
