@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
-from slime_like.planner.answer import answer, changes
+from slime_like.planner.answer import answer, changes, phases
 from slime_like.planner.engine import FLOW_PARTS, WEIGHT_BYTES, EngineSettings
 from slime_like.planner.hardware import GPUS, Hardware, parse_hardware
 from slime_like.planner.models import MODELS, find_shape
@@ -17,7 +17,7 @@ from slime_like.planner.plot import Bar, memory_plot
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Workload
 from slime_like.planner.trainer import TrainerSettings, trainer_memory
-from slime_like.planner.view import engine_lines, memory_lines, model_line
+from slime_like.planner.view import engine_lines, memory_lines, model_line, phase_lines
 from slime_like.printable import visible
 
 EXAMPLES = """examples:
@@ -66,6 +66,8 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
             f"{trainer.tokens} tokens, recompute {trainer.recompute}), per GPU"
         )
         yield from memory_lines(table, hardware.gpu.memory)
+        yield ""
+        yield from phase_lines(phases(now.memory, table, hardware.gpu.memory), hardware)
     if options.svg is not None:
         Path(options.svg).write_text(memory_plot(f"{shape.name} on {hardware}", bars, hardware.gpu.memory))
         yield ""

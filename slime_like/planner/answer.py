@@ -9,6 +9,7 @@ from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memor
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Throughput, Workload, throughput
+from slime_like.planner.table import MemoryTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,41 @@ class EngineAnswer:
     @property
     def _limited_by_states(self) -> bool:
         return bool(self.memory.slot_bytes) and self.batch == self.memory.groups * self.memory.state_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Memory of a GPU that trainer and engine share, by phase."""
+
+    name: str
+    training: float  # bytes
+    sampling: float
+    kv_bytes: float  # that the engine may have for keys and values without exceeding the GPU
+
+
+LEFT_BY_ENGINE = ("CUDA context", "communicators", "CUDA graphs")
+"""Items that stay on the device after an engine has released its cache and weights."""
+LEFT_BY_TRAINER = ("CUDA context", "communicators")
+"""Items that stay on the device after a trainer rank has moved its tensors to the host."""
+
+
+def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
+    """Return the memory of a shared GPU if both roles stay, if the engine releases its memory for training, and if both do."""
+    fixed = engine.table.total - engine.pool
+    engine_left, trainer_left = engine.table.of(*LEFT_BY_ENGINE), trainer.of(*LEFT_BY_TRAINER)
+    return tuple(
+        Phases(
+            name,
+            trainer.total + beside_trainer,
+            engine.table.total + beside_engine,
+            max(0.0, available - fixed - beside_engine),
+        )
+        for name, beside_trainer, beside_engine in (
+            ("both stay", engine.table.total, trainer.total),
+            ("the engine releases its memory", engine_left, trainer.total),
+            ("they take turns", engine_left, trainer_left),
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,23 +149,34 @@ def traced() -> tuple[Traced, ...]:
     )
 
 
-# Further traced layouts of shortened models: (model, layers, settings, peak in GiB).
 def shortened() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
-    """Return traced layouts of models with fewer layers, which separate layers from the output layer."""
+    """Return traced layouts of models with fewer layers: model, layers, settings, peak in GiB.
+
+    They separate the layers from the output layer. Those from the ninth on were predicted before they were traced.
+    """
     base = TrainerSettings(trained_share=2 / 3)
+    dense, sparse = "Qwen3-4B", "Qwen3-30B-A3B"
+    experts = replace(base, tp=2, dp=4, ep=8)
+    context = replace(base, tp=2, cp=2, dp=2)
     return (
-        ("Qwen3-4B", 4, replace(base, dp=8), 16.33),
-        ("Qwen3-4B", 8, replace(base, dp=8), 23.97),
-        ("Qwen3-4B", 8, replace(base, dp=8, tokens=16_384), 36.04),
-        ("Qwen3-4B", 4, replace(base, tp=2, dp=4), 8.86),
-        ("Qwen3-4B", 8, replace(base, tp=2, dp=4), 12.98),
-        ("Qwen3-4B", 8, replace(base, tp=2, dp=4, recompute="full"), 8.28),
-        ("Qwen3-4B", 4, replace(base, tp=2, dp=4, logits_chunk=1_024), 7.23),
-        ("Qwen3-4B", 4, replace(base, tp=2, dp=4, logits_chunk=1_024, recompute="full"), 4.88),
+        (dense, 4, replace(base, dp=8), 16.33),
+        (dense, 8, replace(base, dp=8), 23.97),
+        (dense, 8, replace(base, dp=8, tokens=16_384), 36.04),
+        (dense, 8, replace(base, tp=2, dp=4), 12.98),
         ("Qwen3-0.6B", 8, replace(base, dp=8), 11.69),
         ("Qwen3-8B", 8, replace(base, dp=8), 37.46),
-        ("Qwen3-30B-A3B", 2, replace(base, dp=8, ep=8), 15.56),
-        ("Qwen3-30B-A3B", 4, replace(base, dp=8, ep=8), 20.83),
+        (sparse, 2, replace(base, dp=8, ep=8), 15.56),
+        (sparse, 4, replace(base, dp=8, ep=8), 20.83),
+        (dense, 8, replace(base, tp=2, dp=4, recompute="full"), 8.28),
+        (dense, 4, replace(base, tp=2, dp=4, logits_chunk=1_024), 7.23),
+        (dense, 4, replace(base, tp=2, dp=4, logits_chunk=1_024, recompute="full"), 4.88),
+        (dense, 4, replace(base, tp=2, dp=4, offload=1.0), 7.75),
+        (dense, 8, context, 12.75),
+        (dense, 8, replace(context, recompute="full"), 7.81),
+        ("Qwen3-8B", 4, replace(base, tp=2, dp=4), 14.65),
+        (sparse, 2, experts, 9.63),
+        (sparse, 4, experts, 13.57),
+        (sparse, 4, replace(experts, recompute="full"), 11.15),
     )
 
 
@@ -195,7 +206,7 @@ def lines() -> Iterator[str]:
     )
     yield ""
     yield from _table(
-        ("model", "layout", "tokens", "recompute", "logits chunk", "traced", "predicted", "error"),
+        ("model", "layout", "tokens", "recompute", "logits chunk", "offload", "traced", "predicted", "error"),
         [
             (
                 model,
@@ -203,6 +214,7 @@ def lines() -> Iterator[str]:
                 f"{s.tokens}",
                 s.recompute,
                 f"{s.logits_chunk}",
+                f"{s.offload:g}",
                 f"{peak:.1f} GiB",
                 f"{p:.1f} GiB",
                 f"{p / peak - 1:+.1%}",

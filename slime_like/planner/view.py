@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from slime_like.planner.answer import Change, EngineAnswer
+from slime_like.planner.answer import Change, EngineAnswer, Phases
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Workload
@@ -49,6 +49,13 @@ def engine_lines(
         yield ""
         yield "changes, each alone"
         yield from columns([("", "KV tokens", "batch", "tokens/s per GPU", ""), *rows])
+
+
+def phase_lines(shared: Iterable[Phases], hardware: Hardware) -> Iterator[str]:
+    """Yield the memory of a GPU that trainer and engine share, by phase, if they stay on it or leave it to each other."""
+    yield f"trainer and engine on one GPU of {gib(hardware.gpu.memory)}"
+    rows = [(phase.name, gib(phase.training), gib(phase.sampling), gib(phase.kv_bytes), "") for phase in shared]
+    yield from columns([("", "training", "sampling", "room for KV", ""), *rows])
 
 
 def _change_row(now: EngineAnswer, change: Change) -> tuple[str, ...]:
