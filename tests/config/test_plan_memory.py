@@ -34,7 +34,7 @@ def test_gsm8k_without_recompute_is_refused_and_every_named_key_mends_it() -> No
     with pytest.raises(ConfigError) as refusal:
         plan("qwen3_4b_gsm8k", "model.recompute=none")
     message = str(refusal.value)
-    assert "but an H100 has 79.6 GiB" in message and "activations" in message
+    assert "but each H100 has 79.6 GiB" in message and "activations" in message
     fixes = re.findall(r"[a-z_.]+=[\w.]+", message)
     assert "model.recompute=full" in fixes and len(fixes) == 3
     for fix in fixes:
@@ -69,7 +69,7 @@ def test_a_gpu_that_the_table_does_not_have_is_not_predicted() -> None:
 
 def test_this_machines_gpus_are_checked_by_the_drivers_name(tmp_path: Path) -> None:
     here = replace(H100, gpu_names=("NVIDIA H100 80GB HBM3",) * 8)
-    with pytest.raises(ConfigError, match="but an H100 has"):
+    with pytest.raises(ConfigError, match="but each H100 has"):
         plan("qwen3_4b_gsm8k", "model.recompute=none", machine=here)
 
 
@@ -81,6 +81,13 @@ def test_a_cpu_run_shows_resident_memory_before_its_model_is_made(recipe: str, e
     assert tables["engine"].total / 2**30 == pytest.approx(engine, rel=0.1)
     assert 0.7 < tables["trainer"].total / 2**30 < 2
     assert memory.needed == 0 and not memory.warning
+
+
+def test_dcp_is_suggested_if_the_cache_limits_the_rollout_and_ranks_repeat_heads() -> None:
+    wide = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
+    text = show_plan(["+recipe=qwen3_4b_dapo_async", *wide, "placement.actor_num_gpus_per_node=8"], "16xH200")
+    assert "rollout.dcp=2 would hold" in text
+    assert "rollout.dcp" not in show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100")
 
 
 def test_cores_are_counted_per_node() -> None:

@@ -10,7 +10,7 @@ from slime_like.cluster.plan.types import Role
 from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory
+from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory, useful_dcp
 from slime_like.planner.hardware import CORES_PER_GPU, Hardware, known_gpu
 from slime_like.planner.host import host_engine, host_tokens, host_trainer
 from slime_like.planner.shapes import ModelShape
@@ -41,6 +41,8 @@ class MemoryPlan:
     available: float = 0.0  # bytes of one GPU
     busiest: tuple[str, ...] = ()  # roles on the GPU that needs most
     engine: EngineMemory | None = None
+    wider_dcp: int = 1  # rollout.dcp that would hold the most tokens, if more than now
+    wider_tokens: int = 0  # KV capacity of an engine with it
     unknown: str = ""  # the reason, if nothing is predicted
     warning: str = ""  # if the run fits only without the allocator's overhead
 
@@ -116,6 +118,7 @@ class _Demand:
     def plan(self) -> MemoryPlan:
         """Return the prediction."""
         tables, engine = dict(self._tables()), self._engine()
+        dcp, tokens = self._wider()
         if engine is not None:
             tables["engine"] = engine.table
         gpus: dict[int, list[str]] = {}
@@ -129,6 +132,8 @@ class _Demand:
             available=self.hardware.gpu.memory,
             busiest=tuple(busiest),
             engine=engine,
+            wider_dcp=dcp,
+            wider_tokens=tokens,
         )
 
     @property
@@ -146,6 +151,16 @@ class _Demand:
             scoring = replace(trainer_settings(teacher.rank), recompute="full")
             whole = trainer_memory(self.shapes.teacher, scoring)
             yield "teacher", _without(whole, "gradients", "optimizer", "activations")
+
+    def _wider(self) -> tuple[int, int]:
+        """Return the ``rollout.dcp`` with the most KV capacity and that capacity; (1, 0) if it is the configured one."""
+        if not self.engines or self.shapes.actor is None:
+            return 1, 0
+        settings = engine_settings(self.engines[0], self.static)
+        useful = useful_dcp(self.shapes.actor, settings)
+        if useful <= settings.dcp or settings.attention_tp % useful or self.cfg.run.deterministic:
+            return 1, 0
+        return useful, engine_memory(self.shapes.actor, replace(settings, dcp=useful), self.hardware).tokens
 
     def _engine(self) -> EngineMemory | None:
         if not self.engines or self.shapes.actor is None:
@@ -204,7 +219,7 @@ def _refusal(demand: _Demand, plan: MemoryPlan) -> str:
     fixes = [key for key, changed in _remedies(demand, plan) if _fits(changed)]
     advice = f"set {' or '.join(fixes[:3])}" if fixes else "use more or larger GPUs, or raise parallel.tp, pp or ep"
     return (
-        f"the run needs {gib(plan.needed)} on a GPU ({parts}; the {worst[0]}'s {detail}), but an {plan.gpu} has "
+        f"the run needs {gib(plan.needed)} on a GPU ({parts}; the {worst[0]}'s {detail}), but each {plan.gpu} has "
         f"{gib(plan.available)}: {advice} (docs/planner.md)"
     )
 
@@ -266,3 +281,5 @@ def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int) -> Iterator[st
             f"  KV cache {plan.engine.tokens:,} tokens per engine: {fit:,} sequences of {sequence:,} tokens; a rollout samples "
             f"{in_flight:,} per engine, limited by {limit}"
         )
+        if fit < in_flight and plan.wider_tokens > plan.engine.tokens:
+            yield f"  rollout.dcp={plan.wider_dcp} would hold {plan.wider_tokens:,} tokens per engine (docs/dcp.md)"
