@@ -11,6 +11,7 @@ from slime_like.errors import CheckpointError
 from slime_like.util.reading import InputFile
 
 ATTENTION, LATENT, RECURRENT = "attention", "latent", "recurrent"
+MAX_LAYERS = 2**16
 NORM_WEIGHTS = 2  # of a layer: before the token mixer and before the MLP
 
 
@@ -213,9 +214,13 @@ def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None
     Raises ``CheckpointError`` on a missing or unusable field, with the ``file`` if there is one.
     """
     file = file or InputFile(Path(name), CheckpointError, "give the config.json of a causal language model")
-    text = cast("Mapping[str, Any]", values.get("text_config") or values)
-    fields = _Fields(text, file)
+    text = values.get("text_config") or values
+    if not isinstance(text, Mapping):
+        raise file.refused(f"has text_config={text!r}, which is not a JSON object")
+    fields = _Fields(cast("Mapping[str, Any]", text), file)
     num_layers = fields.count("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise file.refused(f"has num_hidden_layers={num_layers}, above {MAX_LAYERS}")
     sparse = _sparse_layers(fields, num_layers)
     mixers = _mixers(fields, num_layers)
     layers = tuple(Layer(mixer, index in sparse) for index, mixer in enumerate(mixers))
@@ -223,7 +228,7 @@ def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None
         name=name,
         hidden=fields.count("hidden_size"),
         vocabulary=fields.count("vocab_size"),
-        tied=bool(values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        tied=bool(values.get("tie_word_embeddings", fields.values.get("tie_word_embeddings", False))),
         layers=layers,
         max_positions=fields.count("max_position_embeddings"),
         attention=_attention(fields) if ATTENTION in mixers else None,
@@ -279,7 +284,10 @@ def _sparse_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
         return frozenset()
     first = fields.optional("first_k_dense_replace")
     step = fields.optional("decoder_sparse_step", "moe_layer_freq") or 1
-    dense = set(cast("list[int]", fields.values.get("mlp_only_layers") or ()))
+    listed = fields.values.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise fields.file.refused(f"has mlp_only_layers={listed!r}, which is not a list of layers")
+    dense = cast("list[Any]", listed)
     offset = 1 if fields.optional("decoder_sparse_step") else 0  # Qwen counts layers from 1, DeepSeek from 0
     return frozenset(i for i in range(first, num_layers) if (i + offset) % step == 0 and i not in dense)
 
@@ -321,9 +329,15 @@ def _recurrence(fields: _Fields) -> Recurrence:
 def _experts(fields: _Fields) -> ExpertShape:
     width = fields.count("moe_intermediate_size")
     shared = fields.optional("shared_expert_intermediate_size")
+    count, per_token = (
+        fields.count("num_experts", "num_local_experts", "n_routed_experts"),
+        fields.count("num_experts_per_tok"),
+    )
+    if per_token > count:
+        raise fields.file.refused(f"has num_experts_per_tok={per_token}, above its {count} experts")
     return ExpertShape(
-        count=fields.count("num_experts", "num_local_experts", "n_routed_experts"),
-        per_token=fields.count("num_experts_per_tok"),
+        count=count,
+        per_token=per_token,
         width=width,
         shared_width=shared or fields.optional("n_shared_experts") * width,
         shared_gate=shared > 0,

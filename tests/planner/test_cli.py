@@ -81,6 +81,13 @@ def test_numbers_have_to_be_positive(value: str, capsys: pytest.CaptureFixture[s
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"hidden_size": -1}, "has hidden_size=-1"),
         ({"num_hidden_layers": "four"}, "has num_hidden_layers='four'"),
+        ({"num_hidden_layers": 2**30}, "has num_hidden_layers=1073741824"),
+        ({"text_config": [1]}, "has text_config=[1]"),
+        (
+            {"num_experts": 2, "num_experts_per_tok": 8, "moe_intermediate_size": 4},
+            "has num_experts_per_tok=8, above its 2",
+        ),
+        ({"num_experts": 2, "mlp_only_layers": "all"}, "has mlp_only_layers='all'"),
     ],
 )
 def test_an_unusable_config_json_is_refused_with_its_field(
