@@ -99,7 +99,6 @@ class EngineArm:
             seed=0,
             log_path=str(model.parent / f"{kernels}.log"),
             start_deadline_s=300,
-            request_deadline_s=600,
             max_running_requests=batch,
             cpu_kernels=kernels,
             sglang={"max_total_tokens": 65_536},

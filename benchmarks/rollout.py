@@ -283,7 +283,6 @@ def spec(options: argparse.Namespace, number: int, **sglang: Any) -> EngineSpec:
         seed=0,
         log_path=str(options.model.parent / f"engine_{number}.log"),
         start_deadline_s=300,
-        request_deadline_s=120,
         max_running_requests=128,
         sglang={"max_total_tokens": 65_536, **sglang},
     )

@@ -3,7 +3,8 @@
     Prompt --rollout.collect--> SampleGroup (scored, filtered) --assemble--> TrainBatch
            --trainer.step--> StepStats(version) --sync.push--> the engines serve that version
 
-collect   consumes prompts, produces scored groups; waits for the engines; at most ``loop.max_staleness`` versions behind
+collect   consumes prompts, produces scored groups; waits for the engines; starts at most ``loop.max_staleness`` versions
+          behind
 step      consumes one rollout, produces weights of the next version; waits for the trainer ranks
 push      consumes weights, unblocks the engines; the probe checks that both sides hold the same weights
 

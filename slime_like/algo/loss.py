@@ -181,22 +181,20 @@ def _clamped(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """``Sequences`` of one micro-batch with S sequences and N tokens on this rank.
+    """``Sequences`` of one micro-batch with S sequences and N trained tokens on this rank.
 
     Under context parallelism a rank has a part of each sequence. ``reduce`` then sums over the ranks of the context parallel
     group. It also sums gradients in the backward pass, as the loss of each rank depends on the tokens of the other ranks.
     """
 
     index: Tensor  # I64 [N], sequence index of each token
-    trained: Tensor  # bool [N], True at trained tokens
     num_trained: Tensor  # F [S], trained tokens of each sequence over all ranks
     reduce: Reduce  # differentiable sum over the ranks that share the sequences
 
     def sum(self, values: Tensor) -> Tensor:
         """Return [S]: the sum over the trained tokens of each sequence. A collective of the ranks that share the sequences."""
-        trained_N = torch.where(self.trained, values, torch.zeros_like(values))
         zeros_S = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
-        return self.reduce.sum(zeros_S.index_add(0, self.index, trained_N))
+        return self.reduce.sum(zeros_S.index_add(0, self.index, values))
 
     def mean(self, values: Tensor) -> Tensor:
         """Return [S]: the mean over the trained tokens of each sequence, 0 without any. A collective, like ``sum``."""

@@ -67,7 +67,7 @@ ENTRIES = (
         "rollout/staleness_max",
         "trainer version minus the version of a group's oldest token, maximum over groups",
         "versions",
-        "at most loop.max_staleness; with partial rollouts at most rollout.max_partial_staleness",
+        "at most loop.max_staleness, 1 more with loop.leftover=carry; with partial rollouts at most rollout.max_partial_staleness",
     ),
     MetricEntry("rollout/staleness_mean", "the same, mean over groups", "versions"),
     MetricEntry(
@@ -126,7 +126,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/generated_groups",
-        "groups generated for a rollout, including those that a filter dropped",
+        "groups started for a rollout, including those that a filter dropped or over-sampling aborted",
         "groups",
     ),
     MetricEntry(
@@ -375,7 +375,7 @@ ENTRIES = (
     MetricEntry("perf/rollout_time", "generating and scoring one rollout", "s"),
     MetricEntry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),
     MetricEntry("perf/train_time", "assembling, shipping and training one rollout", "s"),
-    MetricEntry("perf/actor_train_time", "training on the ranks", "s"),
+    MetricEntry("perf/actor_train_time", "the optimizer steps of a rollout on the ranks, without scoring", "s"),
     MetricEntry("perf/log_probs_time", "the pass for old log-probabilities", "s"),
     MetricEntry("perf/ref_log_probs_time", "the pass for reference log-probabilities", "s"),
     MetricEntry("perf/values_time", "the critic's pass for values", "s"),

@@ -236,7 +236,6 @@ def loss_view(
         ref_logprobs=score_rows(policies.ref, row)[0].detach()[index],
         sequences=PackedSequences(
             index=torch.tensor(layout.sequence_of(positions)),
-            trained=weight > 0,
             num_trained=torch.tensor(layout.segment_sum(is_trained.astype(np.float64), np.arange(len(is_trained)))),
             reduce=reduce,
         ),

@@ -85,7 +85,6 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
 def in_sequences(tokens: LossView, index: list[int]) -> LossView:
     sequences = PackedSequences(
         index=torch.tensor(index),
-        trained=tokens.loss_weight > 0,
         num_trained=torch.bincount(torch.tensor(index)).double(),
         reduce=LocalReduce(),
     )

@@ -38,17 +38,16 @@ def test_masked_weights_are_ratios_inside_the_range_and_0_outside() -> None:
 
 
 def three_sequences() -> tuple[torch.Tensor, torch.Tensor, PackedSequences]:
-    """Return log-probabilities with log-ratios 0.2, 0.4 | 3.0 | 1.0 (untrained), and their sequences."""
+    """Return log-probabilities with log-ratios 0.2, 0.4 | 3.0 | no trained token, and their sequences."""
     sequences = PackedSequences(
-        index=torch.tensor([0, 0, 1, 2]),
-        trained=torch.tensor([True, True, True, False]),
+        index=torch.tensor([0, 0, 1]),
         num_trained=torch.tensor([2.0, 1.0, 0.0]),
         reduce=LocalReduce(),
     )
-    return torch.tensor([0.2, 0.4, 3.0, 1.0]), torch.zeros(4), sequences
+    return torch.tensor([0.2, 0.4, 3.0]), torch.zeros(3), sequences
 
 
-@pytest.mark.parametrize(("geometric", "expected"), [(False, [0.6, 0.6, 3.0, 0.0]), (True, [0.3, 0.3, 3.0, 0.0])])
+@pytest.mark.parametrize(("geometric", "expected"), [(False, [0.6, 0.6, 3.0]), (True, [0.3, 0.3, 3.0])])
 def test_a_sequence_has_one_ratio(geometric: bool, expected: list[float]) -> None:
     old, rollout, sequences = three_sequences()
     torch.testing.assert_close(
@@ -60,12 +59,12 @@ def test_a_rejected_sequence_is_dropped_and_counted() -> None:
     old, rollout, sequences = three_sequences()
     result = correction(GrpoConfig(rejection="geometric", rejection_high=2.0), old, rollout, sequences)
     assert result.keep is not None and result.weight is None
-    assert result.keep.tolist() == [1.0, 1.0, 0.0, 1.0]
-    assert result.means["rejection_frac"].tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert result.keep.tolist() == [1.0, 1.0, 0.0]
+    assert result.means["rejection_frac"].tolist() == [0.0, 0.0, 1.0]
 
 
 def test_masked_fractions_are_reported_per_side() -> None:
     old, rollout, _ = three_sequences()
     result = correction(GrpoConfig(use_mis=True, mis_high=1.3, mis_low=0.5), old, rollout, None)
-    assert result.means["mis_maskfrac_high"].tolist() == [0.0, 1.0, 1.0, 1.0]
-    assert result.means["mis_maskfrac_low"].tolist() == [0.0] * 4
+    assert result.means["mis_maskfrac_high"].tolist() == [0.0, 1.0, 1.0]
+    assert result.means["mis_maskfrac_low"].tolist() == [0.0] * 3

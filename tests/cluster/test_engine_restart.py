@@ -74,7 +74,6 @@ def spec(folder: Path) -> EngineSpec:
         seed=0,
         log_path=str(folder / "engine.log"),
         start_deadline_s=START_S,
-        request_deadline_s=1,
         trained_on=True,
     )
 

@@ -135,7 +135,6 @@ def launch(
         seed=0,
         log_path=str(folder / f"engine_tp{tp}.log"),
         start_deadline_s=180,
-        request_deadline_s=60,
         max_running_requests=64,
         deterministic=deterministic,
         cpu_kernels=cpu_kernels,
@@ -150,9 +149,7 @@ def launch(
         server.start()
         yield None
         server.wait_ready()
-        client = EngineClient(
-            server.url, admin_key=ADMIN_KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60, cause=server.cause_of_death
-        )
+        client = EngineClient(server.url, admin_key=ADMIN_KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60)
         yield Engine(server, client, loop)
     finally:
         server.stop()

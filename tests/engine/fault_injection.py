@@ -172,7 +172,6 @@ class EnginePair:
             seed=0,
             log_path="",
             start_deadline_s=180,
-            request_deadline_s=120,
             max_running_requests=SAMPLES,
             sglang={"max_total_tokens": 4096},
         )

@@ -18,6 +18,7 @@ from slime_like.config.schema.algo import AlgoConfig, GrpoConfig, SftConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
+from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, annotated, make_actor, save_checkpoint
 from tests.train.models import count_tokens, make_rows, normalise
 from tests.train.ranks import World
@@ -236,6 +237,41 @@ def rollouts(
     """Return the metrics of ``count`` rollouts on the same rows, with ``steps`` optimizer steps each."""
     actor = make_actor(world, shared.models["tied"], layout, algo=algo, steps_per_rollout=steps, **spec)
     return [train(actor, layout, 1, steps) for _ in range(count)]
+
+
+class FakeClock:
+    """Module ``time`` of a trainer, whose clock advances only by the calls of ``advance``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """Return the seconds so far."""
+        return self.now
+
+    def advance[**P, R](self, seconds: float, function: Callable[P, R]) -> Callable[P, R]:
+        """Return ``function`` with a duration of ``seconds``."""
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            self.now += seconds
+            return function(*args, **kwargs)
+
+        return timed
+
+
+def durations(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
+    """Return the perf metrics of a rollout of two optimizer steps of 1 s each, with scoring passes of 10 s."""
+    from slime_like.train.megatron.rank import trainer
+
+    clock, algo = FakeClock(), GrpoConfig(kl_loss_coef=0.1)
+    actor = make_actor(world, shared.models["tied"], layout, algo=algo, steps_per_rollout=2)
+    with (
+        replace_attribute(trainer, "time", clock),
+        replace_attribute(trainer, "score_micros", clock.advance(10.0, trainer.score_micros)),
+        replace_attribute(actor, "optimizer_step", clock.advance(1.0, actor.optimizer_step)),
+    ):
+        metrics = train(actor, layout, 1, steps=2)
+    return {name: value for name, value in metrics.items() if name.startswith("perf/")}
 
 
 def steps_or_rollouts(world: World, shared: Shared, layout: Layout) -> list[tuple[float, str]]:

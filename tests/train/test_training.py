@@ -36,6 +36,7 @@ JOBS = {
         Job("another reference", "tests.train.lifecycle:another_reference", (Layout(),)),
         Job("rotary", "tests.train.lifecycle:rotary_frequencies"),
         Job("steps or rollouts", "tests.train.lifecycle:steps_or_rollouts", (Layout(),)),
+        Job("durations", "tests.train.lifecycle:durations", (Layout(),)),
         Job("bad rows", "tests.train.lifecycle:bad_rows", (Layout(),)),
     ],
     2: [
@@ -83,6 +84,11 @@ def test_reference_and_old_policy_have_the_expected_weights(results: Results) ->
     )  # in the first of two optimizer steps the policy equals the reference
     assert first["train/ppo_kl"] != 0  # the second optimizer step compares with the policy before the first
     assert {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "train/entropy"} <= first.keys()
+
+
+def test_the_training_time_is_that_of_the_optimizer_steps(results: Results) -> None:
+    (durations,) = results["durations"]
+    assert durations == {"perf/log_probs_time": 10, "perf/ref_log_probs_time": 10, "perf/actor_train_time": 2}
 
 
 def test_each_step_of_a_rollout_counts_its_own_tokens(results: Results) -> None:

@@ -163,7 +163,6 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
             seed=cfg.run.seed + index,
             log_path=str(logs / f"engine_{index}.log"),
             start_deadline_s=rollout.start_deadline_s,
-            request_deadline_s=rollout.request_deadline_s,
             max_running_requests=rollout.max_running_requests,
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,

@@ -35,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """Settings of a trainer rank."""
+    """Settings of a rank of the actor, and with other values of a critic or teacher rank."""
 
     model: ModelConfig
     optim: OptimConfig
@@ -110,7 +110,6 @@ class EngineSpec:
     seed: int
     log_path: str
     start_deadline_s: float
-    request_deadline_s: float
     max_running_requests: int | None = None
     deterministic: bool = False  # outputs are bitwise independent of the batch
     cpu_kernels: str = "auto"  # auto | c | torch | off

@@ -70,7 +70,7 @@ class RolloutConfig(Config):
         600.0,
         "Time limit of an engine's start; for trainer ranks, the longer of this and loop.step_deadline_s applies.",
     )
-    request_deadline_s: float = key(1800.0, "Time limit for the responses of one group.")
+    request_deadline_s: float = key(1800.0, "Time limit of one HTTP request to an engine; a group may need several.")
     cpu_kernels: str = key(
         "auto",
         "Decode kernels of a CPU engine: c (compiled when the run starts), torch, or off (SGLang's forward); auto: c, "

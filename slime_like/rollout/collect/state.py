@@ -27,7 +27,7 @@ class GeneratedRollout:
     groups: tuple[SampleGroup, ...]
     started: float  # unix seconds
     stopped: float
-    num_generated: int = 0  # groups requested, including those dropped by filters
+    num_generated: int = 0  # groups started, including those that filters dropped or over-sampling aborted
     num_refills: int = 0  # rounds of further prompts
     filtered: FilterReport = field(default_factory=FilterReport)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ class EngineClient:
     """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
 
     Every call has a deadline. Every failure is an ``EngineError`` naming engine, address, endpoint and the engine's
-    reply (``EngineLost`` if it cannot be reached), or ``DeadlineExceeded``. ``cause`` explains a lost engine.
+    reply (``EngineLost`` if it cannot be reached), or ``DeadlineExceeded``.
     """
 
     def __init__(
@@ -34,13 +34,11 @@ class EngineClient:
         name: str = "engine",
         tp: int = 1,
         deadline_s: float = 600.0,
-        cause: Callable[[], str] | None = None,
     ) -> None:
         self.name = name
         self._url = url
         self._tp = tp
         self._deadline_s = deadline_s
-        self._cause = cause
         self.address = EngineAddress(name, url, admin_key, tp)
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
@@ -248,10 +246,7 @@ class EngineClient:
         except TimeoutError as error:
             raise deadline.exceeded(self._describe(path)) from error
         except aiohttp.ClientError as error:
-            reason = self._cause() if self._cause is not None else ""
-            raise EngineLost(
-                f"{self._describe(path)}: {error or type(error).__name__}{f': {reason}' if reason else ''}"
-            ) from error
+            raise EngineLost(f"{self._describe(path)}: {error or type(error).__name__}") from error
         try:
             reply = orjson.loads(content) if content else None
         except orjson.JSONDecodeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -165,14 +164,6 @@ class OpenRollout:
 
     micros_by_step: list[list[MicroBatch]]  # [optimizer step][micro-batch]
     metrics: list[Metric] = field(default_factory=list[Metric])
-    seconds: float = 0.0  # time spent in ``timed`` blocks
-
-    @contextmanager
-    def timed(self) -> Generator[None]:
-        """Add the duration of the block to ``seconds``."""
-        start = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - start
 
     @property
     def micros(self) -> list[MicroBatch]:

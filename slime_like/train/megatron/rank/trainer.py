@@ -75,8 +75,7 @@ class RankTrainer(RankModel):
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
         """Run the first part of ``train_rollout``: score the rows with each policy of this rank that the algorithm needs."""
         rollout = self.open(steps)
-        with rollout.timed():
-            rollout.metrics.extend(self._policy_scores(rollout.micros))
+        rollout.metrics.extend(self._policy_scores(rollout.micros))
 
     @install.phase("step")
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
@@ -85,10 +84,9 @@ class RankTrainer(RankModel):
         Returns the critic's targets on the reporter of each shard; None on other ranks and without a critic.
         """
         rollout = self.rollout
-        with rollout.timed():
-            for name, column in columns.items() if self.rank_info.is_last else ():
-                rollout.fill(name, column, self.rank_info.device)
-            rollout.metrics.extend(self._assign_advantages(rollout.micros))
+        for name, column in columns.items() if self.rank_info.is_last else ():
+            rollout.fill(name, column, self.rank_info.device)
+        rollout.metrics.extend(self._assign_advantages(rollout.micros))
         if not (isinstance(self.token_advantage, ReturnEstimator) and self.rank_info.is_shard_reporter):
             return None
         views = [self._view(micro) for micro in rollout.micros]
@@ -114,18 +112,18 @@ class RankTrainer(RankModel):
         metrics = rollout.metrics
         columns = ((m.rows, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
         self._last_advantages = [(rows, column.float().cpu().numpy()) for rows, column in columns if column is not None]
-        with rollout.timed():
-            drift = self._drift(rollout, frozen)
-            if self.spec.drift_by_layer:
-                metrics += self._drift_by_layer(rollout)
-            if frozen:
-                metrics += drift.close()
-            for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
-                metrics += self.optimizer_step(micros, count, drift if k == 0 else None)
-            optim.sync_weights(self.wrapped)
+        drift = self._drift(rollout, frozen)
+        if self.spec.drift_by_layer:
+            metrics += self._drift_by_layer(rollout)
+        if frozen:
+            metrics += drift.close()
+        start = time.perf_counter()
+        for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
+            metrics += self.optimizer_step(micros, count, drift if k == 0 else None)
+        optim.sync_weights(self.wrapped)
         metrics += [
             Last("train/num_tokens", float(sum(num_tokens))),
-            Last("perf/actor_train_time", rollout.seconds),
+            Last("perf/actor_train_time", time.perf_counter() - start),
         ]
         return tuple(metrics) if self.rank_info.is_reporter else ()
 

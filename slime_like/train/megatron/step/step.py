@@ -144,7 +144,6 @@ class PolicyStep(OptimizerStep):
             ref_logprobs=at_trained(micro.ref_logprobs),
             sequences=PackedSequences(
                 index=to_device(micro.layout.sequence_of(target_N), device),
-                trained=weight_N > 0,
                 num_trained=to_device(num_trained_S, device),
                 reduce=DifferentiableSum(self._rank_info.cp_group),
             ),
