@@ -39,6 +39,8 @@ GPUS = {
         _gpu("H20", 97_871, 4_000, 148, 296, 450, 50, "lmsys.org 2025-09-26 (H20-96G); memory: nvidia-smi"),
         _gpu("H800", 81_559, 3_350, 989, 1_979, 200, 50, _DGX),
         _gpu("H100", 81_559, 3_350, 989, 1_979, 450, 50, _DGX),
+        _gpu("H100-NVL", 95_830, 3_900, 835, 1_671, 300, 50, _DGX),
+        _gpu("H20-3e", 143_771, 4_800, 148, 296, 450, 50, _DGX),
         _gpu("H200", 143_771, 4_800, 989, 1_979, 450, 50, _DGX),
         _gpu("B200", 183_359, 8_000, 2_250, 4_500, 900, 50, _DGX),
         _gpu("A100", 81_920, 2_039, 312, 312, 300, 25, _AMPERE),
@@ -52,6 +54,8 @@ GPUS = {
 # Names of the driver, which contain more than the table's: in order, the first match counts.
 _DRIVER_NAMES = (
     (r"A100.*40GB", "A100-40GB"),
+    (r"H100 NVL", "H100-NVL"),
+    (r"H20-3e", "H20-3e"),
     (r"RTX 4090", "RTX4090"),
     *((rf"\b{name}\b", name) for name in ("H20", "H800", "H100", "H200", "B200", "A100", "A800", "L40S", "L4")),
 )

@@ -36,17 +36,19 @@ def test_gsm8k_without_recompute_is_refused_and_every_named_key_mends_it() -> No
     message = str(refusal.value)
     assert "but each H100 has 79.6 GiB" in message and "activations" in message
     fixes = re.findall(r"[a-z_.]+=[\w.]+", message)
-    assert "model.recompute=full" in fixes and len(fixes) == 3
+    assert fixes == ["model.recompute=full", "parallel.max_tokens_per_rank=4096"]
     for fix in fixes:
-        split = (
-            ("placement.actor_num_gpus_per_node=4", "rollout.num_engines=2") if fix == "placement.mode=split" else ()
-        )
-        overrides = [
-            text
-            for text in ("model.recompute=none", fix, *split)
-            if not (fix.startswith("model.rec") and "none" in text)
-        ]
-        assert plan("qwen3_4b_gsm8k", *overrides).memory.least <= plan("qwen3_4b_gsm8k").memory.available
+        overrides = {"model.recompute": "none"} | dict([fix.split("=")])
+        memory = plan("qwen3_4b_gsm8k", *(f"{key}={value}" for key, value in overrides.items())).memory
+        assert memory.needed <= memory.available
+
+
+def test_a_split_is_named_if_the_machine_has_the_gpus() -> None:
+    model = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "parallel.tp=4", "parallel.ep=8")
+    for gpus, named in ((8, False), (16, True)):
+        with pytest.raises(ConfigError) as refusal:
+            plan("qwen3_4b_gsm8k", *model, machine=described_machine(f"{gpus}xH100"))
+        assert ("placement.mode=split" in str(refusal.value)) is named
 
 
 def test_an_engine_that_takes_too_much_is_lowered() -> None:

@@ -250,9 +250,13 @@ def _remedies(demand: _Demand, plan: MemoryPlan) -> Iterator[tuple[str, _Demand]
             if tokens >= min(longest, settings.tokens):
                 change = replace(settings, tokens=tokens)
                 yield f"parallel.max_tokens_per_rank={tokens}", replace(demand, trainer=change)
-    if shared:
+    if shared and _num_devices(demand, "trainer") + _num_devices(demand, "engine") <= demand.hardware.num_gpus:
         apart = tuple(role for role in demand.roles if role.name != "engine")
         yield "placement.mode=split", replace(demand, roles=apart)
+
+
+def _num_devices(demand: _Demand, name: str) -> int:
+    return sum(len(devices) for role in demand.roles if role.name == name for devices in role.devices)
 
 
 _WEIGHTS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norms", "embedding", "output layer")
