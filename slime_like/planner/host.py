@@ -18,18 +18,22 @@ PACKED = 2  # copies of the weights: SGLang's, and those packed for the C kernel
 def host_tokens(shape: ModelShape, settings: EngineSettings, available: float, limit: int | None = None) -> int:
     """Return SGLang's max_total_num_tokens of an engine on a CPU with ``available`` bytes of free memory.
 
-    It is the configured ``limit``, or what the static fraction holds if that is less.
+    It is the configured ``limit`` for each DCP rank, or what the static fraction holds if that is less.
     """
-    chosen = KV_TOKENS if limit is None else limit
+    chosen = settings.dcp * (KV_TOKENS if limit is None else limit)
     per_token = token_bytes(shape, settings)
     share = available * (settings.static or MEMORY_FRACTION) - shape.parameters * 4 / settings.gpus
     return max(0, min(chosen, int(share // per_token))) if per_token else chosen
 
 
+def host_slots(settings: EngineSettings) -> int:
+    """Return the number of recurrent states of an engine of a hybrid model on a CPU."""
+    return STATE_SLOTS if settings.max_running is None else SLOTS_PER_REQUEST * settings.max_running
+
+
 def host_engine(shape: ModelShape, settings: EngineSettings, tokens: int) -> MemoryTable:
     """Return the resident memory of the processes of one engine, each as ``ps`` shows it."""
-    ranks, element = settings.gpus, 4 if settings.weights == "float32" else 2
-    slots = STATE_SLOTS if settings.max_running is None else SLOTS_PER_REQUEST * settings.max_running
+    ranks, element, slots = settings.gpus, 4 if settings.weights == "float32" else 2, host_slots(settings)
     return MemoryTable(
         items(
             ("server", constants.HOST_SERVER.value, "HTTP server"),

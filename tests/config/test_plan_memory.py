@@ -12,7 +12,7 @@ import pytest
 
 from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
-from slime_like.cluster.plan.view import show_plan
+from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
 from slime_like.errors import CheckpointError, ConfigError
 
@@ -83,6 +83,16 @@ def test_a_cpu_run_shows_resident_memory_before_its_model_is_made(recipe: str, e
     assert tables["engine"].total / 2**30 == pytest.approx(engine, rel=0.1)
     assert 0.7 < tables["trainer"].total / 2**30 < 2
     assert memory.needed == 0 and not memory.warning
+    assert memory.engine is not None and memory.engine.tokens == 65_536
+
+
+def test_a_cpu_run_whose_cache_is_short_is_told_of_dcp() -> None:
+    ranks = ("rollout.tp=4", "rollout.sglang.max_total_tokens=2048")
+    cfg = load_config(["+recipe=quickstart", *ranks], files=False, machine=False)
+    laptop = Machine(0, 4, 16 * 2**30, ())
+    text = render_plan(cfg, make_plan(cfg, laptop), laptop)
+    assert "KV cache 2,048 tokens per engine: 32 sequences of 64 tokens" in text
+    assert "rollout.dcp=2 would hold 4,096 tokens per engine" in text
 
 
 def test_dcp_is_suggested_if_the_cache_limits_the_rollout_and_ranks_repeat_heads() -> None:

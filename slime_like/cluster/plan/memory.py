@@ -10,9 +10,16 @@ from slime_like.cluster.plan.types import Role
 from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory, useful_dcp
+from slime_like.planner.engine import (
+    EngineMemory,
+    EngineSettings,
+    engine_memory,
+    state_bytes,
+    token_bytes,
+    useful_dcp,
+)
 from slime_like.planner.hardware import CORES_PER_GPU, Hardware, known_gpu
-from slime_like.planner.host import host_engine, host_tokens, host_trainer
+from slime_like.planner.host import host_engine, host_slots, host_tokens, host_trainer
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import MemoryTable, gib
 from slime_like.planner.trainer import TrainerSettings, trainer_memory
@@ -92,13 +99,33 @@ def _host_plan(
 ) -> MemoryPlan:
     """Predict the resident memory of trainer ranks and engines on a CPU."""
     tables: list[tuple[str, MemoryTable]] = []
+    memory, wider = None, (1, 0)
     if any(role.name == "trainer" for role in roles):
         tables.append(("trainer", host_trainer(shape, trainer_settings(actor))))
     if engines:
         settings = engine_settings(engines[0])
-        tokens = host_tokens(shape, settings, machine.memory_bytes, engines[0].sglang.get("max_total_tokens"))
-        tables.append(("engine", host_engine(shape, settings, tokens)))
-    return MemoryPlan(tables=tuple(tables), available=machine.memory_bytes)
+        limit = engines[0].sglang.get("max_total_tokens")
+        tokens = host_tokens(shape, settings, machine.memory_bytes, limit)
+        per_token, per_state = token_bytes(shape, settings), state_bytes(shape, settings)
+        table = host_engine(shape, settings, tokens)
+        memory = EngineMemory(table, tokens * per_token, per_token, per_state, host_slots(settings), groups=1)
+        tables.append(("engine", table))
+        if (dcp := _wider_dcp(shape, settings, actor)) > 1:
+            wider = dcp, host_tokens(shape, replace(settings, dcp=dcp), machine.memory_bytes, limit)
+    return MemoryPlan(
+        tables=tuple(tables),
+        available=machine.memory_bytes,
+        engine=memory,
+        wider_dcp=wider[0],
+        wider_tokens=wider[1],
+    )
+
+
+def _wider_dcp(shape: ModelShape, settings: EngineSettings, actor: ActorSpec) -> int:
+    """Return the ``rollout.dcp`` that holds the most tokens; 1 if that is the configured one, or DCP is not possible."""
+    useful = useful_dcp(shape, settings)
+    possible = useful > settings.dcp and settings.attention_tp % useful == 0 and not actor.deterministic
+    return useful if possible else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +184,9 @@ class _Demand:
         if not self.engines or self.shapes.actor is None:
             return 1, 0
         settings = engine_settings(self.engines[0], self.static)
-        useful = useful_dcp(self.shapes.actor, settings)
-        if useful <= settings.dcp or settings.attention_tp % useful or self.cfg.run.deterministic:
-            return 1, 0
-        return useful, engine_memory(self.shapes.actor, replace(settings, dcp=useful), self.hardware).tokens
+        dcp = _wider_dcp(self.shapes.actor, settings, self.actor)
+        wider = replace(settings, dcp=dcp)
+        return dcp, engine_memory(self.shapes.actor, wider, self.hardware).tokens if dcp > 1 else 0
 
     def _engine(self) -> EngineMemory | None:
         if not self.engines or self.shapes.actor is None:
