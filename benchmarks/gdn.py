@@ -7,9 +7,9 @@
 
 A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for N packed sequences. Parity: output, final
 state and every gradient, including the gradient of the initial state, against the recurrence, token by token in float64
-(tests/gdn/recurrence.py), relative to the largest value of each. Times: medians over rounds, in each of which every arm runs once, of
-device time on a GPU and of the process's CPU time (one thread) on a CPU; ratios: medians of the ratios of
-each round. The first call, which compiles and tunes kernels, is listed separately. Exit code 1 if parity fails.
+(tests/gdn/recurrence.py), relative to the largest value of each. Every arm runs once per
+round. Times are medians over rounds: device time on a GPU, the process's CPU time (one thread) on a CPU. Ratios are medians of
+the rounds' ratios. The first call, which compiles and tunes kernels, is listed separately. Exit code 1 if parity fails.
 """
 
 from __future__ import annotations

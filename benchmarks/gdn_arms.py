@@ -116,14 +116,14 @@ class TransformersFallback:
         activation: str | None = "silu",
         halo: Tensor | None = None,
     ) -> Tensor:
-        """Not measured."""
-        raise NotImplementedError("transformers' convolution is torch's conv1d")
+        """Raise: the convolution is not measured."""
+        raise NotImplementedError("transformers' convolution is not measured: it is torch's conv1d")
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> None:
-        """Return nothing: no stream is shared among ranks."""
+        """Return None: no stream is shared among ranks."""
 
     def kernels(self) -> str:
-        """Return its version."""
+        """Return the name of the function and the version of transformers."""
         return f"transformers {self._version}: torch_chunk_gated_delta_rule"
 
 

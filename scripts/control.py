@@ -1,4 +1,4 @@
-"""Send a request to a running run, or print its status. Requests are done at the end of the current rollout.
+"""Send a request to a running run, or print its status. The run handles requests at the end of its current rollout.
 
 python scripts/control.py runs/quickstart status
 python scripts/control.py runs/quickstart save|eval|report|stop [--wait SECONDS]
@@ -50,7 +50,7 @@ def request(run_dir: Path, action: Request, wait: float | None) -> int:
     status = read_live_status(run_dir)
     request_id = send_request(run_dir, action)
     if wait is None:
-        print(visible(f"asked to {ACTIONS[action]}; the run is at rollout {status.step + 1} of {status.num_steps}"))
+        print(visible(f"asked the run to {ACTIONS[action]}; it is at rollout {status.step + 1} of {status.num_steps}"))
         return 0
     answer = wait_for_answer(run_dir, action, request_id, Deadline("scripts/control.py", "wait", wait))
     print(visible(line(answer)))

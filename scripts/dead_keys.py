@@ -51,7 +51,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
-    """Return the names bound to a group in this file: annotated_groups with its class, or assigned from such a name."""
+    """Return names and the groups bound to them in this file, by an annotation with the group's class or by an assignment."""
     paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):
         match node:

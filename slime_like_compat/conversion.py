@@ -1,4 +1,4 @@
-"""Steps that the conversions of slime's and verl's jobs share once each setting has a row: compose, save, report."""
+"""Last steps of a conversion of slime's or verl's job: compose the configuration, write the recipe, report."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def combine(flags: FlagValues) -> Iterator[str]:
 def _algorithm(flags: FlagValues) -> Iterator[str]:
     name = _last(flags, "--advantage-estimator")
     if name is not None and name not in ESTIMATORS:
-        raise ConfigError(f"--advantage-estimator {name} is not supported yet: one of {', '.join(ESTIMATORS)}")
+        raise ConfigError(f"--advantage-estimator {name} is not supported yet: give one of {', '.join(ESTIMATORS)}")
     if "--use-opd" in flags:
         yield from _distillation(flags, ESTIMATORS[name or "grpo"])
     elif name is not None:
@@ -67,7 +67,9 @@ def _loss(flags: FlagValues) -> Iterator[str]:
     """Yield the overrides of --loss-type and the two flags of supervised fine-tuning."""
     kind = _last(flags, "--loss-type") or "policy_loss"
     if kind not in ("policy_loss", "custom_loss", "sft_loss"):
-        raise ConfigError(f"--loss-type {kind} is not supported yet: policy_loss, custom_loss or sft_loss (algo=sft)")
+        raise ConfigError(
+            f"--loss-type {kind} is not supported yet: give policy_loss, custom_loss or sft_loss (algo=sft)"
+        )
     yield from _user_functions(flags, kind)
     kind = "policy_loss" if kind == "custom_loss" else kind
     function = _last(flags, "--rollout-function-path")
@@ -146,7 +148,7 @@ def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
         raise ConfigError(f"--opd-type {kind}: the teacher runs on Megatron ranks; give --opd-type megatron")
     if estimator not in GROUP_ADVANTAGES:
         raise ConfigError(
-            f"--use-opd with --advantage-estimator {estimator} is not supported yet: one of {', '.join(GROUP_ADVANTAGES)}"
+            f"--use-opd with --advantage-estimator {estimator} is not supported yet: give one of {', '.join(GROUP_ADVANTAGES)}"
         )
     yield "algo=distill"
     yield f"algo.group_advantage={estimator}"

@@ -100,7 +100,8 @@ class ScriptReader:
         elif (program_index := training(plain, self.programs)) is not None:
             if variables.condition_text:
                 raise ConfigError(
-                    f"{plain[0].file_line}: training starts {variables.condition_text}, and whether it runs is not known"
+                    f"{plain[0].file_line}: training starts {variables.condition_text}, and "
+                    "whether it runs is not known: remove the condition in a copy of the script"
                 )
             arguments = tuple(value for word in plain[program_index + 1 :] for value in self.scope.expand(word, script))
             for word in plain[:program_index]:

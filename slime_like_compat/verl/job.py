@@ -116,7 +116,7 @@ class Job:
         if self._is_placeholder(key, value):
             return ""
         if (text := _text(value)) is None:
-            raise self.wrong(key, "is not a text")
+            raise self.wrong(key, "is not text")
         return text
 
     def texts(self, key: str) -> list[str]:

@@ -94,12 +94,14 @@ def _yaml_settings(path: Path) -> tuple[Setting, ...]:
     settings: list[Setting] = []
     defaults = keys.pop("defaults", [])
     if not isinstance(defaults, list):
-        raise file.refused(f"has defaults: {shown(defaults)}, which is not a list; only {', '.join(BASES)} are read")
+        raise file.refused(
+            f"has defaults: {shown(defaults)}, which is not a list: write a list of {' or '.join(BASES)}"
+        )
     for item in cast("list[Any]", defaults):
         name = item if isinstance(item, str) else ""
         if name not in BASES:
             raise ConfigError(
-                f"{path}: defaults contains {item!r}; only {', '.join(BASES)} are read: write its keys out"
+                f"{path}: defaults contains {item!r}, which is not read (only {', '.join(BASES)} are): copy its keys into this file"
             )
         if name == "ppo_megatron_trainer":
             settings.append(Setting("model_engine", "megatron", "megatron", str(path)))

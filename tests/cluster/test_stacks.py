@@ -71,7 +71,7 @@ def test_a_stopped_process_does_not_hold_up_the_others(start: Start, tmp_path: P
 
 
 def test_a_process_that_ended_is_not_waited_for(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it ends between the listing and the signal."""
+    """The process ends between the listing and the signal."""
     start("prompt")
     (tmp_path / "ended.1.0.txt").touch()
     registered = live_processes(tmp_path)

@@ -89,11 +89,11 @@ def slime_tis(args: object, *, pg_loss: object, train_log_probs: object, **kwarg
 
 
 def two_arguments(config: AlgoConfig, view: LossView) -> None:
-    """Loss that is not bound to its config first."""
+    """Loss that takes config and view in one call, instead of returning a function of the view."""
 
 
 def returns_nothing(config: AlgoConfig) -> None:
-    """Loss or advantage that binds to None."""
+    """Loss or advantage that returns None instead of a function."""
 
 
 def without_entropy(config: AlgoConfig) -> object:
@@ -102,7 +102,7 @@ def without_entropy(config: AlgoConfig) -> object:
 
 
 def fails(config: AlgoConfig) -> None:
-    """Loss whose construction fails."""
+    """Loss that raises when it is constructed."""
     raise ValueError("no such setting")
 
 

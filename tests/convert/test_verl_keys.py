@@ -1,4 +1,4 @@
-"""verl keys: every key of its example scripts is mapped or is_explained, and its default is known."""
+"""verl keys: every key in verl's example scripts is mapped or explained, and its default is known."""
 
 from __future__ import annotations
 

@@ -246,12 +246,12 @@ ERRORS = {
     f"{C}.rollout_rs=seq_sum_k1 {C}.rollout_rs_threshold=inf": ["rollout_rs_threshold=inf", "finite"],
     f"{R}.val_kwargs.n=1.5 data.val_files=v.parquet": ["val_kwargs.n=1.5", "not a whole number"],
     "data.shuffle=maybe": ["data.shuffle=maybe", "neither true nor false"],
-    "actor_rollout_ref.model.path=null": ["actor_rollout_ref.model.path=null", "is not a text"],
+    "actor_rollout_ref.model.path=null": ["actor_rollout_ref.model.path=null", "is not text"],
     "data.apply_chat_template_kwargs={a:nan}": [
         "apply_chat_template_kwargs.a=nan",
         "contains a value that JSON cannot represent",
     ],
-    "data.prompt_key=null": ["data.prompt_key=null", "is not a text"],
+    "data.prompt_key=null": ["data.prompt_key=null", "is not text"],
     f"{C}.rollout_is=token {C}.rollout_is_threshold=a_b": ["rollout_is_threshold=a_b", "0.5_2.0"],
 }
 

@@ -1,4 +1,4 @@
-"""Modules and files of this repository that text, comments and docstrings name exist."""
+"""Every module and file of this repository that a page, comment or docstring names exists."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_folder_in_use_by_starting_ranks_is_not_swept(tmp_path: Path) -> None:
 
 
 def test_rings_of_another_container_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --ipc=host they are in the same /dev/shm, and their process ids are meaningless here."""
+    """With --ipc=host these rings are in the same /dev/shm, but their process ids belong to another namespace."""
     folder = tmp_path / f"{PREFIX}theirs"
     dead_ring(folder)
     namespace = ring_module.pid_namespace()

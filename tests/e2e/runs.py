@@ -101,7 +101,7 @@ class Training:
         """Return a line for each resource that the run left behind. Kill the run if it has not ended."""
         if self.running():
             self._kill()
-            return [f"train.py itself, which said: {self._log.read_text()[-3000:]}"]
+            return [f"train.py itself, whose output ends with: {self._log.read_text()[-3000:]}"]
         exposures = [] if self._run_dir is None else self.resources.secrets.in_files(self._run_dir)
         return [*leftovers(self.resources), *exposures]
 
@@ -110,7 +110,7 @@ class Training:
         while not condition():
             if deadline.elapsed() > deadline.limit:
                 self._kill()
-                raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}")
+                raise deadline.exceeded(f"train.py, whose output ends with: {self._log.read_text()[-3000:]}")
             if time.monotonic() - self._recorded_at > RECORD_S:
                 self.record(memory=time.monotonic() - self._memory_recorded_at > MEMORY_RECORD_S)
             time.sleep(POLL_S)

@@ -122,7 +122,7 @@ async def restart_after_overflow(base_url: str, api_key: str, prompt: Any, metad
 
 
 async def hang(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
-    """Send one request, then wait for ever."""
+    """Send one request, then wait forever."""
     async with client(base_url, api_key) as api:
         await api.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}], max_tokens=3)
     await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Samples of several turns, proven by the token table: what is trained on is what the model sampled, and nothing else."""
+"""Samples of several turns: the token table shows that exactly the tokens sampled by the model are trained on."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def no_fault(pair: EnginePair) -> Iterator[None]:
 
 
 def check_rollout(collected: CollectedRollout, rollout_id: int, models: Models, model: str, version: int) -> None:
-    """Every sample once, whole, and sampled from these weights."""
+    """Assert that every sample occurs once, is complete, and was sampled from these weights."""
     base = rollout_id * GROUPS
     assert [group.group_id for group in collected.groups] == list(range(base, base + GROUPS))
     ids = [sample.sample_id for group in collected.groups for sample in group.samples]

@@ -162,7 +162,7 @@ def test_after_a_failed_commit_the_engine_refuses_until_a_complete_push(engine: 
         engine.run(engine.push(tensors, 1))
     with pytest.raises(EngineError, match=r"HTTP 409: generation stays paused.*model\.norm\.weight"):
         engine.run(engine.client.resume())
-    with pytest.raises(EngineError, match=r"HTTP 400: no generation: .*model\.norm\.weight"):
+    with pytest.raises(EngineError, match=r"HTTP 400: generation is refused: .*model\.norm\.weight"):
         engine.run(engine.client.generate(IDS, [0], make_sampling()))
     engine.run(engine.push(models.tensors("B"), 2))
     check_computes(engine, models, "B")

@@ -13,7 +13,7 @@ from torch import Tensor
 from slime_like_plugins.qwen_gdn.backend import NORM_EPS, GDNBackend
 
 LAYER_F32 = ("g", "beta", "initial")
-"""Inputs of a rule that the Gated DeltaNet layer passes in float32 whatever the dtype of the others."""
+"""Inputs of a rule that the Gated DeltaNet layer passes in float32 for any dtype of the other inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The planner beside published and traced runs."""
+"""The planner's estimates, compared with published and traced runs."""
 
 from __future__ import annotations
 

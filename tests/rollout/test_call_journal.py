@@ -1,4 +1,4 @@
-"""Partial completions: concatenate, continued and saved without losing or repeating a token."""
+"""Partial completions: concatenated, continued and saved without losing or repeating a token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_parts_are_joined_and_spans_of_one_version_merged() -> None:
 
 
 def test_the_last_token_of_an_aborted_part_is_sampled_again() -> None:
-    """It may end the sequence: SGLang reports a request aborted in its final step as aborted."""
+    """The last token may end the sequence: SGLang reports a request as aborted even if the abort came in its final step."""
     cut = drop_last_token(part([1, 2, 3], (0, 2, 4), (2, 3, 5)))
     assert (cut.token_ids.tolist(), cut.logprobs.tolist(), cut.versions) == ([1, 2], [-1, -2], ((0, 2, 4),))
     ended = part([1, 2], (0, 2, 4), finish="stop")

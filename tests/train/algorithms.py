@@ -1,5 +1,5 @@
-"""Rank functions of test_algorithms: one step of every algorithm at the same weights, in one layout, and the losses that
-must come out."""
+"""Rank functions of test_algorithms: one step of every algorithm at the same weights, in one layout, and the expected
+losses."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def new_critics(world: World, shared: Shared, layout: Layout) -> list[float]:
 
 
 def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Save a critic after one rollout, and load the checkpoint into other critics and into an actor's place."""
+    """Save critic and actor after one rollout; load both checkpoints as a critic, which is refused for the actor's."""
     folder = shared.scratch / "critic"
     actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
     critic = make_critic(world, shared.models["untied"], layout)

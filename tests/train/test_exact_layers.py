@@ -1,4 +1,4 @@
-"""weights.probe_layers: a difference is put down to the kind of layer that makes it, whatever the layout."""
+"""weights.probe_layers: a difference is attributed to the kind of layer that causes it, in every layout."""
 
 from __future__ import annotations
 

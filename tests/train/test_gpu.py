@@ -90,7 +90,7 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def options_on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
-    """Gradients with every recompute against none, and a run with an offloaded optimizer against one without."""
+    """Compare gradients with and without recompute, and runs with and without an offloaded optimizer."""
     from tests.train.options import gradients
     from tests.train.test_options import VARIANTS
 
@@ -130,9 +130,9 @@ def test_one_gpu(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
 def hybrid_on_gpu(
     world: World, folder: Path, backends: tuple[str, ...], device: str = "cuda"
 ) -> dict[str, dict[str, float]]:
-    """A model with Gated DeltaNet in bfloat16 on each backend against HF in float32: scores, gradients but of decays.
+    """Return errors of scores and gradients (except of decays) of a Gated DeltaNet model in bfloat16 against HF in float32.
 
-    Keys say which kernels ran.
+    The keys are the descriptions of the kernels that ran, one per backend.
     """
     host.install(device)
 
@@ -182,7 +182,7 @@ def test_gated_delta_net_by_flashqla_on_one_gpu(tmp_path: Path) -> None:
 
 
 def same_bits(world: World, folder: Path) -> list[list[bytes]]:
-    """Weights after three deterministic steps, twice."""
+    """Return the weights of two runs, each after three deterministic steps."""
     weights_of_runs: list[list[bytes]] = []
     for _ in range(2):
         actor = actor_on_gpu(world, folder, dtype="bfloat16", algo=SftConfig(), deterministic=True)

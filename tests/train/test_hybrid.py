@@ -1,7 +1,7 @@
 """Qwen3.5 and Qwen3-Next without experts: loss, every gradient and log-probabilities equal transformers', in every layout.
 
 float32, four blocks of which one is gated attention and three are Gated DeltaNet with grouped value heads, partial
-rotary, ragged packed rows. transformers' delta rule ignores the borders of packed sequences, so it gets one at a time.
+rotary, ragged packed rows. transformers' delta rule ignores the borders of packed sequences, so it gets one sequence at a time.
 """
 
 from __future__ import annotations

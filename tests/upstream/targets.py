@@ -1,6 +1,6 @@
-"""Put every hook and patch in place, in a process of its own, and print what does not fit: ``{name: problem or null}``.
+"""Install every hook and patch of one upstream package and print ``{name: problem or null}`` as JSON.
 
-``python -m tests.upstream.targets sglang`` (or ``megatron``, ``torch``).
+Run in a separate process: ``python -m tests.upstream.targets sglang`` (or ``megatron``, ``torch``).
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from typing import Any
 
 import torch
 
-SEAMS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid", "dcp")
-TOUCH_UPS = ("wrapper", "release")
+HOOK_SETS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid", "dcp")
+WRAPPERS = ("wrapper", "release")
 
 
-def problem(put_in_place: Callable[[], object]) -> str | None:
-    """Return what ``put_in_place`` raises, in words; None if it raises nothing. Hooks stop their process by SystemExit."""
+def problem(install: Callable[[], object]) -> str | None:
+    """Return the error that ``install`` raises as text, None without an error. Hooks stop their process by SystemExit."""
     try:
-        put_in_place()
+        install()
     except (Exception, SystemExit) as error:  # noqa: BLE001 (fault boundary: the test shows it)
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def sglang() -> dict[str, str | None]:
-    """Install each seam of the engine plugins."""
+    """Install each set of hooks of the engine plugins."""
     from slime_like_plugins.rollout_sampling import hooks as sampling
     from slime_like_plugins.sglang_cpu import exact, process
     from slime_like_plugins.weight_commit import hooks as commit
 
-    install = (platform, process.install, exact.install, sampling.install, commit.install, hybrid, dcp)
-    return {seam: problem(put_in_place) for seam, put_in_place in zip(SEAMS, install, strict=True)}
+    installers = (platform, process.install, exact.install, sampling.install, commit.install, hybrid, dcp)
+    return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 
 def platform() -> None:
-    """Have SGLang choose the platform as the environment says, and register its attention backends."""
+    """Let SGLang choose the platform by the environment, and register the platform's attention backends."""
     import sglang.srt.platforms as platforms
 
-    chosen: Any = platforms.current_platform
-    assert type(chosen).__name__ == "PlainCpu", f"SGLang chose {type(chosen).__name__}"
-    chosen.init_backend()
+    current_platform: Any = platforms.current_platform
+    assert type(current_platform).__name__ == "PlainCpu", f"SGLang chose {type(current_platform).__name__}"
+    current_platform.init_backend()
 
 
 class RadixLinearAttention(torch.nn.Module):
-    """What tells ``hybrid.install`` that a model has linear attention."""
+    """Module whose class name makes ``hybrid.install`` treat a model as one with linear attention."""
 
 
 def hybrid() -> None:
-    """Replace what hybrid models call Triton for, as an engine does; name every missing function, not only the first."""
+    """Replace the Triton functions of hybrid models, as an engine does; the error names every missing function."""
     from slime_like_plugins.sglang_cpu.hybrid import install
     from slime_like_plugins.sglang_hooks import stop_on
 
@@ -72,39 +72,39 @@ def dcp() -> None:
 
 
 def patched_modules() -> list[str]:
-    """Modules of megatron-core that are patched on a host."""
+    """Return the modules of megatron-core that are patched on a machine without GPUs."""
     from slime_like.train.megatron.platform import cpu_patches, patches
 
     return sorted({*patches.table(), *cpu_patches.PATCHES})
 
 
 def megatron() -> dict[str, str | None]:
-    """Import each module that is patched: its patches run after its body."""
+    """Import each patched module: its patches run after its body."""
     from slime_like.train.megatron.platform import host
 
     host.install("cpu")
-    found = {name: problem(lambda n=name: importlib.import_module(n)) for name in patched_modules()}
-    return {**found, "every patch": problem(host.verify)}
+    problems = {name: problem(lambda n=name: importlib.import_module(n)) for name in patched_modules()}
+    return {**problems, "every patch": problem(host.verify)}
 
 
 def of_torch() -> dict[str, str | None]:
-    """Put the wrapper round torch's collectives, without and with communicators that come and go, and take it away."""
+    """Wrap torch's collectives and remove the wrapper, without and with the release of communicators."""
     from slime_like.config.schema.guard_policy import GuardSpec
     from slime_like.distributed.wrapper import install
 
-    def place(release: bool) -> None:
+    def install_and_remove(release: bool) -> None:
         install.install(GuardSpec(wrap=True, release=release), torch.device("cpu"), 0)
         install.remove()
 
-    return {name: problem(lambda r=name == "release": place(r)) for name in TOUCH_UPS}
+    return {name: problem(lambda r=name == "release": install_and_remove(r)) for name in WRAPPERS}
 
 
 def main() -> None:
-    """Print the findings of one upstream package as the last line."""
-    check: dict[str, Callable[[], dict[str, Any]]] = {"sglang": sglang, "megatron": megatron, "torch": of_torch}
+    """Print the problems of one upstream package as the last line."""
+    checks: dict[str, Callable[[], dict[str, Any]]] = {"sglang": sglang, "megatron": megatron, "torch": of_torch}
     with contextlib.redirect_stdout(sys.stderr):
-        found = check[sys.argv[1]]()
-    sys.stdout.write(json.dumps(found) + "\n")
+        problems = checks[sys.argv[1]]()
+    sys.stdout.write(json.dumps(problems) + "\n")
 
 
 if __name__ == "__main__":

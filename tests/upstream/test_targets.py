@@ -1,7 +1,7 @@
-"""Every hook and patch finds what it takes the place of in the installed SGLang, megatron-core and torch.
+"""Every hook and patch finds its target in the installed SGLang, megatron-core and torch.
 
-CI runs the tests marked ``upstream`` with the next version of each (``scripts/next_upstream.sh``); what fails here names the
-hook or patch that no longer fits. Each is put in place as a run does, in a process that nothing else has touched.
+CI runs the tests marked ``upstream`` with the next version of each (``scripts/next_upstream.sh``); a failure
+names the hook or patch that no longer fits. Each is installed as in a run, in a new process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENGINE = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 
 
 @functools.cache
 def run(package: str) -> subprocess.CompletedProcess[str]:
-    """The process that puts the touch-ups of ``package`` in place."""
+    """Run the process that installs the hooks and patches of ``package``, and return its output."""
     environment = engine_environment.child_environment(ENGINE, "/nowhere") if package == "sglang" else None
     return subprocess.run(
         [sys.executable, "-m", "tests.upstream.targets", package],
@@ -37,18 +37,18 @@ def run(package: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check(package: str, touch_up: str) -> None:
-    """Fail with the problem of ``touch_up``, if it has one."""
-    done = run(package)
-    assert done.returncode == 0, done.stderr
-    problem: str | None = json.loads(done.stdout.splitlines()[-1])[touch_up]
+def check(package: str, name: str) -> None:
+    """Fail with the problem of the hooks, patch or wrapper ``name``, if there is one."""
+    result = run(package)
+    assert result.returncode == 0, result.stderr
+    problem: str | None = json.loads(result.stdout.splitlines()[-1])[name]
     if problem is not None:
-        pytest.fail(f"{package}, {touch_up}: {problem}", pytrace=False)
+        pytest.fail(f"{package}, {name}: {problem}", pytrace=False)
 
 
-@pytest.mark.parametrize("seam", targets.SEAMS)
-def test_hooks_into_sglang(seam: str) -> None:
-    check("sglang", seam)
+@pytest.mark.parametrize("hook_set", targets.HOOK_SETS)
+def test_hooks_into_sglang(hook_set: str) -> None:
+    check("sglang", hook_set)
 
 
 @pytest.mark.parametrize("module", [*targets.patched_modules(), "every patch"])
@@ -56,6 +56,6 @@ def test_patches_of_megatron_core(module: str) -> None:
     check("megatron", module)
 
 
-@pytest.mark.parametrize("touch_up", targets.TOUCH_UPS)
-def test_touch_ups_of_torch(touch_up: str) -> None:
-    check("torch", touch_up)
+@pytest.mark.parametrize("wrapper", targets.WRAPPERS)
+def test_wrappers_of_torch(wrapper: str) -> None:
+    check("torch", wrapper)

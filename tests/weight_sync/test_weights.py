@@ -56,7 +56,7 @@ def test_a_view_does_not_drag_its_base_along() -> None:
 
 
 def test_a_replaced_storage_loader_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron-core replaces the loader; an engine takes it only under torch's own name."""
+    """megatron-core replaces the loader; an engine accepts it only under torch's name."""
 
     def replaced(b: bytes) -> object:
         return torch.load(io.BytesIO(b), weights_only=True)

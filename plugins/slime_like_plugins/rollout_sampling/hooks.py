@@ -50,7 +50,7 @@ def attach_temperature(metadata: Any, cls: type, forward_batch: Any) -> None:
 
 
 def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Around ``Sampler.forward``: sample seeded tokens and compute their log-softmax(logits / temperature).
+    """Hook around ``Sampler.forward``: sample seeded tokens and compute their log-softmax(logits / temperature).
 
     Batches with sampling masks or watermarks take SGLang's own path, where ``sample_from_probs`` samples the tokens, so
     seeds apply there too.
@@ -83,7 +83,7 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
 def sample_from_probs(
     original: Callable[..., Any], sampler: Any, probs_BV: Tensor, info: Any, positions_B: Tensor, *args: Any
 ) -> Any:
-    """Around ``Sampler._sample_from_probs``: return tokens, and the distributions of requests with sampling masks.
+    """Hook around ``Sampler._sample_from_probs``: return tokens, and the distributions of requests with sampling masks.
 
     SGLang's function refuses seeds with min-p and with flashinfer, and samples seeded tokens by a Triton kernel, which
     does not run on a CPU.
@@ -142,7 +142,7 @@ def choose(scores_BV: Tensor, get_probs: Callable[[], Tensor], info: Any, positi
 
 
 def score(original: Callable[..., tuple[Any, Tensor]], processor: Any, **call: Any) -> tuple[Any, Tensor]:
-    """Around ``InputLogprobProcessor.forward``: score input tokens at the request's temperature.
+    """Hook around ``InputLogprobProcessor.forward``: score input tokens at the request's temperature.
 
     Rows with a temperature other than 1 are projected a second time: scoring is rare, and the sampled rows of the same
     batch must not change.

@@ -21,14 +21,14 @@ EXACT_ATTENTION = "slime_like_exact"
 
 
 def apply_linear(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
-    """Around ``UnquantizedLinearMethod.apply``: pad to the minimum rows for independent products."""
+    """Hook around ``UnquantizedLinearMethod.apply``: pad to the minimum rows for independent products."""
     return original(method, layer, exact.padded_rows(x), bias)[: x.shape[0]]
 
 
 def compute_lm_head(
     original: Callable[..., Tensor], processor: Any, hidden: Tensor, head: Any, bias: Any = None, *, out: Any = None
 ) -> Tensor:
-    """Around ``LogitsProcessor._compute_lm_head``: pad like ``apply_linear``."""
+    """Hook around ``LogitsProcessor._compute_lm_head``: pad like ``apply_linear``."""
     if hidden.shape[0] >= exact.ROWS:
         return original(processor, hidden, head, bias, out=out)
     return original(processor, exact.padded_rows(hidden), head, bias)[: hidden.shape[0]]

@@ -15,7 +15,7 @@ ATTENTION = "slime_like_cpu"
 
 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:
-    """After ``_set_envs_and_config``, which sets spawn: fork, so that SGLang is imported once instead of three times.
+    """Hook after ``_set_envs_and_config``: replace spawn by fork, so that SGLang is imported once instead of three times.
 
     Safe only because there is one OpenMP thread, no CUDA, and no other code in the forking process. Remove when SGLang
     accepts a start method as an argument.
@@ -25,7 +25,7 @@ def start_by_fork(result: None, *_: Any, **__: Any) -> None:
 
 
 def sleep_while_paused(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """After each turn of a paused scheduler's loop, which spins: wait for the next message like an idle one.
+    """Hook after each iteration of a paused scheduler's loop: wait for a message, as an idle scheduler does, instead of spinning.
 
     Remove when SGLang's ``sleep_on_idle`` covers the paused state.
     """
@@ -41,7 +41,7 @@ def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def device_module(original: Callable[..., Any], device: Any = None) -> Any:
-    """Around ``torch.get_device_module``: default to the CPU.
+    """Hook around ``torch.get_device_module``: default to the CPU.
 
     A torch built for CUDA returns ``torch.cuda`` on machines without CUDA, and SGLang's Qwen3-Next gets the current
     device from it. Remove when SGLang uses its platform, or torch checks the available devices.

@@ -84,7 +84,7 @@ def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
 
 
 def process_decode(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-    """Around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Remove when SGLang has a short path."""
+    """Hook around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Remove when SGLang has a short path."""
     if not plain_batch(processor, batch, result):
         original(processor, batch, result)
         return

@@ -30,7 +30,7 @@ def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
 
 # ---- scheduler processes ---------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop an update that is still open, and poison."""
+    """Hook around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop an open update, and poison the parameters."""
     manager._session = None
     output = original(manager, request)
     if output.success:
@@ -39,7 +39,7 @@ def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.end_weight_update``: refuse while a parameter has unwritten elements."""
+    """Hook around ``SchedulerWeightUpdaterManager.end_weight_update``: refuse if a parameter has unwritten elements."""
     if manager._session is None:
         return original(manager, request)
     incomplete = unwritten(parameters(manager, manager._session.selector))
@@ -55,7 +55,7 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: accept one payload for all ranks.
+    """Hook around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: accept one payload for all ranks.
 
     The payload may describe tensors in the sender's memory. A malformed payload is an error of the request and does not
     kill the engine.
@@ -79,13 +79,13 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
 
 
 def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
-    """Around ``BaseTpWorker.deserialize_own_rank``: pass on tensors that ``load_tensors`` read from shared memory."""
+    """Hook around ``BaseTpWorker.deserialize_own_rank``: pass on tensors that ``load_tensors`` read from shared memory."""
     return payloads[0] if isinstance(payloads[0], list) else original(worker, payloads)
 
 
 # ---- HTTP process ----------------------------------------------------------------------------------------------------
 async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Around ``TokenizerManager.begin_weight_update``: refuse unless the engine is paused, as it would decode NaN."""
+    """Hook around ``TokenizerManager.begin_weight_update``: refuse unless the engine is paused; it would decode NaN."""
     if not manager.is_pause:
         return False, "pause generation before a weight update"
     success, message = await original(manager, *args)
@@ -95,7 +95,7 @@ async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tu
 
 
 async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Around ``TokenizerManager.end_weight_update``: after a failed commit the engine keeps refusing requests."""
+    """Hook around ``TokenizerManager.end_weight_update``: keep refusing requests after a failed commit."""
     success, message = await original(manager, *args)
     if success or getattr(manager, REFUSAL, ""):  # ending an update that was never begun changes nothing
         setattr(manager, REFUSAL, "" if success else message)
@@ -103,19 +103,19 @@ async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tupl
 
 
 async def generate(original: GenerateStream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Around ``TokenizerManager.generate_request``: refuse to generate from incomplete weights.
+    """Hook around ``TokenizerManager.generate_request``: refuse to generate from incomplete weights.
 
     While an update is open the engine is paused, and requests wait as in any pause.
     """
     refusal = getattr(manager, REFUSAL, "")
     if refusal and refusal != OPEN:
-        raise ValueError(f"no generation: {refusal}")
+        raise ValueError(f"generation is refused: {refusal}")
     async for item in original(manager, *args, **kwargs):
         yield item
 
 
 async def resume(original: Callable[..., Awaitable[None]], manager: Any, *args: Any) -> None:
-    """Around ``TokenizerManager.continue_generation``: refuse before a commit."""
+    """Hook around ``TokenizerManager.continue_generation``: refuse to resume before a commit."""
     refusal = getattr(manager, REFUSAL, "")
     if refusal:
         from fastapi import HTTPException

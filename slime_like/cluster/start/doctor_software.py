@@ -141,7 +141,7 @@ def check_collective() -> Iterator[DoctorFinding]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a process that imports this package, installed or not."""
+    """Return an environment in which a child process can import this package even if it is not installed."""
     root = Path(__file__).parents[3]
     path = os.pathsep.join(filter(None, [str(root), str(root / "plugins"), os.environ.get("PYTHONPATH", "")]))
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}

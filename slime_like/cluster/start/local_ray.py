@@ -119,7 +119,7 @@ def keep_sigterm() -> Generator[None]:
     Ray 2.60 replaces it by ``sys.exit`` and by a handler in C that prints a stack: the run would end within a rollout,
     without a checkpoint. Remove when ``ray.init`` leaves signals alone.
     """
-    assert hasattr(ray_utils, "set_sigterm_handler"), "ray moved set_sigterm_handler: find what takes SIGTERM now"
+    assert hasattr(ray_utils, "set_sigterm_handler"), "ray moved set_sigterm_handler: find its new name"
     handler, original = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = lambda _: None
     try:

@@ -1,4 +1,6 @@
-"""The driver's side of the supervisor (``cluster/supervise/supervisor.py``): a socket whose EOF shows the other's end.
+"""The driver's side of the supervisor (``cluster/supervise/supervisor.py``).
+
+A socket connects the two processes; EOF on it means that the other process has ended.
 
 A driver without a supervisor, such as a program that calls ``launch``, sends nothing.
 """

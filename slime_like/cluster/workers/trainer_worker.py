@@ -209,5 +209,5 @@ def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, gr
 
 
 def _own_address() -> str:
-    """Return loopback on a single-node run, else the address at which other nodes reach this one."""
+    """Return the loopback address in a single-node run, else the address at which other nodes reach this one."""
     return str(get_node_ip_address())

@@ -43,7 +43,7 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: GRPO with a wider upper clip range and a token-level loss. Other algorithms have the rest of its keys too."""
+    """DAPO: GRPO with a wider upper clip range and a token-level loss. Its other keys are shared by several algorithms."""
 
     name: str = key("dapo", "Algorithm.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")

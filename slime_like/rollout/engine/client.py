@@ -124,7 +124,7 @@ class EngineClient:
                 return scores(reply, [len(ids) for ids in token_ids])
 
     async def abort_all(self) -> None:
-        """End every request with the tokens sampled so far. Its sender sees this from ``num_aborts`` and may continue it."""
+        """End every request with the tokens sampled so far. Its sender detects this by ``num_aborts`` and may continue it."""
         self.num_aborts += 1
         self._aborting += 1
         try:

@@ -19,14 +19,14 @@ def completions(reply: Any, num_samples: int) -> list[Completion]:
     Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
     """
     if not isinstance(reply, list) or len(reply) != num_samples:  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate was asked for {num_samples} samples and returned {_short(reply)}")
+        raise EngineError(f"/generate did not return {num_samples} samples but {_short(reply)}")
     return [_completion(item) for item in reply]  # pyright: ignore[reportUnknownVariableType]
 
 
 def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
     """Parse the reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1."""
     if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate was asked to score {len(lengths)} sequences and returned {_short(reply)}")
+        raise EngineError(f"/generate did not return scores of {len(lengths)} sequences but {_short(reply)}")
     columns: list[F32] = []
     for item, length in zip(reply, lengths, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         triples = _meta(item, "input_token_logprobs")

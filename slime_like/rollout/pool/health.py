@@ -37,7 +37,7 @@ class HealthMonitor:
                 pass
 
     async def _check(self, slot: EngineSlot) -> bool:
-        """Check one engine. Return False if it must be repeated: a push paused the engine during the check."""
+        """Check one engine. Return False if the check must be repeated because a push paused the engine during it."""
         health, engine, pushes = self._pool.health, slot.client, self._pool.num_pushes
         if not slot.has_responded and time.monotonic() - slot.ready_since < health.first_wait_s * scale():
             return True

@@ -144,7 +144,7 @@ class TrainerScores:
 
 
 def _parts(sequences: Sequence[I32], max_tokens: int) -> list[list[I32]]:
-    """Split ``sequences`` into runs of at most ``max_tokens``, or of one sequence."""
+    """Split ``sequences`` into consecutive parts of at most ``max_tokens`` tokens; a longer sequence is a part of its own."""
     parts: list[list[I32]] = [[]]
     for ids in sequences:
         if parts[-1] and sum(map(len, parts[-1])) + len(ids) > max_tokens:

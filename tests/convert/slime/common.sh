@@ -1,4 +1,4 @@
-# What the launch scripts beside this file share: flags without which slime trains with dropout, and an optimizer.
+# Settings shared by the launch scripts in this folder: flags without which slime trains with dropout, and an optimizer.
 COMMON_ARGS=(
     --attention-dropout 0.0
     --hidden-dropout 0.0

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Qwen3.5-35B-A3B with FlashQLA on dapo-math-17k: tp 2, cp 4, ep 8, 8192 response tokens, one node of 8 GPUs.
-# In the shape of slime's launch scripts (https://github.com/THUDM/slime/tree/main/scripts). The backend is that of
-# https://github.com/THUDM/slime/pull/1947 (`--qwen-gdn-backend flashqla`), which comes with no script: layout, lengths, data
-# and reward are those that the run is described with, the rest is what slime's scripts for models of this size say.
+# Written like slime's launch scripts (https://github.com/THUDM/slime/tree/main/scripts). The backend is that of
+# https://github.com/THUDM/slime/pull/1947 (`--qwen-gdn-backend flashqla`), which has no script. Layout, lengths, data and
+# reward come from its description of the run, all other flags from slime's scripts for models of this size.
 set -ex
 pkill -9 sglang || true
 ray stop --force

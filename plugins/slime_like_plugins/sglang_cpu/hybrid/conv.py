@@ -69,7 +69,7 @@ def causal_conv1d_update(
     Replaces ``causal_conv1d_update`` of the same file. Raises ``NotImplementedError`` for drafts of several tokens.
     """
     if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
-        raise NotImplementedError("speculative decoding of hybrid models on a plain CPU")
+        raise NotImplementedError("speculative decoding of hybrid models is not supported on a plain CPU")
     check_precision(conv_state, x_BD)
     slots = conv_state_indices[: len(x_BD)].long()
     window_BDW = torch.cat([conv_state[slots].to(x_BD.dtype), x_BD[:, :, None]], -1)
@@ -90,7 +90,9 @@ def apply_activation(x: Tensor, bias: Tensor | None, activation: str | None) -> 
     if activation in (None, ""):
         return x
     if activation not in ("silu", "swish"):
-        raise NotImplementedError(f"activation {activation!r} after the convolution of a hybrid model")
+        raise NotImplementedError(
+            f"activation {activation!r} after a hybrid model's convolution is not supported on a plain CPU"
+        )
     return F.silu(x)
 
 

@@ -53,7 +53,7 @@ def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
     between chunks, which only the ``extra_buffer`` strategy of the prefix cache needs, are not returned.
     """
     if head_first or not use_qk_l2norm_in_kernel:
-        raise NotImplementedError("gated delta rule that differs from Qwen's")
+        raise NotImplementedError("a gated delta rule other than Qwen's is not supported on a plain CPU")
     bounds = cu_seqlens.cpu()
     lengths = bounds.diff().tolist()
     slots = initial_state_indices[: len(lengths)].long()
@@ -100,7 +100,7 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
     Replaces ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``.
     """
     if disable_state_update or softplus_beta != 1.0:
-        raise NotImplementedError("speculative decoding of hybrid models on a plain CPU")
+        raise NotImplementedError("speculative decoding of hybrid models is not supported on a plain CPU")
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     slots = initial_state_indices[: v.shape[1]].long()
     heads = v.shape[2]

@@ -44,7 +44,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: 
 def fused_norm_forward(module: Any, x: Tensor, g: Tensor, **options: Any) -> Tensor:
     """Replace ``FusedRMSNormGated.forward`` (Qwen3-Next)."""
     if any(options.values()):
-        raise NotImplementedError(f"gated norm with {', '.join(options)}")
+        raise NotImplementedError(f"a gated norm with {', '.join(options)} is not supported on a plain CPU")
     return gated_norm(x, g, module.weight, module.eps, module.activation)
 
 
@@ -61,14 +61,14 @@ def layernorm_fn(  # noqa: PLR0913  (a signature of SGLang)
 ) -> Tensor:
     """Replace ``sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn`` (Qwen3.5)."""
     if z is None or bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
-        raise NotImplementedError("gated norm that differs from Qwen's")
+        raise NotImplementedError("a gated norm other than Qwen's is not supported on a plain CPU")
     return gated_norm(x, z, weight, eps, activation)
 
 
 def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False) -> Tensor:
     """Multiply attention's output [T, H D] by the sigmoid of its gate, [T, H, D] or [T, H D]."""
     if quant:
-        raise NotImplementedError("quantized attention output on a plain CPU")
+        raise NotImplementedError("a quantized attention output is not supported on a plain CPU")
     gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(attn_output.dtype)
     return attn_output.copy_(gated) if inplace else gated
 
