@@ -175,7 +175,7 @@ def machine(load: float) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the measured part of a page and keep the text below the mark."""
+    """Replace the measured part of a page and keep the text below ``MARK``, which is written by hand."""
     below = path.read_text().partition(MARK)[2].lstrip("\n") if path.exists() else ""
     path.write_text(f"{text.rstrip()}\n\n{MARK}\n\n{below}" if below else f"{text.rstrip()}\n")
 

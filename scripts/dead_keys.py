@@ -1,6 +1,6 @@
 """List configuration keys that no code outside ``slime_like/config`` reads as an attribute.
 
-python scripts/dead_keys.py [folder of the package]      exit code 1 and one key per line when there are any
+python scripts/dead_keys.py [folder of the package]      prints one key per line; exit code 1 if there is one
 """
 
 from __future__ import annotations

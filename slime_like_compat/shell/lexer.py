@@ -117,7 +117,9 @@ class _Lexer:
             return Array(match[1], match[2] == "+", tuple(self._elements(file_line)), file_line)
         parts = self.parts(stop=_META)
         if self.at == start:
-            raise ConfigError(f"{file_line}: {self.text[start]!r} is not understood here")
+            raise ConfigError(
+                f"{file_line}: {self.text[start]!r} is not supported here: rewrite the line in a copy of the script"
+            )
         word = Word(parts, file_line)
         self.in_test = word.keyword == "[[" or (self.in_test and word.keyword != "]]")
         return word

@@ -154,7 +154,7 @@ def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
 
 
 def _value(override: str, cfg: TrainConfig) -> Any:
-    """Return the value that an override of ``DEFAULTS`` has in the run."""
+    """Return the run's value of the key that ``override``, an entry of ``DEFAULTS``, sets."""
     if override.startswith("${"):
         group, _, name = override[2:-1].partition(".")
         return getattr(getattr(cfg, group), name)

@@ -48,7 +48,7 @@ def test_a_page_of_small_shapes(script: Any, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
 
 
-def test_parity_that_fails_is_told(
+def test_failed_parity_is_reported(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(script.TOLERANCE, "float32", 1e-12)

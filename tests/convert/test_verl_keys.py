@@ -101,7 +101,7 @@ def test_no_value_of_a_key_ends_in_a_traceback_or_text(job: str) -> None:
 @pytest.mark.parametrize("defaults", ["3", "", "{a: b}", "[[]]", "[null]", "text"])
 def test_defaults_of_a_yaml_file_are_a_list_of_known_names(defaults: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"defaults: {defaults}\ntrainer: {{nnodes: 1}}\n")
-    with pytest.raises(ConfigError, match=r"job\.yaml.* has defaults: .*; only|job\.yaml: defaults contains"):
+    with pytest.raises(ConfigError, match=r"job\.yaml.* has defaults: .*: write a list|job\.yaml: defaults contains"):
         read_verl(tmp_path / "job.yaml", [], variables={}, skip=[])
 
 

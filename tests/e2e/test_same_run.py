@@ -90,7 +90,7 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
     assert "stop_engine:collect:4:0" in html
 
 
-def test_a_rank_that_dies_or_stops_is_told_within_its_deadline(pair: Pair) -> None:
+def test_a_rank_that_dies_or_stops_is_reported_within_its_deadline(pair: Pair) -> None:
     injection_times = [injection.time for injection in read(pair.disturbed)[0] if "_rank" in injection.fault]
     causes = [bundle / "cause.txt" for bundle in sorted(pair.disturbed.glob("crash-*"))]
     driver, dead_rank, stopped_rank = (cause.read_text() for cause in causes)

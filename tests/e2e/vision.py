@@ -38,6 +38,6 @@ def add_vision(text: Path, folder: Path) -> Path:
 
 
 def untrained_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors that training may not change."""
+    """Return the tensors that training must not change."""
     tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     return {name: tensor for name, tensor in tensors.items() if name.startswith(UNTRAINED_PREFIXES)}

@@ -53,7 +53,7 @@ def test_the_rotary_base_is_that_of_rope_parameters(tmp_path: Path) -> None:
     assert overrides(tmp_path, config | {"rope_theta": 1e7}) == {}
 
 
-def test_of_a_vision_model_the_text_part_is_served(tmp_path: Path) -> None:
+def test_the_text_part_of_a_vision_model_is_served(tmp_path: Path) -> None:
     assert overrides(tmp_path, {"text_config": HYBRID}) == {
         "text_config": {"full_attention_interval": 4},
         "language_model_only": True,
@@ -62,7 +62,7 @@ def test_of_a_vision_model_the_text_part_is_served(tmp_path: Path) -> None:
     assert overrides(tmp_path, {"text_config": text_config, "vision_config": {}}) == {"language_model_only": True}
 
 
-def test_what_a_user_says_of_a_nested_config_leaves_the_rest_of_ours() -> None:
+def test_user_overrides_of_a_nested_config_keep_its_other_fields() -> None:
     defaults = {"text_config": {"full_attention_interval": 4, "x": 1}, "language_model_only": True}
     user_overrides = {"text_config": {"x": 2}, "rope_theta": 7}
     assert merge_overrides(defaults, user_overrides) == {

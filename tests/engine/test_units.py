@@ -59,8 +59,8 @@ def test_an_aborted_sample_without_tokens_has_no_span() -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ({"error": "x"}, "asked for 1 samples and returned"),
-        ([answer(), answer()], "asked for 1 samples"),
+        ({"error": "x"}, "did not return 1 samples but"),
+        ([answer(), answer()], "did not return 1 samples"),
         ([{"text": "hi"}], "returned no 'output_ids'"),
         ([answer(output_token_logprobs=[[-0.5, 7, None]])], "3 tokens but 1 log-probabilities"),
         ([answer(weight_versions=[{"version": "default", "start": 0, "end": 3}])], "'default', which is not a number"),
@@ -128,7 +128,7 @@ def test_draws_follow_the_weights_over_seeds() -> None:
     assert frequencies[1] == 0
 
 
-def test_nucleus_top_k_and_min_p_keep_what_sglang_keeps() -> None:
+def test_nucleus_top_k_and_min_p_keep_the_same_tokens_as_sglang() -> None:
     probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(5, 1)
     top_p, top_k = torch.tensor([0.6, 1.0, 1.0, 1.0, 1.0]), torch.tensor([4, 2, 4, 4, 3])
     kept_probs, tokens = filtered(probs, top_p, top_k, torch.tensor([0.0, 0.0, 0.0, 0.4, 0.2]))

@@ -32,7 +32,7 @@ def test_gain_of_dcp_grows_with_concurrency_until_the_cache_is_full() -> None:
     assert gains == sorted(gains) and abs(gains[0]) < 4 and gains[-1] > 10
 
 
-def test_long_responses_are_predicted_by_what_was_fitted_on_short_ones() -> None:
+def test_long_responses_are_predicted_by_a_fit_to_short_ones() -> None:
     assert not any("32k/8k" in constant.fitted_on for constant in CONSTANTS)
     long = next(case for case in CASES if case.quantity.startswith("32k/8k"))
     assert abs(long.predicted - 24.7) < 24.7 / 3

@@ -1,4 +1,4 @@
-"""Rank functions of test_checkpoint and test_training: train, save, load elsewhere, export, report."""
+"""Rank functions of test_checkpoint and test_training: train, save, load in another layout, export, report."""
 
 from __future__ import annotations
 

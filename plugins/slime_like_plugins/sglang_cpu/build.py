@@ -24,7 +24,7 @@ def _recipe(source: Path | None) -> Recipe:
 
 
 def object_name(compiler: str, source: Path | None = None) -> str:
-    """Return the object's file name, derived from source, flags, compiler and CPU."""
+    """Return the shared object's file name, derived from source, flags, compiler and CPU."""
     return c_build.object_name(compiler, _recipe(source))
 
 
@@ -34,12 +34,12 @@ def run_compiler(compiler: str, target: Path, source: Path | None = None) -> Non
 
 
 def build(source: Path | None = None) -> SharedObject:
-    """Return the object of the folder ``source`` (default ``SOURCE``) for this machine. Raises ``BuildError``."""
+    """Return the compiled kernels of the folder ``source`` (default ``SOURCE``) for this machine. Raises ``BuildError``."""
     return c_build.build(_recipe(source))
 
 
 def main() -> int:
-    """Build the kernels of every plugin that has them, and print the objects."""
+    """Build the kernels of every plugin that has them, and print the paths of the shared objects."""
     try:
         for source in sorted(SOURCE.parents[1].glob("*/csrc")):
             built = build(source)

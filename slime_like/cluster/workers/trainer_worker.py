@@ -164,7 +164,7 @@ class TrainerWorker(RankWorker):
 
 
 class RankSender:
-    """This rank's weight sender to the engines. Separate from the actor, which may not have coroutines."""
+    """This rank's weight sender to the engines. Separate from the actor, which must not have coroutines."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -46,7 +46,7 @@ class EngineWeightUpdate:
     async def begin(self) -> tuple[EngineAddress, ...]:
         """Pause each engine and open its update; return the addresses of the participants. Abort an update that is still open.
 
-        Waits for a restart if no engine is left. When a push starts over, an engine may not respond because it still waits
+        Waits for a restart if no engine is left. When a push starts over, an engine may be unresponsive because it still waits
         for an engine lost in the first attempt: it counts as stalled after ``health.timeout_s``.
         """
         seconds = (
