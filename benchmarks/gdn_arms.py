@@ -33,7 +33,7 @@ class GdnShape:
 
     @property
     def tokens(self) -> int:
-        """Return T."""
+        """Return the number of tokens T."""
         return sum(self.lengths)
 
     def __str__(self) -> str:

@@ -174,7 +174,9 @@ def main() -> None:
     for name in ("train.megatron.rank.trainer", "train.megatron.families.qwen3_5"):
         import_module(f"slime_like.{name}")  # imported once; the ranks are forked
     import_module("slime_like_plugins.qwen_gdn.state_passing")
-    print("| layout | ranks | parameters per rank | activations per rank | to collectives | CPU time per rank |")
+    print(
+        "| layout | ranks | parameters per rank | activations per rank | bytes of collectives per rank | CPU time per rank |"
+    )
     print("|---|---|---|---|---|---|")
     first: Cost | None = None
     for name in args.layouts:

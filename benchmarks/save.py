@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def _rollouts(actor: Any, run: Any, numbers: range, tokens: int) -> tuple[float, float]:
-    """Return the seconds per rollout, and those of them in which training waits for the save."""
+    """Return the seconds per rollout, and the seconds per rollout for which training waits for the save."""
     start, waited = time.perf_counter(), 0.0
     for k in numbers:
         _step(actor, tokens, k)

@@ -19,13 +19,13 @@ logger = logging.getLogger("mkdocs.hooks.docs_links")
 
 
 class File(Protocol):
-    """Used part of ``mkdocs.structure.files.File``."""
+    """Attributes of ``mkdocs.structure.files.File`` that the hook reads."""
 
     abs_src_path: str
 
 
 class Page(Protocol):
-    """Used part of ``mkdocs.structure.pages.Page``."""
+    """Attributes of ``mkdocs.structure.pages.Page`` that the hook reads."""
 
     file: File
 

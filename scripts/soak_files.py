@@ -73,7 +73,7 @@ def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
 
 
 def section(trials: list[Trial], command: str, seconds: float) -> str:
-    """Return the section of the page."""
+    """Return the Markdown of the section "Damaged files" of the page."""
     num_trials = Counter((trial.kind, trial.outcome) for trial in trials)
     columns = [*Outcome]
     rows = [f"| files | tried | {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) + 1)}"]

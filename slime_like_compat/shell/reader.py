@@ -125,7 +125,7 @@ class ScriptReader:
     ) -> None:
         word = words[1] if len(words) > 1 else None
         if not isinstance(word, Word):
-            raise ConfigError(f"{words[0].file_line}: source without a file")
+            raise ConfigError(f"{words[0].file_line}: source without a file: name the file")
         value = self.scope.text(word, script)
         file_name = "".join(p.text for p in word.parts[-1:] if p.kind == "text").rpartition("/")[2]
         if self.skip and {Path(value.text).name, value.text, file_name} & {*self.skip}:

@@ -121,7 +121,7 @@ class Scope:
                     current = None
                 current = _joined(current, value, word.file_line)
             if len(words) > MAX_WORDS:
-                raise ConfigError(f"{word.file_line}: more than {MAX_WORDS} words")
+                raise ConfigError(f"{word.file_line}: more than {MAX_WORDS} words: write fewer")
         return (*words, current) if current is not None else tuple(words)
 
     def text(self, word: Word, script: Path) -> Value:

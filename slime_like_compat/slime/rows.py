@@ -69,7 +69,7 @@ def _is_policy_option(flag: str) -> bool:
 
 
 def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
-    """Return the row of a flag whose value only a command prints: needed if the recipe would contain the value."""
+    """Return the row of a flag whose value only a command prints; its verdict is ``needed`` if a recipe would contain the value."""
     if keys_of(item.flag) or item.flag in ALWAYS or not (error := _translation_error(FlagOccurrence(item.flag), ["1"])):
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
     return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))

@@ -148,7 +148,7 @@ def test_sampling(rows: int, vocabulary: int, seed: int) -> None:
 
 @needs_compiler
 def test_a_draw_never_leaves_the_support() -> None:
-    """This includes draws that rounding moves past the last token with a probability above 0."""
+    """The draws include some that rounding moves past the last token with a probability above 0."""
     logits = torch.full((64, 1000), -math.inf)
     logits[:, :3] = random(0, 64, 3)
     sample = C().sample(

@@ -56,7 +56,7 @@ class Reference:
 
     @property
     def pairs(self) -> list[np.ndarray]:
-        """[T] per micro-batch of ``pairs(batch())``."""
+        """Log-probabilities [T] of each micro-batch of ``pairs(batch())``."""
         return [np.concatenate(two) for two in itertools.batched(self.logprobs, 2)]
 
 

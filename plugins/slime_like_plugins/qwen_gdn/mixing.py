@@ -32,7 +32,7 @@ class MixingHeads:
         return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
     def shared_by(self, ranks: int) -> MixingHeads:
-        """Return the heads of one of ``ranks`` ranks that share these heads."""
+        """Return the heads of one rank if ``ranks`` ranks split these heads."""
         return MixingHeads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
 
 

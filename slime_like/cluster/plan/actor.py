@@ -1,4 +1,4 @@
-"""Plans the trainer's ranks: layout, optimizer, schedule, with every ``auto`` resolved."""
+"""Plan of the trainer's ranks: layout, optimizer, schedule, with every ``auto`` resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assigns GPUs to processes and checks that they fit the machine."""
+"""Assignment of GPUs to processes, and checks that the run fits the machine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_fits(
 
 
 def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
-    """Return a lower bound: processes, float32 weights, gradients and two moments per model copy, engine weights."""
+    """Return a lower bound of the run's memory on a CPU: processes, trainer state in float32, engine weights."""
     params = 0 if model is None else check_weights("model.hf_checkpoint", model.folder)
     p = cfg.parallel
     copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep))

@@ -1,4 +1,4 @@
-"""Plans Gated DeltaNet layers: selects kernels and checks that they run on this machine."""
+"""Plan of Gated DeltaNet layers: select kernels and check that they run on this machine."""
 
 from __future__ import annotations
 

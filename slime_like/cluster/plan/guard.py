@@ -1,4 +1,4 @@
-"""Plans the wrapper around collectives."""
+"""Plan of the wrapper around collectives."""
 
 from __future__ import annotations
 

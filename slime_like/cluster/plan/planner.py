@@ -1,4 +1,4 @@
-"""Makes a plan from config and machine: resolves every ``auto`` and counts processes. Has no side effects."""
+"""Plan of a run from config and machine: resolve every ``auto`` and count processes, without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans critic and teacher: models, layouts and devices."""
+"""Plan of critic and teacher: models, layouts and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifies checkpoints before a run reads them, against the hashes recorded by the save (``run.verify_checkpoint``)."""
+"""Verify checkpoints before a run reads them, against the hashes recorded by the save (``run.verify_checkpoint``)."""
 
 from __future__ import annotations
 

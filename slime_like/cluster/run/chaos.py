@@ -60,7 +60,7 @@ def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
 
 @dataclass(slots=True)
 class Chaos:
-    """Injects faults in named phases of the loop. Faults injected before a resume are not repeated.
+    """Injector of faults in named phases of the loop. Faults injected before a resume are not repeated.
 
     Ranks, manager and driver must be on the driver's node; engines can be anywhere.
     """

@@ -1,4 +1,4 @@
-"""Tolerates a full disk when writing files other than checkpoints."""
+"""Tolerance of a full disk for files other than checkpoints."""
 
 from __future__ import annotations
 

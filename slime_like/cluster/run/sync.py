@@ -26,7 +26,7 @@ ABORT_S = 15.0  # above the limits that rollout.pool.weight_update sets for each
 
 
 class Sync(Protocol):
-    """Pushes weights to the engines."""
+    """Push of weights to the engines."""
 
     def push(self, version: int) -> tuple[Metric, ...]:
         """Make the engines serve the trainer's weights as ``version``; return the probe's metrics."""
@@ -44,7 +44,7 @@ class NoSync:
 
 @dataclass(frozen=True, slots=True)
 class EngineSync:
-    """Pushes from a ``TrainerGroup`` to the engines behind a rollout manager."""
+    """Push from a ``TrainerGroup`` to the engines of a rollout manager."""
 
     trainer: TrainerGroup
     manager: ActorHandle[RolloutActor]

@@ -1,4 +1,4 @@
-"""Creates the run's folder, claims it for one run at a time, and writes the configuration."""
+"""Create the run's folder, claim it for one run at a time, and write the configuration."""
 
 from __future__ import annotations
 

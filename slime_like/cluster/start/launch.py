@@ -1,4 +1,4 @@
-"""Launches a run from its config, and stops every process that it started, however the run ends."""
+"""Launch a run from its config, and stop every process that it started, however the run ends."""
 
 from __future__ import annotations
 

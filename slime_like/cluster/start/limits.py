@@ -1,4 +1,4 @@
-"""Checks limits of this process and machine that would otherwise fail later in a run."""
+"""Check limits of this process and machine that would otherwise make a run fail later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts Ray for one run on this machine, on loopback, with retries on a busy machine, or joins a cluster.
+"""Start Ray for one run on this machine, on loopback, with retries on a busy machine, or join a cluster.
 
 In both cases Ray does not take over SIGTERM, and every wait for it has a deadline.
 """

@@ -1,4 +1,4 @@
-"""Starts the Ray actors of a run in a separate namespace, on loopback unless the user names a cluster."""
+"""Start the Ray actors of a run in a separate namespace, on loopback unless the user names a cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 class _GpuProbe:
-    """Runs briefly in a GPU bundle to identify its node and GPU."""
+    """Short-lived actor in a GPU bundle that identifies the bundle's node and GPU."""
 
     def location(self) -> tuple[str, str]:
         """Return node id and GPU id."""
@@ -44,7 +44,7 @@ class _GpuProbe:
 
 
 class Placement:
-    """Starts Ray and the actors, and stops only what it started."""
+    """Owner of Ray and the actors of a run; stops only processes that it started."""
 
     def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str) -> None:
         self._plan = plan

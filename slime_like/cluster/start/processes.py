@@ -1,4 +1,4 @@
-"""Starts the processes of a run in order, and stops them."""
+"""Start the processes of a run in order, and stop them."""
 
 from __future__ import annotations
 

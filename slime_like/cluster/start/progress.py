@@ -11,7 +11,7 @@ QUIET_S = 10.0
 
 @dataclass(slots=True)
 class Progress:
-    """Prints lines with the seconds since the start: one per ready component, and one after every 10 s without one.
+    """Printer of lines with the seconds since the start: one per ready component, and one after every 10 s without a line.
 
     Example: ``run: trainer ready after 6 s; waiting for engine 0``.
     """

@@ -1,4 +1,4 @@
-"""Selects and checks the checkpoint to resume from (``run.resume``), before any process starts."""
+"""Select and check the checkpoint to resume from (``run.resume``), before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds and kills the descendants of a process."""
+"""Find and kill the descendants of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches Ray's processes for the supervisor: the death or stop of one ends the run."""
+"""Watch Ray's processes for the supervisor: the death or stop of one ends the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _RayProcess:
 
 
 class RayWatch:
-    """Watches Ray processes by pidfds in ``selector``, whose keys have a callback as data."""
+    """Watcher of Ray processes by pidfds in ``selector``, whose keys have a callback as data."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.dead: list[str] = []  # a message per process

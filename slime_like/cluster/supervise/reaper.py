@@ -1,4 +1,4 @@
-"""Kills processes started by user code on a node whose Ray the run has joined: no supervisor adopts them there.
+"""Kill processes started by user code on a node whose Ray the run has joined: no supervisor adopts them there.
 
 ``python -m slime_like.cluster.supervise.reaper MARK`` detaches from its parent, which Ray kills with its direct children.
 It reads the parent's pipe until EOF, then kills every process with ``MARK`` in its environment.
@@ -20,7 +20,7 @@ EXIT_S = 5.0
 
 
 class Reaper:
-    """Marks children of this process from now on. They are killed when the process ends, or at ``close``."""
+    """Mark of the children that this process starts from now on. They are killed when it ends, or at ``close``."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""Writes report.html at the end of a run; a failure does not fail the run."""
+"""Write report.html at the end of a run; a failure does not fail the run."""
 
 from __future__ import annotations
 

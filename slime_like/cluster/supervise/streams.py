@@ -30,7 +30,7 @@ def _tolerant(stream: TextIO) -> TextIO:
 
 
 class _TolerantFile(io.FileIO):
-    """Drops output that cannot be written, and warns once on stderr."""
+    """Stream that drops output that cannot be written, and warns once on stderr."""
 
     _warned = False
 

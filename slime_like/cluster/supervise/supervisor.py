@@ -67,7 +67,7 @@ def supervise(run: Callable[[], int]) -> int:
 
 
 class Supervisor:
-    """Watches one driver and its descendants until all have ended."""
+    """Supervisor of one driver and its descendants until all have ended."""
 
     def __init__(self, driver: int, line: socket.socket, excluded: frozenset[psutil.Process]) -> None:
         self._driver, self._line, self._excluded = driver, line, excluded

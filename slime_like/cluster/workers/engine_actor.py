@@ -24,7 +24,7 @@ VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement for an engine
 
 
 class EngineActor:
-    """Starts the server at construction; ``ready`` waits for it. Methods may run concurrently."""
+    """Actor that starts the server at construction; ``ready`` waits for it. Methods may run concurrently."""
 
     def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str, env: Mapping[str, str]) -> None:
         """Start the server at Ray's address: loopback in a single-machine cluster, else the node's address."""

@@ -26,7 +26,7 @@ type Scored = tuple[Columns | None, tuple[Metric, ...]]  # columns only from the
 
 
 class RoleWorker(RankWorker):
-    """Holds one rank of a critic or a teacher. Methods are called on all ranks at once."""
+    """Actor with one rank of a critic or a teacher. Methods are called on all ranks concurrently."""
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__(name, rank, world_size, stacks_dir, env)

@@ -57,7 +57,7 @@ class RankWorker:
 
 
 class TrainerWorker(RankWorker):
-    """Holds one rank of the actor. Methods are called on all ranks concurrently; ``TrainerGroup`` combines their results.
+    """Ray actor with one rank of the policy. All ranks are called concurrently; ``TrainerGroup`` combines their results.
 
     No method is a coroutine: Ray would run all methods in an event loop, and collectives of two calls could interleave.
     """

@@ -105,7 +105,9 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
     sizes = parse_layout(text)
     what = f"parallel.pipeline_layout={text!r}"
     if len(sizes) % parallel.pp:
-        raise ConfigError(f"{what} has {len(sizes)} segments, which parallel.pp={parallel.pp} does not divide")
+        raise ConfigError(
+            f"{what} has {len(sizes)} segments, which parallel.pp={parallel.pp} does not divide: change one of them"
+        )
     if parallel.vpp not in (1, len(sizes) // parallel.pp):
         raise ConfigError(
             f"{what} has {len(sizes)} segments / parallel.pp {parallel.pp} = {len(sizes) // parallel.pp} per rank, "
@@ -113,7 +115,7 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
         )
     if sum(sizes) != num_layers:
         raise ConfigError(
-            f"{what} has {' + '.join(map(str, sizes))} = {sum(sizes)} layers, but the model has {num_layers}"
+            f"{what} has {' + '.join(map(str, sizes))} = {sum(sizes)} layers, but the model has {num_layers}: correct the number of t"
         )
     return sizes
 
@@ -130,11 +132,15 @@ def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
         f"{settings} leave {middle} of the model's {num_layers} layers for the other {ranks} of parallel.pp={pp} ranks"
     )
     if middle < ranks or (ranks == 0) != (middle == 0) or (ranks and middle % ranks):
-        raise ConfigError(f"{summary}: every rank needs layers, and the middle ranks an equal number each")
+        raise ConfigError(
+            f"{summary}: every rank needs layers, and the middle ranks an equal number each; change the first or the last rank's layers"
+        )
     per_rank = [middle // ranks] * ranks if ranks else []
     per_rank = [*([first] if first is not None else []), *per_rank, *([last] if last is not None else [])]
     if bad := [n for n in per_rank if n % vpp]:
-        raise ConfigError(f"{settings}: ranks have {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}")
+        raise ConfigError(
+            f"{settings}: ranks have {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}: lower parallel.vpp"
+        )
     return tuple(n // vpp for n in per_rank) * vpp
 
 

@@ -64,7 +64,8 @@ def check_roles(cfg: TrainConfig) -> None:
     steps = total * cfg.loop.steps_per_rollout
     if cfg.critic.lr_warmup_steps >= steps:
         raise ConfigError(
-            f"critic.lr_warmup_steps={cfg.critic.lr_warmup_steps} must be below the critic's {steps} optimizer steps"
+            f"critic.lr_warmup_steps={cfg.critic.lr_warmup_steps} must be below the critic's {steps} optimizer steps: "
+            "lower it"
         )
     if isinstance(cfg.algo, DistillConfig) and cfg.teacher.hf_checkpoint is None:
         raise ConfigError("algo=distill learns from a teacher: set teacher.hf_checkpoint=<HF folder>")
@@ -164,7 +165,10 @@ def _same_vocabulary(student_folder: str, student: HfConfig, folder: str, teache
     top = max(student_ids.values(), default=0)
     for name, config in ((key, teacher), (f"model.hf_checkpoint={student_folder!r}", student)):
         if top >= config.vocab_size:
-            raise CheckpointError(f"{name} has {config.vocab_size} embeddings, but its tokenizer has token id {top}")
+            raise CheckpointError(
+                f"{name} has {config.vocab_size} embeddings, but its tokenizer has token id {top}: "
+                "use the tokenizer that the model was trained with"
+            )
 
 
 def _tokens(folder: str) -> dict[str, int] | None:
@@ -188,7 +192,8 @@ def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg
         for num_heads, kind in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
             if num_heads % role.tp:
                 raise ConfigError(
-                    f"{group}.tp={role.tp} does not divide the {num_heads} {kind} heads of the model in {model.folder}"
+                    f"{group}.tp={role.tp} does not divide the {num_heads} {kind} heads of the model in {model.folder}: "
+                    f"lower {group}.tp"
                 )
     tp, cp = role.tp or cfg.parallel.tp, role.cp or cfg.parallel.cp
     check_sequence_parallel(f"{group}.tp", tp, cfg, model)

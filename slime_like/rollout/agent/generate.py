@@ -33,7 +33,7 @@ MAX_FIRST_FAILURES, MAX_FAILURES = 8, 32  # consecutive failures that end the ru
 
 
 class OpenAIAgent:
-    """Runs agents, each with its own key, and converts their calls into samples.
+    """Generate function that runs agents, each with its own key, and converts their calls into samples.
 
     An agent that raises, never calls its model, or exceeds ``rollout.agent_deadline_s`` fails its sample. Failed samples
     are not trained on and count in no baseline; ``agent/failures`` and ``agent/timeouts`` count them, and one warning per

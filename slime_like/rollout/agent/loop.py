@@ -18,7 +18,7 @@ class AgentTimeout(Exception):
 
 
 class AgentLoop:
-    """Runs user coroutines, each under a time limit. ``threads``: pool size for their ``asyncio.to_thread``."""
+    """Event loop for user coroutines, each under a time limit. ``threads``: pool size for their ``asyncio.to_thread``."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

@@ -39,7 +39,7 @@ class PromptQueue:
 
 
 class GroupCollector:
-    """Collects rollouts in rounds and waits for every group to finish.
+    """Collector of rollouts in rounds; waits for every group to finish.
 
     The subclass ``OverSamplingCollector`` starts more groups than needed and aborts the rest.
     """

@@ -16,7 +16,7 @@ MAX_TEXT = 400  # characters of a quoted sample
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counts consecutive rollouts without groups, and consecutive rollouts without differing rewards; warns about both.
+    """Counter of consecutive rollouts without groups, and without differing rewards; warns about both.
 
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.

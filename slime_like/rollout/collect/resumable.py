@@ -118,7 +118,7 @@ def concatenate(first: Completion, second: Completion) -> Completion:
 
 
 class PauseGate:
-    """Lets requests of many groups through, or aborts requests in flight and holds new ones back."""
+    """Gate for the requests of many groups. Shutting it aborts requests in flight and holds new requests back."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -168,7 +168,7 @@ class PauseGate:
 
 
 class ResumableEngine:
-    """Implements ``interfaces.Engine`` for one group."""
+    """Implementation of ``interfaces.Engine`` for one group."""
 
     def __init__(
         self,

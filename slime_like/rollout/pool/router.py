@@ -30,7 +30,7 @@ class EngineAssignment:
 
 
 class EngineRouter:
-    """Assigns one engine per group; continuations of a group stay on its engine while the engine serves."""
+    """Router that assigns one engine to each group; continuations of a group stay on its engine while the engine serves."""
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self._engines = list(engines)
@@ -116,7 +116,7 @@ class EngineRouter:
 
 
 class RequestCounts:
-    """Counts over requests. A continuation is a request whose prompt includes the tokens sampled before."""
+    """Counts over requests. A continuation is a request whose prompt includes tokens sampled before."""
 
     def __init__(self, num_engines: int) -> None:
         """``num_engines`` counts all engines of the run, whether they serve or not."""

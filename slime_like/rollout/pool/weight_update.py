@@ -36,7 +36,7 @@ class UpdateTarget:
 
 
 class EngineWeightUpdate:
-    """Updates all reachable engines, restarted ones included; at most one update is open at a time."""
+    """Update of all reachable engines, including restarted ones; at most one update is open at a time."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
