@@ -50,7 +50,11 @@ def request(run_dir: Path, action: Request, wait: float | None) -> int:
     status = read_live_status(run_dir)
     request_id = send_request(run_dir, action)
     if wait is None:
-        print(visible(f"asked the run to {ACTIONS[action]}; it is at rollout {status.step + 1} of {status.num_steps}"))
+        print(
+            visible(
+                f"asked the run to {ACTIONS[action]}; the run is at rollout {status.step + 1} of {status.num_steps}"
+            )
+        )
         return 0
     answer = wait_for_answer(run_dir, action, request_id, Deadline("scripts/control.py", "wait", wait))
     print(visible(line(answer)))

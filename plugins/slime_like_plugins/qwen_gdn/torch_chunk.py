@@ -80,7 +80,7 @@ def chunk_size(cu_seqlens_cpu: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments other than tensors. ``keep``: save tensors for backward."""
+    """Arguments of the rule other than tensors. ``keep``: save tensors for backward."""
 
     order: ChunkOrder
     keep: bool

@@ -85,7 +85,7 @@ def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any
 
 # ---- HTTP process ----------------------------------------------------------------------------------------------------
 async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Hook around ``TokenizerManager.begin_weight_update``: refuse unless the engine is paused; it would decode NaN."""
+    """Hook around ``TokenizerManager.begin_weight_update``: refuse if the engine is not paused and would decode NaN."""
     if not manager.is_pause:
         return False, "pause generation before a weight update"
     success, message = await original(manager, *args)

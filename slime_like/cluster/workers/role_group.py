@@ -90,7 +90,7 @@ class RoleGroup(RankGroup[RoleWorker]):
         self._dp = spec.rank.layout.dp
 
     def start_connect(self, master: tuple[str, int]) -> Refs[int]:
-        """Join the ranks and build the model on each."""
+        """Start to join the ranks and build the model on each."""
         return self.start(RoleWorker.connect, self._spec, master)
 
     def start_score(self, batch: TrainBatch) -> Refs[Scored]:

@@ -45,7 +45,7 @@ class RankGroup[W: RankWorker](ABC):
 
     @abstractmethod
     def start_connect(self, master: tuple[str, int]) -> Refs[int]:
-        """Join the ranks and build the model on each; pass the results to ``connected``."""
+        """Start to join the ranks and build the model on each; the caller passes the results to ``connected``."""
 
     def connected(self, dp_ranks: Mapping[str, int]) -> None:
         """Store the data-parallel rank of each worker."""
@@ -107,7 +107,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         self.version = 0
 
     def start_connect(self, master: tuple[str, int]) -> Refs[int]:
-        """Join the ranks and build the model on each."""
+        """Start to join the ranks and build the model on each."""
         return self.start(TrainerWorker.connect, self._spec, master)
 
     def step(self, batch: TrainBatch) -> StepStats:

@@ -191,5 +191,5 @@ class Session:
 
 
 def _tools(request: ChatRequest) -> str:
-    """Return a key of the template inputs other than messages; templates put them at the start of a conversation."""
+    """Return a text that is equal for equal template inputs other than messages, which templates put at the start."""
     return repr((request.tools, sorted(request.chat_template_kwargs.items())))

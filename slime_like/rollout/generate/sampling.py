@@ -49,7 +49,7 @@ def check_generate(run: Sampling, requested: Sampling) -> None:
     settings = {"temperature": requested.temperature, "top_p": requested.top_p, "top_k": requested.top_k}
     for name, (value, run_value) in deviations(run, settings).items():
         raise ConfigError(
-            f"rollout.generate requested {name}={value:g} from an engine in training, where the run samples at {name}={run_value:g}: "
+            f"rollout.generate sends requests with {name}={value:g} in training, where the run samples at {name}={run_value:g}: "
             "the trainer would compute log-probabilities of another distribution; create its Sampling with "
             "dataclasses.replace(context.sampling, max_new_tokens=..., stop_token_ids=...)"
             + (f", or set rollout.temperature={value:g}" if name == "temperature" and value > 0 else "")
