@@ -1,4 +1,4 @@
-"""Combinations of ``rollout.dcp`` that would compute wrong tokens, or save no memory, are refused with the numbers."""
+"""Combinations of ``rollout.dcp`` that would compute wrong tokens or save no memory are refused; the error contains the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a run on GPUs in its plan: what fits, what is refused and with which fix, and plans without any file."""
+"""Check of GPU memory in the plan: runs that fit, refused runs with their fixes, and plans without files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a KV cache spread over ranks: each part, their merge, and all of it by threads as ranks. No engine."""
+"""Attention over a KV cache spread over ranks: each part, their merge, and the whole with threads as ranks. No engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def normal(seed: int, *shape: int) -> Tensor:
     seed=st.integers(0, 99),
 )
 def test_merged_parts_are_the_softmax_of_all_keys(base: float, counts: list[int], scale: float, seed: int) -> None:
-    """Parts without keys (log-sum-exp -inf) count nothing."""
+    """Parts without keys (log-sum-exp -inf) have no weight."""
     tokens, heads, dim, total = 3, 2, 4, sum(counts)
     scores = (scale * normal(seed, tokens, heads, total)).double()
     values = normal(seed + 1, total, dim).double()
@@ -124,7 +124,7 @@ class Group:
 
 
 class Pool:
-    """Keys and values of one rank, of which every row that it should not read is NaN."""
+    """Keys and values of one rank; rows that the rank should not read are NaN."""
 
     def __init__(self, rows: int) -> None:
         self.keys, self.values = torch.full((2, rows, 1, DIM), math.nan)
@@ -140,7 +140,7 @@ class Pool:
 
 
 def by_threads[T](group: Group, work: Callable[[int], T]) -> list[T]:
-    """Return what ``work`` returns on each rank."""
+    """Return the result of ``work`` on each rank."""
     results: dict[int, T] = {}
 
     def enter(rank: int) -> None:

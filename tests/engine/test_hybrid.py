@@ -109,7 +109,7 @@ def test_continuations_of_cached_prefixes_agree(
 
 
 def test_requests_in_flight_continue_under_new_weights(engines: Mapping[str, tuple[Models, Engine]]) -> None:
-    """Keys, values and delta rule states of the prefix are computed again: each token is of the weights of its version."""
+    """Keys, values and delta rule states of the prefix are computed again: each token is sampled from the weights of its version."""
     models, engine = engines["qwen3_next"]
     ids = prompt(20, seed=9)
     for completion in generate_over_two_pushes(engine, models, ids, 150):

@@ -131,7 +131,7 @@ class ManagerUnderTest:
 
 
 def check_logprobs(group: SampleGroup, models: Models) -> None:
-    """Check that each token's log-probability is of the weights of the token's version."""
+    """Check that each token's log-probability is that of the weights of its version."""
     for sample in group.samples:
         by_name: dict[str, F32] = {name: models.logprobs(name, sample.token_ids, 1.0) for name in "AB"}
         for span in sample.spans:

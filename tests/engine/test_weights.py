@@ -216,7 +216,7 @@ def test_an_update_needs_a_paused_engine(engine: Engine) -> None:
 
 
 def test_requests_in_flight_continue_under_new_weights(engine: Engine, models: Models) -> None:
-    """Each token, and the KV cache of its prefix, is of the weights that the token's span names."""
+    """Each token, and the KV cache of its prefix, is computed with the weights that the token's span names."""
     ids = prompt(20, seed=9)
     for completion in generate_over_two_pushes(engine, models, ids, 480):
         assert_close(completion.logprobs, logprobs_by_version(models, ids, completion))

@@ -12,7 +12,7 @@ from slime_like_plugins.sglang_hooks import install as install_hooks
 
 
 def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``initialize_model_parallel``: allow DCP groups on a CPU.
+    """Hook around ``initialize_model_parallel``: allow DCP groups on a CPU.
 
     The function refuses platforms other than those on which SGLang's own attention supports DCP, and reads ``is_cuda`` for
     nothing else. Remove when SGLang's platforms declare whether they support DCP.
@@ -30,7 +30,7 @@ def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def check_resolved(result: None, server_args: Any) -> None:
-    """After ``ServerArgs.resolve_once``: stop the engine if its attention cannot serve with DCP.
+    """Hook after ``ServerArgs.resolve_once``: stop the engine if its attention cannot serve with DCP.
 
     Remove when SGLang refuses attention backends without DCP and KV heads that differ within a DCP group.
     """

@@ -41,7 +41,7 @@ class RoleShapes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Predicted memory of each role on one GPU, and of the GPU on which most of them meet."""
+    """Predicted memory of each role on one GPU, and the roles of the GPU that needs most."""
 
     tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
     gpu: str = ""
@@ -55,12 +55,12 @@ class MemoryPlan:
 
     @property
     def needed(self) -> float:
-        """Bytes of the GPU that needs most."""
+        """Predicted bytes on the GPU that needs most."""
         return sum(table.total for role, table in self.tables if role in self.busiest)
 
     @property
     def least(self) -> float:
-        """Bytes without which the run fails at once: ``needed`` without the allocator's overhead."""
+        """Minimum bytes for the run to start: ``needed`` without the allocator's overhead."""
         return self.needed - sum(table.of("allocator") for role, table in self.tables if role in self.busiest)
 
 
@@ -130,7 +130,7 @@ def _wider_dcp(shape: ModelShape, settings: EngineSettings, actor: ActorSpec) ->
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Inputs of a prediction, of which a remedy replaces some."""
+    """Inputs of a prediction; a proposed change replaces some of them."""
 
     cfg: TrainConfig
     shapes: RoleShapes
@@ -143,7 +143,7 @@ class _Demand:
     static: float | None = None
 
     def plan(self) -> MemoryPlan:
-        """Return the prediction."""
+        """Return the predicted memory and the roles of the GPU that needs most."""
         tables, engine = dict(self._tables()), self._engine()
         dcp, tokens = self._wider()
         if engine is not None:
@@ -257,7 +257,7 @@ def _fits(demand: _Demand) -> bool:
 
 
 def _remedies(demand: _Demand, plan: MemoryPlan) -> Iterator[tuple[str, _Demand]]:
-    """Yield single changes by their keys, those that cost least first."""
+    """Yield changes of one setting, named by key, least costly first."""
     settings = demand.settings
     shared = "engine" in plan.busiest and "trainer" in plan.busiest
     if "engine" in plan.busiest and plan.engine is not None:

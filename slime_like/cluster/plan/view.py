@@ -100,7 +100,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 def _prompt_bound(cfg: TrainConfig, plan: Plan) -> int:
-    """Return the longest prompt, or what the context leaves of a response."""
+    """Return the maximum prompt length: the configured one, or the context without the maximum response."""
     return cfg.data.max_prompt_len or max(0, plan.max_context_len - cfg.rollout.max_response_len)
 
 
