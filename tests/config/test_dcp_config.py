@@ -81,9 +81,17 @@ def test_one_exchange_on_a_gpu(plan: Callable[..., Plan]) -> None:
         plan(*ON.split(), "rollout.dcp_comm=a2a", machine=SERVER)
 
 
-def test_engines_get_it(plan: Callable[..., Plan]) -> None:
-    (engine, *_) = plan(*ON.split(), "rollout.dcp_comm=a2a").engines
-    assert (engine.tp, engine.dcp, engine.dcp_comm) == (8, 2, "a2a")
+@pytest.mark.parametrize(("setting", "exchange"), [("auto", "a2a"), ("ag_rs", "ag_rs"), ("a2a", "a2a")])
+def test_engines_are_started_with_it(setting: str, exchange: str, plan: Callable[..., Plan]) -> None:
+    planned = plan(*ON.split(), f"rollout.dcp_comm={setting}")
+    assert (planned.engines[0].tp, planned.engines[0].dcp, planned.engines[0].dcp_comm) == (8, 2, exchange)
+    resolved = {decision.key: decision.value for decision in planned.decisions}
+    assert resolved.get("rollout.dcp_comm") == (exchange if setting == "auto" else None)
+
+
+def test_the_exchange_on_a_gpu_is_chosen(plan: Callable[..., Plan]) -> None:
+    planned = plan(*ON.split(), "placement.actor_num_gpus_per_node=8", machine=SERVER)
+    assert planned.engines[0].dcp_comm == "ag_rs"
 
 
 # attention ranks, dcp, KV heads -> words of the refusal; None if it fits

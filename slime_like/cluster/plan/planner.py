@@ -93,7 +93,8 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     critic = critic_spec(cfg, actor, notes.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
     needs_engines = cfg.run.mode != "train_only" and not supervised
-    engines = _engines(cfg, device, dtype, context) if needs_engines else ()
+    exchange = _dcp_exchange(cfg, device, notes)
+    engines = _engines(cfg, device, dtype, context, exchange) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
@@ -151,7 +152,19 @@ def _context(cfg: TrainConfig, model: HfConfig | None, notes: Notes) -> int:
     return model.max_positions
 
 
-def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
+def _dcp_exchange(cfg: TrainConfig, device: str, notes: Notes) -> str:
+    """Return the exchange of partial attention between ranks that share a KV cache."""
+    if cfg.rollout.dcp_comm != "auto":
+        return cfg.rollout.dcp_comm
+    exchange, reason = (
+        ("a2a", "one exchange per layer") if device == "cpu" else ("ag_rs", "the only one of SGLang's triton attention")
+    )
+    if cfg.rollout.dcp > 1:
+        notes.add("rollout.dcp_comm", exchange, reason)
+    return exchange
+
+
+def _engines(cfg: TrainConfig, device: str, dtype: str, context: int, exchange: str) -> tuple[EngineSpec, ...]:
     rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
     return tuple(
         EngineSpec(
@@ -167,7 +180,7 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
             dcp=rollout.dcp,
-            dcp_comm=rollout.dcp_comm,
+            dcp_comm=exchange,
             trained_on=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )

@@ -34,7 +34,7 @@ def check_dcp(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if ``rollout.dcp`` does not fit other keys. Needs no file and no machine."""
     rollout = cfg.rollout
     if rollout.dcp == 1:
-        if rollout.dcp_comm != "ag_rs":
+        if rollout.dcp_comm != "auto":
             raise ConfigError(
                 f"rollout.dcp_comm={rollout.dcp_comm} has no effect with rollout.dcp=1: set rollout.dcp, or remove rollout.dcp_comm"
             )
@@ -70,7 +70,7 @@ def check_dcp_device(cfg: TrainConfig, device: str) -> None:
                 f"rollout.sglang.{field}={backend} with rollout.dcp={cfg.rollout.dcp}: {reason}; "
                 f"remove it, which selects {SUPPORTED_BACKENDS[device]}, or set rollout.dcp=1"
             )
-    if device == "cuda" and cfg.rollout.dcp_comm != "ag_rs":
+    if device == "cuda" and cfg.rollout.dcp_comm == "a2a":
         raise ConfigError(
             f"rollout.dcp_comm={cfg.rollout.dcp_comm} with placement.device=cuda: SGLang's triton attention always exchanges by "
             "all-gather and all-reduce; set rollout.dcp_comm=ag_rs"

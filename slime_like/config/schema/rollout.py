@@ -33,10 +33,10 @@ class RolloutConfig(Config):
         "sequence, for models with fewer KV heads than rollout.tp (docs/dcp.md).",
     )
     dcp_comm: str = key(
-        "ag_rs",
+        "auto",
         "Exchange of partial attention in a DCP group. ag_rs: all-gather of normalisers, then a sum over ranks; a2a: one "
-        "all-to-all (CPU engines only).",
-        choices=("ag_rs", "a2a"),
+        "all-to-all (CPU engines only); auto: a2a on a CPU, ag_rs on a GPU.",
+        choices=("auto", "ag_rs", "a2a"),
     )
     generate: str = key("single_turn", "Generate function: a name of table GENERATE or a dotted path.")
     agent: str | None = key(
