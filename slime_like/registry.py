@@ -29,7 +29,7 @@ def metric_part(name: str) -> str:
 
 
 def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False) -> None:
-    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, looks like ``package.module:attribute``."""
+    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is a path."""
     if name in table or (dotted and is_path(name)):
         return
     extra = ", or a path such as my_package.my_module:my_function or my_file.py:my_function" if dotted else ""

@@ -34,7 +34,7 @@ def check_reward(config: RewardConfig) -> None:
 
 
 def load_reward(key: str, name: str) -> AnyReward:
-    """Return a reward by its name, ignoring the prefix ``boxed_``, or by its dotted path.
+    """Return a reward by its name, ignoring the prefix ``boxed_``, or by its path.
 
     Raises ``ConfigError`` if it does not exist or cannot be called as a reward.
     """

@@ -216,7 +216,7 @@ class RolloutManager:
         """
         self._monitor.start()
         if self._spec.deterministic:
-            await first_of(self._producer.wait_until_idle(), self._pool.router.wait_until_empty())
+            await first_of(self._producer.wait_until_idle(), self._pool.router.wait_until_none_serves())
         return await self._update.begin()
 
     async def commit_push(self, version: int) -> None:
@@ -230,12 +230,12 @@ class RolloutManager:
         self._version = version
 
     async def abort_push(self) -> None:
-        """Release the engines' locks after a failed push, so that the engines can be stopped or receive another push."""
+        """Close the engines' updates after a failed push. Engines with complete weights decode again, others stay paused."""
         await self._update.abort()
 
-    async def wait_until_starved(self) -> None:
-        """Return when no engine serves and a restarted one waits for weights."""
-        await self._pool.wait_until_starved()
+    async def wait_until_push_needed(self) -> None:
+        """Return when no engine serves and a restarted engine is up, which a push has to give its weights."""
+        await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
         """Return the recoveries of engines and reward server that no ``CollectedRollout`` has reported yet."""

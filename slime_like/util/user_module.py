@@ -1,4 +1,4 @@
-"""Modules that the config names, by dotted path or as a Python file."""
+"""Modules that the config names, by module name or as a Python file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime_like.util.user_code import describe
 
 
 def user_module(key: str, value: str, module: str) -> ModuleType:
-    """Import ``module``, a dotted path or a file that ends in ``.py``; the current directory is importable.
+    """Import ``module``, a module name or a file that ends in ``.py``; the current directory is importable.
 
     Raises ``ConfigError`` with ``key``, ``value`` and the user's own line when the import fails.
     """

@@ -18,7 +18,7 @@ class Manager:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.collected: Future[str] = Future()
         self.starving: list[Future[None]] = []
-        self.collect, self.wait_until_starved = _Verb(lambda: self.collected), _Verb(self._ask)
+        self.collect, self.wait_until_push_needed = _Verb(lambda: self.collected), _Verb(self._ask)
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", lambda ref, timeout: ref.result(timeout=0))  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType, reportUnknownArgumentType]
 
@@ -44,7 +44,7 @@ class _Verb:
 def test_an_engine_restarted_during_a_rollout_gets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, pushes = Manager(monkeypatch), list[int]()
     rollout = EngineRollout(cast(Any, manager), 60.0, lambda: pushes.append(len(manager.starving)))
-    manager.wait_until_starved = _Verb(lambda: _done() if not pushes else manager._ask())
+    manager.wait_until_push_needed = _Verb(lambda: _done() if not pushes else manager._ask())
     assert rollout.collect(0) == "rollout"  # pyright: ignore[reportComparisonOverlap]
     assert pushes == [0]
 

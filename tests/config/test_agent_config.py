@@ -18,7 +18,7 @@ AGENT = "tests.engine.agents:three_turns"
         (["rollout.agent_concurrency=8"], r"rollout\.agent_concurrency=8 has no effect with rollout\.generate=single"),
         (["rollout.agent_deadline_s=9"], r"rollout\.agent_deadline_s=9\S* has no effect"),
         (["rollout.generate=openai_agent"], r"rollout\.generate=openai_agent runs an agent: set rollout\.agent="),
-        (["rollout.generate=openai_agent", "rollout.agent=nothing"], r"rollout\.agent='nothing' is not a dotted path"),
+        (["rollout.generate=openai_agent", "rollout.agent=nothing"], r"rollout\.agent='nothing' is not a path"),
         (["rollout.generate=openai_agent", "rollout.agent=no.such:agent"], r"cannot import 'no.such'"),
         (["rollout.generate=openai_agent", "rollout.agent=tests.engine.agents:blocks"], "is not a coroutine function"),
         (["rollout.generate=openai_agent", f"rollout.agent={AGENT}", "rollout.agent_concurrency=0"], "must be above 0"),

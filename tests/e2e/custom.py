@@ -1,4 +1,4 @@
-"""Functions that tests name by dotted path, as a user does: generate functions, filters, rewards."""
+"""Functions that tests name by path, as a user does: generate functions, filters, rewards."""
 
 from __future__ import annotations
 

@@ -139,9 +139,9 @@ def test_a_rollout_survives_the_loss_of_both_engines(pair: EnginePair) -> None:
 
         at_first_answer(kill_one_stop_the_other)
         collecting = asyncio.ensure_future(manager.collect(0))
-        starved_wait = asyncio.ensure_future(manager.wait_until_starved())
-        await asyncio.wait({collecting, starved_wait}, return_when=asyncio.FIRST_COMPLETED)
-        assert starved_wait.done() and not collecting.done()
+        push_needed = asyncio.ensure_future(manager.wait_until_push_needed())
+        await asyncio.wait({collecting, push_needed}, return_when=asyncio.FIRST_COMPLETED)
+        assert push_needed.done() and not collecting.done()
         await pair.push(manager, "A")
         collected = await collecting
         for group in collected.groups:

@@ -84,7 +84,7 @@ def test_on_stalled_engine_stop_ends_every_wait() -> None:
                 await task
         with pytest.raises(EngineError, match="engine 0: no answer"):
             await pool.wait_for_reachable()
-        await pool.wait_until_starved()  # returns, so that the driver starts the push that reports the error
+        await pool.wait_until_push_needed()  # returns, so that the driver starts the push that reports the error
 
     play(Hung, HealthConfig(on_stalled_engine="stop"), scene)
 

@@ -91,7 +91,7 @@ def test_a_group_waits_for_an_engine_to_be_admitted() -> None:
                 await router.wait_for_engine(assignment)
                 assigned.append(assignment.engine)
 
-        emptied = asyncio.create_task(router.wait_until_empty())
+        emptied = asyncio.create_task(router.wait_until_none_serves())
         router.withdraw(a)
         await emptied
         tasks = [asyncio.create_task(ask()) for _ in range(3)]
@@ -127,15 +127,15 @@ def test_the_time_without_a_serving_engine_is_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     a, b = engines(2)
     router = EngineRouter([a, b])
-    times = [router.starved_s]
+    times = [router.no_engine_s]
     for engine in (a, b, b):
         router.withdraw(engine)  # none is left at 1
     router.admit(b)  # at 4
     router.admit(a)
-    times.append(router.starved_s)
+    times.append(router.no_engine_s)
     router.withdraw(a)
     router.withdraw(b)  # at 10
-    assert [*times, router.starved_s] == [0.0, 3.0, 3.5]  # the last at 10.5
+    assert [*times, router.no_engine_s] == [0.0, 3.0, 3.5]  # the last at 10.5
 
 
 def completion(tokens: int, prompt: int, cached: int) -> Completion:

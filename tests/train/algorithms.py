@@ -39,7 +39,7 @@ ALGORITHMS: dict[str, PolicyConfig] = {
 OWN = GrpoConfig(
     loss="tests.config.own_algorithm:Reinforce", token_advantage="tests.config.own_algorithm:ConstantAdvantage"
 )
-"""A user's own loss and advantage, by dotted path."""
+"""A user's own loss and advantage, by path."""
 
 
 def every_algorithm(

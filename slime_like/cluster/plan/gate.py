@@ -26,7 +26,10 @@ class Gates:
 
 
 def gates(cfg: TrainConfig, device: str, dtype: str, notes: Notes) -> Gates:
-    """Return the tolerances of ``weights.*``, or the defaults of device and dtype."""
+    """Return the tolerances of ``weights.*``, or the defaults of device and dtype.
+
+    With ``run.deterministic`` on a CPU they are 0; loading the config refuses any other value.
+    """
     reason = samples_reason = f"rounding of {dtype} on {device}"
     samples: float | None
     if dtype == "float32":

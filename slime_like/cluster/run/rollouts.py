@@ -69,7 +69,7 @@ class EngineRollout:
     manager: ActorHandle[RolloutActor]
     deadline_s: float
     push_weights: Callable[[], object] = lambda: None
-    _starved_call: ObjectRef[None] | None = (
+    _push_needed_call: ObjectRef[None] | None = (
         None  # pending call to the manager that returns when an engine needs weights
     )
 
@@ -94,17 +94,17 @@ class EngineRollout:
         self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         deadline = Deadline("driver", method.__name__, self.deadline_s)
-        if self._starved_call is not None and is_ready(self._starved_call):
-            self._starved_call = None  # stale: the loop may have pushed since
+        if self._push_needed_call is not None and is_ready(self._push_needed_call):
+            self._push_needed_call = None  # stale: the loop may have pushed since
         ref = call(self.manager, method, *args, **kwargs)
         while True:
-            if self._starved_call is None:
-                self._starved_call = call(self.manager, RolloutActor.wait_until_starved)
-            pending: dict[str, ObjectRef[Any]] = {"rollout manager": ref, "its engines": self._starved_call}
+            if self._push_needed_call is None:
+                self._push_needed_call = call(self.manager, RolloutActor.wait_until_push_needed)
+            pending: dict[str, ObjectRef[Any]] = {"rollout manager": ref, "its engines": self._push_needed_call}
             name, result = wait_first(pending, deadline)
             if name == "rollout manager":
                 return result
-            self._starved_call = None
+            self._push_needed_call = None
             self.push_weights()
 
 

@@ -58,7 +58,8 @@ class EngineSync:
     def push(self, version: int) -> tuple[Metric, ...]:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
 
-        On failure all engine locks are released before the error propagates.
+        On failure the manager closes the updates of all engines before the error propagates. Engines with incomplete
+        weights stay paused.
         """
         num_losses = 0
         try:

@@ -61,7 +61,7 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
 
     With ``files=False``, only ``configs/`` is read from disk; call ``check_files`` once the files exist. With
     ``machine=False``, the packages installed on this machine are not checked, because the run is for another machine.
-    With ``code=False``, functions given by dotted path are not imported.
+    With ``code=False``, functions given by path are not imported.
     Raises ``ConfigError`` (``CheckpointError``, ``DataError`` for files) naming key, value and fix.
     """
     overrides = _sort(argv)

@@ -30,12 +30,14 @@ def check_agent(config: RolloutConfig) -> None:
 
 
 def agent_function(path: str) -> Any:
-    """Return the function at a dotted path.
+    """Return the function at a path.
 
     Raises ``ConfigError`` if the function is missing or cannot be called as an agent.
     """
     if ":" not in path:
-        raise ConfigError(f"rollout.agent={path!r} is not a dotted path such as my_package.my_module:function")
+        raise ConfigError(
+            f"rollout.agent={path!r} is not a path such as my_file.py:function or my_package.my_module:function"
+        )
     function = resolve("rollout.agent", path, {})
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(

@@ -30,7 +30,9 @@ def check_names(cfg: TrainConfig, *, code: bool) -> None:
             check_bound(key, name, cfg.algo)
     # run.prepare is imported only when it is called, because its imports may be slow.
     if cfg.run.prepare is not None and not is_path(cfg.run.prepare):
-        raise ConfigError(f"run.prepare={cfg.run.prepare!r} is not a dotted path such as my_package.my_module:function")
+        raise ConfigError(
+            f"run.prepare={cfg.run.prepare!r} is not a path such as my_file.py:function or my_package.my_module:function"
+        )
 
 
 def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, Mapping[str, object]]]:

@@ -35,7 +35,7 @@ BIG = 1e12
 def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, num_rollout_known: bool = True) -> None:
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
 
-    With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no dotted path is
+    With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no path is
     imported. With ``num_rollout_known=False``, loop.num_rollout is not known yet, so rules that read it are skipped.
     """
     _ranges(cfg)
@@ -175,7 +175,7 @@ def _algorithm(cfg: TrainConfig) -> None:
 def _check_components(algo: AlgoConfig, chosen: str) -> None:
     """Refuse the loss or advantage of another algorithm, because it reads keys that ``algo`` lacks.
 
-    Dotted paths are accepted.
+    Paths are accepted.
     """
     default = ALGORITHMS[chosen]()
     if algo.loss != default.loss and not is_path(algo.loss):

@@ -1,4 +1,4 @@
-"""Signatures of user functions named by dotted path, checked before any process starts."""
+"""Signatures of user functions named by path, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BOUND = {
 
 
 def check_function(key: str, name: str, table: dict[str, str]) -> None:
-    """Raise ``ConfigError`` unless ``name`` is in ``table``, or a dotted path to a function with the signature of ``key``.
+    """Raise ``ConfigError`` unless ``name`` is in ``table``, or the path of a function with the signature of ``key``.
 
     If a coroutine function is expected, a class is also accepted. It is constructed with the config group, and the
     instance is then called.

@@ -1,4 +1,5 @@
-"""algo.*: one schema per algorithm, chosen by ``algo=<name>``. A schema has only keys that its loss reads."""
+"""algo.*: one schema per algorithm, chosen by ``algo=<name>``. A schema has only keys that the
+algorithm reads: its loss, its advantages or the assembly of its batches."""
 
 from __future__ import annotations
 

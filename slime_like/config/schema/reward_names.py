@@ -1,4 +1,4 @@
-"""Reward names, which are entries of table REWARDS (optionally with the prefix ``boxed_``) or dotted paths."""
+"""Reward names, which are entries of table REWARDS (optionally with the prefix ``boxed_``) or paths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ROW = "rm_type"  # in reward.weights, stands for the row's reward, or else rewar
 
 def split_prefix(name: str) -> tuple[bool, str]:
     """Return (has the prefix, name without it). Example: ``boxed_f1`` gives ``(True, "f1")``."""
-    boxed = name.startswith(PREFIX) and ":" not in name  # a dotted path may begin with the prefix
+    boxed = name.startswith(PREFIX) and ":" not in name  # a path may begin with the prefix
     return boxed, name.removeprefix(PREFIX) if boxed else name
 
 
 def check_reward_name(key: str, name: str, *, dotted: bool = False) -> None:
-    """Raise ``ConfigError`` unless ``name`` is a known reward or, with ``dotted``, a dotted path."""
+    """Raise ``ConfigError`` unless ``name`` is a known reward or, with ``dotted``, a path."""
     boxed, base = split_prefix(name)
     if boxed and base not in REWARDS:
         check(key, name, {f"{PREFIX}{reward}": target for reward, target in REWARDS.items()})

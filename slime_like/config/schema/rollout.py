@@ -38,15 +38,15 @@ class RolloutConfig(Config):
         "all-to-all (CPU engines only); auto: a2a on a CPU, ag_rs on a GPU.",
         choices=("auto", "ag_rs", "a2a"),
     )
-    generate: str = key("single_turn", "Generate function: a name of table GENERATE or a dotted path.")
+    generate: str = key("single_turn", "Generate function: a name of table GENERATE or a path.")
     agent: str | None = key(
         None,
-        "For rollout.generate=openai_agent, dotted path of async def agent(base_url, api_key, prompt, metadata) -> reward "
+        "For rollout.generate=openai_agent, path of async def agent(base_url, api_key, prompt, metadata) -> reward "
         "or None.",
     )
     agent_deadline_s: float = key(600.0, "Time limit of one agent run; its sample fails after that.")
     agent_concurrency: int = key(256, "Maximum concurrent agent runs per dataset.")
-    filters: list[str] = key([], "Group filters, applied in order: names of table FILTERS or dotted paths.")
+    filters: list[str] = key([], "Group filters, applied in order: names of table FILTERS or paths.")
     max_refills: int = key(
         0,
         "Maximum rounds of additional prompts that replace groups dropped by filters; 0: dropped groups are not replaced.",
@@ -129,12 +129,12 @@ class RewardConfig(Config):
 
     name: str = key(
         "math",
-        "Default reward: a name of table REWARDS, also with the prefix boxed_, or a dotted path. A row's rm_type overrides a "
-        "name; a dotted path scores every row.",
+        "Default reward: a name of table REWARDS, also with the prefix boxed_, or a path. A row's rm_type overrides a "
+        "name; a path scores every row.",
     )
     weights: dict[str, float] = key(
         {},
-        "Name or dotted path -> weight: the score is the weighted sum; rm_type stands for the row's reward, or else "
+        "Name or path -> weight: the score is the weighted sum; rm_type stands for the row's reward, or else "
         "reward.name. Empty: only that reward.",
     )
     workers: int = key(2, "Processes of the reward pool.")
@@ -199,7 +199,7 @@ class DataConfig(Config):
     """Training prompts, in slime's format."""
 
     train: str = key(MISSING, "jsonl or parquet file of prompts, with an optional slice: path@[a:b].")
-    source: str = key("file", "Data source: a name of table DATA_SOURCES or a dotted path.")
+    source: str = key("file", "Data source: a name of table DATA_SOURCES or a path.")
     input_key: str = key("prompt", "Column of the prompt (a string or chat messages); a.b is field b of column a.")
     label_key: str = key("label", "Column of the label, such as label or reward_model.ground_truth.")
     metadata_key: str = key("metadata", "Column of the metadata.")

@@ -38,7 +38,8 @@ class WeightsConfig(Config):
 
     transport: str = key(
         "auto",
-        "tensor (table COLOCATED_TRANSPORTS) or broadcast (table SPLIT_TRANSPORTS); auto: the first for placement.mode.",
+        "A name of table COLOCATED_TRANSPORTS (tensor) or SPLIT_TRANSPORTS (broadcast), by placement.mode, and no path; auto: "
+        "the first.",
     )
     bucket_mb: float = key(512.0, "Maximum bucket size in MB (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(

@@ -194,8 +194,10 @@ class OverSamplingCollector(GroupCollector):
                 self._in_flight.append(group_task)  # passed groups are kept in order of completion
 
     def _is_required(self, group_task: GroupTask, rollout_id: int) -> bool:
-        """Return whether the rollout must wait for this group: it would exceed the staleness bound in the next rollout, or
-        was aborted too often.
+        """Return whether this rollout must wait for the group.
+
+        With partial rollouts, that is a group that the next rollout could not use, as it would exceed the staleness bound.
+        Otherwise it is a group whose prompt was aborted ``MAX_ABORTS`` times.
         """
         if not self._cfg.partial_rollout:
             return group_task.num_aborts >= MAX_ABORTS

@@ -187,7 +187,7 @@ class ResumableEngine:
     @property
     def paused_s(self) -> float:
         """Total seconds for which requests were held back by the gate or no engine was available."""
-        return self._gate.shut_s + self._pool.router.starved_s
+        return self._gate.shut_s + self._pool.router.no_engine_s
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
         """Return ``len(seeds)`` completions of one prompt, over as many requests as needed.

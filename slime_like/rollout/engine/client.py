@@ -62,8 +62,10 @@ class EngineClient:
 
     @property
     def num_ended_aborts(self) -> int:
-        """Number of finished ``abort_all`` calls. Compare this value, read before a request, with ``num_aborts`` after it: if
-        ``num_aborts`` is larger, one of our own aborts may have ended the request, even one that began before it.
+        """Number of ``abort_all`` calls that have ended.
+
+        Read it before a request. If ``num_aborts`` is larger after the request, an ``abort_all`` of this client was in
+        progress during the request and may have ended it.
         """
         return self.num_aborts - self._aborting
 

@@ -159,8 +159,8 @@ class EnginePool:
             await self._changed.wait()
         raise copy_error(self._failure)
 
-    async def wait_until_starved(self) -> None:
-        """Wait until no engine serves and one waits for weights, or until the run ends."""
+    async def wait_until_push_needed(self) -> None:
+        """Wait until no engine serves and a push can reach a restarted one, or until an error ends the run."""
         while self._failure is None and (
             self.router.engines or all(slot.is_restarting or slot.is_stalled for slot in self.slots)
         ):

@@ -37,8 +37,8 @@ class EngineRouter:
         self._assignments: list[EngineAssignment] = []
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
-        self._starved_at = None if engines else time.monotonic()
-        self._starved_before_s = 0.0
+        self._no_engine_since = None if engines else time.monotonic()
+        self._no_engine_before_s = 0.0
 
     @property
     def engines(self) -> list[EngineClient]:
@@ -46,22 +46,24 @@ class EngineRouter:
         return list(self._engines)
 
     @property
-    def starved_s(self) -> float:
+    def no_engine_s(self) -> float:
         """Total seconds without a serving engine."""
-        return self._starved_before_s + (0.0 if self._starved_at is None else time.monotonic() - self._starved_at)
+        return self._no_engine_before_s + (
+            0.0 if self._no_engine_since is None else time.monotonic() - self._no_engine_since
+        )
 
     def admit(self, engine: EngineClient) -> None:
         """Let groups go to ``engine``."""
         if engine not in self._engines:
             self._engines.append(engine)
-        self._starved_before_s, self._starved_at = self.starved_s, None
+        self._no_engine_before_s, self._no_engine_since = self.no_engine_s, None
         self._wake()
 
     def withdraw(self, engine: EngineClient) -> None:
         """Send no further request to ``engine``; its current requests continue until they end."""
         self._engines = [remaining for remaining in self._engines if remaining is not engine]
-        if not self._engines and self._starved_at is None:
-            self._starved_at = time.monotonic()
+        if not self._engines and self._no_engine_since is None:
+            self._no_engine_since = time.monotonic()
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -69,7 +71,7 @@ class EngineRouter:
         self._failure = error
         self._wake()
 
-    async def wait_until_empty(self) -> None:
+    async def wait_until_none_serves(self) -> None:
         """Wait until no engine serves."""
         while self._engines:
             await self._changed.wait()

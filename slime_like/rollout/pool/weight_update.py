@@ -90,7 +90,10 @@ class EngineWeightUpdate:
             raise EngineLost(f"no remaining engine has the weights of version {version}")
 
     async def abort(self) -> None:
-        """Release the locks of all responding engines after a push that failed and is not repeated."""
+        """Close the updates of all responding engines after a push that failed and is not repeated, and resume the engines.
+
+        An engine with an incomplete update refuses to resume: it stays paused until a push is committed.
+        """
         self._pool.on_push_end()
         self._is_open = False
         for undo in (EngineClient.abort_update, EngineClient.resume):
