@@ -196,7 +196,7 @@ def test_auto_acts_once_per_shortage(clocked: Callable[[Simulated], Simulated]) 
     assert memory.actions == ["clear", "clear"]  # at first, and after memory had recovered to 5 GiB
 
 
-# ---- group decisions -------------------------------------------------------------------------------------------------
+# ---- symmetric actions -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("action", ["trim", "clear", "raise"])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_removed_or_disabled_wrapper_leaves_torchs_methods(every_op: list[dict
 @pytest.mark.ranks
 @pytest.mark.parametrize("action", ["trim", "clear", "raise"])
 def test_a_shortage_on_one_rank(action: str, every_op: list[dict[str, Any]]) -> None:
-    """Without group decisions only the short rank acts; with them all ranks act before this op or the next one."""
+    """Without ``guard.symmetric`` only the short rank acts; with it all ranks act before this op or the next one."""
     peer, short = (rank["shortage"][f"{action} False"] for rank in every_op)
     assert peer["actions"] == []
     assert [(text.split(":")[0], index) for text, index in short["actions"]] == [(action, SHORT_AT)]
