@@ -73,5 +73,5 @@ def test_a_checkpoint_becomes_the_model_its_run_exported(warm_start: WarmStart, 
 def test_no_checkpoint_is_one_message(tmp_path: Path) -> None:
     result = export(str(tmp_path), "--output", str(tmp_path / "hf"))
     assert result.returncode == 1
-    assert result.stderr.startswith(f"CheckpointError: {tmp_path}: no checkpoint there")
+    assert result.stderr.startswith(f"CheckpointError: {tmp_path}: no checkpoint found")
     assert not (tmp_path / "hf").exists()
