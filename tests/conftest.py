@@ -13,7 +13,18 @@ settings.load_profile("slime_like")
 # Files that share a fixture of the session: the engine of tests/engine/conftest.py, the ranks of tests/train/conftest.py.
 ENGINE = tuple(
     f"tests/engine/test_{name}.py"
-    for name in ("agent", "cpu_decode", "generate", "manager", "partial", "same_rollouts", "seeds", "tools", "weights")
+    for name in (
+        "agent",
+        "cpu_decode",
+        "generate",
+        "kv_capacity",
+        "manager",
+        "partial",
+        "same_rollouts",
+        "seeds",
+        "tools",
+        "weights",
+    )
 )
 RANKS = ("tests/train/",)
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.

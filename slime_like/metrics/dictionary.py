@@ -106,6 +106,29 @@ ENTRIES = (
         "",
         "near 1",
     ),
+    MetricEntry(
+        "rollout/kv_capacity_tokens",
+        "tokens that the KV cache of an engine holds, of the engine with the smallest cache",
+        "tokens",
+    ),
+    MetricEntry(
+        "rollout/kv_usage",
+        "highest share of an engine's KV cache that running requests used since the previous rollout, at any batch",
+        "0 to 1",
+        "below 1",
+    ),
+    MetricEntry(
+        "rollout/running_requests_max",
+        "largest number of requests that an engine decoded together since the previous rollout",
+        "requests",
+    ),
+    MetricEntry(
+        "rollout/retractions",
+        "requests that lost their keys and values since the previous rollout because the KV cache was full, and computed them "
+        "again; a pause for a weight push does not count",
+        "requests",
+        "0",
+    ),
     MetricEntry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
     MetricEntry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
     MetricEntry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),

@@ -36,6 +36,7 @@ from slime_like.rollout.generate.evaluate import EvalAnswer, EvalResult, eval_an
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSupervisor
 from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.kv_usage import kv_metrics
 from slime_like.rollout.pool.probe import EngineProbe, ProbeScores
 from slime_like.rollout.pool.router import RequestCounts
 from slime_like.rollout.pool.weight_update import EngineWeightUpdate
@@ -147,6 +148,7 @@ class RolloutManager:
             *self._drain_stale(),
             *self._rewards.metrics(),
             *self._sampler.metrics(),
+            *await kv_metrics(self._pool),
             Last("rollout/carried_groups", len(self._leftover)),
             Sum("rollout/dropped_samples", split.num_dropped),
             Sum("rollout/generated_groups", generated.num_generated),

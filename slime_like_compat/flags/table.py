@@ -315,6 +315,6 @@ REFUSED: dict[str, str] = {
     "--megatron-to-hf-mode": "HF checkpoints are read and written by our own converter",
     "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N every N-th to run.dir/hf_iter_*",
     "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key is on a command line",
-    "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine",
+    "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine; auto: by its free KV cache",
 }
 """Flags of slime without a feature here -> the alternative, or an empty text."""

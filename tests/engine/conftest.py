@@ -123,6 +123,7 @@ def launch(
     cpu_kernels: str = "auto",
     dcp: int = 1,
     dcp_comm: str = "ag_rs",
+    max_running_requests: int | None = 64,
     **sglang: Any,
 ) -> Generator[Engine | None]:
     """Yield ``None`` once the engine's process has started, so that several can start at once; then the ready engine."""
@@ -135,7 +136,8 @@ def launch(
         seed=0,
         log_path=str(folder / f"engine_tp{tp}.log"),
         start_deadline_s=180,
-        max_running_requests=64,
+        max_running_requests=max_running_requests,
+        admits_by_kv=max_running_requests is None,
         deterministic=deterministic,
         cpu_kernels=cpu_kernels,
         dcp=dcp,
@@ -158,8 +160,8 @@ def launch(
         loop.close()
 
 
-def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False, **sglang: Any) -> Iterator[Engine]:
-    for engine in launch(models, folder, tp, deterministic=deterministic, **sglang):
+def start(models: Models, folder: Path, tp: int, **options: Any) -> Iterator[Engine]:
+    for engine in launch(models, folder, tp, **options):
         if engine is not None:
             yield engine
 

@@ -196,9 +196,9 @@ def test_replacing_a_missing_attribute_stops_the_engine() -> None:
 def test_entry_points_import_nothing_heavy_unless_enabled() -> None:
     program = (
         "import sys\n"
-        "from slime_like_plugins import rollout_sampling, sglang_cpu, weight_commit\n"
+        "from slime_like_plugins import kv_capacity, rollout_sampling, sglang_cpu, weight_commit\n"
         "assert sglang_cpu.activate() is None\n"
-        "for plugin in (sglang_cpu, rollout_sampling, weight_commit): plugin.load()\n"
+        "for plugin in (sglang_cpu, rollout_sampling, weight_commit, kv_capacity): plugin.load()\n"
         "assert not {'torch', 'megatron', 'sglang'} & sys.modules.keys(), 'heavy import'\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != engine_environment.SGLANG_PLUGINS}
@@ -228,7 +228,7 @@ def test_config_overrides_of_a_hybrid_model_and_of_the_user_are_merged(tmp_path:
 def test_the_environment_of_the_server_enables_the_seams_and_sets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environment = engine_environment.child_environment(SPEC, "/scratch")
-    assert environment[engine_environment.SGLANG_PLUGINS] == "cpu,weight_commit,rollout_sampling"
+    assert environment[engine_environment.SGLANG_PLUGINS] == "cpu,weight_commit,rollout_sampling,kv_usage"
     assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("1", engine_environment.SPIN_COUNT)
     assert environment["SGLANG_MAMBA_CONV_DTYPE"] == SPEC.dtype
     monkeypatch.setenv(engine_environment.SPIN, "5000")
@@ -239,7 +239,7 @@ def test_the_environment_of_the_server_enables_the_seams_and_sets_threads(monkey
     ):
         engine_environment.child_environment(SPEC, "/scratch")
     cuda = engine_environment.child_environment(replace(SPEC, device="cuda"), "/scratch")
-    assert cuda[engine_environment.SGLANG_PLUGINS] == "weight_commit,rollout_sampling"
+    assert cuda[engine_environment.SGLANG_PLUGINS] == "weight_commit,rollout_sampling,kv_usage"
     assert "SGLANG_PLATFORM" not in cuda
 
 

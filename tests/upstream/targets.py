@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-HOOK_SETS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid", "dcp")
+HOOK_SETS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid", "dcp", "kv_capacity")
 WRAPPERS = ("wrapper", "release")
 
 
@@ -35,7 +35,7 @@ def sglang() -> dict[str, str | None]:
     from slime_like_plugins.sglang_cpu import exact, process
     from slime_like_plugins.weight_commit import hooks as commit
 
-    installers = (platform, process.install, exact.install, sampling.install, commit.install, hybrid, dcp)
+    installers = (platform, process.install, exact.install, sampling.install, commit.install, hybrid, dcp, kv_capacity)
     return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 
@@ -69,6 +69,14 @@ def dcp() -> None:
     hooks.install()
     for module in ("slime_like_plugins.dcp.attention", "sglang.srt.layers.dcp:cp_lse_ag_out_rs_mha"):
         pkgutil.resolve_name(module)
+
+
+def kv_capacity() -> None:
+    """Install the hooks that count the use of the KV cache and those that admit requests by it."""
+    from slime_like_plugins.kv_capacity import admission, usage
+
+    usage.install()
+    admission.install()
 
 
 def patched_modules() -> list[str]:

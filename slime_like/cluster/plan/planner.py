@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime_like.cluster.plan.actor import actor_spec
+from slime_like.cluster.plan.admission import fixed_limit, note_admission
 from slime_like.cluster.plan.advice import advice
 from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
 from slime_like.cluster.plan.gate import Gates, gates
@@ -22,6 +23,7 @@ from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec, TransportSpec
+from slime_like.config.schema.rollout import AUTO
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
@@ -103,6 +105,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, role_bytes=extra_bytes)
     shapes = role_shapes(cfg, critic, teacher)
     memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
+    note_admission(cfg.rollout, memory.engine, notes)
     trainer_threads, engine_threads = _threads(cfg, machine, roles, device, notes)
     return Plan(
         device=device,
@@ -166,6 +169,7 @@ def _dcp_exchange(cfg: TrainConfig, device: str, notes: Notes) -> str:
 
 def _engines(cfg: TrainConfig, device: str, dtype: str, context: int, exchange: str) -> tuple[EngineSpec, ...]:
     rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
+    max_running = fixed_limit(rollout)
     return tuple(
         EngineSpec(
             model_path=cfg.model.hf_checkpoint,
@@ -176,7 +180,8 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int, exchange: 
             seed=cfg.run.seed + index,
             log_path=str(logs / f"engine_{index}.log"),
             start_deadline_s=rollout.start_deadline_s,
-            max_running_requests=rollout.max_running_requests,
+            max_running_requests=max_running,
+            admits_by_kv=rollout.max_running_requests == AUTO,
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
             dcp=rollout.dcp,

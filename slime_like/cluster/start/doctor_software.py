@@ -22,7 +22,13 @@ GLOO_SECONDS = 90.0
 KERNEL_SECONDS = 300.0
 ENTRY_POINTS = {
     "sglang.srt.platforms": ("slime_like_cpu",),
-    "sglang.srt.plugins": ("slime_like_cpu", "slime_like_rollout_sampling", "slime_like_weight_commit"),
+    "sglang.srt.plugins": (
+        "slime_like_cpu",
+        "slime_like_dcp",
+        "slime_like_kv_capacity",
+        "slime_like_rollout_sampling",
+        "slime_like_weight_commit",
+    ),
 }
 
 

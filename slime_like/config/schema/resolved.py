@@ -110,7 +110,8 @@ class EngineSpec:
     seed: int
     log_path: str
     start_deadline_s: float
-    max_running_requests: int | None = None
+    max_running_requests: int | None = None  # None: SGLang chooses
+    admits_by_kv: bool = False  # requests are admitted while their expected tokens fit the KV cache
     deterministic: bool = False  # outputs are bitwise independent of the batch
     cpu_kernels: str = "auto"  # auto | c | torch | off
     dcp: int = 1  # ranks that share the KV cache of a sequence

@@ -10,6 +10,8 @@ from slime_like.config.schema.base import MISSING, Config, key, positive, within
 from slime_like.config.schema.reward_names import REMOTE, ROW, split_prefix
 from slime_like.errors import ConfigError
 
+AUTO = "auto"
+
 
 @dataclass(kw_only=True)
 class RolloutConfig(Config):
@@ -65,7 +67,11 @@ class RolloutConfig(Config):
         "Maximum number of weight versions that a continued group's oldest token may lag behind the trainer; a rollout waits "
         "for groups that would exceed it. null: loop.max_staleness + 4.",
     )
-    max_running_requests: int | None = key(None, "Maximum concurrent requests per engine; null: SGLang chooses.")
+    max_running_requests: int | str | None = key(
+        None,
+        "Maximum concurrent requests per engine; null: SGLang chooses; auto: as many as fit the engine's KV cache with their "
+        "expected responses (docs/rollouts.md).",
+    )
     start_deadline_s: float = key(
         600.0,
         "Time limit of an engine's start; for trainer ranks, the longer of this and loop.step_deadline_s applies.",
@@ -91,10 +97,10 @@ class RolloutConfig(Config):
             "num_engines",
             "tp",
             "dcp",
-            "max_running_requests",
             "start_deadline_s",
             "request_deadline_s",
         )
+        self._check_admission(prefix)
         positive(prefix, self, "agent_deadline_s", "agent_concurrency")
         within(prefix, self, 0, 1e6, "max_refills")
         if self.max_refills and not self.filters:
@@ -103,6 +109,21 @@ class RolloutConfig(Config):
                 f"set {prefix}filters=[nonzero_std], or remove it"
             )
         self._check_over_sampling(prefix)
+
+    def _check_admission(self, prefix: str) -> None:
+        limit = self.max_running_requests
+        if isinstance(limit, str) and limit != AUTO:
+            raise ConfigError(
+                f"{prefix}max_running_requests={limit!r} is neither a number nor {AUTO}: set a number of requests, {AUTO}, or "
+                "null, with which SGLang chooses"
+            )
+        if limit is not None and not isinstance(limit, str) and limit <= 0:
+            raise ConfigError(f"{prefix}max_running_requests={limit!r} must be above 0")
+        if limit == AUTO and "schedule_conservativeness" in self.sglang:
+            raise ConfigError(
+                f"{prefix}sglang.schedule_conservativeness has no effect with {prefix}max_running_requests={AUTO}, which replaces "
+                f"the estimate that it scales: remove it, or set {prefix}max_running_requests=null"
+            )
 
     def _check_over_sampling(self, prefix: str) -> None:
         num_started, needed = self.over_sampling_batch_size, self.batch_size

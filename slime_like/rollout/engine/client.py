@@ -12,7 +12,7 @@ import orjson
 
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import Completion, EngineAddress, Sampling, TensorMeta
-from slime_like.rollout.engine.replies import any_aborted, completions, error_text, scores
+from slime_like.rollout.engine.replies import KvUsage, any_aborted, completions, error_text, kv_usage, scores
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
 
@@ -218,6 +218,10 @@ class EngineClient:
         except (EngineError, DeadlineExceeded):
             return False
         return True
+
+    async def kv_usage(self, seconds: float | None = None) -> KvUsage:
+        """Return the use of the KV cache since the last call; the scheduler answers between two batches."""
+        return kv_usage(await self._request("KV usage", "GET", "/server_info", None, seconds=seconds))
 
     async def close(self) -> None:
         """Close the connections; the engine keeps running."""

@@ -25,9 +25,12 @@ NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_B
 def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
     """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
     environment = {**interface_environment(host), **os.environ}
-    plugins = ["weight_commit", "rollout_sampling"]
+    plugins = ["weight_commit", "rollout_sampling", "kv_usage"]
     if spec.dcp > 1:
         plugins.append("dcp")
+    if spec.admits_by_kv:
+        plugins.append("kv_admission")
+        environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(spec.context_length)  # else it reserves at most 4096
     if spec.device == "cpu":
         plugins.insert(0, "cpu")
         if spec.deterministic:

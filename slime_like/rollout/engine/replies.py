@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -34,6 +35,43 @@ def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
             raise EngineError(f"/generate scored {len(triples)} of {length} tokens of a sequence")
         columns.append(_logprobs(triples[1:]))  # the first token has no predecessor, its entry is null
     return columns
+
+
+@dataclass(frozen=True, slots=True)
+class KvUsage:
+    """Use of an engine's KV cache since the previous report, counted in its scheduler at every batch.
+
+    With data-parallel attention, the engine has a cache per attention group: ``capacity_tokens`` and ``used_tokens_max`` are
+    those of the fullest, ``running_requests_max`` and ``retractions`` are sums.
+    """
+
+    capacity_tokens: int
+    used_tokens_max: int  # tokens of running requests; cached prefixes that may be evicted do not count
+    running_requests_max: int
+    retractions: int  # requests that lost their KV cache because it was full; pauses for a push do not count
+
+    @property
+    def share(self) -> float:
+        """Peak use relative to the capacity."""
+        return self.used_tokens_max / self.capacity_tokens
+
+
+def kv_usage(reply: Any) -> KvUsage:
+    """Parse the reply to ``/server_info``. Raises ``EngineError`` if the engine runs without the plugin ``kv_capacity``."""
+    try:
+        groups = [KvUsage(**state["slime_like_kv"]) for state in reply["internal_states"]]
+        fullest = max(groups, key=lambda group: group.share)
+    except (TypeError, KeyError, ValueError, ZeroDivisionError) as error:
+        raise EngineError(
+            "/server_info has no slime_like_kv: the engine's installation lacks the entry point slime_like_kv_capacity; run "
+            "bash scripts/setup.sh"
+        ) from error
+    return KvUsage(
+        fullest.capacity_tokens,
+        fullest.used_tokens_max,
+        sum(group.running_requests_max for group in groups),
+        sum(group.retractions for group in groups),
+    )
 
 
 def any_aborted(reply: Any) -> bool:

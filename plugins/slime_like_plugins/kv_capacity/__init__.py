@@ -1,0 +1,23 @@
+"""KV cache of an engine: counts of its use, and admission of requests by the free part of it.
+
+``kv_usage`` counts peak use and retractions in the scheduler, which ``/server_info`` returns. ``kv_admission``
+(``rollout.max_running_requests=auto``) replaces SGLang's guess of the tokens that running requests will still need.
+"""
+
+from __future__ import annotations
+
+from slime_like_plugins.sglang_hooks import enabled
+
+USAGE, ADMISSION = "kv_usage", "kv_admission"
+
+
+def load() -> None:
+    """Entry point ``sglang.srt.plugins``."""
+    if enabled(USAGE):
+        from slime_like_plugins.kv_capacity import usage
+
+        usage.install()
+    if enabled(ADMISSION):
+        from slime_like_plugins.kv_capacity import admission
+
+        admission.install()

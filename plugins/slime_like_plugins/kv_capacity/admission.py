@@ -1,0 +1,113 @@
+"""Admission of requests by the tokens that responses are expected to need, learned from earlier responses.
+
+SGLang keeps ``ratio * (max_new_tokens - generated)`` tokens free for each running request, at most 4096. The ratio starts at
+0.7 whenever the engine was idle and falls to 0.1 within 600 steps, whatever the length of the responses. If responses are
+long, the cache overflows, and SGLang retracts requests and computes their keys and values again. Here the engine reserves
+what ``ResponseLengths`` expects.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime_like_plugins.kv_capacity.lengths import ResponseLengths
+from slime_like_plugins.sglang_hooks import Hook
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+WINDOW = 512  # finished responses from which lengths are estimated
+MAX_TRACKED = 4_096  # requests observed at the same time
+RESERVED = "_slime_like_reserved"
+"""Attribute of a prefill adder: tokens reserved for the requests that run or were admitted in this pass."""
+
+
+class Admission:
+    """Response lengths of this process's scheduler."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Any] = {}  # request id -> request
+        self._finished: deque[tuple[int, bool]] = deque(maxlen=WINDOW)  # (tokens, whether the response ended by itself)
+        self._lengths = ResponseLengths.estimate(np.zeros(0, np.int64), np.zeros(0, np.bool_))
+
+    def track(self, request: Any) -> None:
+        """Observe an admitted request from now on."""
+        self._running.setdefault(request.rid, request)
+        if len(self._running) > MAX_TRACKED:  # a request aborted in the queue never finishes
+            self._record(self._running.pop(next(iter(self._running))))
+
+    def observe(self, running: Sequence[Any]) -> None:
+        """Update the estimate: requests seen before that have finished, and the lengths reached by those that run."""
+        for request in running:
+            self.track(request)
+        for rid, request in list(self._running.items()):
+            if request.finished():
+                del self._running[rid]
+                self._record(request)
+        reached = [len(request.output_ids) for request in self._running.values() if not _has_fixed_length(request)]
+        lengths = [*(tokens for tokens, _ in self._finished), *reached]
+        ended = [*(ended for _, ended in self._finished), *(False for _ in reached)]
+        self._lengths = ResponseLengths.estimate(np.array(lengths, np.int64), np.array(ended, np.bool_))
+
+    def reservation(self, requests: Sequence[Any]) -> int:
+        """Return the number of tokens to keep free for ``requests``."""
+        fixed = [request for request in requests if _has_fixed_length(request)]
+        sampled = [request for request in requests if not _has_fixed_length(request)]
+        generated = np.array([len(request.output_ids) for request in sampled], np.int64)
+        maximum = np.array([request.sampling_params.max_new_tokens for request in sampled], np.int64)
+        exact = sum(max(0, r.sampling_params.max_new_tokens - len(r.output_ids)) for r in fixed)
+        return exact + self._lengths.reservation(generated, maximum)
+
+    def _record(self, request: Any) -> None:
+        if not _has_fixed_length(request):
+            reason = request.finished_reason
+            ended = reason is not None and reason.to_json()["type"] == "stop"
+            self._finished.append((len(request.output_ids), ended))
+
+
+admission = Admission()
+
+
+def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
+    """After ``PrefillAdder.__init__``, which has charged SGLang's guess for the running requests: charge ours instead."""
+    running = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
+    admission.observe(running)
+    reserved = admission.reservation(running)
+    charged = [] if adder.running_batch is None else adder.running_batch.reqs
+    guess = sum(adder._get_running_request_total_token_offset(request) for request in charged)
+    adder.memory_budget.total_offset += reserved - guess
+    setattr(adder, RESERVED, reserved)
+
+
+def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``PrefillAdder.add_one_req``, which reserves ``max_new_tokens`` for the request: reserve what is expected."""
+    running = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
+    reserved = admission.reservation([*running, *adder.can_run_list, request])
+    params = request.sampling_params
+    maximum, num_admitted = params.max_new_tokens, len(adder.can_run_list)
+    params.max_new_tokens = min(maximum, len(request.output_ids) + max(0, reserved - getattr(adder, RESERVED)))
+    try:
+        return original(adder, request, *args, **kwargs)
+    finally:
+        params.max_new_tokens = maximum
+        if len(adder.can_run_list) > num_admitted:
+            setattr(adder, RESERVED, reserved)
+            admission.track(request)
+
+
+def _has_fixed_length(request: Any) -> bool:
+    return request.sampling_params.ignore_eos or not request.sampling_params.max_new_tokens
+
+
+ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+HOOKS = (
+    Hook(f"{ADDER}.__init__", "after", open_pass),
+    Hook(f"{ADDER}.add_one_req", "around", add_request),
+)
+
+
+def install() -> None:
+    """Apply the hooks in this process."""
+    install_hooks("kv_admission", HOOKS)

@@ -1,0 +1,64 @@
+"""Distribution of response lengths, estimated from finished and running requests, and the KV cache that they will need.
+
+Running requests are right-censored observations: their length is at least the number of tokens generated so far.
+Ignoring them would underestimate, because short responses finish first. Estimator: product limit, Kaplan and Meier 1958,
+"Nonparametric Estimation from Incomplete Observations".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+NUM_ENDLESS = 8  # responses that are assumed besides the observed ones
+NUM_INTERVALS = 32  # of future steps, for which the tokens in use are bounded
+DEVIATIONS = 3.0  # standard deviations above the mean that a reservation covers
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLengths:
+    """``share_K[k]`` is the share of responses longer than k tokens; the last entry applies to all greater k."""
+
+    share_K: F64  # descending, above 0
+
+    @classmethod
+    def estimate(cls, lengths_N: I64, ended_N: NDArray[np.bool_]) -> ResponseLengths:
+        """Return the estimate from ``lengths_N``; where ``ended_N`` is False, the response is at least that long.
+
+        ``NUM_ENDLESS`` further responses without an end are assumed: without observations, and beyond the longest one, responses
+        reach their maximum length, and a few short responses do not count for much.
+        """
+        num_K = np.bincount(lengths_N, minlength=1)
+        num_ended_K = np.bincount(lengths_N[ended_N], minlength=len(num_K))
+        at_risk_K = NUM_ENDLESS + np.cumsum(num_K[::-1])[::-1]
+        return cls(np.cumprod(1 - num_ended_K / at_risk_K, dtype=np.float64))
+
+    def reservation(self, generated_S: I64, maximum_S: I64) -> int:
+        """Return the number of tokens to keep free for unfinished responses that have ``generated_S`` tokens.
+
+        It is the largest number of tokens that all responses hold together at a future step, less those that they hold now: at
+        each step the mean plus ``DEVIATIONS`` standard deviations, and at most the maximum. Responses end at ``maximum_S``, and
+        decode one token per step. Each interval of steps counts responses that are unfinished at its begin with their tokens at
+        its end.
+        """
+        remaining_S = np.maximum(0, maximum_S - generated_S)
+        horizon = int(remaining_S.max(initial=0))
+        if not horizon:
+            return 0
+        edges_T = np.linspace(0, horizon, min(horizon, NUM_INTERVALS) + 1).round().astype(np.int64)
+        share_ST = self._share(generated_S[:, None] + edges_T[:-1]) / self._share(generated_S)[:, None]
+        share_ST *= edges_T[:-1] < remaining_S[:, None]
+        held_ST = np.minimum(generated_S[:, None] + edges_T[1:], maximum_S[:, None])
+        mean_T = (share_ST * held_ST).sum(0)
+        variance_T = (share_ST * (1 - share_ST) * held_ST**2).sum(0)
+        worst_T = (held_ST * (share_ST > 0)).sum(0)
+        needed_T = np.minimum(worst_T, mean_T + DEVIATIONS * np.sqrt(variance_T))
+        return max(0, math.ceil(needed_T.max()) - int(generated_S.sum()))
+
+    def _share(self, tokens: I64) -> F64:
+        return self.share_K[np.minimum(tokens, len(self.share_K) - 1)]

@@ -1,0 +1,74 @@
+"""Hooks that count the use of the KV cache in SGLang's scheduler and report it with ``/server_info``.
+
+SGLang's load reports (``/v1/loads``) are samples, and its count of retractions per request includes those of a weight push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slime_like_plugins.sglang_hooks import Hook
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+STATE = "slime_like_kv"
+"""Key of the counts in a scheduler's internal state."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of this process's scheduler since the last report."""
+
+    capacity_tokens: int = 0
+    used_tokens_max: int = 0  # by running requests; cached prefixes that may be evicted do not count
+    running_requests_max: int = 0
+    retractions: int = 0
+
+    def report(self) -> dict[str, int]:
+        """Return the counts and reset all but the capacity."""
+        values = asdict(self)
+        self.used_tokens_max = self.running_requests_max = self.retractions = 0
+        return values
+
+
+counts = Counts()
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler.run_batch``: the tokens of ``batch`` are allocated, so the use of the cache is highest here."""
+    stats = scheduler.pool_stats_observer.get_pool_stats()
+    used, _ = stats.get_kv_token_stats()
+    counts.capacity_tokens = stats.full_capacity
+    counts.used_tokens_max = max(counts.used_tokens_max, used)
+    if batch.forward_mode.is_decode():
+        counts.running_requests_max = max(counts.running_requests_max, batch.batch_size())
+    return original(scheduler, batch, *args, **kwargs)
+
+
+def retract_decode(result: tuple[Any, ...], batch: Any) -> None:
+    """After ``ScheduleBatch.retract_decode``: count requests that lose their KV cache for lack of memory."""
+    retracted, _, aborted = result
+    counts.retractions += len(retracted) + len(aborted)
+
+
+def internal_state(output: Any, controller: Any, request: Any) -> None:
+    """After ``SchedulerInternalStateController.get_internal_state``: add the counts since its last call."""
+    counts.capacity_tokens = controller.scheduler.pool_stats_observer.get_pool_stats().full_capacity
+    output.internal_state[STATE] = counts.report()
+
+
+HOOKS = (
+    Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", "around", run_batch),
+    Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode", "after", retract_decode),
+    Hook(
+        "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+        "after",
+        internal_state,
+    ),
+)
+
+
+def install() -> None:
+    """Apply the hooks in this process."""
+    install_hooks("kv_usage", HOOKS)
