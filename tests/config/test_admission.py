@@ -52,9 +52,6 @@ def reason(planned: Plan) -> str:
 
 
 def test_the_plan_gives_the_capacity_and_the_concurrency_at_first(plan: Callable[..., Plan]) -> None:
-    assert "the KV cache holds prompts and responses: 100 tokens each, until" in reason(
-        plan(AUTO, "rollout.max_response_len=100")
-    )
     small = plan(AUTO, "rollout.max_response_len=100", "rollout.sglang.max_total_tokens=450")
     assert "of 450 tokens (rollout.sglang.max_total_tokens)" in reason(small)
     assert "100 tokens each, at most 4, until" in reason(small)

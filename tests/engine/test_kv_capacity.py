@@ -49,7 +49,6 @@ def test_auto_does_not_retract_where_a_fixed_concurrency_does_and_samples_the_sa
     assert fixed_usage.retractions > 0
     assert usage.retractions == 0
     assert fixed_usage.capacity_tokens == usage.capacity_tokens == CAPACITY
-    assert fixed_usage.running_requests_max > usage.running_requests_max
     assert usage.running_requests_max >= 0.9 * WORST_CASE, "the cache is used"
     assert usage.share > 0.8
     for one, same in zip(fixed, chosen, strict=True):
