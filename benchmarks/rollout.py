@@ -47,7 +47,7 @@ from slime_like.rollout.generate.single_turn import to_sample  # noqa: E402
 from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
 from slime_like.rollout.pool.router import RequestCounts  # noqa: E402
 from slime_like.types import Prompt, Sample  # noqa: E402
-from slime_like.weight_sync.shared import Region  # noqa: E402
+from slime_like.weight_sync.shared import SharedBucketMemory  # noqa: E402
 from tests.engine.fixed_engine import FixedEngine  # noqa: E402
 
 KEY = "bench"
@@ -135,7 +135,7 @@ async def push(arm: RolloutArm, servers: Sequence[EngineServer], tensors: Sequen
     """Push the same weights again as version ``new``, so that engines clear their caches."""
     await arm.manager.begin_push()
     for server in servers:
-        client, region = EngineClient(server.url, admin_key=KEY, deadline_s=120), Region()
+        client, region = EngineClient(server.url, admin_key=KEY, deadline_s=120), SharedBucketMemory()
         await client.update_from_tensors(region.write(Bucket(tuple(tensors))))
         region.close()
         await client.close()

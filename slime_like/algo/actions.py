@@ -24,7 +24,7 @@ def segments(view: TokenView) -> Tensor:
     return sequences(view)[view.loss_weight > 0]
 
 
-def ends(segment_A: Tensor) -> Tensor:
+def is_last_action(segment_A: Tensor) -> Tensor:
     """Return [A]: True at the last action of each sequence."""
     last_A = torch.ones_like(segment_A, dtype=torch.bool)
     last_A[:-1] = segment_A[1:] != segment_A[:-1]
@@ -33,7 +33,7 @@ def ends(segment_A: Tensor) -> Tensor:
 
 def token_rewards(view: TokenView, segment_A: Tensor, kl_coef: float, kl: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return [A]: the reward of the sequence at its last action, minus ``kl_coef * KL(old || ref)`` at each action."""
-    rewards_A = view.rewards[segment_A] * ends(segment_A)
+    rewards_A = view.rewards[segment_A] * is_last_action(segment_A)
     if kl_coef > 0:
         assert view.old_logprobs is not None and view.ref_logprobs is not None, (
             "kl_coef > 0 needs old and reference log-probabilities"

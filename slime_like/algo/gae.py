@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime_like.algo.actions import ends, segments, token_rewards
+from slime_like.algo.actions import is_last_action, segments, token_rewards
 from slime_like.algo.token_advantage import discounted_returns, whiten
 from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.config.schema.policy import AlgoConfig
@@ -68,7 +68,7 @@ class GeneralisedAdvantage:
         segment_A = segments(view)
         values_A = _values(view)[mask_T]
         rewards_A = token_rewards(view, segment_A, cfg.kl_coef, self._kl).to(values_A.dtype)
-        next_values_A = torch.where(ends(segment_A), torch.zeros_like(values_A), values_A.roll(-1))
+        next_values_A = torch.where(is_last_action(segment_A), torch.zeros_like(values_A), values_A.roll(-1))
         deltas_A = rewards_A + cfg.gamma * next_values_A - values_A
         advantages_T = torch.zeros_like(view.loss_weight, dtype=values_A.dtype)
         advantages_T[mask_T] = discounted_returns(deltas_A, segment_A, cfg.gamma * cfg.lambd)

@@ -80,7 +80,7 @@ def sequence_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Se
     return sequences.spread(log_ratio_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def correction(
+def importance_correction(
     config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None
 ) -> Correction:
     """Return the corrections that ``config`` enables. Metrics are means over all trained tokens, including dropped ones."""

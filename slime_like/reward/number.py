@@ -10,7 +10,7 @@ from slime_like.types import Reward
 MAX_SCORE = 1e9
 
 
-def checked(score: object, accuracy: object = None) -> Reward:
+def validated_reward(score: object, accuracy: object = None) -> Reward:
     """Return the values as a reward. Raises ``ValueError`` on a score beyond ``MAX_SCORE`` or an accuracy outside [0, 1]."""
     checked_accuracy = None if accuracy is None else _number(accuracy)
     if checked_accuracy is not None and not 0.0 <= checked_accuracy <= 1.0:

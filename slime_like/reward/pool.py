@@ -15,7 +15,7 @@ from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
 from slime_like.reward.compose import components, composed
 from slime_like.reward.latex import only_boxed
-from slime_like.reward.number import checked
+from slime_like.reward.number import validated_reward
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
 from slime_like.reward.worker import LOAD_S, Load, ScoreRequest
@@ -250,7 +250,7 @@ def _prescored(sample: Sample) -> Sample:
     if sample.reward is None:
         return replace(sample, reward=Reward(0.0))
     try:
-        checked(sample.reward.score, sample.reward.accuracy)
+        validated_reward(sample.reward.score, sample.reward.accuracy)
     except ValueError as error:
         raise RewardError(
             f"sample {sample.sample_id} of group {sample.group_id} came from rollout.generate or rollout.agent with the "

@@ -16,7 +16,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import RewardError
-from slime_like.reward.number import checked
+from slime_like.reward.number import validated_reward
 from slime_like.reward.outage import Outage
 from slime_like.types import Prompt, Reward, Sample
 from slime_like.util.deadline import Deadline
@@ -141,7 +141,7 @@ class RemoteReward:
         try:
             parsed: Any = json.loads(content)
             fields: dict[str, Any] = parsed if isinstance(parsed, dict) else {"score": parsed}
-            return checked(fields["score"], fields.get("acc"))
+            return validated_reward(fields["score"], fields.get("acc"))
         except (ValueError, KeyError, RecursionError) as error:
             raise RewardError(
                 f"reward.remote_url={self._config.remote_url} returned {content[:200].decode(errors='replace')!r}: "

@@ -20,7 +20,7 @@ from slime_like.config.schema.reward_names import split_prefix
 from slime_like.reward.check import load_reward
 from slime_like.reward.kinds import takes_groups
 from slime_like.reward.latex import only_boxed
-from slime_like.reward.number import checked
+from slime_like.reward.number import validated_reward
 from slime_like.types import Prompt, Reward, Sample
 from slime_like.util.deadline import scale
 from slime_like.util.printed import record_streams, recorded
@@ -62,9 +62,9 @@ class ScoreReply:
 
 
 def to_reward(value: object) -> Reward:
-    """Convert the return value of a reward function. Raises ``ValueError`` unless ``checked`` accepts it."""
+    """Convert the return value of a reward function. Raises ``ValueError`` unless ``validated_reward`` accepts it."""
     try:
-        return checked(value.score, value.accuracy) if isinstance(value, Reward) else checked(value)
+        return validated_reward(value.score, value.accuracy) if isinstance(value, Reward) else validated_reward(value)
     except ValueError as error:
         raise ValueError(f"returned {error}") from error
 

@@ -42,7 +42,7 @@ DTYPES = {
 }
 
 
-class Region:
+class SharedBucketMemory:
     """Reusable memory that holds one bucket at a time and grows to the largest one."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Region:
 
 
 def is_message(payload: bytes) -> bool:
-    """Return whether ``payload`` is a message of ``Region.write``."""
+    """Return whether ``payload`` is a message of ``SharedBucketMemory.write``."""
     return payload.startswith(MAGIC)
 
 

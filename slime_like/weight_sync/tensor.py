@@ -13,7 +13,7 @@ import torch
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
 from slime_like.weight_sync.manifest import meta_of
-from slime_like.weight_sync.shared import Region
+from slime_like.weight_sync.shared import SharedBucketMemory
 
 
 class TensorSender:
@@ -31,7 +31,7 @@ class TensorSender:
         self._local = [receiver for receiver in receivers if receiver.host == host]
         self._remote = [receiver for receiver in receivers if receiver.host != host]
         self._max_bytes = transport.max_bytes
-        self._regions = Region(), Region()  # one is read while the other is written
+        self._regions = SharedBucketMemory(), SharedBucketMemory()  # one is read while the other is written
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
@@ -70,7 +70,7 @@ class TensorSender:
             region.close()
         await asyncio.gather(*(receiver.close() for receiver in (*self._local, *self._remote)))
 
-    def _messages(self, bucket: Bucket, region: Region) -> list[tuple[Sequence[WeightReceiver], bytes]]:
+    def _messages(self, bucket: Bucket, region: SharedBucketMemory) -> list[tuple[Sequence[WeightReceiver], bytes]]:
         """Return (engines, message) pairs for ``bucket``."""
         local = [(self._local, region.write(bucket))] if self._local else []
         remote = [(self._remote, serialize(bucket))] if self._remote else []

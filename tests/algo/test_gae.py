@@ -218,7 +218,7 @@ def test_a_bootstrap_across_sequences_is_detected(groups: list[SampleGroup], see
     config = PPO["gae"]
     batch = assembled(groups, config, 1, 10_000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gae, "ends", lambda segment_A: torch.zeros_like(segment_A, dtype=torch.bool))
+        patch.setattr(gae, "is_last_action", lambda segment_A: torch.zeros_like(segment_A, dtype=torch.bool))
         faulty_result = on_ranks(batch, GeneralisedAdvantage(config))
     assert not equal_columns(merge_ranks(faulty_result, "advantages"), naive_gae(groups, config)[0])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime_like.algo.loss import PackedSequences
-from slime_like.algo.off_policy import correction, masked_importance, sequence_ratio, truncated_importance
+from slime_like.algo.off_policy import importance_correction, masked_importance, sequence_ratio, truncated_importance
 from slime_like.config.schema.algo import GrpoConfig
 from tests.algo.simulate import LocalReduce
 
@@ -57,7 +57,7 @@ def test_a_sequence_has_one_ratio(geometric: bool, expected: list[float]) -> Non
 
 def test_a_rejected_sequence_is_dropped_and_counted() -> None:
     old, rollout, sequences = three_sequences()
-    result = correction(GrpoConfig(rejection="geometric", rejection_high=2.0), old, rollout, sequences)
+    result = importance_correction(GrpoConfig(rejection="geometric", rejection_high=2.0), old, rollout, sequences)
     assert result.keep is not None and result.weight is None
     assert result.keep.tolist() == [1.0, 1.0, 0.0]
     assert result.means["rejection_frac"].tolist() == [0.0, 0.0, 1.0]
@@ -65,6 +65,6 @@ def test_a_rejected_sequence_is_dropped_and_counted() -> None:
 
 def test_masked_fractions_are_reported_per_side() -> None:
     old, rollout, _ = three_sequences()
-    result = correction(GrpoConfig(use_mis=True, mis_high=1.3, mis_low=0.5), old, rollout, None)
+    result = importance_correction(GrpoConfig(use_mis=True, mis_high=1.3, mis_low=0.5), old, rollout, None)
     assert result.means["mis_maskfrac_high"].tolist() == [0.0, 1.0, 1.0]
     assert result.means["mis_maskfrac_low"].tolist() == [0.0] * 3

@@ -16,7 +16,7 @@ ON = "run.deterministic=true"
 
 def test_a_laptop_gets_one_thread_and_a_gate_of_zero(argv: list[str]) -> None:
     plan = make_plan(load_config([*argv, ON]), LAPTOP)
-    assert (plan.trainer_threads, plan.engine_threads, plan.gates.probe, plan.actor.sample_tolerance) == (
+    assert (plan.trainer_threads, plan.engine_threads, plan.tolerances.probe, plan.actor.sample_tolerance) == (
         1,
         1,
         0.0,
@@ -32,7 +32,7 @@ def test_data_and_pipeline_parallelism_keep_the_bits(argv: list[str]) -> None:
 
 def test_a_gpu_keeps_its_tolerance_and_may_split_tensors(argv: list[str]) -> None:
     plan = make_plan(load_config([*argv, ON, "parallel.tp=2"]), SERVER)
-    assert plan.gates.probe == 0.15
+    assert plan.tolerances.probe == 0.15
     assert plan.actor.deterministic
 
 

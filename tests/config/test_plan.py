@@ -27,7 +27,7 @@ def test_every_auto_is_resolved_on_a_laptop(plan) -> None:
     assert laptop.max_context_len == laptop.engines[0].context_length == 2048
     assert (laptop.samples_per_rollout, laptop.samples_per_step) == (256, 256)
     assert laptop.actor.optim.decay_steps == laptop.actor.num_steps == 100
-    assert laptop.gates.probe == laptop.actor.sample_tolerance == 1e-4
+    assert laptop.tolerances.probe == laptop.actor.sample_tolerance == 1e-4
     assert laptop.num_gpus == 0
     assert "auto" not in {decision.value for decision in laptop.decisions}
     decided = {decision.key for decision in laptop.decisions}
@@ -37,7 +37,7 @@ def test_every_auto_is_resolved_on_a_laptop(plan) -> None:
 
 def test_a_server_gets_cuda_and_bfloat16(plan) -> None:
     server = plan("parallel.tp=2", "parallel.pp=2", "placement.actor_num_gpus_per_node=8", machine=SERVER)
-    assert (server.device, server.actor.dtype, server.gates.probe, server.transport.backend) == (
+    assert (server.device, server.actor.dtype, server.tolerances.probe, server.transport.backend) == (
         "cuda",
         "bfloat16",
         0.15,
@@ -76,7 +76,7 @@ def test_explicit_values_stay(plan) -> None:
     explicit = plan(
         "model.dtype=bfloat16", "weights.probe_tolerance=0.5", "rollout.max_context_len=1500", "weights.bucket_mb=2"
     )
-    assert (explicit.actor.dtype, explicit.gates.probe, explicit.max_context_len) == ("bfloat16", 0.5, 1500)
+    assert (explicit.actor.dtype, explicit.tolerances.probe, explicit.max_context_len) == ("bfloat16", 0.5, 1500)
     assert explicit.transport.max_bytes == 2 * 2**20
     keys = {decision.key for decision in explicit.decisions}
     assert not keys & {"model.dtype", "weights.probe_tolerance", "rollout.max_context_len"}

@@ -19,7 +19,7 @@ from slime_like.interfaces import Bucket, Sampling
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.engine.server import EngineServer
 from slime_like.types import F32, I32
-from slime_like.weight_sync.shared import Region
+from slime_like.weight_sync.shared import SharedBucketMemory
 
 VOCAB = 500  # not a multiple of 64: the engine pads its embedding
 ADMIN_KEY = "a key of this test run"
@@ -65,7 +65,7 @@ class Engine:
         """Push over the tensor transport: pause, update, flush, resume. ``remote``: as if from another machine."""
         await self.client.pause()
         await self.client.begin_update()
-        region = Region()
+        region = SharedBucketMemory()
         message = payload(tensors) if remote else region.write(Bucket(tuple(tensors.items())))
         await self.client.update_from_tensors(message)
         region.write(Bucket(tuple((name, torch.full_like(t, 7.0)) for name, t in tensors.items())))

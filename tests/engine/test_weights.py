@@ -23,7 +23,7 @@ from slime_like.interfaces import Bucket, TensorMeta, WeightSource
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.ports import PortLease
 from slime_like.weight_sync.broadcast import BroadcastSender
-from slime_like.weight_sync.shared import Region
+from slime_like.weight_sync.shared import SharedBucketMemory
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import ADMIN_KEY, Engine, Models, make_sampling, payload, prompt
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
@@ -194,7 +194,7 @@ def test_invalid_tensors_are_refused_and_the_engine_survives(engine: Engine) -> 
         await engine.client.update_from_tensors(body)
 
     wrong_shape = {"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)}
-    region = Region()
+    region = SharedBucketMemory()
     for body in (payload(wrong_shape), region.write(Bucket(tuple(wrong_shape.items())))):
         with pytest.raises(EngineError, match="could not be loaded"):
             engine.run(send(body))

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
-from slime_like.weight_sync.shared import DTYPES, MAGIC, Region, is_message, received
+from slime_like.weight_sync.shared import DTYPES, MAGIC, SharedBucketMemory, is_message, received
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), min_size=1, max_size=6))
 def test_tensors_are_received_as_written(specs: list[tuple[str, tuple[int, ...]]]) -> None:
-    region = Region()
+    region = SharedBucketMemory()
     sent = [(f"w{i}", (torch.rand(shape) * 100).to(DTYPES[dtype])) for i, (dtype, shape) in enumerate(specs)]
     with received(region.write(Bucket(tuple(sent)))) as tensors:
         assert [(name, t.dtype, t.shape) for name, t in tensors] == [(name, t.dtype, t.shape) for name, t in sent]
@@ -29,7 +29,7 @@ def test_tensors_are_received_as_written(specs: list[tuple[str, tuple[int, ...]]
 
 
 def test_a_region_grows_and_is_reused() -> None:
-    region = Region()
+    region = SharedBucketMemory()
     for rows in (2, 3000, 5):
         sent = torch.rand(rows, 7).t()
         with received(region.write(Bucket((("w", sent),)))) as ((_, tensor),):
@@ -40,11 +40,11 @@ def test_a_region_grows_and_is_reused() -> None:
 
 def test_an_unsupported_dtype_is_named() -> None:
     with pytest.raises(WeightSyncError, match="w is complex64; weights are sent as one of float32, bfloat16"):
-        Region().write(Bucket((("w", torch.zeros(2, dtype=torch.complex64)),)))
+        SharedBucketMemory().write(Bucket((("w", torch.zeros(2, dtype=torch.complex64)),)))
 
 
 def test_a_receiver_cannot_modify_the_senders_memory() -> None:
-    region = Region()
+    region = SharedBucketMemory()
     message = region.write(Bucket((("w", torch.zeros(4)),)))
     with received(message) as tensors:
         tensors[0][1].fill_(1.0)
@@ -54,7 +54,7 @@ def test_a_receiver_cannot_modify_the_senders_memory() -> None:
 
 
 def test_a_tensor_that_outlives_the_block_is_an_error() -> None:
-    region, escaped = Region(), []
+    region, escaped = SharedBucketMemory(), []
     with (
         pytest.raises(WeightSyncError, match="kept a tensor in the sender's memory"),
         received(region.write(Bucket((("w", torch.zeros(4)),)))) as tensors,
@@ -82,7 +82,7 @@ def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
 
 
 def test_a_garbled_message_is_refused() -> None:
-    region = Region()
+    region = SharedBucketMemory()
     complete = region.write(Bucket((("w", torch.zeros(4)),)))
     fd = json.loads(complete[len(MAGIC) :])["fd"]
     for entry in (

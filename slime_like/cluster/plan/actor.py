@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from slime_like.cluster.plan.guard import guard_spec, releases
 from slime_like.cluster.plan.roles import teacher_swap
-from slime_like.cluster.plan.types import Notes
+from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.cluster.plan.verify import on_ranks
 from slime_like.config.rules.attention import check_attention
 from slime_like.config.rules.deterministic import check_bits
@@ -23,20 +23,22 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
 
-def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, notes: Notes) -> ActorSpec:
+def actor_spec(
+    cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, decisions: PlanDecisions
+) -> ActorSpec:
     p, loop = cfg.parallel, cfg.loop
     world = trainer_ranks(cfg)
     if cfg.placement.actor_num_gpus_per_node is None:
         per_node = world // cfg.placement.actor_num_nodes
-        notes.add("placement.actor_num_gpus_per_node", per_node, "tp * pp * cp: one copy of the model")
+        decisions.add("placement.actor_num_gpus_per_node", per_node, "tp * pp * cp: one copy of the model")
     dp = world // (p.tp * p.pp * p.cp)
-    notes.add("data parallel size", dp, f"{world} ranks / (tp {p.tp} * pp {p.pp} * cp {p.cp})")
-    _note_experts(cfg, world, model, notes)
+    decisions.add("data parallel size", dp, f"{world} ranks / (tp {p.tp} * pp {p.pp} * cp {p.cp})")
+    _add_expert_decision(cfg, world, model, decisions)
     if loop.global_batch_size is None:
-        notes.add("loop.global_batch_size", batch_identity(cfg), "samples per rollout / loop.steps_per_rollout")
+        decisions.add("loop.global_batch_size", batch_identity(cfg), "samples per rollout / loop.steps_per_rollout")
     if p.sequence_parallel and p.tp == 1:
-        notes.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
-    optim = _optim(cfg, device, dtype, dp, notes)
+        decisions.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
+    optim = _optim(cfg, device, dtype, dp, decisions)
     model_config = replace(
         cfg.model,
         dtype=dtype,
@@ -45,14 +47,14 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     )
     if cfg.model.family == "auto":
         reason = "written by run.prepare" if model is None else f"model_type of {model.folder}"
-        notes.add("model.family", model_config.family, reason)
+        decisions.add("model.family", model_config.family, reason)
     for config in (model_config, optim):
         config.seal()
     spec = ActorSpec(
         model=model_config,
         optim=optim,
         algo=cfg.algo,
-        layout=_layout(p, dp, model, notes),
+        layout=_layout(p, dp, model, decisions),
         device=device,
         dtype=dtype,
         temperature=1.0 if isinstance(cfg.algo, SftConfig) else cfg.rollout.temperature,
@@ -62,8 +64,8 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         seed=cfg.run.seed,
         deadline_s=loop.step_deadline_s,
         deterministic=cfg.run.deterministic,
-        teacher_checkpoint=teacher_swap(cfg, notes.add),
-        guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, notes.add)),
+        teacher_checkpoint=teacher_swap(cfg, decisions.add),
+        guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, decisions.add)),
         verify=on_ranks(cfg),
         returns_advantages=cfg.run.dump_rollouts,
     )
@@ -71,49 +73,53 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     if cfg.run.deterministic and device == "cpu":
         check_bits(cfg, model_config.family, dtype)
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
-        notes.add("model.ref_checkpoint", model_config.ref_checkpoint, "the policy's initial weights")
+        decisions.add("model.ref_checkpoint", model_config.ref_checkpoint, "the policy's initial weights")
     return spec
 
 
-def _note_experts(cfg: TrainConfig, world: int, model: HfConfig | None, notes: Notes) -> None:
+def _add_expert_decision(cfg: TrainConfig, world: int, model: HfConfig | None, decisions: PlanDecisions) -> None:
     experts, ep = 0 if model is None else model.num_experts, cfg.parallel.ep
     if experts:
         copies = stage_ranks(cfg, world) // ep
-        notes.add("experts per rank", experts // ep, f"{experts} experts / parallel.ep {ep}; copies of each: {copies}")
+        decisions.add(
+            "experts per rank", experts // ep, f"{experts} experts / parallel.ep {ep}; copies of each: {copies}"
+        )
 
 
-def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> OptimConfig:
+def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, decisions: PlanDecisions) -> OptimConfig:
     """Resolve the schedule in optimizer steps, and note every option without effect in this run."""
     steps, formula = actor_steps(cfg)
     if cfg.run.mode == "rollout_only":
         return cfg.optim
     optim, parallel = resolve_schedule(cfg.optim, steps, formula), cfg.parallel
     if cfg.optim.decay_steps is None and optim.schedule != "constant":
-        notes.add("optim.decay_steps", steps, formula)
+        decisions.add("optim.decay_steps", steps, formula)
     if cfg.optim.wsd_decay_steps is None and optim.wsd_decay_steps is not None:
-        notes.add("optim.wsd_decay_steps", optim.wsd_decay_steps, "a tenth of optim.decay_steps")
+        decisions.add("optim.wsd_decay_steps", optim.wsd_decay_steps, "a tenth of optim.decay_steps")
     if cfg.optim.warmup_fraction is not None:
-        notes.add("optim.warmup_steps", optim.warmup_steps, f"{cfg.optim.warmup_fraction:g} of {optim.decay_steps}")
+        decisions.add("optim.warmup_steps", optim.warmup_steps, f"{cfg.optim.warmup_fraction:g} of {optim.decay_steps}")
     if optim.cpu_offload and device == "cpu":
-        notes.add("optim.cpu_offload", "no effect", "placement.device is cpu: optimizer state is in host memory anyway")
+        decisions.add(
+            "optim.cpu_offload", "no effect", "placement.device is cpu: optimizer state is in host memory anyway"
+        )
     if optim.cpu_offload and device == "cuda" and dtype == "float32":
         raise ConfigError(
             "optim.cpu_offload=true with model.dtype=float32: megatron's offload keeps main weights in addition to 16-bit ones; "
             "set model.dtype=bfloat16, or optim.cpu_offload=false"
         )
     if parallel.overlap_grad_reduce and dp * parallel.cp == 1:
-        notes.add(
+        decisions.add(
             "parallel.overlap_grad_reduce",
             "no effect",
             "there is only one data parallel rank, so no gradients are reduced",
         )
     elif parallel.overlap_param_gather and cfg.loop.steps_per_rollout == 1:
         reason = "loop.steps_per_rollout is 1: the push reads all weights after every optimizer step"
-        notes.add("parallel.overlap_param_gather", "no effect", reason)
+        decisions.add("parallel.overlap_param_gather", "no effect", reason)
     return optim
 
 
-def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, notes: Notes) -> Layout:
+def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, decisions: PlanDecisions) -> Layout:
     """Return the trainer's layout; pipeline segments are unknown until ``run.prepare`` has written the model."""
     split = segments(p, model.num_layers) if model is not None else ()
     if len(set(split)) > 1 or len(split) > p.pp:
@@ -125,7 +131,9 @@ def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, notes: Notes) ->
             "pipeline_layout": p.pipeline_layout,
         }
         keys = ", ".join(f"parallel.{key} {value}" for key, value in pipeline_keys.items() if value is not None)
-        notes.add("layers per pipeline segment", " ".join(map(str, split)), keys or f"parallel.pp {p.pp} leaves a rest")
+        decisions.add(
+            "layers per pipeline segment", " ".join(map(str, split)), keys or f"parallel.pp {p.pp} leaves a rest"
+        )
     return Layout(
         tp=p.tp,
         pp=p.pp,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.cluster.plan.types import Notes
+from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.config.schema.rollout import AUTO, RolloutConfig
 from slime_like.errors import ConfigError
 from slime_like.planner.engine import EngineMemory
@@ -25,7 +25,7 @@ def fixed_limit(rollout: RolloutConfig) -> int | None:
     return None
 
 
-def note_admission(rollout: RolloutConfig, predicted: EngineMemory | None, notes: Notes) -> None:
+def add_admission_decision(rollout: RolloutConfig, predicted: EngineMemory | None, decisions: PlanDecisions) -> None:
     """Record what ``rollout.max_running_requests=auto`` means for engines with ``predicted`` memory, if it is set."""
     if rollout.max_running_requests != AUTO:
         return
@@ -35,7 +35,7 @@ def note_admission(rollout: RolloutConfig, predicted: EngineMemory | None, notes
     cache = "the KV cache" if capacity is None else f"the KV cache of {capacity} tokens ({source})"
     count = "" if capacity is None else f", at most {capacity // length}"
     reason = f"requests run while {cache} holds prompts and responses: {length} tokens each{count}, until lengths are observed"
-    notes.add("rollout.max_running_requests", "by free KV cache", reason)
+    decisions.add("rollout.max_running_requests", "by free KV cache", reason)
 
 
 def _configured_tokens(rollout: RolloutConfig) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime_like.cluster.plan.machine import Machine
-from slime_like.cluster.plan.types import Notes
+from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.config.rules.gdn import check_optimizer, check_runtime
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.gdn import gdn_backend, gdn_cp_mode
@@ -14,7 +14,7 @@ from slime_like.config.schema.root import TrainConfig
 
 
 def resolve_gdn(
-    cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machine: Machine, notes: Notes
+    cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machine: Machine, decisions: PlanDecisions
 ) -> ActorSpec:
     """Resolve every open value of ``model.gdn``. Raises ``ConfigError`` if its kernels cannot run here."""
     config = cfg.model.gdn
@@ -22,16 +22,16 @@ def resolve_gdn(
     auto_cp, auto_cp_reason = _auto_cp(config.auto_cp, backend, actor)
     if model is None or model.gdn is not None:
         if config.backend == "auto":
-            notes.add("model.gdn.backend", backend, f"placement.device is {actor.device}")
+            decisions.add("model.gdn.backend", backend, f"placement.device is {actor.device}")
         if backend == "flashqla" and config.auto_cp is None:
-            notes.add("model.gdn.auto_cp", str(auto_cp).lower(), auto_cp_reason)
+            decisions.add("model.gdn.auto_cp", str(auto_cp).lower(), auto_cp_reason)
         if model is not None and model.gdn is not None and actor.layout.cp > 1:
             sizes = {"tp": actor.layout.tp, "cp": actor.layout.cp}
             mode, reason = gdn_cp_mode(config.cp_mode, model.gdn.key_heads, model.gdn.value_heads, **sizes)
             if config.cp_mode == "auto":
-                notes.add("model.gdn.cp_mode", mode, reason)
+                decisions.add("model.gdn.cp_mode", mode, reason)
         if config.allow_unvalidated:
-            notes.add("model.gdn.allow_unvalidated", "true", "flashqla may run where it has not been validated")
+            decisions.add("model.gdn.allow_unvalidated", "true", "flashqla may run where it has not been validated")
     if model is not None and cfg.run.mode != "rollout_only":
         check_optimizer(cfg, model, actor.dtype)
     local = cfg.placement.ray_address is None and machine.kernels is not None and cfg.run.mode != "rollout_only"

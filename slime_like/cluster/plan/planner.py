@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime_like.cluster.plan.actor import actor_spec
-from slime_like.cluster.plan.admission import fixed_limit, note_admission
+from slime_like.cluster.plan.admission import add_admission_decision, fixed_limit
 from slime_like.cluster.plan.advice import advice
 from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
-from slime_like.cluster.plan.gate import Gates, gates
 from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
 from slime_like.cluster.plan.memory import MemoryPlan, plan_memory
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
-from slime_like.cluster.plan.types import Decision, Notes, Role
+from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
+from slime_like.cluster.plan.types import Decision, PlanDecisions, Role
 from slime_like.config.rules.dcp import check_dcp_device
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.trained_sampling import check_drafts
@@ -50,7 +50,7 @@ class Plan:
     max_context_len: int
     samples_per_rollout: int
     samples_per_step: int
-    gates: Gates
+    tolerances: LogprobTolerances
     run_dir: str
     roles: tuple[Role, ...]
     memory: MemoryPlan
@@ -76,26 +76,26 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing if ``run.prepare`` creates them, and
     for a described machine if the planner's table has the model.
     """
-    notes = Notes([])
+    decisions = PlanDecisions([])
     model = model_config(cfg, machine)
-    device = _device(cfg, machine, notes)
+    device = _device(cfg, machine, decisions)
     check_drafts(cfg, device)
     check_dcp_device(cfg, device)
     dtype = cfg.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
-        notes.add("model.dtype", dtype, f"placement.device is {device}")
-    context = _context(cfg, model, notes)
-    gate = gates(cfg, device, dtype, notes)
-    actor = resolve_gdn(cfg, actor_spec(cfg, model, device, dtype, notes), model, machine, notes)
+        decisions.add("model.dtype", dtype, f"placement.device is {device}")
+    context = _context(cfg, model, decisions)
+    tolerances = logprob_tolerances(cfg, device, dtype, decisions)
+    actor = resolve_gdn(cfg, actor_spec(cfg, model, device, dtype, decisions), model, machine, decisions)
     supervised = isinstance(cfg.algo, SftConfig)
     by_layer = cfg.weights.probe_layers and not supervised
-    actor = replace(actor, sample_tolerance=gate.samples, drift_by_layer=by_layer)
+    actor = replace(actor, sample_tolerance=tolerances.samples, drift_by_layer=by_layer)
     needs_trainer = cfg.run.mode != "rollout_only"
-    critic = critic_spec(cfg, actor, notes.add) if needs_trainer else None
+    critic = critic_spec(cfg, actor, decisions.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
     needs_engines = cfg.run.mode != "train_only" and not supervised
-    exchange = _dcp_exchange(cfg, device, notes)
+    exchange = _dcp_exchange(cfg, device, decisions)
     engines = _engines(cfg, device, dtype, context, exchange) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
@@ -105,15 +105,15 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, role_bytes=extra_bytes)
     shapes = role_shapes(cfg, critic, teacher)
     memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
-    note_admission(cfg.rollout, memory.engine, notes)
-    trainer_threads, engine_threads = _threads(cfg, machine, roles, device, notes)
+    add_admission_decision(cfg.rollout, memory.engine, decisions)
+    trainer_threads, engine_threads = _threads(cfg, machine, roles, device, decisions)
     return Plan(
         device=device,
         actor=actor,
         critic=critic,
         teacher=teacher,
         engines=engines,
-        transport=_transport(cfg, device, notes),
+        transport=_transport(cfg, device, decisions),
         needs_trainer=needs_trainer,
         colocated=colocated,
         num_gpus=num_gpus,
@@ -122,20 +122,20 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         max_context_len=context,
         samples_per_rollout=samples_per_rollout(cfg),
         samples_per_step=batch_identity(cfg),
-        gates=gate,
+        tolerances=tolerances,
         run_dir=str(Path(cfg.run.dir).resolve()),
         roles=roles,
         memory=memory,
-        decisions=tuple(notes.decisions),
+        decisions=tuple(decisions.entries),
         advice=(*((memory.warning,) if memory.warning else ()), *advice(cfg, machine, roles, device)),
     )
 
 
-def _device(cfg: TrainConfig, machine: Machine, notes: Notes) -> str:
+def _device(cfg: TrainConfig, machine: Machine, decisions: PlanDecisions) -> str:
     device = cfg.placement.device
     if device == "auto":
         device = "cuda" if machine.num_gpus else "cpu"
-        notes.add("placement.device", device, f"{machine.num_gpus} GPUs are visible")
+        decisions.add("placement.device", device, f"{machine.num_gpus} GPUs are visible")
     if device == "cuda" and not machine.num_gpus and cfg.placement.ray_address is None:
         raise ConfigError(
             "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"
@@ -143,7 +143,7 @@ def _device(cfg: TrainConfig, machine: Machine, notes: Notes) -> str:
     return device
 
 
-def _context(cfg: TrainConfig, model: HfConfig | None, notes: Notes) -> int:
+def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions) -> int:
     if cfg.rollout.max_context_len is not None:
         return cfg.rollout.max_context_len
     if model is None:
@@ -151,11 +151,11 @@ def _context(cfg: TrainConfig, model: HfConfig | None, notes: Notes) -> int:
             f"rollout.max_context_len is null and model.hf_checkpoint={cfg.model.hf_checkpoint!r} does not exist yet: "
             "set rollout.max_context_len"
         )
-    notes.add("rollout.max_context_len", model.max_positions, f"max_position_embeddings of {model.folder}")
+    decisions.add("rollout.max_context_len", model.max_positions, f"max_position_embeddings of {model.folder}")
     return model.max_positions
 
 
-def _dcp_exchange(cfg: TrainConfig, device: str, notes: Notes) -> str:
+def _dcp_exchange(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> str:
     """Return the exchange of partial attention between ranks that share a KV cache."""
     if cfg.rollout.dcp_comm != "auto":
         return cfg.rollout.dcp_comm
@@ -163,7 +163,7 @@ def _dcp_exchange(cfg: TrainConfig, device: str, notes: Notes) -> str:
         ("a2a", "one exchange per layer") if device == "cpu" else ("ag_rs", "the only one of SGLang's triton attention")
     )
     if cfg.rollout.dcp > 1:
-        notes.add("rollout.dcp_comm", exchange, reason)
+        decisions.add("rollout.dcp_comm", exchange, reason)
     return exchange
 
 
@@ -193,19 +193,21 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int, exchange: 
     )
 
 
-def _transport(cfg: TrainConfig, device: str, notes: Notes) -> TransportSpec:
+def _transport(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> TransportSpec:
     kind = cfg.weights.transport
     if kind == "auto":
         kind = next(iter(COLOCATED_TRANSPORTS if cfg.placement.mode == "colocated" else SPLIT_TRANSPORTS))
-        notes.add("weights.transport", kind, f"placement.mode is {cfg.placement.mode}")
+        decisions.add("weights.transport", kind, f"placement.mode is {cfg.placement.mode}")
     backend = "nccl" if device == "cuda" else "gloo"
     return TransportSpec(kind, backend, int(cfg.weights.bucket_mb * 2**20), cfg.weights.push_deadline_s)
 
 
-def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, notes: Notes) -> tuple[int, int]:
+def _threads(
+    cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, decisions: PlanDecisions
+) -> tuple[int, int]:
     """Return the number of threads per training rank and per engine rank."""
     if cfg.run.deterministic and device == "cpu":
-        notes.add("threads per process", 1, "run.deterministic: the way threads split sums depends on the shape")
+        decisions.add("threads per process", 1, "run.deterministic: the way threads split sums depends on the shape")
         return 1, 1
     nodes = max(machine.nodes, cfg.placement.actor_num_nodes)
     engines = -(-sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine") // nodes)
@@ -217,6 +219,6 @@ def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device
     threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in busy)
     node = "" if nodes == 1 else f" on each of {nodes} nodes"
     reason = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks{node}: {schedule}"
-    notes.add("threads per training rank", threads[0], reason)
-    notes.add("threads per engine rank", threads[1], reason)
+    decisions.add("threads per training rank", threads[0], reason)
+    decisions.add("threads per engine rank", threads[1], reason)
     return threads[0], threads[1]

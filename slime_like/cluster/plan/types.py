@@ -26,11 +26,11 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
+class PlanDecisions:
     """Decisions collected during planning."""
 
-    decisions: list[Decision]
+    entries: list[Decision]
 
     def add(self, key: str, value: object, reason: str) -> None:
         """Record the resolved value of ``key``."""
-        self.decisions.append(Decision(key, str(value), reason))
+        self.entries.append(Decision(key, str(value), reason))

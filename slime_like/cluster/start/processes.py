@@ -120,8 +120,8 @@ class Cluster:
         )
 
     def _drift_watch(self) -> DriftWatch:
-        gates, replayed = self.plan.gates, self.cfg.run.mode == "train_only"
-        return DriftWatch(gates.rounding, gates.probe, None if replayed else self.cfg.weights.drift_warning)
+        tolerances, replayed = self.plan.tolerances, self.cfg.run.mode == "train_only"
+        return DriftWatch(tolerances.rounding, tolerances.probe, None if replayed else self.cfg.weights.drift_warning)
 
     def _start_trainer(self, first: int) -> Trainer:
         assert self.placement is not None, "start comes first"
@@ -196,7 +196,7 @@ class Cluster:
             manifest=manifest.merge(self.actor.manifests()),
             transport=self.plan.transport,
             config=self.cfg.weights,
-            tolerance=self.plan.gates.probe,
+            tolerance=self.plan.tolerances.probe,
             max_score_tokens=self.cfg.parallel.max_tokens_per_rank * self.cfg.parallel.cp,
             max_losses=len(self.engines) * (self.cfg.health.max_restarts + 1),
         )

@@ -15,7 +15,7 @@ from slime_like.util.user_code import check_signature, describe, location
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FunctionSignature:
     """Signature that a key's function must have."""
 
     call: str  # signature as a user writes it
@@ -23,31 +23,33 @@ class Form:
     is_async: bool = False
 
 
-FORMS = {
-    "rollout.generate": Form("async def generate(prompt, engine, seeds, context)", 4, is_async=True),
-    "rollout.filters": Form("filter(group) -> None or a reason", 1),
-    "data.source": Form("source(config, context)", 2),
-    "metrics.sinks": Form("sink(config, context)", 2),
-    "run.prepare": Form("prepare(config)", 1),
-    "algo.loss": Form("loss(config)", 1),
-    "algo.token_advantage": Form("advantage(config)", 1),
-    "algo.group_advantage": Form("advantage(rewards_G) -> advantages_G", 1),
-    "algo.off_policy": Form("correction(config, old_logprobs, rollout_logprobs, sequences) -> Correction", 4),
+SIGNATURES = {
+    "rollout.generate": FunctionSignature("async def generate(prompt, engine, seeds, context)", 4, is_async=True),
+    "rollout.filters": FunctionSignature("filter(group) -> None or a reason", 1),
+    "data.source": FunctionSignature("source(config, context)", 2),
+    "metrics.sinks": FunctionSignature("sink(config, context)", 2),
+    "run.prepare": FunctionSignature("prepare(config)", 1),
+    "algo.loss": FunctionSignature("loss(config)", 1),
+    "algo.token_advantage": FunctionSignature("advantage(config)", 1),
+    "algo.group_advantage": FunctionSignature("advantage(rewards_G) -> advantages_G", 1),
+    "algo.off_policy": FunctionSignature(
+        "correction(config, old_logprobs, rollout_logprobs, sequences) -> Correction", 4
+    ),
 }
 METHODS = {
     "data.source": (
-        Form("__len__()", 0),
-        Form("next(n)", 1),
-        Form("metrics()", 0),
-        Form("state()", 0),
-        Form("load_state(state)", 1),
+        FunctionSignature("__len__()", 0),
+        FunctionSignature("next(n)", 1),
+        FunctionSignature("metrics()", 0),
+        FunctionSignature("state()", 0),
+        FunctionSignature("load_state(state)", 1),
     ),
-    "metrics.sinks": (Form("log(step, values, spans)", 3), Form("close()", 0)),
+    "metrics.sinks": (FunctionSignature("log(step, values, spans)", 3), FunctionSignature("close()", 0)),
 }
 """Methods of the object that a key's function returns."""
 BOUND = {
-    "algo.loss": Form("loss(config)(view) -> LossOutput", 1),
-    "algo.token_advantage": Form("advantage(config)(views, reduce) -> [advantages_T of each view]", 2),
+    "algo.loss": FunctionSignature("loss(config)(view) -> LossOutput", 1),
+    "algo.token_advantage": FunctionSignature("advantage(config)(views, reduce) -> [advantages_T of each view]", 2),
 }
 """Signature of the object that a key's function returns for the algorithm's config."""
 # Rewards and agents are checked when they are loaded, in reward.check and config.rules.agents.
@@ -64,25 +66,25 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
     function = resolve(key, name, table)
     if not callable(function):
         raise ConfigError(f"{key}={name!r} is not callable: name a function or class")
-    form = FORMS.get(key)
-    if form is None:
+    signature = SIGNATURES.get(key)
+    if signature is None:
         return
-    if inspect.isclass(function) and form.is_async:
+    if inspect.isclass(function) and signature.is_async:
         check_signature(key, name, function, f"{function.__name__}(config)", 1)
         function = getattr(function, "__call__", None)  # noqa: B004  get the method of instances
-        form = Form(f"{form.call} of its instances", form.num_args + 1, is_async=True)
+        signature = FunctionSignature(f"{signature.call} of its instances", signature.num_args + 1, is_async=True)
     if inspect.isclass(function):
         check_methods(key, name, function)
-    _check(key, name, function, form)
+    _check(key, name, function, signature)
 
 
 def check_methods(key: str, name: str, target: object) -> None:
     """Raise ``ConfigError`` unless ``target``, an object or its class, has the methods that ``key`` requires."""
-    for form in METHODS.get(key, ()):
-        method = getattr(target, form.call.partition("(")[0], None)
+    for signature in METHODS.get(key, ()):
+        method = getattr(target, signature.call.partition("(")[0], None)
         if not callable(method):
-            raise ConfigError(f"{key}={name!r} has no method {form.call}: add it{location(target)}")
-        check_signature(key, name, method, form.call, form.num_args + inspect.isclass(target))
+            raise ConfigError(f"{key}={name!r} has no method {signature.call}: add it{location(target)}")
+        check_signature(key, name, method, signature.call, signature.num_args + inspect.isclass(target))
 
 
 def check_bound(key: str, name: str, config: AlgoConfig) -> None:
@@ -91,22 +93,24 @@ def check_bound(key: str, name: str, config: AlgoConfig) -> None:
     A loss or a token advantage is constructed from ``config``, as on each rank.
     """
     check_function(key, name, {})
-    if (form := BOUND.get(key)) is None:
+    if (signature := BOUND.get(key)) is None:
         return
     function = resolve(key, name, {})
     try:
         bound = function(config)
     except Exception as error:  # user code may raise anything
-        raise ConfigError(f"{key}={name!r}: {FORMS[key].call} raised {describe(error)}: correct that line") from error
+        raise ConfigError(
+            f"{key}={name!r}: {SIGNATURES[key].call} raised {describe(error)}: correct that line"
+        ) from error
     if not callable(bound):
         raise ConfigError(
-            f"{key}={name!r} returned a {type(bound).__name__} for {FORMS[key].call}: it must return a callable "
-            f"{form.call}{location(function)}"
+            f"{key}={name!r} returned a {type(bound).__name__} for {SIGNATURES[key].call}: it must return a callable "
+            f"{signature.call}{location(function)}"
         )
-    _check(key, name, bound, form)
+    _check(key, name, bound, signature)
     if key == "algo.loss" and not isinstance(getattr(bound, "needs_entropy", None), bool):
         raise ConfigError(
-            f"{key}={name!r} has no needs_entropy: add a bool of this name to the object that {FORMS[key].call} returns, "
+            f"{key}={name!r} has no needs_entropy: add a bool of this name to the object that {SIGNATURES[key].call} returns, "
             f"True if the loss reads view.entropy{location(function)}"
         )
     if key == "algo.token_advantage" and isinstance(config, PpoConfig) and not hasattr(bound, "returns"):
@@ -116,12 +120,12 @@ def check_bound(key: str, name: str, config: AlgoConfig) -> None:
         )
 
 
-def _check(key: str, name: str, function: Callable[..., Any] | None, form: Form) -> None:
+def _check(key: str, name: str, function: Callable[..., Any] | None, signature: FunctionSignature) -> None:
     if function is None:
-        raise ConfigError(f"{key}={name!r}: its instances cannot be called; it must have {form.call}")
+        raise ConfigError(f"{key}={name!r}: its instances cannot be called; it must have {signature.call}")
     instance_call = getattr(function, "__call__", None)  # noqa: B004  of an instance with an async __call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(instance_call)
-    if is_async != form.is_async:
-        wrong = "is not a coroutine function" if form.is_async else "is a coroutine function, but is not awaited"
-        raise ConfigError(f"{key}={name!r} {wrong}: it must be {form.call}{location(function)}")
-    check_signature(key, name, function, form.call, form.num_args)
+    if is_async != signature.is_async:
+        wrong = "is not a coroutine function" if signature.is_async else "is a coroutine function, but is not awaited"
+        raise ConfigError(f"{key}={name!r} {wrong}: it must be {signature.call}{location(function)}")
+    check_signature(key, name, function, signature.call, signature.num_args)

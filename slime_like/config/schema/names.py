@@ -37,7 +37,7 @@ TOKEN_ADVANTAGES = {
     "reinforce_pp_baseline": "slime_like.algo.token_advantage:ReinforcePlusPlusBaseline",
 }
 OFF_POLICY = {
-    "importance": "slime_like.algo.off_policy:correction",
+    "importance": "slime_like.algo.off_policy:importance_correction",
 }
 KL_ESTIMATORS = {
     "k1": "slime_like.algo.kl:k1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.cluster.plan.types import Notes
+from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.config.schema.root import TrainConfig
 from slime_like.metrics.drift import ROUNDING
 
@@ -17,7 +17,7 @@ UNLIMITED = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Gates:
+class LogprobTolerances:
     """Maximum |trainer - engine| log-probability difference allowed in a run."""
 
     probe: float  # for the probe's sequences after a push
@@ -25,7 +25,7 @@ class Gates:
     rounding: float  # mean over a rollout's samples below which there is no warning
 
 
-def gates(cfg: TrainConfig, device: str, dtype: str, notes: Notes) -> Gates:
+def logprob_tolerances(cfg: TrainConfig, device: str, dtype: str, decisions: PlanDecisions) -> LogprobTolerances:
     """Return the tolerances of ``weights.*``, or the defaults of device and dtype.
 
     With ``run.deterministic`` on a CPU they are 0; loading the config refuses any other value.
@@ -49,7 +49,7 @@ def gates(cfg: TrainConfig, device: str, dtype: str, notes: Notes) -> Gates:
     elif cfg.weights.sample_tolerance is not None:
         samples = cfg.weights.sample_tolerance
     if cfg.weights.probe_tolerance is None:
-        notes.add("weights.probe_tolerance", probe, reason)
+        decisions.add("weights.probe_tolerance", probe, reason)
     if cfg.weights.sample_tolerance is None:
-        notes.add("weights.sample_tolerance", samples, samples_reason)
-    return Gates(probe, samples, ROUNDING[dtype])
+        decisions.add("weights.sample_tolerance", samples, samples_reason)
+    return LogprobTolerances(probe, samples, ROUNDING[dtype])
