@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 from slime_like.config.schema.gdn import GDNConfig
 from slime_like.config.schema.guard_policy import GuardSpec
-from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.printable import visible
 from slime_like.train.megatron.model_io.convert import untrained_spec
 from slime_like.train.megatron.platform import host
@@ -69,7 +69,9 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     spec = untrained_spec("none", layout, args.dtype)
     mode = GDNConfig(cp_mode="state" if name.endswith(STATE) else "head")
     spec = replace(spec, model=replace(spec.model, gdn=mode), guard=GuardSpec(wrap=True))
-    rank_info = groups.enter(spec, rank=rank, world_size=layout.world_size, master=RendezvousAddress("127.0.0.1", port))
+    rank_info = groups.join_and_make_groups(
+        spec, rank=rank, world_size=layout.world_size, master=RendezvousAddress("127.0.0.1", port)
+    )
     layer, hidden, packed = build(rank_info, spec, args)
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
     activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)
@@ -78,7 +80,7 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     leave(0)
 
 
-def build(rank_info: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
+def build(rank_info: Any, spec: RankSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
     """Return the layer, its input on this rank, and the parameters of the packed rows."""
     import numpy as np
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -23,7 +23,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
 from slime_like.config.schema.algo import SftConfig  # noqa: E402  (found by the line above)
 from slime_like.config.schema.model import ModelConfig, OptimConfig  # noqa: E402
-from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
+from slime_like.config.schema.resolved import Layout, RankSpec  # noqa: E402
 from slime_like.config.schema.run import RunConfig  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
@@ -128,7 +128,7 @@ def _checkpoints(run_dir: Path, actor: Any, async_save: bool | None) -> Any:
 def _actor(model: Path) -> Any:
     from slime_like.train.megatron.platform import groups
 
-    spec = ActorSpec(
+    spec = RankSpec(
         model=ModelConfig(hf_checkpoint=str(model)),
         optim=OptimConfig(lr=1e-5),
         algo=SftConfig(),
@@ -142,7 +142,7 @@ def _actor(model: Path) -> Any:
         seed=0,
         deadline_s=600.0,
     )
-    rank_info = groups.enter(spec, rank=0, world_size=1, master=open_rendezvous(HOST))
+    rank_info = groups.join_and_make_groups(spec, rank=0, world_size=1, master=open_rendezvous(HOST))
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
     return RankTrainer(spec, rank_info)

@@ -37,7 +37,7 @@ from slime_like.batch import PackedBatch  # noqa: E402
 from slime_like.cluster.start.placement import CPU_ENV  # noqa: E402
 from slime_like.config.schema.algo import GrpoConfig  # noqa: E402
 from slime_like.config.schema.model import ModelConfig, OptimConfig  # noqa: E402
-from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
+from slime_like.config.schema.resolved import Layout, RankSpec  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.train.megatron.model_io.convert import untrained_spec  # noqa: E402
 from slime_like.util.leave import leave  # noqa: E402
@@ -123,7 +123,9 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
 
     inputs = write_inputs(Path(folder), case.size)
     specs = {arm: spec_of(str(inputs.model), case.dtype, arm, WARM_UP + rounds) for arm in ARMS}
-    rank_info = groups.enter(specs["c"], rank=rank, world_size=1, master=RendezvousAddress("127.0.0.1", port))
+    rank_info = groups.join_and_make_groups(
+        specs["c"], rank=rank, world_size=1, master=RendezvousAddress("127.0.0.1", port)
+    )
     from slime_like.train.megatron.rank.trainer import RankTrainer  # imports megatron, which ``groups`` has prepared
 
     trainers = {arm: RankTrainer(spec, rank_info) for arm, spec in specs.items()}
@@ -142,7 +144,7 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
     leave(0)
 
 
-def spec_of(model: str, dtype: str, arm: str, num_steps: int) -> ActorSpec:
+def spec_of(model: str, dtype: str, arm: str, num_steps: int) -> RankSpec:
     """Return the specification of a single rank that takes one optimizer step per rollout."""
     return replace(
         untrained_spec(model, Layout(), dtype),

@@ -297,7 +297,7 @@ class Trainer(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def release_communicators(self) -> None:
         """Release communicators until the next call, under ``guard.release``."""
         ...
 

@@ -121,10 +121,10 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -136,13 +136,13 @@ def sync(path: Path) -> None:
 def publish(scratch: Path, target: Path) -> None:
     """Rename a finished folder to ``target`` once its content is on the disk. A previous folder of that name is removed last."""
     for path in sorted(scratch.rglob("*")):
-        sync(path)
-    sync(scratch)
+        fsync_path(path)
+    fsync_path(scratch)
     replaced = target.with_name(f"{target.name}.replaced{SCRATCH}")
     if target.exists():
         target.rename(replaced)
     scratch.rename(target)
-    sync(target.parent)
+    fsync_path(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint.files import sync
+from slime_like.checkpoint.files import fsync_path
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.schema.run import LoopConfig
@@ -268,7 +268,7 @@ class RolloutManager:
         try:
             for path, groups in files.items():
                 save_groups(path, groups)
-                sync(path)
+                fsync_path(path)
         except OSError as error:
             raise CheckpointError(f"{leftover}: the save failed ({error.strerror}); is the disk full?") from error
         return {

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slime_like.cluster.supervise import process_tree, ray_watch, supervised, supervisor
+from slime_like.cluster.supervise import driver_link, process_tree, ray_watch, supervisor
 from slime_like.util.deadline import Deadline
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -64,7 +64,7 @@ def killed(run_dir: Path) -> int:
 def killed_with_ray(run_dir: Path) -> int:
     """Kill the raylet and the driver together, before the driver's own end is visible."""
     raylet = start(run_dir, *SLEEP)
-    supervised.report_ray({"raylet": raylet.pid}, None)
+    driver_link.report_ray({"raylet": raylet.pid}, None)
     subprocess.Popen(["kill", "-KILL", str(raylet.pid), str(os.getpid())])
     os.kill(os.getpid(), signal.SIGSTOP)  # resumes only to be killed
     return 0
@@ -80,7 +80,7 @@ def raylet_dies(run_dir: Path) -> int:
     """Continue training after a Ray process died."""
     raylet = start(run_dir, *SLEEP)
     start(run_dir, sys.executable, "-c", SEES_STOP, str(os.getpid()), str(run_dir / "stopped"))
-    supervised.report_ray({"raylet": raylet.pid}, None)
+    driver_link.report_ray({"raylet": raylet.pid}, None)
     raylet.kill()
     time.sleep(600)
     return 0
@@ -89,9 +89,9 @@ def raylet_dies(run_dir: Path) -> int:
 def raylet_dies_first(run_dir: Path) -> int:
     """Lose an actor as its raylet dies; the error of the actor would be misleading."""
     raylet = start(run_dir, *SLEEP)
-    supervised.report_ray({"raylet": raylet.pid}, None)
+    driver_link.report_ray({"raylet": raylet.pid}, None)
     subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -KILL {raylet.pid}"])
-    supervised.confirm_ray()
+    driver_link.confirm_ray()
     (run_dir / "blamed").touch()
     return 1
 
@@ -99,15 +99,15 @@ def raylet_dies_first(run_dir: Path) -> int:
 def ray_lives(run_dir: Path) -> int:
     """Lose an actor while its raylet is alive."""
     raylet = start(run_dir, *SLEEP)
-    supervised.report_ray({"raylet": raylet.pid}, None)
-    supervised.confirm_ray()
+    driver_link.report_ray({"raylet": raylet.pid}, None)
+    driver_link.confirm_ray()
     return 42
 
 
 def raylet_stops(run_dir: Path) -> int:
     """Wait for a stopped Ray process."""
     raylet = start(run_dir, *SLEEP)
-    supervised.report_ray({"raylet": raylet.pid}, None)
+    driver_link.report_ray({"raylet": raylet.pid}, None)
     raylet.send_signal(signal.SIGSTOP)
     raylet.wait()
     return 0
@@ -116,7 +116,9 @@ def raylet_stops(run_dir: Path) -> int:
 def never_connected(run_dir: Path) -> int:
     """Enter a library call that does not return and blocks signals."""
     ignore()
-    with supervised.limit(Deadline("driver", "placement", float(os.environ["LIMIT_S"])), "the cluster", at_once=True):
+    with driver_link.bounded_call(
+        Deadline("driver", "placement", float(os.environ["LIMIT_S"])), "the cluster", at_once=True
+    ):
         (run_dir / "ready").touch()
         start(run_dir, sys.executable, "-c", DEAF).wait()
     return 0
@@ -137,8 +139,8 @@ def teardown_waits(run_dir: Path) -> int:
     """Wait for a stopped process during teardown (a bug), after the error was reported."""
     child = start(run_dir, *SLEEP)
     child.send_signal(signal.SIGSTOP)
-    supervised.report_teardown(1)
-    with supervised.limit(Deadline("driver", "teardown", 0.2), "Ray"):
+    driver_link.report_teardown(1)
+    with driver_link.bounded_call(Deadline("driver", "teardown", 0.2), "Ray"):
         child.wait()
     (run_dir / "torn_down").touch()
     return 1
@@ -146,8 +148,8 @@ def teardown_waits(run_dir: Path) -> int:
 
 def teardown_hangs(run_dir: Path) -> int:
     """Hang during teardown even after every child was killed."""
-    supervised.report_teardown(0)
-    with supervised.limit(Deadline("driver", "teardown", 0.2), "Ray"):
+    driver_link.report_teardown(0)
+    with driver_link.bounded_call(Deadline("driver", "teardown", 0.2), "Ray"):
         time.sleep(600)
     return 0
 
@@ -221,7 +223,7 @@ def main(case: str, run_dir: Path) -> int:
     def drive() -> int:
         rings = run_dir / "rings"
         rings.mkdir()
-        supervised.report_run_dir(run_dir, rings)
+        driver_link.report_run_dir(run_dir, rings)
         return CASES[case](run_dir)
 
     supervisor.TOGETHER_S = 3.0 if case.startswith("raylet_dies") else supervisor.TOGETHER_S

@@ -38,7 +38,7 @@ class EvaluatedRollout:
 
 @dataclass
 class Trainer(Saver):
-    def rest(self) -> None: ...
+    def release_communicators(self) -> None: ...
 
 
 @dataclass

@@ -56,7 +56,7 @@ def _errors(world: World, case: LayerCase) -> dict[str, float]:
     from slime_like.train.megatron.platform import groups
 
     sizes = case.layout
-    rank_info = groups.enter(
+    rank_info = groups.join_and_make_groups(
         make_spec(UNUSED_FOLDER, sizes),
         rank=world.rank,
         world_size=world.size,

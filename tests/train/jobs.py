@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_like.batch import PackedBatch
 from slime_like.checkpoint.files import name_latest
-from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import RendezvousAddress
 from tests.train.models import make_spec
@@ -148,9 +148,9 @@ def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> RankT
     return start_trainer(world, make_spec(folder, layout, **spec))
 
 
-def start_trainer(world: World, spec: ActorSpec, local_rank: int = 0) -> RankTrainer:
+def start_trainer(world: World, spec: RankSpec, local_rank: int = 0) -> RankTrainer:
     """Join the world and build a rank of the trainer."""
-    rank_info = enter(world, spec, local_rank)
+    rank_info = join_and_make_groups(world, spec, local_rank)
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
     return RankTrainer(spec, rank_info)
@@ -165,12 +165,14 @@ def save_checkpoint(trainer: RankModel, folder: Path, iteration: int) -> None:
     on_rank_zero(lambda: name_latest(folder, iteration))
 
 
-def enter(world: World, spec: ActorSpec, local_rank: int = 0) -> RankInfo:
+def join_and_make_groups(world: World, spec: RankSpec, local_rank: int = 0) -> RankInfo:
     """Join the world. megatron can be imported afterwards."""
     from slime_like.train.megatron.platform import groups
 
     master = RendezvousAddress(world.host, world.port)
-    return groups.enter(spec, rank=world.rank, world_size=world.size, master=master, local_rank=local_rank)
+    return groups.join_and_make_groups(
+        spec, rank=world.rank, world_size=world.size, master=master, local_rank=local_rank
+    )
 
 
 def annotated(trainer: RankTrainer, rows: Sequence[PackedBatch]) -> list[MicroBatch]:

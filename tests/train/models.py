@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_like.batch import PackedBatch
 from slime_like.config.schema.algo import AlgoConfig, GrpoConfig
 from slime_like.config.schema.model import ModelConfig, OptimConfig
-from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.resolved import Layout, RankSpec
 
 VOCAB = 250  # so that the vocabulary is padded
 
@@ -184,8 +184,8 @@ def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in names} | out
 
 
-def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
-    """Return an ActorSpec. Keyword arguments replace its fields; ``model`` and ``optim`` are dicts of config keys."""
+def make_spec(folder: Path, layout: Layout, **changes: Any) -> RankSpec:
+    """Return an RankSpec. Keyword arguments replace its fields; ``model`` and ``optim`` are dicts of config keys."""
     model_keys: dict[str, Any] = {"logits_chunk": 16, **changes.pop("model", {})}
     optim_keys: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, **changes.pop("optim", {})}
     model = ModelConfig(hf_checkpoint=str(folder), **model_keys)
@@ -201,7 +201,7 @@ def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
         "seed": 1,
         "deadline_s": 60.0,
     }
-    return ActorSpec(model=model, optim=optim, algo=algo, layout=layout, **{**fields, **changes})
+    return RankSpec(model=model, optim=optim, algo=algo, layout=layout, **{**fields, **changes})
 
 
 def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> PackedBatch:

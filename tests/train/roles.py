@@ -19,7 +19,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import F32
 from tests.train.faults import replace_attribute
-from tests.train.jobs import Shared, enter, make_actor, save_checkpoint
+from tests.train.jobs import Shared, join_and_make_groups, make_actor, save_checkpoint
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens, make_spec
 from tests.train.ranks import World
@@ -51,7 +51,7 @@ def _with_ids(rows: PackedBatch, first: int) -> PackedBatch:
 
 
 def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
-    rank_info = enter(world, spec.rank)
+    rank_info = join_and_make_groups(world, spec.rank)
     from slime_like.train.megatron.rank.critic import RankCritic
     from slime_like.train.megatron.rank.teacher import RankTeacher
 

@@ -18,14 +18,12 @@ from slime_like.config.rules.schedule import actor_steps, resolve_schedule
 from slime_like.config.rules.tree import batch_identity, trainer_ranks
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.model import OptimConfig, ParallelConfig
-from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
 
-def actor_spec(
-    cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, decisions: PlanDecisions
-) -> ActorSpec:
+def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, decisions: PlanDecisions) -> RankSpec:
     p, loop = cfg.parallel, cfg.loop
     world = trainer_ranks(cfg)
     if cfg.placement.actor_num_gpus_per_node is None:
@@ -50,7 +48,7 @@ def actor_spec(
         decisions.add("model.family", model_config.family, reason)
     for config in (model_config, optim):
         config.seal()
-    spec = ActorSpec(
+    spec = RankSpec(
         model=model_config,
         optim=optim,
         algo=cfg.algo,

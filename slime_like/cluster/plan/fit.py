@@ -7,7 +7,7 @@ from slime_like.cluster.plan.roles import role_devices
 from slime_like.cluster.plan.types import Role
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.weight_files import check_weights
-from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec
+from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
@@ -16,7 +16,7 @@ PROCESS_BYTES = 600 * 2**20  # resident memory of a process that has imported to
 
 def rank_roles(
     cfg: TrainConfig,
-    actor: ActorSpec,
+    actor: RankSpec,
     engines: tuple[EngineSpec, ...],
     *,
     needs_trainer: bool,

@@ -9,13 +9,13 @@ from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.config.rules.gdn import check_optimizer, check_runtime
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.gdn import gdn_backend, gdn_cp_mode
-from slime_like.config.schema.resolved import ActorSpec
+from slime_like.config.schema.resolved import RankSpec
 from slime_like.config.schema.root import TrainConfig
 
 
 def resolve_gdn(
-    cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machine: Machine, decisions: PlanDecisions
-) -> ActorSpec:
+    cfg: TrainConfig, actor: RankSpec, model: HfConfig | None, machine: Machine, decisions: PlanDecisions
+) -> RankSpec:
     """Resolve every open value of ``model.gdn``. Raises ``ConfigError`` if its kernels cannot run here."""
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)
@@ -42,7 +42,7 @@ def resolve_gdn(
     return replace(actor, model=model_config)
 
 
-def _auto_cp(setting: bool | None, backend: str, actor: ActorSpec) -> tuple[bool, str]:
+def _auto_cp(setting: bool | None, backend: str, actor: RankSpec) -> tuple[bool, str]:
     """Decide if FlashQLA may split sequences automatically; a no-grad pass then differs bitwise from the update."""
     if setting is not None or backend != "flashqla":
         return bool(setting), ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import Role
-from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec
+from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.planner.engine import (
@@ -68,7 +68,7 @@ def plan_memory(
     cfg: TrainConfig,
     machine: Machine,
     shapes: RoleShapes,
-    actor: ActorSpec,
+    actor: RankSpec,
     engines: tuple[EngineSpec, ...],
     roles: tuple[Role, ...],
     others: tuple[CriticSpec | None, TeacherSpec | None],
@@ -134,7 +134,7 @@ class _Demand:
 
     cfg: TrainConfig
     shapes: RoleShapes
-    actor: ActorSpec
+    actor: RankSpec
     engines: tuple[EngineSpec, ...]
     roles: tuple[Role, ...]
     others: tuple[CriticSpec | None, TeacherSpec | None]
@@ -194,7 +194,7 @@ class _Demand:
         return engine_memory(self.shapes.actor, engine_settings(self.engines[0], self.static), self.hardware)
 
 
-def trainer_settings(spec: ActorSpec) -> TrainerSettings:
+def trainer_settings(spec: RankSpec) -> TrainerSettings:
     """Return the planner's settings of a Megatron rank."""
     layout, model = spec.layout, spec.model
     return TrainerSettings(

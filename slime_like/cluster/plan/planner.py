@@ -22,7 +22,7 @@ from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
-from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec, TransportSpec
+from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec, TransportSpec
 from slime_like.config.schema.rollout import AUTO
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -37,7 +37,7 @@ class Plan:
     """Placement and resolved settings of a run."""
 
     device: str  # cpu | cuda
-    actor: ActorSpec
+    actor: RankSpec
     critic: CriticSpec | None
     teacher: TeacherSpec | None  # None also if the actor's ranks score with it
     engines: tuple[EngineSpec, ...]  # empty if nothing is generated

@@ -11,7 +11,7 @@ from slime_like.config.rules.hf import read_hf_config
 from slime_like.config.rules.roles import shape_difference
 from slime_like.config.rules.schedule import resolve_schedule
 from slime_like.config.rules.weight_files import check_weights
-from slime_like.config.schema.resolved import ActorSpec, CriticSpec, Layout, TeacherSpec
+from slime_like.config.schema.resolved import CriticSpec, Layout, RankSpec, TeacherSpec
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.roles import CriticConfig, TeacherConfig
 from slime_like.config.schema.root import TrainConfig
@@ -20,7 +20,7 @@ from slime_like.errors import ConfigError
 Note = Callable[[str, object, str], None]  # key, value, reason
 
 
-def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | None:
+def critic_spec(cfg: TrainConfig, actor: RankSpec, note: Note) -> CriticSpec | None:
     """Return the critic of algo=ppo; None for other algorithms."""
     if not isinstance(cfg.algo, PpoConfig):
         return None
@@ -70,7 +70,7 @@ def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
     return None
 
 
-def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
+def teacher_spec(cfg: TrainConfig, actor: RankSpec) -> TeacherSpec | None:
     """Return the teacher of algo=distill if it has separate ranks, else None."""
     teacher = cfg.teacher
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
@@ -80,7 +80,7 @@ def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
     return TeacherSpec(_rank(actor, "teacher", folder, layout))
 
 
-def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> ActorSpec:
+def _rank(actor: RankSpec, role: str, folder: str | None, layout: Layout) -> RankSpec:
     """Return the spec of a rank of ``role``, with the actor's checkpoint if ``folder`` is None."""
     guard = replace(actor.guard, name=role)
     if folder is None:

@@ -76,7 +76,7 @@ class Run:
             if self.stop.requested:
                 break
             self.rollout_id = rollout_id
-            self.trainer.rest()
+            self.trainer.release_communicators()
             yield rollout_id
             num_trained = rollout_id + 1
         with self.timer("save"):
@@ -215,7 +215,7 @@ class Run:
 
     def _evaluate(self, num_trained: int) -> tuple[Metric, ...]:
         """Evaluate after ``num_trained`` rollouts and write the answers to a file."""
-        self.trainer.rest()
+        self.trainer.release_communicators()
         with self.timer("eval"):
             eval_result = self.rollout.evaluate()
         if eval_result.answers:

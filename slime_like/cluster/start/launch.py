@@ -27,7 +27,7 @@ from slime_like.cluster.start.limits import check_limits
 from slime_like.cluster.start.processes import Cluster
 from slime_like.cluster.start.progress import Progress
 from slime_like.cluster.start.resume import checkpoint_folder, first_rollout
-from slime_like.cluster.supervise import supervised
+from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.supervise.crash import one_line, write_bundle
 from slime_like.cluster.supervise.reporting import NOTHING_LOGGED, try_report
 from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
@@ -68,7 +68,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     inputs = _read_inputs(cfg, plan, run_dir, first)
     with claim_folder(cfg, run_dir):
         remove_leftovers(run_dir)
-        supervised.report_run_dir(run_dir, ring_folder(cfg.run.dir))
+        driver_link.report_run_dir(run_dir, ring_folder(cfg.run.dir))
         sink = _open(cfg, run_dir, first)
         stop, control = StopRequest(), Control(run_dir, sink.note)
         cluster = Cluster(cfg, plan, run_dir, Progress(partial(_say, cfg)), partial(_say, cfg))
@@ -90,7 +90,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             code = exit_code(full_error)
             raise full_error from error
         finally:
-            supervised.report_teardown(code)
+            driver_link.report_teardown(code)
             stop.ignore_signals()
             with ExitStack() as teardown:  # each runs even if another fails; processes are stopped first
                 teardown.callback(stop.restore)  # runs last: another signal must not interrupt the other callbacks
@@ -111,7 +111,7 @@ def _planned(cfg: TrainConfig) -> Plan:
 def _error_with_bundle(cfg: TrainConfig, run_dir: Path, error: Exception, cluster: Cluster) -> SlimeLikeError:
     """Write the crash bundle and return the error with details from the processes."""
     if isinstance(error, (WorkerError, EngineError)):
-        supervised.confirm_ray()
+        driver_link.confirm_ray()
     deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
     waiting_ranks = (
         forensics.report(ring_folder(cfg.run.dir)) if isinstance(error, (WorkerError, DeadlineExceeded)) else ""
@@ -120,12 +120,12 @@ def _error_with_bundle(cfg: TrainConfig, run_dir: Path, error: Exception, cluste
 
 
 def _open(cfg: TrainConfig, run_dir: Path, first: int) -> SinkGroup:
-    with supervised.limit(Deadline("driver", "start", SINK_S), "the destinations of metrics.*", at_once=True):
+    with driver_link.bounded_call(Deadline("driver", "start", SINK_S), "the destinations of metrics.*", at_once=True):
         return open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
 
 
 def _close(sink: SinkGroup) -> None:
-    with supervised.limit(Deadline("driver", "teardown", SINK_S), "the destinations of metrics.*"):
+    with driver_link.bounded_call(Deadline("driver", "teardown", SINK_S), "the destinations of metrics.*"):
         sink.close()
 
 

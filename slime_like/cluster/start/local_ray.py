@@ -24,7 +24,7 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
-from slime_like.cluster.supervise import supervised
+from slime_like.cluster.supervise import driver_link
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
 
@@ -65,7 +65,7 @@ def start(namespace: str) -> None:
     )
     try:
         within = Deadline("driver", "placement", SECONDS + TRY_S)
-        with keep_sigterm(), supervised.limit(within, "Ray to start on this machine", at_once=True):
+        with keep_sigterm(), driver_link.bounded_call(within, "Ray to start on this machine", at_once=True):
             retrying(
                 ray.init,
                 address="local",
@@ -76,7 +76,9 @@ def start(namespace: str) -> None:
                 _temp_dir=str(folder),
             )
     except Exception as error:
-        with supervised.limit(Deadline("driver", "placement", TRY_S), "the processes of Ray to end", at_once=True):
+        with driver_link.bounded_call(
+            Deadline("driver", "placement", TRY_S), "the processes of Ray to end", at_once=True
+        ):
             _end()
         if _timed_out(error):
             raise deadline.exceeded("the node of Ray that it started") from error
@@ -86,7 +88,7 @@ def start(namespace: str) -> None:
         pids = {
             name: info.process.pid for name, infos in node.all_processes.items() if name in ESSENTIAL for info in infos
         }
-        supervised.report_ray(pids, Path(node.get_logs_dir_path()))
+        driver_link.report_ray(pids, Path(node.get_logs_dir_path()))
 
 
 def join(address: str, namespace: str) -> None:
@@ -105,7 +107,7 @@ def join(address: str, namespace: str) -> None:
         raise ConfigError(f"{key}: no Ray cluster answers at {at} ({error}): {fix}") from error
     within = Deadline("driver", "placement", JOIN_S)
     try:
-        with keep_sigterm(), supervised.limit(within, f"the Ray cluster of {key}: {fix}", at_once=True):
+        with keep_sigterm(), driver_link.bounded_call(within, f"the Ray cluster of {key}: {fix}", at_once=True):
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints its reason
@@ -161,7 +163,7 @@ def _private_folder() -> Path:
             f"Ray's files cannot be kept in {location} ({error.strerror}): set TMPDIR to a folder that you may write to"
         ) from error
     _folders.append(folder)
-    supervised.report_folder(folder)
+    driver_link.report_folder(folder)
     return folder / "ray"
 
 

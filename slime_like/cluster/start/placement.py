@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.start import local_ray
-from slime_like.cluster.supervise import supervised
+from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES, EngineActor
 from slime_like.cluster.workers.role_group import RoleWorker
@@ -177,7 +177,7 @@ class Placement:
     def close(self) -> None:
         """Stop rollout manager and engines, then kill every started actor, then shut Ray down."""
         managers = [] if self._manager is None else [self._manager]
-        with supervised.limit(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
+        with driver_link.bounded_call(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
             refs: list[ObjectRef[None]] = [call(manager, RolloutActor.stop) for manager in managers]
             refs += [call(engine, EngineActor.stop) for engine in self._engines]
             if refs:

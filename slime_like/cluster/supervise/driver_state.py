@@ -1,4 +1,4 @@
-"""State of a run as the driver reports it to the supervisor. ``supervised.py`` sends the messages."""
+"""State of a run as the driver reports it to the supervisor. ``driver_link.py`` sends the messages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 
 import psutil
 
-from slime_like.cluster.supervise import process_tree, supervised
+from slime_like.cluster.supervise import driver_link, process_tree
 from slime_like.cluster.supervise.crash import write_bundle
 from slime_like.cluster.supervise.driver_state import DriverState
 from slime_like.cluster.supervise.ray_watch import RayWatch
@@ -57,7 +57,7 @@ def supervise(run: Callable[[], int]) -> int:
     if driver == 0:
         parent_end.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        supervised.drive(run, driver_end)
+        driver_link.drive(run, driver_end)
     driver_end.close()
     try:
         return Supervisor(driver, parent_end, excluded).watch(old_mask)

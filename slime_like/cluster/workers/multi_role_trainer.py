@@ -83,11 +83,11 @@ class MultiRoleTrainer:
         """Return per-token advantages of the actor."""
         return self.actor.token_advantages(sample_ids)
 
-    def rest(self) -> None:
+    def release_communicators(self) -> None:
         """Release communicators of all roles until the next call."""
         for group in (self.actor, self.critic, self.teacher):
             if group is not None:
-                group.rest()
+                group.release_communicators()
 
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Begin a checkpoint of actor and critic, both of the current state."""

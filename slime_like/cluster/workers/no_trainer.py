@@ -34,7 +34,7 @@ class FrozenTrainer:
         del sample_ids
         return {}
 
-    def rest(self) -> None:
+    def release_communicators(self) -> None:
         """Do nothing: there are no communicators."""
 
     def begin_save(self, folder: Path, iteration: int) -> None:

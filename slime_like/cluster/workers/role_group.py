@@ -40,7 +40,9 @@ class RoleWorker(RankWorker):
             from slime_like.train.megatron.platform import groups
 
             address = self.rendezvous_address(master)
-            rank_info = groups.enter(spec.rank, rank=self._rank, world_size=self._world_size, master=address)
+            rank_info = groups.join_and_make_groups(
+                spec.rank, rank=self._rank, world_size=self._world_size, master=address
+            )
             if isinstance(spec, CriticSpec):
                 from slime_like.train.megatron.rank.critic import RankCritic
 

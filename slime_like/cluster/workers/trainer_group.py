@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from slime_like.batch import Columns, PackedBatch, Shard, TrainBatch, shards
 from slime_like.cluster.workers.calls import call, put, wait_all
 from slime_like.cluster.workers.trainer_worker import RankWorker, TrainerWorker
-from slime_like.config.schema.resolved import ActorSpec, TransportSpec
+from slime_like.config.schema.resolved import RankSpec, TransportSpec
 from slime_like.errors import WorkerError
 from slime_like.interfaces import EngineAddress, TensorMeta
 from slime_like.metrics.types import Metric
@@ -22,20 +22,20 @@ from slime_like.types import F32, StepStats
 from slime_like.util.deadline import Deadline
 
 # Collective deadlines allowed for releasing communicators, which is one collective without computation.
-REST_DEADLINES = 2
+RELEASE_DEADLINES = 2
 type Refs[R] = dict[str, ObjectRef[R]]  # rank name -> pending result
 
 
 class RankGroup[W: RankWorker](ABC):
     """The workers of one role. ``start`` calls them; ``wait_all`` collects the results, also of several roles together."""
 
-    def __init__(self, role: str, workers: Sequence[ActorHandle[W]], rank: ActorSpec) -> None:
+    def __init__(self, role: str, workers: Sequence[ActorHandle[W]], rank: RankSpec) -> None:
         self.role = role
         self._workers = {f"{role} rank {rank}": worker for rank, worker in enumerate(workers)}
         self._deadline_s = rank.deadline_s
         self._releases = rank.guard.release
         # Only the driver notices a rank that stops outside a collective; inside one, its peers should report first.
-        self._rest_s = min(rank.deadline_s, REST_DEADLINES * rank.guard.deadline_s)
+        self._release_s = min(rank.deadline_s, RELEASE_DEADLINES * rank.guard.deadline_s)
         self._dp_ranks: dict[str, int] = {}
 
     def rendezvous(self) -> Refs[tuple[str, int]]:
@@ -68,10 +68,10 @@ class RankGroup[W: RankWorker](ABC):
         """Make the same call on every rank and wait for the results."""
         return wait_all(self.start(method, *args, **kwargs), self.deadline(method.__name__))
 
-    def rest(self) -> None:
+    def release_communicators(self) -> None:
         """Release communicators until the next call, under ``guard.release``. Idempotent."""
         if self._releases:
-            wait_all(self.start(RankWorker.rest), self.deadline("rest", self._rest_s))
+            wait_all(self.start(RankWorker.release_communicators), self.deadline("release", self._release_s))
 
     def by_shard[R](self, answers: Mapping[str, R | None]) -> list[R]:
         """Return one result per data-parallel shard, from the rank that reports it; other ranks return None."""
@@ -101,7 +101,7 @@ def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Calla
 class TrainerGroup(RankGroup[TrainerWorker]):
     """All actor ranks, called concurrently. Each method combines the results of the ranks."""
 
-    def __init__(self, workers: Sequence[ActorHandle[TrainerWorker]], spec: ActorSpec) -> None:
+    def __init__(self, workers: Sequence[ActorHandle[TrainerWorker]], spec: RankSpec) -> None:
         super().__init__("trainer", workers, spec)
         self._spec = spec
         self.version = 0

@@ -14,7 +14,7 @@ from slime_like.batch import Columns, PackedBatch
 from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 from slime_like.cluster.workers.peaks import MemoryPeaks
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
-from slime_like.config.schema.resolved import ActorSpec, TransportSpec
+from slime_like.config.schema.resolved import RankSpec, TransportSpec
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import EngineAddress, TensorMeta, WeightReceiver, WeightSender, WeightSource
 from slime_like.metrics.types import Metric
@@ -49,7 +49,7 @@ class RankWorker:
         """Return the rendezvous address, on rank 0 with its socket."""
         return self._rendezvous or RendezvousAddress(*master)
 
-    def rest(self) -> None:
+    def release_communicators(self) -> None:
         """Destroy communicators until the next collective call."""
         from slime_like.distributed.wrapper import install
 
@@ -69,16 +69,16 @@ class TrainerWorker(RankWorker):
         self._peaks = MemoryPeaks(cuda=False)
         self._events = asyncio.new_event_loop()
 
-    def connect(self, spec: ActorSpec, master: tuple[str, int]) -> int:
+    def connect(self, spec: RankSpec, master: tuple[str, int]) -> int:
         """Join the other ranks and build the model; return the data-parallel rank."""
         self._peaks = MemoryPeaks(cuda=spec.device == "cuda")
         with heavy_imports():
             from slime_like.train.megatron.platform import groups
 
-            rank_info = groups.enter(
+            rank_info = groups.join_and_make_groups(
                 spec, rank=self._rank, world_size=self._world_size, master=self.rendezvous_address(master)
             )
-            from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which ``enter`` has prepared
+            from slime_like.train.megatron.rank.trainer import RankTrainer  # needs ``join_and_make_groups``
 
             self._trainer = RankTrainer(spec, rank_info)
         return rank_info.dp_rank

@@ -34,7 +34,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorSpec:
+class RankSpec:
     """Settings of a rank of the actor, and with other values of a critic or teacher rank."""
 
     model: ModelConfig
@@ -85,7 +85,7 @@ class ActorSpec:
 class CriticSpec:
     """Settings of a critic rank."""
 
-    rank: ActorSpec  # the critic's checkpoint, optimizer and layout, as for an actor
+    rank: RankSpec  # the critic's checkpoint, optimizer and layout, as for an actor
     value_clip: float | None
     load: str | None  # folder of an earlier critic's iteration; None: a new value head
     warmup_rollouts: int
@@ -95,7 +95,7 @@ class CriticSpec:
 class TeacherSpec:
     """Settings of a teacher rank."""
 
-    rank: ActorSpec  # the teacher's checkpoint and layout, as for an actor
+    rank: RankSpec  # the teacher's checkpoint and layout, as for an actor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from slime_like.config.rules.pipeline import even_segments
 from slime_like.config.schema.names import FAMILIES
-from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 from slime_like.train.megatron.families.base import Family, family_class
@@ -31,12 +31,12 @@ _UNFUSED = {
 }
 
 
-def dtype_of(spec: ActorSpec) -> torch.dtype:
+def dtype_of(spec: RankSpec) -> torch.dtype:
     """Return the compute dtype."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
 
 
-def choose_family(spec: ActorSpec, hf: Any) -> Family:
+def choose_family(spec: RankSpec, hf: Any) -> Family:
     """Return the family named by ``model.family``, or by the HF config's model_type if it is ``auto``."""
     name: str = hf.model_type if spec.model.family == "auto" else spec.model.family
     if name not in FAMILIES:
@@ -46,7 +46,7 @@ def choose_family(spec: ActorSpec, hf: Any) -> Family:
     return family_class(name)(hf, spec.layout.tp)
 
 
-def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
+def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     """Return the TransformerConfig of one rank. Raises ``ConfigError`` on unknown or unusable ``model.megatron`` fields."""
     from megatron.core.transformer import TransformerConfig
 
@@ -100,7 +100,7 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         ) from error
 
 
-def _recompute(spec: ActorSpec, family: Family) -> dict[str, Any]:
+def _recompute(spec: RankSpec, family: Family) -> dict[str, Any]:
     match spec.model.recompute:
         case "full":
             per_block = len(family.blocks()[0])  # a decoder block is several layers of the hybrid stack

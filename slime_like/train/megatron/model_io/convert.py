@@ -8,7 +8,7 @@ from slime_like.checkpoint.files import MANIFEST
 from slime_like.checkpoint.record import read_manifest
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.model import ModelConfig, OptimConfig
-from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.train.megatron.platform import groups, host
 from slime_like.util.ports import open_rendezvous
 
@@ -42,9 +42,9 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     write_hf(HFExport(model, family, rank_info), folder, out, rank_info, max_bytes)
 
 
-def untrained_spec(hf: str, layout: Layout, dtype: str) -> ActorSpec:
+def untrained_spec(hf: str, layout: Layout, dtype: str) -> RankSpec:
     """Return the spec of CPU ranks that hold a model and take no optimizer step."""
-    return ActorSpec(
+    return RankSpec(
         model=ModelConfig(hf_checkpoint=hf),
         optim=OptimConfig(),
         algo=SftConfig(),

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_like.checkpoint.files import SCRATCH, publish, sync
+from slime_like.checkpoint.files import SCRATCH, fsync_path, publish
 from slime_like.config.rules.weight_files import INDEX, SINGLE
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import Bucket, TensorMeta
@@ -178,7 +178,7 @@ def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes
         tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors}
         try:
             save_file(tensors, scratch / file, metadata={"format": "pt"})
-            sync(scratch / file)
+            fsync_path(scratch / file)
         except (SafetensorError, OSError) as failure:
             error = f"{file}: {failure}"
         weight_map |= dict.fromkeys(tensors, file)

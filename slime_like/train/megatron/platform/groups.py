@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.distributed.rendezvous import join_store, keep_to_interface
 from slime_like.distributed.wrapper import install
 from slime_like.errors import ConfigError
@@ -75,7 +75,9 @@ def check_layout(layout: Layout, world_size: int) -> None:
         )
 
 
-def enter(spec: ActorSpec, *, rank: int, world_size: int, master: RendezvousAddress, local_rank: int = 0) -> RankInfo:
+def join_and_make_groups(
+    spec: RankSpec, *, rank: int, world_size: int, master: RendezvousAddress, local_rank: int = 0
+) -> RankInfo:
     """Join the world (unless already joined) and create megatron's groups. Must run before any import of megatron.
 
     Raises ``ConfigError`` on a layout that the trainer does not support or that does not fit the world size.
@@ -86,7 +88,7 @@ def enter(spec: ActorSpec, *, rank: int, world_size: int, master: RendezvousAddr
     return make_groups(spec, join_world(spec, rank, world_size, master, local_rank))
 
 
-def join_world(spec: ActorSpec, rank: int, world_size: int, master: RendezvousAddress, local_rank: int) -> torch.device:
+def join_world(spec: RankSpec, rank: int, world_size: int, master: RendezvousAddress, local_rank: int) -> torch.device:
     """Join the default process group, unless this process has one, and return this rank's device."""
     device = rank_device(spec, local_rank)
     if device.type == "cuda":
@@ -102,18 +104,18 @@ def join_world(spec: ActorSpec, rank: int, world_size: int, master: RendezvousAd
     return device
 
 
-def rank_device(spec: ActorSpec, local_rank: int) -> torch.device:
+def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
     """Return the device on which this rank computes."""
     return torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
 
 
-def collective_seconds(spec: ActorSpec) -> float:
+def collective_seconds(spec: RankSpec) -> float:
     """Return the timeout of one collective in seconds."""
     seconds = min(spec.deadline_s, spec.guard.deadline_s) if spec.guard.wrap else spec.deadline_s
     return seconds * deadline.scale()
 
 
-def make_groups(spec: ActorSpec, device: torch.device) -> RankInfo:
+def make_groups(spec: RankSpec, device: torch.device) -> RankInfo:
     """Create megatron's process groups, replacing the groups of an earlier layout, and seed its RNGs."""
     from megatron.core import parallel_state, tensor_parallel
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime_like.batch import Columns, PackedBatch
 from slime_like.checkpoint.files import latest_iteration
-from slime_like.config.schema.resolved import ActorSpec
+from slime_like.config.schema.resolved import RankSpec
 from slime_like.distributed.wrapper import install
 from slime_like.metrics.types import Metric
 from slime_like.train.megatron.families.hf import HFFolder
@@ -37,7 +37,7 @@ class RankModel:
     empty ones and those in which the weights are frozen.
     """
 
-    def __init__(self, spec: ActorSpec, rank_info: RankInfo, kind: type[PolicyModel] = PolicyModel) -> None:
+    def __init__(self, spec: RankSpec, rank_info: RankInfo, kind: type[PolicyModel] = PolicyModel) -> None:
         self.spec = spec
         self.rank_info = rank_info
         self.version = 0

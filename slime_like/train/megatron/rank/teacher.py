@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from slime_like.batch import Columns, PackedBatch
-from slime_like.config.schema.resolved import ActorSpec
+from slime_like.config.schema.resolved import RankSpec
 from slime_like.distributed.wrapper import install
 from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.families.hf import HFFolder
@@ -20,7 +20,7 @@ from slime_like.train.megatron.rank.rank_model import OpenRollout
 class RankTeacher:
     """The teacher on one rank. ``score`` is a collective."""
 
-    def __init__(self, spec: ActorSpec, rank_info: RankInfo) -> None:
+    def __init__(self, spec: RankSpec, rank_info: RankInfo) -> None:
         folder = HFFolder(spec.model.hf_checkpoint, "teacher.hf_checkpoint")
         family = choose_family(spec, folder.config())
         self.rank_info = rank_info

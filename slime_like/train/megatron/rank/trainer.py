@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_like.algo.bind import bind_loss, bind_token_advantage, critic_targets, diagnose, token_advantages
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import EXACT_LAYERS
-from slime_like.config.schema.resolved import ActorSpec
+from slime_like.config.schema.resolved import RankSpec
 from slime_like.distributed.wrapper import install
 from slime_like.interfaces import Diagnostics, MultiKernelLayer, ReturnEstimator, TokenView
 from slime_like.metrics.types import Last, Mean, Metric
@@ -37,7 +37,7 @@ class RankTrainer(RankModel):
     Exactly one rank of the world is the reporter, whose metrics and scores are used.
     """
 
-    def __init__(self, spec: ActorSpec, rank_info: RankInfo) -> None:
+    def __init__(self, spec: RankSpec, rank_info: RankInfo) -> None:
         """Load the HF checkpoint and build the optimizer.
 
         Raises ``ConfigError`` on an unsupported layout or model, ``CheckpointError`` on an unusable HF folder.

@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_like.config.rules.schedule import resolve_schedule
-from slime_like.config.schema.resolved import ActorSpec
+from slime_like.config.schema.resolved import RankSpec
 from slime_like.train.megatron.model.model import Chunks
 from slime_like.train.megatron.model.transformer_config import dtype_of
 from slime_like.train.megatron.platform import host
@@ -18,7 +18,7 @@ from slime_like.train.megatron.platform import host
 _MEGATRON_STYLE = {"wsd": "WSD"}
 
 
-def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
+def wrap(spec: RankSpec, model: Chunks) -> Chunks:
     """Wrap each chunk in megatron's DDP: float32 gradients, reduced over dp (scattered for the distributed optimizer)."""
     layout = spec.layout
     config = DistributedDataParallelConfig(
@@ -65,7 +65,7 @@ def sync_weights(wrapped: Chunks) -> None:
                 chunk.start_param_sync(force_sync=True)
 
 
-def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
+def make_optimizer(spec: RankSpec, wrapped: Chunks) -> Any:
     """Build megatron's optimizer over this rank's parameters (its shard, with the distributed optimizer)."""
     optim, dtype = spec.optim, dtype_of(spec)
     config = OptimizerConfig(
@@ -90,7 +90,7 @@ def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
     return optimizer
 
 
-def _offload(spec: ActorSpec) -> dict[str, Any]:
+def _offload(spec: RankSpec) -> dict[str, Any]:
     """Return the OptimizerConfig fields of optimizer offload; {} without offload or on a CPU."""
     return offload_fields(spec.optim.cpu_offload_fraction) if spec.optim.cpu_offload and spec.device == "cuda" else {}
 
@@ -105,7 +105,7 @@ def offload_fields(fraction: float) -> dict[str, Any]:
     }
 
 
-def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
+def make_schedule(spec: RankSpec, optimizer: Any) -> OptimizerParamScheduler:
     """Build the learning rate schedule. Step it *before* each optimizer step, so that the first has lr / warmup_steps, not 0.
 
     The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises

@@ -105,7 +105,7 @@ def report_teardown(code: int) -> None:
 
 
 @contextmanager
-def limit(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Generator[None]:
+def bounded_call(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Generator[None]:
     """Bound a library call without a timeout: the supervisor ends the run when ``deadline`` passes.
 
     ``at_once``: a signal during the call ends the run immediately, as there is nothing to save yet.
