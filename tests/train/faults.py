@@ -53,7 +53,7 @@ def denominator_per_micro_batch() -> Any:
 
     def averaged(self: Any, micro: Any, *args: Any) -> Any:
         loss, count = stock(self, micro, *args)
-        return loss / float(micro.rows.loss_weight.sum()) / 4, count
+        return loss / float(micro.batch.loss_weight.sum()) / 4, count
 
     stock = PolicyStep._loss_of
     return replace_attribute(PolicyStep, "_loss_of", averaged)
@@ -81,7 +81,7 @@ def swapped_chunks() -> Any:
         halves = np.diff(layout.padded_cu_seqlens) // kwargs["cp"] // 2
         starts = np.cumsum(2 * halves) - 2 * halves
         order = np.concatenate([np.roll(np.arange(s, s + 2 * h), h) for s, h in zip(starts, halves, strict=True)])
-        return dataclasses.replace(layout, row_index=layout.row_index[order], next_index=layout.next_index[order])
+        return dataclasses.replace(layout, token_index=layout.token_index[order], next_index=layout.next_index[order])
 
     stock = forward.token_layout
     return replace_attribute(forward, "token_layout", swapped)

@@ -128,7 +128,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
     stock_scores = actor.model.last.vocab_scores
     with contextlib.ExitStack() as stack:
         if fault == "weights are read early":
-            stack.enter_context(replace_attribute(trainer_module.optim, "sync_weights", lambda wrapped: None))
+            stack.enter_context(replace_attribute(trainer_module.optim, "gather_parameters", lambda wrapped: None))
         if fault == "output layer does not wait":
             wrapped.remove_forward_pre_hook_handles[actor.model.last.output_layer].remove()
             stack.enter_context(

@@ -39,7 +39,7 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
         parameters[cp, rank] |= {"tokens": len(micro.layout.position_ids), "local_index": micro.layout.local_index}
     refusal = None
     try:
-        _core_attention("te", is_exact=False)
+        _core_attention("te", is_batch_invariant=False)
     except ConfigError as error:
         refusal = str(error)
     return {"parameters": parameters, "refusal": refusal}

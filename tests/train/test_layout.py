@@ -26,13 +26,13 @@ def ranks(row: list[int], tp: int, cp: int) -> list[TokenLayout]:
 def test_ranks_have_every_token_once_and_equally_many_tokens(row: list[int], size: tuple[int, int]) -> None:
     tp, cp = size
     layouts = ranks(row, tp, cp)
-    indices = np.concatenate([layout.row_index for layout in layouts])
+    indices = np.concatenate([layout.token_index for layout in layouts])
     assert sorted(indices[indices >= 0]) == list(range(sum(row)))
-    local = {len(layout.row_index) for layout in layouts}
+    local = {len(layout.token_index) for layout in layouts}
     assert len(local) == 1 and local.pop() % tp == 0
     padded = np.diff(layouts[0].padded_cu_seqlens)
     assert (padded % (2 * cp if cp > 1 else 1) == 0).all()
-    assert len(layouts[0].position_ids) == padded.sum() == sum(len(layout.row_index) for layout in layouts)
+    assert len(layouts[0].position_ids) == padded.sum() == sum(len(layout.token_index) for layout in layouts)
     assert len(layouts[0].position_ids) > 0
 
 
@@ -50,7 +50,7 @@ def test_positions_and_next_tokens_are_those_of_the_sequence(row: list[int], siz
     position = np.concatenate([np.arange(n) for n in row]) if row else np.zeros(0)
     ends = set(cu[1:] - 1)
     for layout in ranks(row, *size):
-        for local, index in enumerate(layout.row_index):
+        for local, index in enumerate(layout.token_index):
             if index < 0:
                 assert layout.next_index[local] == -1
                 continue
@@ -68,8 +68,8 @@ def test_columns_predictions_and_segment_sums(row: list[int], size: tuple[int, i
     predicted: list[int] = []
     for layout in ranks(row, *size):
         local_column = layout.take(column, 7)
-        inside = layout.row_index >= 0
-        assert (local_column[inside] == column[layout.row_index[inside]]).all() and (local_column[~inside] == 7).all()
+        inside = layout.token_index >= 0
+        assert (local_column[inside] == column[layout.token_index[inside]]).all() and (local_column[~inside] == 7).all()
         following = layout.next_token(column, 7)
         predictions = layout.predictions(mask)
         assert (following[predictions.source] == column[predictions.target]).all()
@@ -86,15 +86,15 @@ def test_columns_predictions_and_segment_sums(row: list[int], size: tuple[int, i
 def test_padding_sequence_fills_up_to_tp() -> None:
     layout = token_layout(bounds([3, 2]), tp=2)
     assert layout.padded_cu_seqlens.tolist() == [0, 3, 5, 6]
-    assert layout.row_index.tolist() == [0, 1, 2, 3, 4, -1]
+    assert layout.token_index.tolist() == [0, 1, 2, 3, 4, -1]
     assert layout.next_index.tolist() == [1, 2, -1, 4, -1, -1]
     assert layout.position_ids.tolist() == [0, 1, 2, 0, 1, 0]
 
 
 def test_context_parallel_ranks_hold_mirrored_chunks() -> None:
     first, second = ranks([8], 1, 2)
-    assert first.row_index.tolist() == [0, 1, 6, 7]
-    assert second.row_index.tolist() == [2, 3, 4, 5]
+    assert first.token_index.tolist() == [0, 1, 6, 7]
+    assert second.token_index.tolist() == [2, 3, 4, 5]
     assert first.next_index.tolist() == [1, 2, 7, -1]
 
 

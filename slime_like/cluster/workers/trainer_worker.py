@@ -90,7 +90,7 @@ class TrainerWorker(RankWorker):
         return self._trainer
 
     def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Train on this rank's rows of every optimizer step of a rollout."""
+        """Train on this rank's batches of every optimizer step of a rollout."""
         with self._peaks("step"):
             metrics = self.trainer.train_rollout(steps, num_tokens)
         return self._with_peaks(metrics)
@@ -100,7 +100,7 @@ class TrainerWorker(RankWorker):
         return (*metrics, *self._peaks.drain()) if self.trainer.rank_info.is_reporter else metrics
 
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Run the first part of ``train_rollout``: score the rows with the policies of this rank."""
+        """Run the first part of ``train_rollout``: score the batches with the policies of this rank."""
         with self._peaks("score"):
             self.trainer.open_rollout(steps)
 
@@ -118,10 +118,10 @@ class TrainerWorker(RankWorker):
         """Return per-token advantages of the previous rollout, for samples that this rank reports."""
         return self.trainer.token_advantages(sample_ids)
 
-    def score(self, rows: PackedBatch, exact: str | None = None) -> F32 | None:
+    def score(self, batch: PackedBatch, exact: str | None = None) -> F32 | None:
         """Return [T] log-probabilities, on the reporter."""
         with self._peaks("score"):
-            return self.trainer.score(rows, exact)
+            return self.trainer.score(batch, exact)
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Return the kinds of layers on this rank that ``score`` can compute in float64."""

@@ -1,4 +1,4 @@
-"""Forward passes of packed rows: micro-batches on the device, megatron's schedules, and scores without gradients."""
+"""Forward passes of packed sequences: micro-batches on the device, megatron's schedules, and scores without gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime_like.batch import PackedBatch
 from slime_like.errors import DataError
 from slime_like.train.megatron.model.layers import PackedRows
 from slime_like.train.megatron.model.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
-from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.model.sdpa import attention_batches
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util import exact
@@ -30,7 +30,7 @@ from slime_like.util import exact
 class MicroBatch:
     """One micro-batch on this rank. Score columns are F32 [T] on the device, filled on the last pipeline stage."""
 
-    rows: PackedBatch
+    batch: PackedBatch
     layout: TokenLayout
     input_ids: Tensor  # I64 [1, L]
     packed: PackedRows
@@ -43,7 +43,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class LogprobSettings:
     """Settings for log-probabilities from hidden states."""
 
     temperature: float
@@ -55,9 +55,9 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(values)).to(device, non_blocking=True)
 
 
-def check_tokens(rows: PackedBatch, vocab_size: int, source: Path) -> None:
+def check_tokens(batch: PackedBatch, vocab_size: int, source: Path) -> None:
     """Raise ``DataError`` on a token id of at least ``vocab_size``, the size in the file ``source``."""
-    tokens = rows.token_ids
+    tokens = batch.token_ids
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
         raise DataError(
@@ -66,16 +66,16 @@ def check_tokens(rows: PackedBatch, vocab_size: int, source: Path) -> None:
         )
 
 
-def make_micro(rows: PackedBatch, rank_info: RankInfo) -> MicroBatch:
+def make_micro(batch: PackedBatch, rank_info: RankInfo) -> MicroBatch:
     """Lay out one micro-batch and move its tokens to the device."""
     sizes = rank_info.layout
-    layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=rank_info.cp_rank, min_tokens=exact.ROWS)
+    layout = token_layout(batch.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=rank_info.cp_rank, min_tokens=exact.ROWS)
     bounds = torch.from_numpy(layout.padded_cu_seqlens)
     pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=rank_info.cp_rank)
     max_length = int(np.diff(layout.padded_cu_seqlens).max())
     query_cu = to_device(pieces.query_cu, rank_info.device)
     by_rank = None if sizes.cp == 1 else tokens_by_rank(layout.padded_cu_seqlens, sizes.cp)
-    padding = layout.row_index < 0
+    padding = layout.token_index < 0
     if sizes.sequence_parallel:
         padding = np.split(padding, sizes.tp)[rank_info.tp_rank]
     packed = PackedRows(
@@ -95,11 +95,13 @@ def make_micro(rows: PackedBatch, rank_info: RankInfo) -> MicroBatch:
         in_order=None if by_rank is None else to_device(np.argsort(by_rank), rank_info.device),
         padding=to_device(padding, rank_info.device)[None],
     )
-    ids = layout.take(rows.token_ids, 0).astype(np.int64)
-    return MicroBatch(rows, layout, to_device(ids, rank_info.device)[None], packed)
+    ids = layout.take(batch.token_ids, 0).astype(np.int64)
+    return MicroBatch(batch, layout, to_device(ids, rank_info.device)[None], packed)
 
 
-def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[..., Any], *, train: bool) -> list[Any]:
+def run_schedule(
+    wrapped: ModelSegments, micros: Sequence[MicroBatch], after: Callable[..., Any], *, train: bool
+) -> list[Any]:
     """Run every micro-batch through megatron's schedule, and ``after(micro, hidden)`` on the last stage.
 
     With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and reduced. Without it,
@@ -126,7 +128,7 @@ def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[
     return out[len(padding) :]
 
 
-def _padding_micros(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+def _padding_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return empty micro-batches that make the total a multiple of the interleaved schedule's group size.
 
     They must be run first, because gradients are reduced in the backward pass of the last micro-batch.
@@ -136,17 +138,17 @@ def _padding_micros(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[Micro
     group = int(
         wrapped.last.config.microbatch_group_size_per_vp_stage or wrapped.last.config.pipeline_model_parallel_size
     )
-    empty = make_micro(_no_sequences(micros[0].rows), wrapped.last.rank_info)
+    empty = make_micro(_no_sequences(micros[0].batch), wrapped.last.rank_info)
     return [empty] * (-len(micros) % group)
 
 
-def _no_sequences(rows: PackedBatch) -> PackedBatch:
-    """Return an empty batch with the columns of ``rows``."""
-    columns = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+def _no_sequences(batch: PackedBatch) -> PackedBatch:
+    """Return an empty batch with the columns of ``batch``."""
+    columns = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     empty: dict[str, Any] = {
         name: value[:0] for name, value in columns.items() if isinstance(value, np.ndarray) and name != "cu_seqlens"
     }
-    return dataclasses.replace(rows, **empty, cu_seqlens=np.zeros(1, np.int32), extras={})
+    return dataclasses.replace(batch, **empty, cu_seqlens=np.zeros(1, np.int32), extras={})
 
 
 def _zero_loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
@@ -158,7 +160,10 @@ def _zero_loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
 
 @torch.no_grad()
 def score_micros(
-    wrapped: Chunks, micros: Sequence[MicroBatch], masks: Sequence[npt.NDArray[np.bool_]], scoring: Scoring
+    wrapped: ModelSegments,
+    micros: Sequence[MicroBatch],
+    masks: Sequence[npt.NDArray[np.bool_]],
+    logprob_settings: LogprobSettings,
 ) -> list[Tensor]:
     """Return log-probabilities F32 [T] per micro-batch at its masked tokens, 0 at other tokens.
 
@@ -169,13 +174,13 @@ def score_micros(
 
     def after(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
         predictions = micro.layout.predictions(mask_of[id(micro)])
-        ids = micro.rows.token_ids[predictions.target].astype(np.int64)
+        ids = micro.batch.token_ids[predictions.target].astype(np.int64)
         logprobs, _ = model.scores(
             hidden,
             to_device(predictions.source, hidden.device),
             to_device(ids, hidden.device),
-            temperature=scoring.temperature,
-            chunk=scoring.chunk,
+            temperature=logprob_settings.temperature,
+            chunk=logprob_settings.chunk,
             entropy=False,
         )
         out = torch.zeros(micro.layout.num_tokens, device=hidden.device)

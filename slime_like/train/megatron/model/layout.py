@@ -20,20 +20,20 @@ from slime_like.types import I32, I64
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """N tokens to predict: ``source`` indexes this rank's hidden states, ``target`` the tokens of the rows."""
+    """N tokens to predict: ``source`` indexes this rank's hidden states, ``target`` the tokens of the packed batch."""
 
     source: I64  # [N], local
-    target: I64  # [N], row index of the predicted token
+    target: I64  # [N], index of the predicted token in the packed batch
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
     """Layout of S sequences with T tokens in total and P tokens after padding, of which this rank holds L = P / cp."""
 
-    cu_seqlens: I32  # [S + 1], of the rows
+    cu_seqlens: I32  # [S + 1], of the packed batch
     padded_cu_seqlens: I32  # [S + 1], or [S + 2] with a sequence of padding at the end
-    row_index: I64  # [L], row index of each local token, -1 for padding
-    next_index: I64  # [L], row index of the next token of the sequence, -1 at sequence ends and padding
+    token_index: I64  # [L], index of each local token in the packed batch, -1 for padding
+    next_index: I64  # [L], index of the next token of the sequence, -1 at sequence ends and padding
     position_ids: I64  # [P], position of every padded token in its sequence
     local_index: I64  # [L], index of each local token among the P padded tokens
 
@@ -49,7 +49,7 @@ class TokenLayout:
 
     def take[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
         """Return this rank's part [L] of a column, with ``fill`` at padding."""
-        return _gather(column_T, self.row_index, fill)
+        return _gather(column_T, self.token_index, fill)
 
     def next_token[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
         """Return the column's value [L] at the token after each local token, or ``fill`` if there is none."""
@@ -61,14 +61,14 @@ class TokenLayout:
         source = np.flatnonzero(is_source_L)
         return Predictions(source, self.next_index[source])
 
-    def sequence_of(self, row_index: I64) -> I64:
-        """Return the sequence [N] of each row index [N]."""
-        return np.searchsorted(self.cu_seqlens, row_index, side="right").astype(np.int64) - 1
+    def sequence_of(self, token_index: I64) -> I64:
+        """Return the sequence [N] of each token index [N]."""
+        return np.searchsorted(self.cu_seqlens, token_index, side="right").astype(np.int64) - 1
 
-    def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], row_index_N: I64) -> npt.NDArray[Scalar]:
-        """Sum values [N] at row indices [N] per sequence [S]. With cp > 1, the sequence's sum is the sum over the cp ranks."""
+    def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], token_index_N: I64) -> npt.NDArray[Scalar]:
+        """Sum values [N] at token indices [N] per sequence [S]. With cp > 1, the sequence's sum is the sum over the cp ranks."""
         out = np.zeros(self.num_sequences, values_N.dtype)
-        np.add.at(out, self.sequence_of(row_index_N), values_N)
+        np.add.at(out, self.sequence_of(token_index_N), values_N)
         return out
 
 
@@ -92,13 +92,13 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
     position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], padded)
     row_start = np.append(cu_seqlens[:-1], 0)[: len(padded)] if tail else cu_seqlens[:-1]
     length_of = np.repeat(lengths, padded)
-    row_index = np.where(position_ids < length_of, position_ids + np.repeat(row_start, padded), -1)
-    next_index = np.where(position_ids + 1 < length_of, row_index + 1, -1)
+    token_index = np.where(position_ids < length_of, position_ids + np.repeat(row_start, padded), -1)
+    next_index = np.where(position_ids + 1 < length_of, token_index + 1, -1)
     local = zigzag(position_ids, np.repeat(padded, padded), cp, cp_rank)
     return TokenLayout(
         cu_seqlens=cu_seqlens,
         padded_cu_seqlens=starts.astype(np.int32),
-        row_index=row_index[local].astype(np.int64),
+        token_index=token_index[local].astype(np.int64),
         next_index=next_index[local].astype(np.int64),
         position_ids=position_ids.astype(np.int64),
         local_index=local.astype(np.int64),

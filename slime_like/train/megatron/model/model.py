@@ -34,7 +34,7 @@ VALUE_HEAD = "value_head."  # prefix of a critic's parameters that the HF checkp
 class PolicyModel(HybridModel):
     """Segment of the decoder that returns hidden states. Logits exist only in chunks, inside ``scores``.
 
-    ``chunk`` is the index of the segment on this rank, which has several segments with virtual stages.
+    ``segment`` is the index of the segment on this rank, which has several segments with virtual stages.
     """
 
     head = "vocabulary"
@@ -44,7 +44,7 @@ class PolicyModel(HybridModel):
         config: TransformerConfig,
         family: Family,
         rank_info: RankInfo,
-        chunk: int = 0,
+        segment: int = 0,
         parts: LayerParts | None = None,
     ) -> None:
         parts = parts or LayerParts()
@@ -54,11 +54,11 @@ class PolicyModel(HybridModel):
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
             hybrid_layer_pattern=pipeline_pattern(family.blocks(), rank_info.layout),
-            pre_process=rank_info.is_first and chunk == 0,
-            post_process=rank_info.is_last and chunk == rank_info.layout.vpp - 1,
+            pre_process=rank_info.is_first and segment == 0,
+            post_process=rank_info.is_last and segment == rank_info.layout.vpp - 1,
             share_embeddings_and_output_weights=bool(family.hf.tie_word_embeddings),
             position_embedding_type="none",
-            vp_stage=chunk if rank_info.layout.vpp > 1 else None,
+            vp_stage=segment if rank_info.layout.vpp > 1 else None,
         )
         self.rank_info = rank_info
         self.vocab_scores = parts.scores
@@ -112,7 +112,7 @@ class PolicyModel(HybridModel):
         )
 
 
-class Chunks(torch.nn.ModuleList):
+class ModelSegments(torch.nn.ModuleList):
     """Segments of the model on a pipeline rank, in the order of megatron's interleaved schedule.
 
     There are several with virtual stages. Either all segments or none are in data parallel wrappers.
@@ -121,7 +121,7 @@ class Chunks(torch.nn.ModuleList):
     @property
     def policies(self) -> list[PolicyModel]:
         """Models without their data parallel wrappers."""
-        models: list[Any] = [getattr(chunk, "module", chunk) for chunk in self]
+        models: list[Any] = [getattr(segment, "module", segment) for segment in self]
         return models
 
     @property
@@ -130,7 +130,7 @@ class Chunks(torch.nn.ModuleList):
         return self.policies[-1]
 
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return megatron's sharded state. Names count layers from 0 in each chunk; keys on disk do not depend on the chunks."""
+        """Return megatron's sharded state. Names count layers from 0 in each segment; keys on disk do not depend on the segments."""
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
         return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
 
@@ -142,25 +142,25 @@ class Chunks(torch.nn.ModuleList):
             policy.load_state_dict(part, strict, assign)
 
 
-def build_chunks(
+def build_segments(
     kind: type[PolicyModel], config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig
-) -> Chunks:
+) -> ModelSegments:
     """Build this rank's part of a model on its device, with uninitialised weights and the kernels that ``model`` selects.
 
     Raises ``ConfigError`` if the attention or the kernels cannot be imported.
     """
     parts = layer_parts(config, family, rank_info, model)
-    chunks = (kind(config, family, rank_info, chunk, parts) for chunk in range(rank_info.layout.vpp))
-    return Chunks(chunks).to(rank_info.device)
+    segments = (kind(config, family, rank_info, segment, parts) for segment in range(rank_info.layout.vpp))
+    return ModelSegments(segments).to(rank_info.device)
 
 
 def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig) -> LayerParts:
     """Return the layer parts that ``model`` selects for the layer symbols of the family."""
-    is_exact = config.deterministic_mode and rank_info.device.type == "cpu"
-    core = _core_attention(model.attention, is_exact=is_exact)
+    is_batch_invariant = config.deterministic_mode and rank_info.device.type == "cpu"
+    core = _core_attention(model.attention, is_batch_invariant=is_batch_invariant)
     symbols = sorted({symbol for block in family.blocks() for symbol in block} & MIXERS.keys())
     parts = LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, rank_info) for s in symbols})
-    return parts if is_exact or rank_info.device.type != "cpu" else _on_cpu_kernels(parts, model.cpu_kernels)
+    return parts if is_batch_invariant or rank_info.device.type != "cpu" else _on_cpu_kernels(parts, model.cpu_kernels)
 
 
 def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
@@ -176,13 +176,13 @@ def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
         return parts
 
 
-def _core_attention(name: str, *, is_exact: bool) -> type:
-    if is_exact:
+def _core_attention(name: str, *, is_batch_invariant: bool) -> type:
+    if is_batch_invariant:
         return ExactAttention
     return resolve("model.attention", "torch" if name == "auto" else name, ATTENTIONS)
 
 
-def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_weights(model: ModelSegments) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield (slime_like's key, parameter) of this pipeline rank, in export order.
 
     Apart from ``optim.mark_experts``, no other function depends on megatron's parameter names.
@@ -213,7 +213,7 @@ def _order(key: str) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def load_hf(model: Chunks, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
+def load_hf(model: ModelSegments, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
     """Load this rank's parameters from an HF folder. Raises ``CheckpointError`` on a missing tensor or a wrong shape."""
     for key, parameter in named_weights(model):
         if key.startswith(VALUE_HEAD):

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.model.forward import MicroBatch, run_schedule, sum_columns, to_device
 from slime_like.train.megatron.model.layers import LayerParts
-from slime_like.train.megatron.model.model import Chunks, PolicyModel
+from slime_like.train.megatron.model.model import ModelSegments, PolicyModel
 from slime_like.train.megatron.platform.device import current_device
 from slime_like.train.megatron.platform.groups import RankInfo
 
@@ -70,7 +70,7 @@ class ValueModel(PolicyModel):
 
 
 @torch.no_grad()
-def value_micros(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[Tensor]:
+def value_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[Tensor]:
     """Return F32 [T] per micro-batch: the value before each trained token, 0 at other tokens.
 
     The list is empty except on the last stage. Columns are complete on every context parallel rank.
@@ -79,7 +79,7 @@ def value_micros(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[Tensor]:
     assert isinstance(model, ValueModel)
 
     def after(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-        predictions = micro.layout.predictions(micro.rows.loss_weight > 0)
+        predictions = micro.layout.predictions(micro.batch.loss_weight > 0)
         out = torch.zeros(micro.layout.num_tokens, device=hidden.device)
         values_N = model.values(hidden, to_device(predictions.source, hidden.device))
         out[to_device(predictions.target, hidden.device)] = values_N

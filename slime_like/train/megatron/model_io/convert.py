@@ -27,7 +27,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     rank_info = groups.make_groups(spec, device)
 
     from slime_like.train.megatron.families.hf import HFFolder
-    from slime_like.train.megatron.model.model import PolicyModel, build_chunks
+    from slime_like.train.megatron.model.model import PolicyModel, build_segments
     from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
     from slime_like.train.megatron.model_io.export import HFExport, write_hf
     from slime_like.train.megatron.model_io.fingerprint import check_model
@@ -37,7 +37,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     family = choose_family(spec, PolicyModel.adapt(folder.config()))
     if (source / MANIFEST).is_file():
         check_model(read_manifest(source), family, PolicyModel.head, source)
-    model = build_chunks(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)
+    model = build_segments(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)
     load_megatron(model, source, "checkpoint", family)
     write_hf(HFExport(model, family, rank_info), folder, out, rank_info, max_bytes)
 

@@ -22,7 +22,7 @@ from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.experts import keys_of_peers
 from slime_like.train.megatron.families.hf import HFFolder
-from slime_like.train.megatron.model.model import OUTPUT, Chunks, named_weights
+from slime_like.train.megatron.model.model import OUTPUT, ModelSegments, named_weights
 from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util.by_bytes import by_bytes
@@ -38,7 +38,7 @@ class HFExport:
     first rank of a pipeline stage is its sender. The first stage alone sends tied embeddings. Vocabulary padding is cut.
     """
 
-    def __init__(self, model: Chunks, family: Family, rank_info: RankInfo) -> None:
+    def __init__(self, model: ModelSegments, family: Family, rank_info: RankInfo) -> None:
         self._rank_info = rank_info
         self.carried = family.carried
         table = family.weights()

@@ -22,7 +22,7 @@ from slime_like.checkpoint.files import MANIFEST, megatron_folder
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.hf import HFFolder
-from slime_like.train.megatron.model.model import Chunks, load_hf
+from slime_like.train.megatron.model.model import ModelSegments, load_hf
 from slime_like.train.megatron.model_io.damage import convert_damage, read_verified_manifest
 from slime_like.train.megatron.platform.groups import RankInfo
 
@@ -36,7 +36,7 @@ MODEL = ("decoder.", "embedding.", "output_layer.")
 
 
 def load_initial_weights(
-    model: Chunks,
+    model: ModelSegments,
     key: str,
     folder: str,
     table: dict[str, Weight],
@@ -56,7 +56,7 @@ def load_initial_weights(
         load_megatron(model, source, key, family, verify=verify)
 
 
-def load_megatron(model: Chunks, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
+def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
     """Load this rank's parameters from the iteration folder ``source``, whose optimizer state is not read.
 
     With ``verify``, a checkpoint of this trainer is first compared with its hashes.

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 
 from slime_like.train.megatron.families.base import Family
-from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.platform.groups import RankInfo
 
 
@@ -21,7 +21,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 class RankState:
     """The objects of one rank whose state a checkpoint holds."""
 
-    model: Chunks
+    model: ModelSegments
     optimizer: Any
     schedule: Any
     family: Family

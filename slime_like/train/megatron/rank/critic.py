@@ -16,13 +16,13 @@ from slime_like.config.schema.resolved import CriticSpec
 from slime_like.distributed.wrapper import install
 from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.model.forward import MicroBatch, to_device
-from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.model.value_model import ValueModel, value_micros
 from slime_like.train.megatron.model_io.load import load_weights
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import RankModel
 from slime_like.train.megatron.step import optim
-from slime_like.train.megatron.step.drift import Drift
+from slime_like.train.megatron.step.sample_difference import SampleLogprobDifference
 from slime_like.train.megatron.step.step import OptimizerStep, StepReport
 
 CRITIC_ONLY = frozenset(
@@ -35,7 +35,9 @@ class ValueStep(OptimizerStep):
 
     reports_balance = False  # the policy reports its balance under the same names
 
-    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, clip: float | None, rank_info: RankInfo) -> None:
+    def __init__(
+        self, wrapped: ModelSegments, optimizer: Any, schedule: Any, clip: float | None, rank_info: RankInfo
+    ) -> None:
         super().__init__(wrapped, optimizer, schedule, rank_info)
         model = wrapped.last
         assert isinstance(model, ValueModel)
@@ -43,15 +45,19 @@ class ValueStep(OptimizerStep):
         self._clip = clip
 
     def _loss_of(
-        self, micro: MicroBatch, hidden_L1H: Tensor, report: StepReport, drift: Drift | None
+        self,
+        micro: MicroBatch,
+        hidden_L1H: Tensor,
+        report: StepReport,
+        sample_difference: SampleLogprobDifference | None,
     ) -> tuple[Tensor, int]:
-        del drift
-        rows, device = micro.rows, hidden_L1H.device
-        predictions = micro.layout.predictions(rows.loss_weight > 0)
+        del sample_difference
+        batch, device = micro.batch, hidden_L1H.device
+        predictions = micro.layout.predictions(batch.loss_weight > 0)
         target_N = to_device(predictions.target, device)
         assert micro.values is not None and micro.returns is not None
         values_N = self._model.values(hidden_L1H, to_device(predictions.source, device))
-        weight_N = to_device(rows.loss_weight[predictions.target], device)
+        weight_N = to_device(batch.loss_weight[predictions.target], device)
         out = value_loss(values_N, micro.values[target_N], micro.returns[target_N], self._clip)
         report.add(out, weight_N, {})
         return (weight_N * out.loss).sum(), len(predictions.target)
@@ -96,7 +102,7 @@ class RankCritic(RankModel):
         metrics = rollout.metrics
         for micros, count in zip(rollout.micros_by_step, num_tokens, strict=True):
             metrics += [_renamed(metric) for metric in self.optimizer_step(micros, count, None)]
-        optim.sync_weights(self.wrapped)
+        optim.gather_parameters(self.wrapped)
         metrics.append(Last("perf/critic_train_time", time.perf_counter() - start))
         return tuple(metrics) if self.rank_info.is_reporter else ()
 

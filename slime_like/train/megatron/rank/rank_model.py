@@ -17,7 +17,7 @@ from slime_like.distributed.wrapper import install
 from slime_like.metrics.types import Metric
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.forward import MicroBatch, check_tokens, make_micro, to_device
-from slime_like.train.megatron.model.model import PolicyModel, build_chunks, load_hf, named_weights
+from slime_like.train.megatron.model.model import PolicyModel, build_segments, load_hf, named_weights
 from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
 from slime_like.train.megatron.model_io.initial import load_initial_weights
 from slime_like.train.megatron.model_io.load import load_checkpoint
@@ -49,7 +49,7 @@ class RankModel:
         if spec.deterministic:
             determinism.require(rank_info.device, self.table.values())
         config = transformer_config(spec, self.family)
-        self.model = build_chunks(kind, config, self.family, rank_info, spec.model)
+        self.model = build_segments(kind, config, self.family, rank_info, spec.model)
         self._load_initial()
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)
@@ -97,14 +97,14 @@ class RankModel:
             parameter.copy_(weights[key])
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
-    def lay_out(self, rows: PackedBatch) -> MicroBatch:
+    def lay_out(self, batch: PackedBatch) -> MicroBatch:
         """Lay out one micro-batch. Raises ``DataError`` on a token that the model does not have."""
-        check_tokens(rows, int(self.family.hf.vocab_size), self.folder.path / "config.json")
-        return make_micro(rows, self.rank_info)
+        check_tokens(batch, int(self.family.hf.vocab_size), self.folder.path / "config.json")
+        return make_micro(batch, self.rank_info)
 
     def open(self, steps: Sequence[Sequence[PackedBatch]]) -> OpenRollout:
-        """Lay out the rows of a rollout, grouped by optimizer step, and keep the rollout open until ``close``."""
-        self._rollout = OpenRollout([[self.lay_out(rows) for rows in step] for step in steps])
+        """Lay out the batches of a rollout, grouped by optimizer step, and keep the rollout open until ``close``."""
+        self._rollout = OpenRollout([[self.lay_out(batch) for batch in step] for step in steps])
         return self._rollout
 
     @property
@@ -121,7 +121,7 @@ class RankModel:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
     def state(self) -> RankState:
         """Return the objects whose state a checkpoint holds."""
-        optim.sync_weights(self.wrapped)
+        optim.gather_parameters(self.wrapped)
         return RankState(
             self.model, self.optimizer, self.schedule, self.family, self.rank_info, self.folder.key, self.spec.verify
         )

@@ -10,8 +10,8 @@ from slime_like.config.schema.resolved import RankSpec
 from slime_like.distributed.wrapper import install
 from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.families.hf import HFFolder
-from slime_like.train.megatron.model.forward import Scoring, check_tokens, make_micro, score_micros
-from slime_like.train.megatron.model.model import PolicyModel, build_chunks, load_hf
+from slime_like.train.megatron.model.forward import LogprobSettings, check_tokens, make_micro, score_micros
+from slime_like.train.megatron.model.model import PolicyModel, build_segments, load_hf
 from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import OpenRollout
@@ -25,10 +25,10 @@ class RankTeacher:
         family = choose_family(spec, folder.config())
         self.rank_info = rank_info
         self._vocabulary = int(family.hf.vocab_size), folder.path / "config.json"
-        self.model = build_chunks(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)
+        self.model = build_segments(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)
         self.model.requires_grad_(requires_grad=False)
         load_hf(self.model, family.weights(), folder, rank_info)
-        self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
+        self.logprob_settings = LogprobSettings(spec.temperature, spec.model.logits_chunk)
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         """Return log-probabilities of trained tokens at the sampling temperature, on the reporter of each shard."""
@@ -38,13 +38,15 @@ class RankTeacher:
 
     def _score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         start = time.perf_counter()
-        for rows in (rows for step in steps for rows in step):
+        for batch in (batch for step in steps for batch in step):
             check_tokens(
-                rows, *self._vocabulary
+                batch, *self._vocabulary
             )  # a student's vocabulary may be padded to more rows than its teacher's
-        rollout = OpenRollout([[make_micro(rows, self.rank_info) for rows in step] for step in steps])
+        rollout = OpenRollout([[make_micro(batch, self.rank_info) for batch in step] for step in steps])
         micros = rollout.micros
-        scores = score_micros(self.model, micros, [micro.rows.loss_weight > 0 for micro in micros], self.scoring)
+        scores = score_micros(
+            self.model, micros, [micro.batch.loss_weight > 0 for micro in micros], self.logprob_settings
+        )
         seconds = Last("perf/teacher_log_probs_time", time.perf_counter() - start)
         columns = rollout.nested(scores) if self.rank_info.is_shard_reporter else None
         return columns, ((seconds,) if self.rank_info.is_reporter else ())

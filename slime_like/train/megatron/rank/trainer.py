@@ -20,13 +20,13 @@ from slime_like.interfaces import Diagnostics, MultiKernelLayer, ReturnEstimator
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.model import exact_layers
 from slime_like.train.megatron.model.exact_layers import ALL
-from slime_like.train.megatron.model.forward import MicroBatch, Scoring, score_micros, to_device
+from slime_like.train.megatron.model.forward import LogprobSettings, MicroBatch, score_micros, to_device
 from slime_like.train.megatron.model_io.export import HFExport, write_hf
 from slime_like.train.megatron.platform.collective import GroupSum
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import OpenRollout, RankModel
 from slime_like.train.megatron.step import optim
-from slime_like.train.megatron.step.drift import Drift
+from slime_like.train.megatron.step.sample_difference import SampleLogprobDifference
 from slime_like.train.megatron.step.step import PolicyStep
 from slime_like.types import F32
 
@@ -46,21 +46,23 @@ class RankTrainer(RankModel):
         reference, teacher = spec.model.ref_checkpoint, spec.teacher_checkpoint
         self.reference = self.read_weights("model.ref_checkpoint", reference) if spec.needs_reference else None
         self.teacher = self.read_weights("teacher.hf_checkpoint", teacher) if spec.swaps_teacher else None
-        self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
+        self.logprob_settings = LogprobSettings(spec.temperature, spec.model.logits_chunk)
         loss = bind_loss(spec.algo)
-        self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, rank_info)
+        self.optimizer_step = PolicyStep(
+            self.wrapped, self.optimizer, self.schedule, loss, self.logprob_settings, rank_info
+        )
         self.token_advantage = bind_token_advantage(spec.algo)
         self._reports_advantages = (
             spec.returns_advantages and self.token_advantage is not None and rank_info.is_shard_reporter
         )
         self.hf_export = HFExport(self.model, self.family, rank_info)  # for all pushes: weights stay in place
-        self._last_advantages: list[tuple[PackedBatch, F32]] = []  # rows and advantages [T] of the last rollout
+        self._last_advantages: list[tuple[PackedBatch, F32]] = []  # batches and advantages [T] of the last rollout
 
     # ---- training ------------------------------------------------------------------------------------------------
     def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Score all rows of one rollout, then take its optimizer steps.
+        """Score all batches of one rollout, then take its optimizer steps.
 
-        ``steps[k]`` are this dp rank's rows of optimizer step k, ``num_tokens[k]`` the step's global count of trained
+        ``steps[k]`` are this dp rank's batches of optimizer step k, ``num_tokens[k]`` the step's global count of trained
         tokens. The reporter returns the metrics of all ranks; every rank adds its own counters of collectives.
         """
         metrics: tuple[Metric, ...] = ()
@@ -73,7 +75,7 @@ class RankTrainer(RankModel):
 
     @install.phase("step")
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Run the first part of ``train_rollout``: score the rows with each policy of this rank that the algorithm needs."""
+        """Run the first part of ``train_rollout``: score the batches with each policy of this rank that the algorithm needs."""
         rollout = self.open(steps)
         rollout.metrics.extend(self._policy_scores(rollout.micros))
 
@@ -95,7 +97,7 @@ class RankTrainer(RankModel):
     def update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
         """Run the last part of ``train_rollout``: take the optimizer steps of the open rollout, none if ``frozen``.
 
-        Raises ``ConsistencyError`` before the first step if engine and trainer disagree on the samples (``Drift``).
+        Raises ``ConsistencyError`` before the first step if engine and trainer disagree on the samples (``SampleLogprobDifference``).
         """
         with install.phase("step"):
             metrics = self._update(num_tokens, frozen=frozen)
@@ -110,17 +112,19 @@ class RankTrainer(RankModel):
         """Return global metrics on the reporter, () on other ranks."""
         rollout = self.close()
         metrics = rollout.metrics
-        columns = ((m.rows, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
-        self._last_advantages = [(rows, column.float().cpu().numpy()) for rows, column in columns if column is not None]
-        drift = self._drift(rollout, frozen)
+        columns = ((m.batch, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
+        self._last_advantages = [
+            (batch, column.float().cpu().numpy()) for batch, column in columns if column is not None
+        ]
+        sample_difference = self._sample_difference(rollout, frozen)
         if self.spec.drift_by_layer:
             metrics += self._drift_by_layer(rollout)
         if frozen:
-            metrics += drift.close()
+            metrics += sample_difference.close()
         start = time.perf_counter()
         for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
-            metrics += self.optimizer_step(micros, count, drift if k == 0 else None)
-        optim.sync_weights(self.wrapped)
+            metrics += self.optimizer_step(micros, count, sample_difference if k == 0 else None)
+        optim.gather_parameters(self.wrapped)
         metrics += [
             Last("train/num_tokens", float(sum(num_tokens))),
             Last("perf/actor_train_time", time.perf_counter() - start),
@@ -134,30 +138,30 @@ class RankTrainer(RankModel):
         collective.
         """
         by_sample: dict[int, F32] = {}
-        for rows, column in self._last_advantages:
-            for index in np.flatnonzero(np.isin(rows.sample_ids, list(sample_ids))):
-                by_sample[int(rows.sample_ids[index])] = column[slice(*rows.cu_seqlens[index : index + 2])]
+        for batch, column in self._last_advantages:
+            for index in np.flatnonzero(np.isin(batch.sample_ids, list(sample_ids))):
+                by_sample[int(batch.sample_ids[index])] = column[slice(*batch.cu_seqlens[index : index + 2])]
         return by_sample
 
-    def _drift(self, rollout: OpenRollout, frozen: bool) -> Drift:
+    def _sample_difference(self, rollout: OpenRollout, frozen: bool) -> SampleLogprobDifference:
         """Start the comparison with the engine, with all samples except those of the first optimizer step.
 
         The forward pass of the first step compares its own samples, because it runs after every swap of weights. Samples of
         later steps are compared if the old policy was scored.
         """
-        drift = Drift(self.version, self.rank_info, self.spec.sample_tolerance)
+        sample_difference = SampleLogprobDifference(self.version, self.rank_info, self.spec.sample_tolerance)
         later = [micro for micros in rollout.micros_by_step[0 if frozen else 1 :] for micro in micros]
-        drift.add_columns(later, [micro.old_logprobs for micro in later])
-        return drift
+        sample_difference.add_columns(later, [micro.old_logprobs for micro in later])
+        return sample_difference
 
     def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
         """Measure the differences that remain with the layers of one kind in float64, on each rank's first micro-batch."""
         metrics: list[Metric] = []
         micros = rollout.micros_by_step[0][:1]
         for kind in (*self.model_layer_kinds, ALL):
-            drift = Drift(self.version, self.rank_info)
-            drift.add_columns(micros, self._scores(micros, kind) or [None])
-            metrics += drift.metrics(f"/{kind}")
+            sample_difference = SampleLogprobDifference(self.version, self.rank_info)
+            sample_difference.add_columns(micros, self._scores(micros, kind) or [None])
+            metrics += sample_difference.metrics(f"/{kind}")
         return metrics
 
     @cached_property
@@ -189,9 +193,9 @@ class RankTrainer(RankModel):
 
     def _scores(self, micros: Sequence[MicroBatch], exact: str | None = None) -> list[Tensor]:
         """Return F32 [T] per micro-batch at trained tokens, on the last stage; layers of kind ``exact`` run in float64."""
-        masks = [micro.rows.loss_weight > 0 for micro in micros]
+        masks = [micro.batch.loss_weight > 0 for micro in micros]
         with exact_layers.exact_layers(self.model, exact):
-            return score_micros(self.wrapped, micros, masks, self.scoring)
+            return score_micros(self.wrapped, micros, masks, self.logprob_settings)
 
     def _assign_advantages(self, micros: Sequence[MicroBatch]) -> list[Metric]:
         if not self.rank_info.is_last:
@@ -218,19 +222,19 @@ class RankTrainer(RankModel):
             return token_advantages(self.spec.algo, self.token_advantage, views, GroupSum(self.rank_info.dp_group))
         out: list[Tensor | None] = []
         for micro in micros:
-            rows = micro.rows
-            advantages_T = None if rows.advantages is None else np.repeat(rows.advantages, np.diff(rows.cu_seqlens))
+            batch = micro.batch
+            advantages_T = None if batch.advantages is None else np.repeat(batch.advantages, np.diff(batch.cu_seqlens))
             out.append(None if advantages_T is None else to_device(advantages_T, self.rank_info.device))
         return out
 
     def _view(self, micro: MicroBatch) -> TokenView:
-        rows, device = micro.rows, self.rank_info.device
+        batch, device = micro.batch, self.rank_info.device
         return TokenView(
-            cu_seqlens=to_device(rows.cu_seqlens, device),
-            loss_weight=to_device(rows.loss_weight, device),
-            rewards=to_device(rows.rewards, device),
-            advantages=None if rows.advantages is None else to_device(rows.advantages, device),
-            rollout_logprobs=to_device(rows.rollout_logprobs, device),
+            cu_seqlens=to_device(batch.cu_seqlens, device),
+            loss_weight=to_device(batch.loss_weight, device),
+            rewards=to_device(batch.rewards, device),
+            advantages=None if batch.advantages is None else to_device(batch.advantages, device),
+            rollout_logprobs=to_device(batch.rollout_logprobs, device),
             old_logprobs=micro.old_logprobs,
             ref_logprobs=micro.ref_logprobs,
             teacher_logprobs=micro.teacher_logprobs,
@@ -239,15 +243,15 @@ class RankTrainer(RankModel):
 
     # ---- scores and weights for the engines ------------------------------------------------------------------------
     @install.phase("score")
-    def score(self, rows: PackedBatch, exact: str | None = None) -> F32 | None:
+    def score(self, batch: PackedBatch, exact: str | None = None) -> F32 | None:
         """Return log-probabilities [T] at the sampling temperature, 0 at first tokens; None except on the reporter.
 
         Layers of kind ``exact`` run in float64.
         """
-        micro = self.lay_out(rows)
-        mask = np.ones(len(rows.token_ids), dtype=np.bool_)
+        micro = self.lay_out(batch)
+        mask = np.ones(len(batch.token_ids), dtype=np.bool_)
         with exact_layers.exact_layers(self.model, exact):
-            scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
+            scores = score_micros(self.wrapped, [micro], [mask], self.logprob_settings)
         return scores[0].cpu().numpy() if self.rank_info.is_reporter else None
 
     def layer_kinds(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slime_like.metrics.types import Max, Mean, Metric
 from slime_like.train.megatron.model.forward import MicroBatch
-from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.model.moe import ExpertRouter
 from slime_like.train.megatron.platform.groups import RankInfo
 
@@ -21,7 +21,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 class ExpertBalance:
     """Expert balance of one rank's model. Methods are collectives; they do nothing in a model without experts."""
 
-    def __init__(self, wrapped: Chunks, rank_info: RankInfo) -> None:
+    def __init__(self, wrapped: ModelSegments, rank_info: RankInfo) -> None:
         self._routers = [module for module in wrapped.modules() if isinstance(module, ExpertRouter)]
         self._config: Any = wrapped.last.config
         self._has_experts = self._config.num_moe_experts is not None

@@ -11,15 +11,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_like.config.rules.schedule import resolve_schedule
 from slime_like.config.schema.resolved import RankSpec
-from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.model.transformer_config import dtype_of
 from slime_like.train.megatron.platform import host
 
 _MEGATRON_STYLE = {"wsd": "WSD"}
 
 
-def wrap(spec: RankSpec, model: Chunks) -> Chunks:
-    """Wrap each chunk in megatron's DDP: float32 gradients, reduced over dp (scattered for the distributed optimizer)."""
+def wrap(spec: RankSpec, model: ModelSegments) -> ModelSegments:
+    """Wrap each segment in megatron's DDP: float32 gradients, reduced over dp (scattered for the distributed optimizer)."""
     layout = spec.layout
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -32,18 +32,18 @@ def wrap(spec: RankSpec, model: Chunks) -> Chunks:
     transformer_config = model.last.config
     transformer_config.finalize_model_grads_func = finalize_model_grads
     mark_experts(model)
-    # Later virtual stages have one bucket, as in megatron's trainer: the reduction overlaps with computation of other chunks.
+    # Later virtual stages have one bucket, as in megatron's trainer: the reduction overlaps with computation of other segments.
     wrapped = [
         DistributedDataParallel(transformer_config, config, policy, disable_bucketing=i > 0)
         for i, policy in enumerate(model.policies)
     ]
     if layout.overlap_grad_reduce:  # reduce only in the last micro-batch
-        chunks: Any = [chunk.no_sync for chunk in wrapped]
-        transformer_config.no_sync_func = chunks if len(chunks) > 1 else chunks[0]
-    return Chunks(wrapped)
+        functions: Any = [segment.no_sync for segment in wrapped]
+        transformer_config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return ModelSegments(wrapped)
 
 
-def mark_experts(model: Chunks) -> None:
+def mark_experts(model: ModelSegments) -> None:
     """Reduce gradients of routed experts over the copies of an expert in every layout.
 
     megatron does so only for ep > 1, so it cannot load optimizer state saved with ep = 1 into ep > 1 or the reverse.
@@ -53,19 +53,19 @@ def mark_experts(model: Chunks) -> None:
             setattr(parameter, "allreduce", False)  # noqa: B010 (read by DDP and optimizer)
 
 
-def sync_weights(wrapped: Chunks) -> None:
+def gather_parameters(wrapped: ModelSegments) -> None:
     """Gather this rank's updated weights. With overlap_param_gather, megatron defers the gather to the next forward pass.
 
     Required before any other read of the weights: export, checkpoint, swapping in other weights. Collective.
     """
-    chunks: list[Any] = list(wrapped)
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
+    segments: list[Any] = list(wrapped)
+    for segment in segments:
+        if segment.ddp_config.overlap_param_gather:
             with torch.no_grad():
-                chunk.start_param_sync(force_sync=True)
+                segment.start_param_sync(force_sync=True)
 
 
-def make_optimizer(spec: RankSpec, wrapped: Chunks) -> Any:
+def make_optimizer(spec: RankSpec, wrapped: ModelSegments) -> Any:
     """Build megatron's optimizer over this rank's parameters (its shard, with the distributed optimizer)."""
     optim, dtype = spec.optim, dtype_of(spec)
     config = OptimizerConfig(
@@ -83,9 +83,9 @@ def make_optimizer(spec: RankSpec, wrapped: Chunks) -> Any:
         overlap_param_gather=spec.layout.overlap_param_gather,
         **_offload(spec),
     )
-    chunks: list[Any] = list(wrapped)
+    segments: list[Any] = list(wrapped)
     with host.building_optimizer():
-        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, segments, use_gloo_process_groups=False)
     wrapped.last.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

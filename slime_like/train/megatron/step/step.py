@@ -4,7 +4,7 @@ megatron divides gradients by the global count of trained tokens (calculate_per_
 ``(sum(w * l) * N, n)`` with N the global count and n the count of its tokens. The result is the sum of w * l over all
 micro-batches and ranks, which does not depend on packing, micro-batching and layout.
 
-Axis suffixes: T tokens of the packed rows, N trained tokens on this rank, S sequences, L tokens of this rank's hidden states,
+Axis suffixes: T tokens of the packed batch, N trained tokens on this rank, S sequences, L tokens of this rank's hidden states,
 H hidden size.
 """
 
@@ -23,12 +23,12 @@ from torch import Tensor
 from slime_like.algo.loss import PackedSequences
 from slime_like.interfaces import LossFn, LossOutput, LossView
 from slime_like.metrics.types import Last, Max, Mean, Metric
-from slime_like.train.megatron.model.forward import MicroBatch, Scoring, run_schedule, to_device
-from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.forward import LogprobSettings, MicroBatch, run_schedule, to_device
+from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.platform.collective import DifferentiableSum
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.step.balance import ExpertBalance
-from slime_like.train.megatron.step.drift import Drift
+from slime_like.train.megatron.step.sample_difference import SampleLogprobDifference
 from slime_like.types import I64
 
 
@@ -37,22 +37,24 @@ class OptimizerStep(ABC):
 
     reports_balance = True  # report the metrics of expert balance
 
-    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, rank_info: RankInfo) -> None:
+    def __init__(self, wrapped: ModelSegments, optimizer: Any, schedule: Any, rank_info: RankInfo) -> None:
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._schedule = schedule
         self._rank_info = rank_info
         self._balance = ExpertBalance(wrapped, rank_info)
 
-    def __call__(self, micros: Sequence[MicroBatch], num_tokens: int, drift: Drift | None) -> list[Metric]:
+    def __call__(
+        self, micros: Sequence[MicroBatch], num_tokens: int, sample_difference: SampleLogprobDifference | None
+    ) -> list[Metric]:
         """Update the weights. Return global metrics on the last pipeline stage, [] on other stages.
 
-        In the first optimizer step of a rollout, ``drift`` compares the samples with the engine and raises
+        In the first optimizer step of a rollout, ``sample_difference`` compares the samples with the engine and raises
         ``ConsistencyError`` before the weights change. Later steps pass None, because no engine has their weights.
         """
-        report = self.backward(micros, num_tokens, drift)
+        report = self.backward(micros, num_tokens, sample_difference)
         balance = self._balance.close_step()
-        drift_metrics = [] if drift is None else drift.close()
+        drift_metrics = [] if sample_difference is None else sample_difference.close()
         self._schedule.step(1)
         has_updated, grad_norm, _ = self._optimizer.step()
         assert has_updated, "the optimizer skipped a step"
@@ -69,24 +71,30 @@ class OptimizerStep(ABC):
             Last("train/lr", rate),
         ]
 
-    def backward(self, micros: Sequence[MicroBatch], num_tokens: int, drift: Drift | None) -> StepReport:
+    def backward(
+        self, micros: Sequence[MicroBatch], num_tokens: int, sample_difference: SampleLogprobDifference | None
+    ) -> StepReport:
         """Fill the gradient buffers with the reduced gradients of the optimizer step's loss."""
         report = StepReport()
 
         def after(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            loss, count = self._loss_of(micro, hidden_L1H, report, drift)
+            loss, count = self._loss_of(micro, hidden_L1H, report, sample_difference)
             return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden_L1H.device), {}
 
         self._balance.open_step(micros, num_tokens)
-        for chunk in self._wrapped:
-            chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
+        for segment in self._wrapped:
+            segment.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
         self._optimizer.zero_grad()
         run_schedule(self._wrapped, micros, after, train=True)
         return report
 
     @abstractmethod
     def _loss_of(
-        self, micro: MicroBatch, hidden_L1H: Tensor, report: StepReport, drift: Drift | None
+        self,
+        micro: MicroBatch,
+        hidden_L1H: Tensor,
+        report: StepReport,
+        sample_difference: SampleLogprobDifference | None,
     ) -> tuple[Tensor, int]:
         """Return the sum of weight * loss over the micro-batch's trained tokens on this rank, and their number."""
 
@@ -95,40 +103,50 @@ class PolicyStep(OptimizerStep):
     """Optimizer step of a policy with a token loss."""
 
     def __init__(
-        self, wrapped: Chunks, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, rank_info: RankInfo
+        self,
+        wrapped: ModelSegments,
+        optimizer: Any,
+        schedule: Any,
+        loss: LossFn,
+        logprob_settings: LogprobSettings,
+        rank_info: RankInfo,
     ) -> None:
         super().__init__(wrapped, optimizer, schedule, rank_info)
         self._model = wrapped.last
         self._loss = loss
-        self._scoring = scoring
+        self._logprob_settings = logprob_settings
 
     def _loss_of(
-        self, micro: MicroBatch, hidden_L1H: Tensor, report: StepReport, drift: Drift | None
+        self,
+        micro: MicroBatch,
+        hidden_L1H: Tensor,
+        report: StepReport,
+        sample_difference: SampleLogprobDifference | None,
     ) -> tuple[Tensor, int]:
-        rows, device = micro.rows, hidden_L1H.device
-        predictions = micro.layout.predictions(rows.loss_weight > 0)
+        batch, device = micro.batch, hidden_L1H.device
+        predictions = micro.layout.predictions(batch.loss_weight > 0)
         logprobs_N, entropy_N = self._model.scores(
             hidden_L1H,
             to_device(predictions.source, device),
-            to_device(rows.token_ids[predictions.target].astype(np.int64), device),
-            temperature=self._scoring.temperature,
-            chunk=self._scoring.chunk,
+            to_device(batch.token_ids[predictions.target].astype(np.int64), device),
+            temperature=self._logprob_settings.temperature,
+            chunk=self._logprob_settings.chunk,
             entropy=True,  # reported for every loss
         )
         assert entropy_N is not None, "scores(entropy=True) returned no entropy"
         view = self._view(micro, predictions.target, logprobs_N, entropy_N if self._loss.needs_entropy else None)
         out = self._loss(view)
         report.add(out, view.loss_weight, {"entropy": entropy_N.detach()})
-        if drift is not None:
-            drift.add(micro, predictions.target, logprobs_N)
+        if sample_difference is not None:
+            sample_difference.add(micro, predictions.target, logprobs_N)
         return (view.loss_weight * out.loss).sum(), len(predictions.target)
 
     def _view(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossView:
-        """Return the loss's inputs for this rank's trained tokens, rows ``target_N``."""
-        rows, device = micro.rows, logprobs_N.device
+        """Return the loss's inputs for this rank's trained tokens ``target_N``."""
+        batch, device = micro.batch, logprobs_N.device
         index_N = to_device(target_N, device)
-        weight_N = to_device(rows.loss_weight[target_N], device)
-        trained_T = rows.loss_weight > 0
+        weight_N = to_device(batch.loss_weight[target_N], device)
+        trained_T = batch.loss_weight > 0
         num_trained_S = micro.layout.segment_sum(trained_T.astype(np.float32), np.arange(len(trained_T)))
 
         def at_trained(column_T: Tensor | None) -> Tensor | None:
@@ -140,7 +158,7 @@ class PolicyStep(OptimizerStep):
             loss_weight=weight_N,
             advantages=at_trained(micro.advantages),
             old_logprobs=at_trained(micro.old_logprobs),
-            rollout_logprobs=to_device(rows.rollout_logprobs[target_N], device),
+            rollout_logprobs=to_device(batch.rollout_logprobs[target_N], device),
             ref_logprobs=at_trained(micro.ref_logprobs),
             sequences=PackedSequences(
                 index=to_device(micro.layout.sequence_of(target_N), device),

@@ -29,7 +29,7 @@ CAUSES = (
 
 
 @dataclass(slots=True)
-class Drift:
+class SampleLogprobDifference:
     """Differences of log-probabilities, trainer minus engine, of one rollout's trained tokens on this rank."""
 
     version: int  # of the trainer's weights
@@ -45,16 +45,16 @@ class Drift:
     @torch.no_grad()
     def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
         """Add tokens ``target_N`` of a micro-batch with the trainer's ``logprobs_N``."""
-        rows, device = micro.rows, logprobs_N.device
-        tokens = provenance(rows, self.version)
-        differences_N = logprobs_N.detach() - to_device(rows.rollout_logprobs[target_N], device)
+        batch, device = micro.batch, logprobs_N.device
+        tokens = provenance(batch, self.version)
+        differences_N = logprobs_N.detach() - to_device(batch.rollout_logprobs[target_N], device)
         for differences_of_kind, mask_T in (
             (self.on_policy, tokens.on_policy),
             (self.mixed, tokens.mixed),
             (self.stale, tokens.stale),
         ):
             differences_of_kind.append(differences_N[to_device(mask_T[target_N], device)])
-        self.sample_ids.append(rows.sample_ids[micro.layout.sequence_of(target_N[tokens.on_policy[target_N]])])
+        self.sample_ids.append(batch.sample_ids[micro.layout.sequence_of(target_N[tokens.on_policy[target_N]])])
 
     def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
         """Add trained tokens of scored micro-batches, whose columns [T] are the same on all context parallel ranks."""
@@ -62,7 +62,7 @@ class Drift:
             return
         for micro, column_T in zip(micros, columns, strict=True):
             if column_T is not None:
-                target_N = np.flatnonzero(micro.rows.loss_weight > 0)
+                target_N = np.flatnonzero(micro.batch.loss_weight > 0)
                 self.add(micro, target_N, column_T[to_device(target_N, column_T.device)])
 
     def close(self) -> list[Metric]:

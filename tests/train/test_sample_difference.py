@@ -8,12 +8,12 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.dictionary import unknown
-from tests.train.drift import TOLERANCE
 from tests.train.jobs import SP, Job, Results
+from tests.train.sample_difference import TOLERANCE
 
 pytestmark = pytest.mark.ranks
 
-GATE = "tests.train.drift:gate"
+GATE = "tests.train.sample_difference:gate"
 RUNS: dict[str, tuple[Layout, int]] = {
     "gate": (Layout(), 1),
     "gate of two steps": (Layout(), 2),

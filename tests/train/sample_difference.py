@@ -1,4 +1,4 @@
-"""Rank functions of test_drift: train on samples as an engine reports them, then on samples with a fault."""
+"""Rank functions of test_sample_difference: train on samples as an engine reports them, then on samples with a fault."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
     results["shifted"] = refused(
         current_scores, lambda row: replace(row, rollout_logprobs=np.roll(row.rollout_logprobs, 1))
     )
-    actor.scoring = replace(actor.scoring, temperature=0.75)
+    actor.logprob_settings = replace(actor.logprob_settings, temperature=0.75)
     results["temperature"] = refused(scores())
-    actor.scoring = replace(actor.scoring, temperature=0.7)
+    actor.logprob_settings = replace(actor.logprob_settings, temperature=0.7)
     actor.spec = replace(actor.spec, sample_tolerance=math.inf)
     results["not a number"] = refused(
         current_scores, lambda row: replace(row, rollout_logprobs=row.rollout_logprobs * np.float32(np.nan))
