@@ -95,7 +95,7 @@ def plan_memory(
 
 
 def _host_plan(
-    machine: Machine, shape: ModelShape, actor: ActorSpec, engines: tuple[EngineSpec, ...], roles: tuple[Role, ...]
+    machine: Machine, shape: ModelShape, actor: RankSpec, engines: tuple[EngineSpec, ...], roles: tuple[Role, ...]
 ) -> MemoryPlan:
     """Predict the resident memory of trainer ranks and engines on a CPU."""
     tables: list[tuple[str, MemoryTable]] = []
