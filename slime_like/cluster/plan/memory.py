@@ -121,7 +121,7 @@ def _host_plan(
     )
 
 
-def _wider_dcp(shape: ModelShape, settings: EngineSettings, actor: ActorSpec) -> int:
+def _wider_dcp(shape: ModelShape, settings: EngineSettings, actor: RankSpec) -> int:
     """Return the ``rollout.dcp`` that holds the most tokens; 1 if that is the configured one, or DCP is not possible."""
     useful = useful_dcp(shape, settings)
     possible = useful > settings.dcp and settings.attention_tp % useful == 0 and not actor.deterministic
