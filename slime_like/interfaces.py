@@ -279,10 +279,10 @@ class Trainer(Protocol):
         """Send each rank its shard, score it, and take every optimizer step of the batch."""
         ...
 
-    def score(self, batch: PackedBatch, exact: str | None = None) -> F32:
+    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
         """Return [T] log-probabilities at the sampling temperature, 0 at each sequence's first token.
 
-        ``exact`` names the kind of layer to compute in float64 (a name in the table EXACT_LAYERS, or all).
+        ``float64_kind`` names the kind of layer to compute in float64 (a name in the table FLOAT64_LAYERS, or all).
         """
         ...
 

@@ -71,9 +71,9 @@ class MultiRoleTrainer:
                 columns[rank][name] = column
         return columns, metrics
 
-    def score(self, batch: PackedBatch, exact: str | None = None) -> F32:
+    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
         """Return [T] log-probabilities of the actor."""
-        return self.actor.score(batch, exact)
+        return self.actor.score(batch, float64_kind)
 
     def kernels(self) -> tuple[str, ...]:
         """Describe the kernels of the actor."""

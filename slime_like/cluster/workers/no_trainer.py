@@ -21,7 +21,7 @@ class FrozenTrainer:
         del batch
         return StepStats(self.version + 1, ())
 
-    def score(self, batch: object, exact: object = None) -> Any:
+    def score(self, batch: object, float64_kind: object = None) -> Any:
         """Raise ``SlimeLikeError``: without pushes there is no probe."""
         raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
 

@@ -134,9 +134,9 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         """Start the last part: the optimizer steps, none if ``frozen``."""
         return self.start(TrainerWorker.update, [step.num_tokens for step in batch.steps], frozen)
 
-    def score(self, batch: PackedBatch, exact: str | None = None) -> F32:
-        """Return [T] log-probabilities at the sampling temperature; layers of kind ``exact`` are computed in float64."""
-        scored = [x for x in self.on_all(TrainerWorker.score, put(batch), exact).values() if x is not None]
+    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
+        """Return [T] log-probabilities at the sampling temperature; layers of kind ``float64_kind`` are computed in float64."""
+        scored = [x for x in self.on_all(TrainerWorker.score, put(batch), float64_kind).values() if x is not None]
         if len(scored) != 1:
             raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities instead of one")
         return np.asarray(scored[0], dtype=np.float32)

@@ -118,10 +118,10 @@ class TrainerWorker(RankWorker):
         """Return per-token advantages of the previous rollout, for samples that this rank reports."""
         return self.trainer.token_advantages(sample_ids)
 
-    def score(self, batch: PackedBatch, exact: str | None = None) -> F32 | None:
+    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
         """Return [T] log-probabilities, on the reporter."""
         with self._peaks("score"):
-            return self.trainer.score(batch, exact)
+            return self.trainer.score(batch, float64_kind)
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Return the kinds of layers on this rank that ``score`` can compute in float64."""

@@ -96,10 +96,10 @@ ATTENTIONS = {
     "torch": "slime_like.train.megatron.model.layers:PackedAttention",
     "te": "slime_like.train.megatron.model.te_attention:TEAttention",
 }
-EXACT_LAYERS = {
-    "attention": "slime_like.train.megatron.model.exact_layers:attention",
-    "gdn": "slime_like_plugins.qwen_gdn.exact:delta_net",
-    "mlp": "slime_like.train.megatron.model.exact_layers:mlp",
+FLOAT64_LAYERS = {
+    "attention": "slime_like.train.megatron.model.float64_layers:attention",
+    "gdn": "slime_like_plugins.qwen_gdn.float64:delta_net",
+    "mlp": "slime_like.train.megatron.model.float64_layers:mlp",
 }
 """Kind of layer -> context manager that runs these layers in float64, for weights.probe_layers."""
 GDN_BACKENDS = {

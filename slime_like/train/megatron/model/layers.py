@@ -162,7 +162,7 @@ class PackedAttention(MegatronModule):
         return out
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        is_float64 = query.dtype == torch.float64  # under ``exact_layers``
+        is_float64 = query.dtype == torch.float64  # under ``float64_layers``
         dtype = query.dtype if is_float64 else self.config.params_dtype  # 16-bit queries may be passed in float32
         # On a CPU torch's bfloat16 attention takes 2.5 times as long and rounds more often.
         if query.dtype == torch.bfloat16 and not query.is_cuda:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from slime_like.algo.bind import bind_loss, bind_token_advantage, critic_targets, diagnose, token_advantages
 from slime_like.batch import Columns, PackedBatch
-from slime_like.config.schema.names import EXACT_LAYERS
+from slime_like.config.schema.names import FLOAT64_LAYERS
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.distributed.wrapper import install
 from slime_like.interfaces import Diagnostics, MultiKernelLayer, ReturnEstimator, TokenView
 from slime_like.metrics.types import Last, Mean, Metric
-from slime_like.train.megatron.model import exact_layers
-from slime_like.train.megatron.model.exact_layers import ALL
+from slime_like.train.megatron.model import float64_layers
+from slime_like.train.megatron.model.float64_layers import ALL
 from slime_like.train.megatron.model.forward import LogprobSettings, MicroBatch, score_micros, to_device
 from slime_like.train.megatron.model_io.export import HFExport, write_hf
 from slime_like.train.megatron.platform.collective import GroupSum
@@ -168,8 +168,8 @@ class RankTrainer(RankModel):
     def model_layer_kinds(self) -> tuple[str, ...]:
         """Kinds of layers of all pipeline stages that can be computed in float64. The first access is a collective."""
         stages: list[tuple[str, ...]] = [()] * self.rank_info.layout.pp
-        dist.all_gather_object(stages, exact_layers.kinds(self.model), group=self.rank_info.pp_group)
-        return tuple(name for name in EXACT_LAYERS if any(name in kinds for kinds in stages))
+        dist.all_gather_object(stages, float64_layers.kinds(self.model), group=self.rank_info.pp_group)
+        return tuple(name for name in FLOAT64_LAYERS if any(name in kinds for kinds in stages))
 
     def _policy_scores(self, micros: Sequence[MicroBatch]) -> list[Metric]:
         """Fill the old, reference and teacher log-probabilities that the algorithm needs. Return the durations."""
@@ -191,10 +191,10 @@ class RankTrainer(RankModel):
             setattr(micro, column, values)
         return Last(f"perf/{name}_time", time.perf_counter() - start)
 
-    def _scores(self, micros: Sequence[MicroBatch], exact: str | None = None) -> list[Tensor]:
-        """Return F32 [T] per micro-batch at trained tokens, on the last stage; layers of kind ``exact`` run in float64."""
+    def _scores(self, micros: Sequence[MicroBatch], float64_kind: str | None = None) -> list[Tensor]:
+        """Return F32 [T] per micro-batch at trained tokens, on the last stage; layers of kind ``float64_kind`` run in float64."""
         masks = [micro.batch.loss_weight > 0 for micro in micros]
-        with exact_layers.exact_layers(self.model, exact):
+        with float64_layers.float64_layers(self.model, float64_kind):
             return score_micros(self.wrapped, micros, masks, self.logprob_settings)
 
     def _assign_advantages(self, micros: Sequence[MicroBatch]) -> list[Metric]:
@@ -243,20 +243,20 @@ class RankTrainer(RankModel):
 
     # ---- scores and weights for the engines ------------------------------------------------------------------------
     @install.phase("score")
-    def score(self, batch: PackedBatch, exact: str | None = None) -> F32 | None:
+    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
         """Return log-probabilities [T] at the sampling temperature, 0 at first tokens; None except on the reporter.
 
-        Layers of kind ``exact`` run in float64.
+        Layers of kind ``float64_kind`` run in float64.
         """
         micro = self.lay_out(batch)
         mask = np.ones(len(batch.token_ids), dtype=np.bool_)
-        with exact_layers.exact_layers(self.model, exact):
+        with float64_layers.float64_layers(self.model, float64_kind):
             scores = score_micros(self.wrapped, [micro], [mask], self.logprob_settings)
         return scores[0].cpu().numpy() if self.rank_info.is_reporter else None
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Return the kinds of layers on this rank that ``score`` can compute in float64."""
-        return exact_layers.kinds(self.model)
+        return float64_layers.kinds(self.model)
 
     def kernels(self) -> tuple[str, ...]:
         """Describe the kernels that the layers of this rank have used."""

@@ -22,7 +22,7 @@ CASES = {
 LAYOUTS = {1: Layout(), 2: Layout(**SP)}
 JOBS = {
     world_size: [
-        Job(name, "tests.train.exact_layers:attribute", (model, LAYOUTS[size], fault))
+        Job(name, "tests.train.float64_layers:attribute", (model, LAYOUTS[size], fault))
         for name, (size, model, fault) in CASES.items()
         if size == world_size
     ]

@@ -1,6 +1,6 @@
 """Layers of one kind computed in float64, to attribute a difference from the engine to that kind. For scoring only.
 
-An entry of table ``EXACT_LAYERS`` makes the layers of its kind compute in float64 until an exit stack closes. Weights and inputs
+An entry of table ``FLOAT64_LAYERS`` makes the layers of its kind compute in float64 until an exit stack closes. Weights and inputs
 of a layer are unchanged, and its result is rounded once to their precision.
 """
 
@@ -14,19 +14,19 @@ import torch
 from megatron.core.ssm.mlp_layer import MLPLayer
 from torch import Tensor, nn
 
-from slime_like.config.schema.names import EXACT_LAYERS
+from slime_like.config.schema.names import FLOAT64_LAYERS
 from slime_like.registry import resolve
 from slime_like.train.megatron.model.layers import PackedAttention
 
 ALL = "all"
-MakeExact = Callable[[nn.Module, ExitStack], int]
+MakeFloat64 = Callable[[nn.Module, ExitStack], int]
 """(model, stack) -> number of layers that compute in float64 until the stack closes."""
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
     """Return the kinds of layers that ``model`` has, in the order of the table."""
     names: list[str] = []
-    for name in EXACT_LAYERS:
+    for name in FLOAT64_LAYERS:
         with ExitStack() as stack:
             if _maker(name)(model, stack):
                 names.append(name)
@@ -34,17 +34,17 @@ def kinds(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def exact_layers(model: nn.Module, kind: str | None) -> Generator[None]:
+def float64_layers(model: nn.Module, kind: str | None) -> Generator[None]:
     """Compute layers of ``kind`` (``ALL``: every kind; ``None``: none) in float64."""
     with ExitStack() as stack:
-        for name in EXACT_LAYERS:
+        for name in FLOAT64_LAYERS:
             if kind in (name, ALL):
                 _maker(name)(model, stack)
         yield
 
 
-def _maker(name: str) -> MakeExact:
-    return resolve("layer kind", name, EXACT_LAYERS)
+def _maker(name: str) -> MakeFloat64:
+    return resolve("layer kind", name, FLOAT64_LAYERS)
 
 
 def attention(model: nn.Module, stack: ExitStack) -> int:

@@ -1,4 +1,4 @@
-"""Rank functions of test_exact_layers: one kind of layer rounds to four bits, and each kind in turn is computed exactly."""
+"""Rank functions of test_float64_layers: one kind of layer rounds to four bits, and each kind in turn is computed in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plant(model: Any, fault: str, stack: ExitStack) -> None:
     """Make the layers of kind ``fault`` round until ``stack`` closes."""
     from megatron.core.ssm.mlp_layer import MLPLayer
 
-    from slime_like.train.megatron.model.exact_layers import replace_attribute
+    from slime_like.train.megatron.model.float64_layers import replace_attribute
     from slime_like.train.megatron.model.layers import PackedAttention
 
     for layer in model.modules():
@@ -60,17 +60,17 @@ class Rounding:
 
 
 def attribute(world: World, shared: Shared, kind: str, layout: Layout, fault: str) -> dict[str, float] | None:
-    """Return the mean |difference| from transformers by kind of exact layers ("": none) on the reporter, None elsewhere."""
+    """Return the mean |difference| from transformers by kind of float64 layers ("": none) on the reporter, None elsewhere."""
     actor = make_actor(world, shared.models[kind], layout, temperature=TEMPERATURE)
     assert set(actor.layer_kinds()) == {"attention", "gdn", "mlp"}
     rows, expected = batch()[0], shared.references[kind].logprobs[0]
     mean_errors: dict[str, float] = {}
     with ExitStack() as stack:
         plant(actor.model, fault, stack)
-        for exact in (None, "attention", "gdn", "mlp", "all", None):
-            scores = actor.score(rows, exact)
+        for kind_in_float64 in (None, "attention", "gdn", "mlp", "all", None):
+            scores = actor.score(rows, kind_in_float64)
             if scores is not None:
                 value = float(np.abs(scores - expected).mean())
-                assert exact or not mean_errors or value == mean_errors[""], "a layer stayed exact"
-                mean_errors[exact or ""] = value
+                assert kind_in_float64 or not mean_errors or value == mean_errors[""], "a layer stayed in float64"
+                mean_errors[kind_in_float64 or ""] = value
     return mean_errors if actor.rank_info.is_reporter else None

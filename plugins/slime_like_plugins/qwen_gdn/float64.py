@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers in float64: entry ``gdn`` of the table ``EXACT_LAYERS``."""
+"""Gated DeltaNet layers in float64: entry ``gdn`` of the table ``FLOAT64_LAYERS``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime_like.train.megatron.model.exact_layers import cast, replace_attribute
+from slime_like.train.megatron.model.float64_layers import cast, replace_attribute
 from slime_like.train.megatron.model.layers import PackedRows
 from slime_like_plugins.qwen_gdn.layer import GatedDeltaNetLayer
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
-EXACT = TorchGDN()
+FLOAT64_BACKEND = TorchGDN()
 
 
 def delta_net(model: nn.Module, stack: ExitStack) -> int:
@@ -26,19 +26,19 @@ def delta_net(model: nn.Module, stack: ExitStack) -> int:
     """
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNetLayer)]
     for layer in layers:
-        stack.enter_context(replace_attribute(layer, "mixing", ExactMixing(layer.mixing)))
+        stack.enter_context(replace_attribute(layer, "mixing", Float64Mixing(layer.mixing)))
     return len(layers)
 
 
-class ExactMixing:
+class Float64Mixing:
     """``mixing`` with the torch backend and float64 inputs; the result is rounded once."""
 
     def __init__(self, mixing: Any) -> None:
-        self._exact = copy.copy(mixing)
-        self._exact.backend = EXACT
+        self._mixing = copy.copy(mixing)
+        self._mixing.backend = FLOAT64_BACKEND
         self.enter, self.leave = mixing.enter, mixing.leave
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
         """Return the result of ``mixing.Mixing`` in the dtype of ``inputs.qkv``."""
         inputs_f64 = DeltaInputs(*(cast(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))
-        return self._exact(inputs_f64, packed).to(inputs.qkv.dtype)
+        return self._mixing(inputs_f64, packed).to(inputs.qkv.dtype)
