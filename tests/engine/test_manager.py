@@ -225,6 +225,10 @@ def test_user_functions_that_fail_or_drop_every_group_are_named(engine: Engine, 
 
     collected = first_rollout(filters=["tests.engine.failing_functions:drop_all"])
     rollout_metrics = reduce_metrics(collected.metrics)
+    assert rollout_metrics["rollout/kv_capacity_tokens"] == 4096
+    assert 0 < rollout_metrics["rollout/kv_usage"] <= 1
+    assert rollout_metrics["rollout/running_requests_max"] >= 1
+    assert rollout_metrics["rollout/retractions"] == 0
     assert collected.groups == () and rollout_metrics["rollout/empty_in_a_row"] == 1
     assert rollout_metrics["rollout/dropped_groups/tests.engine.failing_functions:drop_all/never good"] == BATCH
     assert "rollout/generated/raw_reward" in rollout_metrics and unknown(rollout_metrics) == []
