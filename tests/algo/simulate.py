@@ -213,14 +213,11 @@ def loss_view(
     *,
     entropy: bool,
 ) -> LossView:
-    """Return the view of a row on rank ``cp_and_rank[1]`` of ``cp_and_rank[0]``.
-
-    It has all tokens without context parallelism, else the trained tokens of the rank's chunks, by the trainer's layout.
-    """
+    """Return the view of a row on rank ``cp_and_rank[1]`` of ``cp_and_rank[0]``: the trained tokens of the rank's chunks."""
     cp, rank = cp_and_rank
     layout = token_layout(row.cu_seqlens, cp=cp, cp_rank=rank)
     is_trained = row.loss_weight > 0
-    positions = layout.predictions(is_trained).target if cp > 1 else np.arange(len(row.token_ids))
+    positions = layout.predictions(is_trained).target
     index = torch.tensor(positions)
     logprobs, entropies = score_rows(policies.actor, row)
     weight = torch.tensor(row.loss_weight, dtype=torch.float64)[index]

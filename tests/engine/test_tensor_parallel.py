@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import signal
 import socket
@@ -64,10 +65,11 @@ def test_other_users_cannot_reach_an_engine(engine_tp2: Engine) -> None:
     assert "server_args={" in log and f"'admin_api_key': '{SECRET}'" in log and ADMIN_KEY not in log
 
 
-def test_the_error_of_a_dead_engine_names_the_cause(engine_tp2: Engine) -> None:
+def test_a_dead_engine_is_lost_and_its_server_names_the_cause(engine_tp2: Engine) -> None:
     os.killpg(engine_tp2.server.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"engine tp2 at http.*/generate: .*was killed by SIGKILL; end of .*\.log"):
+    with pytest.raises(EngineLost, match=r"engine tp2 at http.*/generate: "):
         engine_tp2.run(engine_tp2.client.generate(prompt(3), [0], make_sampling()))
+    assert re.search(r"engine at http.* was killed by SIGKILL; end of .*\.log", engine_tp2.server.cause_of_death())
     assert not engine_tp2.server.alive()
     with pytest.raises(EngineLost):
         engine_tp2.run(engine_tp2.client.health())

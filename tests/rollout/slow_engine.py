@@ -12,6 +12,7 @@ import numpy as np
 
 from slime_like.errors import EngineLost
 from slime_like.interfaces import Completion, EngineAddress, Sampling
+from slime_like.rollout.engine.replies import KvUsage
 from slime_like.types import F32, I32
 
 
@@ -56,6 +57,9 @@ class SlowEngine:
     @staticmethod
     def length(seed: int) -> int:
         return 1 + seed % 7
+
+    async def kv_usage(self, seconds: float | None = None) -> KvUsage:
+        return KvUsage(capacity_tokens=1, used_tokens_max=0, running_requests_max=0, retractions=0)
 
     async def extend(
         self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
