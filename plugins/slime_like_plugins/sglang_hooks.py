@@ -8,16 +8,41 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 PLUGINS_VARIABLE = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in this process and its children
+_loaded: set[str] = set()
 
 
 def enabled(name: str) -> bool:
     """Return True if plugin ``name`` is enabled. Off by default: entry points load in every SGLang process."""
-    return name in {part.strip() for part in os.environ.get(PLUGINS_VARIABLE, "").split(",")}
+    return name in _enabled_names()
+
+
+def _enabled_names() -> list[str]:
+    return [name for part in os.environ.get(PLUGINS_VARIABLE, "").split(",") if (name := part.strip())]
+
+
+def record_loaded(name: str) -> None:
+    """Record that plugin ``name`` is in place in this process. The last call of an entry point."""
+    _loaded.add(name)
+
+
+def stop_unless_loaded() -> None:
+    """Stop the engine if a plugin that is enabled has not been loaded. Call after SGLang's ``load_plugins``.
+
+    SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``, and logs
+    and swallows an exception in one.
+    """
+    if missing := [name for name in _enabled_names() if name not in _loaded]:
+        raise SystemExit(
+            f"SGLang did not load {', '.join(missing)} of {PLUGINS_VARIABLE}: the entry points of setup.py are not registered "
+            f"in {sys.prefix}, or failed with an error that the log has above; run `bash scripts/setup.sh`, and unset "
+            "SGLANG_PLUGINS and SGLANG_PLATFORM"
+        )
 
 
 @dataclass(frozen=True, slots=True)

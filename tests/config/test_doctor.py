@@ -9,6 +9,8 @@ import pytest
 
 from slime_like.cluster.start import doctor, doctor_machine, doctor_software
 from slime_like.cluster.start.doctor_finding import DoctorFinding, Level
+from slime_like.errors import ConfigError
+from slime_like.rollout.engine import plugins
 
 
 def test_no_requirement_is_missing_on_this_machine() -> None:
@@ -48,10 +50,14 @@ def test_a_foreign_environment_is_one_finding(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_entry_points_that_are_not_registered_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_software, "ENTRY_POINTS", {"sglang.srt.plugins": ("no_such_plugin",)})
+    absent = {"sglang.srt.plugins": ("no_such_plugin",)}
+    monkeypatch.setattr(doctor_software, "ENTRY_POINTS", absent)
+    monkeypatch.setattr(plugins, "ENTRY_POINTS", absent)
     (finding,) = doctor_software.check_plugins()
     assert (finding.level, "no_such_plugin" in finding.text) == (Level.MISSING, True)
     assert "pip install" in finding.fix
+    with pytest.raises(ConfigError, match=r"sglang\.srt\.plugins: no_such_plugin.*run `bash scripts/setup\.sh`"):
+        plugins.check_entry_points()
 
 
 def test_without_a_c_compiler_torch_kernels_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

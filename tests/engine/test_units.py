@@ -21,7 +21,9 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main, processes
+from slime_like.rollout.engine.plugins import ENTRY_POINTS
 from slime_like.rollout.engine.replies import completions, error_text, scores
+from slime_like_plugins import dcp, sglang_hooks
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
 from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
@@ -203,6 +205,41 @@ def test_entry_points_import_nothing_heavy_unless_enabled() -> None:
     )
     environment = {key: value for key, value in os.environ.items() if key != engine_environment.SGLANG_PLUGINS}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+def serve(whitelist: str) -> str:
+    """Return the message with which an engine ends whose plugin was not loaded."""
+    environment = {**os.environ, engine_environment.SGLANG_PLUGINS: "kv_usage", "SGLANG_PLUGINS": whitelist}
+    program = "from slime_like.rollout.engine import main; main.serve({})"
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode != 0
+    return result.stderr
+
+
+def test_an_engine_without_an_enabled_plugin_stops() -> None:
+    """SGLang skips an entry point that is not registered or not allowed."""
+    assert "SGLang did not load kv_usage of SLIME_LIKE_SGLANG" in (text := serve("other"))
+    assert "run `bash scripts/setup.sh`" in text
+
+
+def test_a_plugin_that_fails_to_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(engine_environment.SGLANG_PLUGINS, "dcp")
+    monkeypatch.setitem(sys.modules, "slime_like_plugins.dcp.hooks", None)
+    with pytest.raises(ImportError):
+        dcp.load()
+    with pytest.raises(SystemExit, match="did not load dcp of SLIME_LIKE_SGLANG"):
+        sglang_hooks.stop_unless_loaded()
+
+
+@pytest.mark.parametrize("user", ["", "mine"])
+def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", user)
+    allowed = engine_environment.child_environment(SPEC, "/scratch")["SGLANG_PLUGINS"]
+    points = ENTRY_POINTS["sglang.srt.plugins"]
+    assert allowed == (",".join([user, *points]) if user else "")
+    setup = (Path(__file__).parents[2] / "setup.py").read_text()
+    assert all(f'"{name} = ' in setup for name in points)
+    assert setup.count(":load") + setup.count(":activate") == sum(map(len, ENTRY_POINTS.values()))
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ Token ``p`` of a sequence belongs to rank ``p % dcp`` of its group. A page of SG
 
 from __future__ import annotations
 
-from slime_like_plugins.sglang_hooks import enabled
+from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 NAME = "dcp"
 
@@ -21,3 +21,4 @@ def load() -> None:
         from slime_like_plugins.dcp import hooks
 
         hooks.install()
+        record_loaded(NAME)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from slime_like_plugins.sglang_hooks import enabled
+from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 USAGE, ADMISSION = "kv_usage", "kv_admission"
 
@@ -17,7 +17,9 @@ def load() -> None:
         from slime_like_plugins.kv_capacity import usage
 
         usage.install()
+        record_loaded(USAGE)
     if enabled(ADMISSION):
         from slime_like_plugins.kv_capacity import admission
 
         admission.install()
+        record_loaded(ADMISSION)

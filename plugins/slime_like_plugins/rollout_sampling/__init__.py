@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slime_like_plugins.sglang_hooks import enabled
+from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,7 @@ def load() -> None:
         from slime_like_plugins.rollout_sampling import hooks
 
         hooks.install()
+        record_loaded(NAME)
 
 
 def use_kernel(kernel: Kernel | None) -> None:

@@ -8,7 +8,7 @@ that they do not support go through SGLang's own forward. Inactive unless ``SLIM
 
 from __future__ import annotations
 
-from slime_like_plugins.sglang_hooks import enabled
+from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 NAME = "cpu"
 KERNELS_VARIABLE = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
@@ -26,7 +26,9 @@ def load() -> None:
         from slime_like_plugins.sglang_cpu import process
 
         process.install()
+        record_loaded(NAME)
         if enabled(EXACT):
             from slime_like_plugins.sglang_cpu import exact
 
             exact.install()
+            record_loaded(EXACT)

@@ -7,7 +7,7 @@ fills every floating parameter with NaN and ``end_weight_update`` fails if one N
 
 from __future__ import annotations
 
-from slime_like_plugins.sglang_hooks import enabled
+from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 NAME = "weight_commit"
 
@@ -18,3 +18,4 @@ def load() -> None:
         from slime_like_plugins.weight_commit import hooks
 
         hooks.install()
+        record_loaded(NAME)

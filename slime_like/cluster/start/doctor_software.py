@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slime_like.cluster.start.doctor_finding import DoctorFinding, Level
 from slime_like.errors import DeadlineExceeded
+from slime_like.rollout.engine.plugins import ENTRY_POINTS, missing_entry_points
 from slime_like.util.deadline import Deadline
 from slime_like.util.gpus import installed_gpus
 
@@ -20,16 +21,6 @@ REQUIREMENTS = Path(__file__).parents[3] / "scripts" / "requirements"
 MAX_LISTED = 12  # more differing packages than a manual upgrade would leave: another environment
 GLOO_SECONDS = 90.0
 KERNEL_SECONDS = 300.0
-ENTRY_POINTS = {
-    "sglang.srt.platforms": ("slime_like_cpu",),
-    "sglang.srt.plugins": (
-        "slime_like_cpu",
-        "slime_like_dcp",
-        "slime_like_kv_capacity",
-        "slime_like_rollout_sampling",
-        "slime_like_weight_commit",
-    ),
-}
 
 
 def check_versions() -> Iterator[DoctorFinding]:
@@ -82,8 +73,7 @@ def _installed(name: str) -> str | None:
 def check_plugins() -> Iterator[DoctorFinding]:
     """Check the entry points by which SGLang finds our platform and plugins."""
     for group, names in ENTRY_POINTS.items():
-        registered = {point.name for point in importlib.metadata.entry_points(group=group)}
-        absent = [name for name in names if name not in registered]
+        absent = missing_entry_points(group)
         yield DoctorFinding(
             Level.MISSING if absent else Level.OK,
             "entry points",

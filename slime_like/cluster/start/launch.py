@@ -37,6 +37,7 @@ from slime_like.distributed.forensics import report as forensics
 from slime_like.errors import DeadlineExceeded, EngineError, SlimeLikeError, WorkerError, exit_code
 from slime_like.metrics.sinks import SinkGroup, open_sinks
 from slime_like.printable import visible
+from slime_like.rollout.engine.plugins import check_entry_points
 from slime_like.util.deadline import Deadline
 
 STOPPED = 130  # exit code
@@ -105,6 +106,8 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
 def _planned(cfg: TrainConfig) -> Plan:
     plan = make_plan(cfg, probe_machine())
     check_limits(plan.device)
+    if plan.engines:
+        check_entry_points()
     return plan
 
 

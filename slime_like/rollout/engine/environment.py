@@ -7,6 +7,7 @@ import os
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine.model_config import other_models
+from slime_like.rollout.engine.plugins import WHITELIST, extended_whitelist
 from slime_like.util.ports import interface_environment
 
 LOOPBACK = "127.0.0.1"
@@ -45,6 +46,7 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         environment = NO_CRASH_DUMPS | environment
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
+        WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),
         "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
         "TMPDIR": scratch,
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to

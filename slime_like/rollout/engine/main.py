@@ -115,6 +115,8 @@ def serve(arguments: dict[str, Any]) -> None:
     with heavy_imports():
         plugins: Any = importlib.import_module("sglang.srt.plugins")
         plugins.load_plugins()
+        hooks: Any = importlib.import_module("slime_like_plugins.sglang_hooks")
+        hooks.stop_unless_loaded()
         server_args: Any = importlib.import_module("sglang.srt.server_args")
         http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
     http_server.launch_server(server_args.ServerArgs(**arguments))

@@ -1,0 +1,44 @@
+"""Entry points by which SGLang finds the plugins of an engine. SGLang skips a missing entry point without an error."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+from slime_like.errors import ConfigError
+
+PLUGINS_GROUP = "sglang.srt.plugins"
+ENTRY_POINTS = {
+    "sglang.srt.platforms": ("slime_like_cpu",),
+    PLUGINS_GROUP: (
+        "slime_like_cpu",
+        "slime_like_dcp",
+        "slime_like_kv_capacity",
+        "slime_like_rollout_sampling",
+        "slime_like_weight_commit",
+    ),
+}
+"""Group -> names, as in setup.py."""
+WHITELIST = "SGLANG_PLUGINS"  # comma-separated entry points that SGLang may load; empty or unset: all
+
+
+def missing_entry_points(group: str) -> list[str]:
+    """Return the entry points of ``group`` that this installation does not register."""
+    registered = {point.name for point in importlib.metadata.entry_points(group=group)}
+    return [name for name in ENTRY_POINTS[group] if name not in registered]
+
+
+def check_entry_points() -> None:
+    """Raise ``ConfigError`` naming the entry points that this installation does not register. Takes 50 ms."""
+    missing = [f"{group}: {name}" for group in ENTRY_POINTS for name in missing_entry_points(group)]
+    if missing:
+        raise ConfigError(
+            f"the environment of {sys.executable} does not register the entry points {', '.join(missing)}: it was set up "
+            "before these plugins existed, and SGLang would start engines without them; run `bash scripts/setup.sh`"
+        )
+
+
+def extended_whitelist(whitelist: str) -> str:
+    """Return the user's ``SGLANG_PLUGINS`` with the entry points of this project; empty if it is empty."""
+    names = [name for name in map(str.strip, whitelist.split(",")) if name]
+    return ",".join(dict.fromkeys([*names, *ENTRY_POINTS[PLUGINS_GROUP]])) if names else ""
