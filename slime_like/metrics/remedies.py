@@ -23,7 +23,8 @@ REMEDIES = {
     "rollout/restarted_groups": "lower rollout.over_sampling_batch_size or raise rollout.max_partial_staleness",
     "rollout/wasted_tokens": "rollout.partial_rollout=true keeps them",
     "rollout/engine_load_max": "use smaller groups (rollout.n_samples_per_prompt), or more of them",
-    "rollout/kv_usage": "near 1: more concurrent requests do not fit; raise rollout.sglang.mem_fraction_static or rollout.tp",
+    "rollout/kv_usage": "near 1: more concurrent requests do not fit; raise rollout.sglang.mem_fraction_static or rollout.tp, or set "
+    "rollout.dcp if rollout.tp exceeds the model's KV heads",
     "rollout/retractions": "set rollout.max_running_requests=auto, or a lower number",
     "rollout/refills": "choose other prompts; rollout/dropped_groups gives the reasons",
     "rollout/engine_restarts": "read logs/engine_*.log; if health checks fail because the machine is slow: raise "

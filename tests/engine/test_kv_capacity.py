@@ -11,6 +11,7 @@ import pytest
 
 from slime_like.interfaces import Completion, Sampling
 from slime_like.rollout.engine.replies import KvUsage
+from slime_like.util.deadline import Deadline
 from tests.engine.conftest import VOCAB, Engine, Models, make_sampling, prompt, start
 
 pytestmark = pytest.mark.engine
@@ -70,8 +71,9 @@ def test_a_pause_is_no_retraction_and_a_report_resets_the_counts(auto_engine: En
         running = asyncio.ensure_future(
             auto_engine.client.generate(prompt(8), list(range(8)), make_sampling(tokens=150))
         )
+        deadline = Deadline("test", "requests that run", 60)
         while not (await auto_engine.client.kv_usage()).running_requests_max:
-            pass
+            deadline.remaining("8 requests")
         await auto_engine.client.pause()
         await auto_engine.client.resume()
         await running
