@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,3 +256,27 @@ def test_small_states_get_four_slots_per_running_request() -> None:
     assert states.slots(Config, None) == 4 * states.RUNNING
     assert states.slots(Config, 10**6) is None
     assert states.slots(object(), None) is None  # no linear attention
+
+
+@pytest.mark.parametrize(("config", "disabled"), [(Config, True), (object(), False)])
+@pytest.mark.parametrize("max_running_requests", [8, 10**6])
+def test_the_prefix_cache_is_off_with_dcp_for_states_of_any_size(
+    config: object, disabled: bool, max_running_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.arg_groups import overrides
+
+    from slime_like_plugins.sglang_cpu.platform import PlainCpu
+
+    model = SimpleNamespace(hf_text_config=config)
+    monkeypatch.setattr(overrides, "model_config_of", lambda server_args: model)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    fields = dict.fromkeys(("attention_backend", "max_total_tokens", "mem_fraction_static", "max_mamba_cache_size"))
+    arguments = SimpleNamespace(
+        **fields,
+        **dict.fromkeys(("tp_size", "pp_size"), 1),
+        mamba_radix_cache_strategy="auto",
+        dcp_size=2,
+        max_running_requests=max_running_requests,
+        disable_radix_cache=False,
+    )
+    PlainCpu().apply_server_args_defaults(arguments)
+    assert arguments.disable_radix_cache is disabled

@@ -55,7 +55,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             server_args.mamba_radix_cache_strategy = "no_buffer"
         if server_args.max_mamba_cache_size is None:
             server_args.max_mamba_cache_size = state_slots(server_args)
-        if server_args.dcp_size > 1 and state_slots(server_args) is not None:
+        if server_args.dcp_size > 1 and has_states(server_args):
             # A cached prefix ends at a multiple of dcp_size, but only the state at a sequence's last token is kept.
             server_args.disable_radix_cache = True
         ranks = server_args.tp_size * server_args.pp_size
@@ -101,9 +101,18 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
 
 def state_slots(server_args: Any) -> int | None:
-    """Return the number of linear attention states to allocate, if the model has any."""
+    """Return the number of linear attention states to allocate; ``None`` without states, or if SGLang is to choose it."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from slime_like_plugins.sglang_cpu.hybrid.states import slots
 
     return slots(model_config_of(server_args).hf_text_config, server_args.max_running_requests)
+
+
+def has_states(server_args: Any) -> bool:
+    """Return whether the model has linear attention states, of any size."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from slime_like_plugins.sglang_cpu.hybrid.states import state_bytes
+
+    return state_bytes(model_config_of(server_args).hf_text_config) > 0
