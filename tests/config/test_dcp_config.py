@@ -15,6 +15,7 @@ from slime_like.errors import ConfigError
 from tests.config.bad_input import each_rule, message, one_message
 from tests.config.machines import SERVER
 from tests.config.model_folder import write_model
+from tests.config.test_hybrid_models import HYBRID
 
 ON = "rollout.tp=8 rollout.dcp=2"
 # extra arguments, then words that the message must contain
@@ -50,7 +51,15 @@ RULES = {
         f"{ON} rollout.sglang.enable_deterministic_inference=true",
         "enable_deterministic_inference=True",
     ),
-    "quantised cache": (f"{ON} rollout.sglang.kv_cache_dtype=fp4_e2m1", "kv_cache_dtype=fp4_e2m1"),
+    "two shardings": (f"{ON} rollout.sglang.enable_kv_cache_sharding=true", "enable_kv_cache_sharding=True"),
+    "symmetric memory": (f"{ON} rollout.sglang.enable_symm_mem=true", "enable_symm_mem=True", "not tested"),
+    "two batches": (f"{ON} rollout.sglang.enable_two_batch_overlap=true", "enable_two_batch_overlap=True"),
+    "external cache": (f"{ON} rollout.sglang.enable_lmcache=true", "enable_lmcache=True"),
+    "backup": (
+        f"{ON} rollout.sglang.disaggregation_decode_retraction_backup=host_pool",
+        "disaggregation_decode_retraction_backup='host_pool'",
+    ),
+    "quantised cache": (f"{ON} rollout.sglang.kv_cache_dtype=fp4_e2m1", "kv_cache_dtype='fp4_e2m1'"),
 }
 
 
@@ -79,6 +88,19 @@ def test_one_exchange_on_a_gpu(plan: Callable[..., Plan]) -> None:
         ConfigError, match=r"rollout\.dcp_comm=a2a with placement\.device=cuda.*set rollout\.dcp_comm=ag_rs"
     ):
         plan(*ON.split(), "rollout.dcp_comm=a2a", machine=SERVER)
+
+
+def test_a_hybrid_model_on_a_cpu_has_no_prefix_cache(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", **(HYBRID | {"num_key_value_heads": 1}))
+    extra = (
+        "rollout.tp=2",
+        "rollout.dcp=2",
+        f"model.hf_checkpoint={folder}",
+        "rollout.sglang.disable_radix_cache=false",
+    )
+    with pytest.raises(ConfigError, match=r"disable_radix_cache=False with rollout\.dcp=2 and the hybrid model"):
+        plan(*extra)
+    plan(*extra[:-1])
 
 
 @pytest.mark.parametrize(("setting", "exchange"), [("auto", "a2a"), ("ag_rs", "ag_rs"), ("a2a", "a2a")])

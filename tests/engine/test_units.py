@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like.config.schema.dcp import UNSUPPORTED_FIELDS
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import environment as engine_environment
@@ -240,6 +241,25 @@ def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytes
     setup = (Path(__file__).parents[2] / "setup.py").read_text()
     assert all(f'"{name} = ' in setup for name in points)
     assert setup.count(":load") + setup.count(":activate") == sum(map(len, ENTRY_POINTS.values()))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("enable_symm_mem", True), ("enable_two_batch_overlap", True), ("kv_cache_dtype", "fp4_e2m1")]
+)
+def test_dcp_checks_the_fields_that_sglang_resolved(field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups import overrides
+
+    from slime_like_plugins.dcp import hooks
+
+    values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
+    sizes = {"dcp_size": 2, "tp_size": 2, "attn_dp_size": 1, "device": "cpu"}
+    model = SimpleNamespace(is_hybrid_swa=False, get_total_num_kv_heads=lambda: 1)
+    for name, result in (("attention_backends_of", ["slime_like_cpu"]), ("model_config_of", model)):
+        monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
+    monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments)  # pyright: ignore
+    assert hooks.obstacle(SimpleNamespace(**sizes, **values)) is None
+    text = hooks.obstacle(SimpleNamespace(**sizes, **(values | {field: value})))
+    assert text is not None and f"SGLang resolved {field}={value!r}" in text
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime_like.config.schema.dcp import backend_obstacle, kv_head_obstacle
+from slime_like.config.schema.dcp import UNSUPPORTED_FIELDS, backend_obstacle, field_obstacle, kv_head_obstacle
 from slime_like_plugins.dcp import NAME
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -51,6 +51,10 @@ def obstacle(server_args: Any) -> str | None:
             return (
                 f"SGLang resolved the attention backend {backend!r}, which cannot serve with dcp_size={dcp}: {reason}"
             )
+    for field in UNSUPPORTED_FIELDS:
+        value = getattr(view, field)
+        if reason := field_obstacle(field, value):
+            return f"SGLang resolved {field}={value!r}, which is not allowed with dcp_size={dcp}: {reason}"
     config = model_config_of(server_args)
     if config.is_hybrid_swa:
         return f"dcp_size={dcp} for a model with sliding windows, whose KV cache SGLang does not shard"

@@ -16,7 +16,7 @@ from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
 from slime_like.cluster.plan.types import Decision, PlanDecisions, Role
-from slime_like.config.rules.dcp import check_dcp_device
+from slime_like.config.rules.dcp import check_dcp_device, check_dcp_states
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
@@ -81,6 +81,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     device = _device(cfg, machine, decisions)
     check_drafts(cfg, device)
     check_dcp_device(cfg, device)
+    check_dcp_states(cfg, device, model)
     dtype = cfg.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"

@@ -6,28 +6,18 @@ again in the engine, on the values that SGLang resolves (``slime_like_plugins.dc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from slime_like.config.rules.hf import HfConfig
-from slime_like.config.schema.dcp import SUPPORTED_BACKENDS, backend_obstacle, kv_head_obstacle
+from slime_like.config.schema.dcp import (
+    SUPPORTED_BACKENDS,
+    UNSUPPORTED_FIELDS,
+    backend_obstacle,
+    field_obstacle,
+    kv_head_obstacle,
+)
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
-    "attn_cp_size": (1, "its ranks and those of DCP would both split a sequence"),
-    "dcp_replicate_q_proj": (
-        None,
-        "only models with multi-head latent attention have the projection that it replicates",
-    ),
-    "disaggregation_mode": ("null", "prefill and decode run in the same engine here"),
-    "enable_deterministic_inference": (False, "SGLang's deterministic kernels are not used with DCP"),
-    "enable_hierarchical_cache": (False, "SGLang copies sharded keys and values to the host only for latent attention"),
-    "enable_prefill_cp": (False, "SGLang does not support both"),
-    "enable_unified_memory": (False, "SGLang supports it with DCP only for latent attention"),
-    "speculative_algorithm": (None, "the draft's and the target's KV caches would have different layouts"),
-}
-"""Field of ServerArgs -> the value that DCP requires, and the reason."""
 
 
 def check_dcp(cfg: TrainConfig) -> None:
@@ -45,18 +35,12 @@ def check_dcp(cfg: TrainConfig) -> None:
             f"rollout.dcp={rollout.dcp} with run.deterministic=true: the sums over a sequence would be split over ranks; "
             "set rollout.dcp=1, or run.deterministic=false"
         )
-    for field, (required, reason) in UNSUPPORTED_FIELDS.items():
-        value = rollout.sglang.get(field, required)
-        if value not in (required, None, False):
+    for field in UNSUPPORTED_FIELDS:
+        value = rollout.sglang.get(field)
+        if reason := field_obstacle(field, value):
             raise ConfigError(
                 f"rollout.sglang.{field}={value!r} with rollout.dcp={rollout.dcp}: {reason}; remove it, or set rollout.dcp=1"
             )
-    dtype = str(rollout.sglang.get("kv_cache_dtype", "auto"))
-    if dtype.startswith(("fp4", "mxfp")):
-        raise ConfigError(
-            f"rollout.sglang.kv_cache_dtype={dtype} with rollout.dcp={rollout.dcp}: SGLang does not write blocks of quantised "
-            "keys and values to a sharded cache; remove it, or set rollout.dcp=1"
-        )
 
 
 def check_dcp_device(cfg: TrainConfig, device: str) -> None:
@@ -89,6 +73,17 @@ def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
         )
     if reason := kv_head_obstacle(_attention_tp(cfg), dcp, model.num_kv_heads):
         raise ConfigError(f"rollout.dcp={dcp} for the model in {model.folder}: {reason}")
+
+
+def check_dcp_states(cfg: TrainConfig, device: str, model: HfConfig | None) -> None:
+    """Raise ``ConfigError`` if ``rollout.dcp`` needs the prefix cache off on ``device`` and the config turns it on."""
+    cached = cfg.rollout.sglang.get("disable_radix_cache") is False
+    if cached and cfg.rollout.dcp != 1 and device == "cpu" and model is not None and model.gdn is not None:
+        raise ConfigError(
+            f"rollout.sglang.disable_radix_cache=False with rollout.dcp={cfg.rollout.dcp} and the hybrid model in {model.folder}: "
+            "the state of a linear-attention layer is only kept at the last token of a sequence, so engines on a CPU have no "
+            "prefix cache with DCP; remove it, or set rollout.dcp=1"
+        )
 
 
 def _attention_tp(cfg: TrainConfig) -> int:

@@ -23,6 +23,46 @@ UNSUPPORTED_BACKENDS: Mapping[str, str] = {
 }
 """Attention backend -> reason why it cannot serve with DCP; a backend in neither table is refused as untested."""
 
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
+    "attn_cp_size": (1, "its ranks and those of DCP would both split a sequence"),
+    "disaggregation_decode_retraction_backup": ("cpu_tensor", "SGLang does not support a backup on the host with DCP"),
+    "dcp_replicate_q_proj": (
+        None,
+        "only models with multi-head latent attention have the projection that it replicates",
+    ),
+    "disaggregation_mode": ("null", "prefill and decode run in the same engine here"),
+    "dllm_algorithm": (
+        None,
+        "SGLang's attention of diffusion language models does not read a sharded KV cache",
+    ),
+    "enable_deterministic_inference": (False, "SGLang's deterministic kernels are not used with DCP"),
+    "enable_flexkv": (False, "an external cache stores rows of a KV cache that is not sharded"),
+    "enable_hierarchical_cache": (False, "SGLang copies sharded keys and values to the host only for latent attention"),
+    "enable_hisparse": (False, "SGLang's host pool does not translate indices of a sharded cache"),
+    "enable_kv_cache_sharding": (False, "both would widen the indices of the KV cache"),
+    "enable_lmcache": (False, "an external cache stores rows of a KV cache that is not sharded"),
+    "enable_pdmux": (False, "prefill and decode would exchange on the group at the same time, which was not tested"),
+    "enable_prefill_cp": (False, "SGLang does not support both"),
+    "enable_symm_mem": (False, "exchanges from symmetric memory were not tested"),
+    "enable_two_batch_overlap": (False, "exchanges of two batches at the same time were not tested"),
+    "enable_unified_cache_external_linker": (False, "an external cache stores rows of a KV cache that is not sharded"),
+    "enable_unified_memory": (False, "SGLang supports it with DCP only for latent attention"),
+    "kv_cache_dtype": ("auto", "SGLang does not write blocks of quantised keys and values to a sharded cache"),
+    "speculative_algorithm": (None, "the draft's and the target's KV caches would have different layouts"),
+}
+"""Field of ServerArgs -> the value that DCP requires, and the reason."""
+QUANTISED = ("fp4", "mxfp")  # prefixes of the KV cache's dtypes that are refused
+
+
+def field_obstacle(field: str, value: object) -> str | None:
+    """Return the reason why DCP excludes ``value`` of a field of ServerArgs, or None. The value None is SGLang's default."""
+    if field not in UNSUPPORTED_FIELDS:
+        return None
+    required, reason = UNSUPPORTED_FIELDS[field]
+    if field == "kv_cache_dtype":
+        return reason if str(value).startswith(QUANTISED) else None
+    return None if value in (required, None, False) else reason
+
 
 def backend_obstacle(backend: str, device: str) -> str | None:
     """Return the reason why an attention backend of SGLang cannot serve with DCP on ``device``, or None."""
