@@ -53,7 +53,7 @@ LEFT_BY_TRAINER = ("CUDA context", "communicators")
 
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
     """Return the memory of a shared GPU if both roles stay, if the engine releases its memory for training, and if both do."""
-    fixed = engine.table.total - engine.pool
+    fixed = engine.table.total - engine.table.of("KV cache")
     engine_left, trainer_left = engine.table.of(*LEFT_BY_ENGINE), trainer.of(*LEFT_BY_TRAINER)
     return tuple(
         Phases(

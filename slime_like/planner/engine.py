@@ -247,7 +247,7 @@ def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
     states = pool * STATE_SHARE if slot and pool > 0 else 0.0
     if slot:
         slots = int(states // slot)
-    pools = items(("recurrent states", states, f"{slots} slots"), ("KV cache", pool - states, ""))
+    pools = items(("recurrent states", states, f"{slots} slots"), ("KV cache", max(0.0, pool - states), ""))
     return EngineMemory(
         table=MemoryTable((*weights, *runtime, *pools)),
         pool=pool - states,

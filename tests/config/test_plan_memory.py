@@ -58,6 +58,28 @@ def test_an_engine_that_takes_too_much_is_lowered() -> None:
     assert plan("qwen3_4b_gsm8k", fix).memory.least <= plan("qwen3_4b_gsm8k").memory.available
 
 
+@pytest.mark.parametrize(
+    ("static", "problem"), [(0.15, "less than its weights"), (0.2038, "holds no sequence of 1,536")]
+)
+def test_an_engine_that_cannot_hold_one_sequence_is_refused_and_every_named_key_mends_it(
+    static: float, problem: str
+) -> None:
+    model = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "parallel.ep=4")
+    overrides = {"rollout.sglang.mem_fraction_static": f"{static}"}
+    machine = described_machine("8xH200")
+    with pytest.raises(ConfigError, match=f"an engine with rollout.tp=2 .*{problem}.*: set rollout") as refusal:
+        plan("qwen3_4b_gsm8k_async", *model, *(f"{k}={v}" for k, v in overrides.items()), machine=machine)
+    fixes = re.findall(r"rollout\.[a-z_.]+=[\d.]+", str(refusal.value).split(": set ")[1])
+    assert fixes
+    for fix in fixes:
+        changed = overrides | dict([fix.split("=")])
+        engines = ("rollout.num_engines=1",) if "rollout.tp" in fix else ()
+        memory = plan(
+            "qwen3_4b_gsm8k_async", *model, *engines, *(f"{k}={v}" for k, v in changed.items()), machine=machine
+        ).memory
+        assert memory.engine is not None and memory.engine.requests(1_536) >= 1
+
+
 def test_a_run_that_fits_only_without_the_allocators_overhead_is_warned() -> None:
     tight = plan("qwen3_4b_gsm8k", "model.recompute=none", machine=described_machine("8xH200"))
     assert tight.memory.least <= tight.memory.available < tight.memory.needed

@@ -92,6 +92,12 @@ def test_everything_in_the_table_adds_up_to_the_gpu_of_a_tuned_engine() -> None:
     assert memory.table.total == pytest.approx(H20.gpu.memory)
 
 
+def test_weights_above_the_gpu_leave_no_pool_and_no_negative_item() -> None:
+    memory = engine_memory(find_shape("MODEL", "Qwen3-235B-A22B"), EngineSettings(1), H20)
+    assert memory.pool < 0 and memory.tokens == memory.requests(1) == 0
+    assert memory.table.total > H20.gpu.memory and all(item.num_bytes > 0 for item in memory.table.items)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [

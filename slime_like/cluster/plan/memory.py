@@ -89,6 +89,8 @@ def plan_memory(
     plan = demand.plan()
     if plan.least > plan.available:
         raise ConfigError(_refusal(demand, plan))
+    if not _serves(demand, plan):
+        raise ConfigError(_engine_refusal(demand, plan))
     if plan.needed > plan.available:
         return replace(plan, warning=_refusal(demand, plan))
     return plan
@@ -252,8 +254,52 @@ def _refusal(demand: _Demand, plan: MemoryPlan) -> str:
 
 def _fits(demand: _Demand) -> bool:
     plan = demand.plan()
-    held = plan.engine is None or plan.engine.requests(demand.engines[0].context_length) >= 1
-    return plan.needed <= plan.available and held
+    return plan.needed <= plan.available and _serves(demand, plan)
+
+
+def _serves(demand: _Demand, plan: MemoryPlan) -> bool:
+    """Return whether the engine starts and its KV cache holds one sequence of the context length."""
+    if plan.engine is None:
+        return True
+    return plan.engine.pool > 0 and plan.engine.requests(demand.engines[0].context_length) >= 1
+
+
+def _starts(demand: _Demand) -> bool:
+    plan = demand.plan()
+    return plan.least <= plan.available and _serves(demand, plan)
+
+
+def _engine_refusal(demand: _Demand, plan: MemoryPlan) -> str:
+    """Return the message of an engine that cannot hold one sequence, with the changes that make it hold one."""
+    assert plan.engine is not None, "_serves accepts a plan without engines"
+    spec = demand.engines[0]
+    weights, pool = plan.engine.table.of(*_WEIGHTS), plan.engine.pool
+    fixes = [key for key, _ in _engine_remedies(demand)]
+    advice = f"set {' or '.join(fixes)}" if fixes else "raise rollout.tp, or use more or larger GPUs"
+    if pool <= 0:
+        problem = f"its share of a GPU of {gib(plan.available)} is {gib(weights + pool)}, less than its weights"
+    else:
+        problem = f"its KV cache of {plan.engine.tokens:,} tokens holds no sequence of {spec.context_length:,} tokens"
+    return (
+        f"an engine with rollout.tp={spec.tp} has {gib(weights)} of weights on each {plan.gpu}, and {problem}: "
+        f"{advice} (docs/planner.md)"
+    )
+
+
+def _engine_remedies(demand: _Demand) -> Iterator[tuple[str, _Demand]]:
+    """Yield the changes that leave an engine more memory: the smallest sufficient static fraction and tensor parallel size."""
+    statics = (percent / 100 for percent in range(10, 95, 5))
+    changes = ((f"rollout.sglang.mem_fraction_static={share:g}", replace(demand, static=share)) for share in statics)
+    yield from next(([change] for change in changes if _starts(change[1])), [])
+    assert demand.shapes.actor is not None, "plan_memory returned early"
+    spec, heads = demand.engines[0], demand.shapes.actor.heads
+    tp = 2 * spec.tp
+    while tp <= demand.hardware.gpus and heads % tp == 0:
+        wider = replace(demand, engines=(replace(spec, tp=tp), *demand.engines[1:]))
+        if _starts(wider):
+            yield f"rollout.tp={tp}", wider
+            return
+        tp *= 2
 
 
 def _remedies(demand: _Demand, plan: MemoryPlan) -> Iterator[tuple[str, _Demand]]:
