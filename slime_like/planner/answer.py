@@ -32,7 +32,7 @@ class EngineAnswer:
 
     @property
     def _limited_by_states(self) -> bool:
-        return bool(self.memory.slot_bytes) and self.batch == self.memory.groups * self.memory.state_slots
+        return bool(self.memory.slot_bytes) and self.batch == self.memory.groups * self.memory.state_requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class EngineSettings:
     graph_requests: int | None = None  # of the largest CUDA graph; None: SGLang's default
     replicated_head: bool = False  # SGLang's enable_dp_lm_head
     max_running: int | None = None  # SGLang's max_running_requests
+    states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
 
     @property
     def attention_tp(self) -> int:
@@ -50,7 +51,7 @@ class EngineMemory:
     pool: float  # bytes for keys and values; negative if the engine does not start
     token_bytes: float  # of one token of a sequence, on one rank
     slot_bytes: float  # recurrent state of one request, on one rank
-    state_slots: int
+    state_requests: int  # requests of one group whose recurrent states fit
     groups: int  # independent attention groups, each with its own pool
 
     @property
@@ -66,7 +67,7 @@ class EngineMemory:
     def requests(self, tokens_per_request: float) -> int:
         """Return the number of requests of this length that the engine holds at once."""
         fit = int(self.group_tokens // max(1.0, tokens_per_request))
-        return self.groups * (min(fit, self.state_slots) if self.slot_bytes else fit)
+        return self.groups * (min(fit, self.state_requests) if self.slot_bytes else fit)
 
 
 def check_engine(shape: ModelShape, settings: EngineSettings) -> None:
@@ -253,6 +254,6 @@ def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         pool=pool - states,
         token_bytes=token_bytes(shape, s),
         slot_bytes=slot,
-        state_slots=slots,
+        state_requests=slots // s.states_per_request,
         groups=s.dp_attention,
     )

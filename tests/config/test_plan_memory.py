@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from slime_like.cluster.plan.machine import Machine, described_machine
+from slime_like.cluster.plan.memory import engine_settings
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import CheckpointError, ConfigError
 
 H100 = described_machine("8xH100")
@@ -78,6 +80,26 @@ def test_an_engine_that_cannot_hold_one_sequence_is_refused_and_every_named_key_
             "qwen3_4b_gsm8k_async", *model, *engines, *(f"{k}={v}" for k, v in changed.items()), machine=machine
         ).memory
         assert memory.engine is not None and memory.engine.requests(1_536) >= 1
+
+
+@pytest.mark.parametrize(
+    ("device", "dcp", "options", "states"),
+    [
+        ("cuda", 1, {}, 5),
+        ("cuda", 1, {"disable_overlap_schedule": True}, 3),
+        ("cuda", 1, {"mamba_radix_cache_strategy": "extra_buffer", "disable_overlap_schedule": True}, 4),
+        ("cuda", 1, {"mamba_radix_cache_strategy": "extra_buffer_lazy"}, 4),
+        ("cuda", 1, {"mamba_radix_cache_strategy": "no_buffer"}, 3),
+        ("cuda", 1, {"disable_radix_cache": True}, 1),
+        ("cpu", 1, {}, 3),
+        ("cpu", 2, {}, 1),
+    ],
+)
+def test_recurrent_states_per_request_are_sglangs(
+    device: str, dcp: int, options: dict[str, object], states: int
+) -> None:
+    spec = EngineSpec("", device, "bfloat16", 2, 64, 0, "", 1.0, dcp=dcp, sglang=options)
+    assert engine_settings(spec).states_per_request == states
 
 
 def test_a_run_that_fits_only_without_the_allocators_overhead_is_warned() -> None:

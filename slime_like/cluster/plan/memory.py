@@ -110,7 +110,8 @@ def _host_plan(
         tokens = host_tokens(shape, settings, machine.memory_bytes, limit)
         per_token, per_state = token_bytes(shape, settings), state_bytes(shape, settings)
         table = host_engine(shape, settings, tokens)
-        memory = EngineMemory(table, tokens * per_token, per_token, per_state, host_slots(settings), groups=1)
+        requests = host_slots(settings) // settings.states_per_request
+        memory = EngineMemory(table, tokens * per_token, per_token, per_state, requests, groups=1)
         tables.append(("engine", table))
         if (dcp := _wider_dcp(shape, settings, actor)) > 1:
             wider = dcp, host_tokens(shape, replace(settings, dcp=dcp), machine.memory_bytes, limit)
@@ -231,7 +232,22 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
         graph_requests=0 if options.get("disable_cuda_graph") else options.get("cuda_graph_max_bs"),
         replicated_head=bool(options.get("enable_dp_lm_head")),
         max_running=spec.max_running_requests,
+        states_per_request=_states_per_request(spec),
     )
+
+
+def _states_per_request(spec: EngineSpec) -> int:
+    """Return the recurrent states that SGLang counts per request: three, and those that its radix cache tracks."""
+    options = spec.sglang
+    on_host = spec.device == "cpu"
+    if options.get("disable_radix_cache") or (on_host and spec.dcp > 1):  # the CPU platform disables it under DCP
+        return 1
+    strategy, overlap = options.get("mamba_radix_cache_strategy", "auto"), not options.get("disable_overlap_schedule")
+    if strategy == "auto":
+        paged = (options.get("page_size") or 1) > 1
+        strategy = "extra_buffer" if not on_host and (overlap or paged) else "no_buffer"
+    tracked = {"no_buffer": 0, "extra_buffer_lazy": 1}.get(strategy, 2 if overlap else 1)
+    return 3 + tracked
 
 
 def _without(table: MemoryTable, *names: str) -> MemoryTable:
