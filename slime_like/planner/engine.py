@@ -36,6 +36,7 @@ class EngineSettings:
     replicated_head: bool = False  # SGLang's enable_dp_lm_head
     max_running: int | None = None  # SGLang's max_running_requests
     states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
+    max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
 
     @property
     def attention_tp(self) -> int:
@@ -248,11 +249,14 @@ def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
     states = pool * STATE_SHARE if slot and pool > 0 else 0.0
     if slot:
         slots = int(states // slot)
-    pools = items(("recurrent states", states, f"{slots} slots"), ("KV cache", max(0.0, pool - states), ""))
+    per_token, cache = token_bytes(shape, s), pool - states
+    if s.max_tokens is not None:
+        cache = min(cache, s.max_tokens * s.dcp * per_token)
+    pools = items(("recurrent states", states, f"{slots} slots"), ("KV cache", max(0.0, cache), ""))
     return EngineMemory(
         table=MemoryTable((*weights, *runtime, *pools)),
-        pool=pool - states,
-        token_bytes=token_bytes(shape, s),
+        pool=cache,
+        token_bytes=per_token,
         slot_bytes=slot,
         state_requests=slots // s.states_per_request,
         groups=s.dp_attention,

@@ -15,6 +15,7 @@ from slime_like.cluster.plan.memory import engine_settings
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
+from slime_like.config.rules import foreign
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import CheckpointError, ConfigError
 
@@ -100,6 +101,41 @@ def test_recurrent_states_per_request_are_sglangs(
 ) -> None:
     spec = EngineSpec("", device, "bfloat16", 2, 64, 0, "", 1.0, dcp=dcp, sglang=options)
     assert engine_settings(spec).states_per_request == states
+
+
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_max_total_tokens_bounds_the_cache_of_a_gpu_for_each_dcp_rank(dcp: int) -> None:
+    wide = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
+    overrides = (*wide, "placement.actor_num_gpus_per_node=8", "rollout.sglang.max_total_tokens=65536")
+    memory = plan("qwen3_4b_gsm8k_async", *overrides, f"rollout.dcp={dcp}", machine=described_machine("16xH200")).memory
+    assert memory.engine is not None and memory.engine.tokens == 65_536 * dcp
+    table = dict(memory.tables)["engine"]
+    assert table.of("KV cache") == memory.engine.tokens * memory.engine.token_bytes
+
+
+class RecordingOptions(dict[str, object]):
+    """Options of an engine that record the fields read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: set[str] = set()
+
+    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]
+        self.fields.add(key)
+        return default
+
+
+def test_every_engine_field_that_the_plan_reads_can_be_set() -> None:
+    options = RecordingOptions()
+    engine_settings(EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang=options))
+    assert {"attn_dp_size", "cuda_graph_max_bs_decode", "max_total_tokens"} <= options.fields
+    assert options.fields <= foreign.table(foreign.SGLANG).keys() - foreign.OWNED[foreign.SGLANG].keys()
+
+
+@pytest.mark.parametrize("field", ["disable_cuda_graph", "disable_decode_cuda_graph"])
+def test_an_engine_without_decode_graphs_reserves_none(field: str) -> None:
+    spec = EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang={field: True})
+    assert engine_settings(spec).graph_requests == 0
 
 
 def test_a_run_that_fits_only_without_the_allocators_overhead_is_warned() -> None:

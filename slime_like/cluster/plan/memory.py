@@ -220,19 +220,21 @@ def trainer_settings(spec: RankSpec) -> TrainerSettings:
 def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
     """Return the planner's settings of an engine; fields of ``rollout.sglang`` that it does not know are ignored."""
     options = spec.sglang
+    eager = options.get("disable_cuda_graph") or options.get("disable_decode_cuda_graph")
     wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
     return EngineSettings(
         gpus=spec.tp,
         dcp=spec.dcp,
-        dp_attention=int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1,
+        dp_attention=int(options.get("attn_dp_size") or 1),
         weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
         kv_bytes=wide,
         static=static or options.get("mem_fraction_static"),
         chunk=int(options.get("chunked_prefill_size") or 8_192),
-        graph_requests=0 if options.get("disable_cuda_graph") else options.get("cuda_graph_max_bs"),
+        graph_requests=0 if eager else options.get("cuda_graph_max_bs_decode"),
         replicated_head=bool(options.get("enable_dp_lm_head")),
         max_running=spec.max_running_requests,
         states_per_request=_states_per_request(spec),
+        max_tokens=options.get("max_total_tokens"),
     )
 
 
