@@ -182,6 +182,25 @@ def test_dcp_is_suggested_if_the_cache_limits_the_rollout_and_ranks_repeat_heads
     assert "rollout.dcp" not in show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100")
 
 
+def test_max_running_requests_limits_a_rollout_before_the_cache_does() -> None:
+    short = ("rollout.tp=4", "rollout.sglang.max_total_tokens=2048", "rollout.max_running_requests=8")
+    cfg = load_config(["+recipe=quickstart", *short], files=False, machine=False)
+    laptop = Machine(0, 4, 16 * 2**30, ())
+    text = render_plan(cfg, make_plan(cfg, laptop), laptop)
+    assert "limited by rollout.max_running_requests" in text and "rollout.dcp=2" not in text
+
+
+def test_samples_in_flight_include_the_over_sampled_groups() -> None:
+    texts = [
+        show_plan(["+recipe=qwen3_4b_gsm8k_async", f"rollout.over_sampling_batch_size={groups}"], "8xH200")
+        for groups in (1_024, 2_048)
+    ]
+    assert [int(re.findall(r"samples ([\d,]+) per engine", text)[0].replace(",", "")) for text in texts] == [
+        2_560,
+        5_120,
+    ]
+
+
 def test_cores_are_counted_per_node() -> None:
     cluster = ("placement.ray_address=auto", "placement.actor_num_nodes=4", "rollout.num_engines=16")
     one = plan("qwen3_4b_gsm8k")

@@ -352,10 +352,11 @@ def _num_devices(demand: _Demand, name: str) -> int:
 _WEIGHTS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norms", "embedding", "output layer")
 
 
-def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int) -> Iterator[str]:
+def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int, max_running: int | None = None) -> Iterator[str]:
     """Describe the memory of each role on a GPU, and the sequences that fit the cache.
 
-    ``sequence`` is the longest sequence in tokens, ``in_flight`` the number that one engine samples in a rollout.
+    ``sequence`` is the longest sequence in tokens, ``in_flight`` the number that one engine samples in a rollout, and
+    ``max_running`` the configured limit on the requests of one engine.
     """
     if plan.unknown:
         yield f"memory     not predicted: {plan.unknown}"
@@ -370,10 +371,19 @@ def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int) -> Iterator[st
         yield f"  {role:<9}{gib(table.total)}: {parts}"
     if plan.engine is not None:
         fit = plan.engine.requests(sequence)
-        limit = "the KV cache" if fit < in_flight else "the rollout's size"
+        limit = _limit(plan.engine, fit, in_flight, max_running)
         yield (
             f"  KV cache {plan.engine.tokens:,} tokens per engine: {fit:,} sequences of {sequence:,} tokens; a rollout samples "
             f"{in_flight:,} per engine, limited by {limit}"
         )
-        if fit < in_flight and plan.wider_tokens > plan.engine.tokens:
+        if limit == "the KV cache" and plan.wider_tokens > plan.engine.tokens:
             yield f"  rollout.dcp={plan.wider_dcp} would hold {plan.wider_tokens:,} tokens per engine (docs/dcp.md)"
+
+
+def _limit(engine: EngineMemory, fit: int, in_flight: int, max_running: int | None) -> str:
+    """Return the limit on the sequences that an engine samples at once."""
+    if max_running is not None and max_running <= min(fit, in_flight):
+        return "rollout.max_running_requests"
+    if fit >= in_flight:
+        return "the rollout's size"
+    return "recurrent states" if engine.slot_bytes and fit == engine.groups * engine.state_requests else "the KV cache"

@@ -71,7 +71,10 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
     yield ""
     sequence = min(plan.max_context_len, rollout.max_response_len + _prompt_bound(cfg, plan))
-    yield from memory_lines(plan.memory, sequence, -(-plan.samples_per_rollout // max(1, len(plan.engines))))
+    started = (rollout.over_sampling_batch_size or rollout.batch_size) * rollout.n_samples_per_prompt
+    in_flight = -(-started // max(1, len(plan.engines)))
+    max_running = plan.engines[0].max_running_requests if plan.engines else None
+    yield from memory_lines(plan.memory, sequence, in_flight, max_running)
     yield ""
     yield (
         f"batch      rollout.batch_size {rollout.batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt} = "
