@@ -34,10 +34,6 @@ def main(argv: Sequence[str]) -> int:
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    except OSError as error:
-        config_error = ConfigError(f"--svg {error.filename}: {error.strerror}: give a path that can be written")
-        config_error.say()
-        return exit_code(config_error)
     return 0
 
 
@@ -69,9 +65,17 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
         yield ""
         yield from phase_lines(phases(now.memory, table, hardware.gpu.memory), hardware)
     if options.svg is not None:
-        Path(options.svg).write_text(memory_plot(f"{shape.name} on {hardware}", bars, hardware.gpu.memory))
+        _write_plot(options.svg, memory_plot(visible(f"{shape.name} on {hardware}"), bars, hardware.gpu.memory))
         yield ""
         yield f"plot: {options.svg}"
+
+
+def _write_plot(path: str, plot: str) -> None:
+    """Write the plot. Raises ``ConfigError`` naming ``--svg`` if the path cannot be written."""
+    try:
+        Path(path).write_text(plot, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg {path}: {error.strerror}: give a path that can be written") from error
 
 
 def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) -> EngineSettings:

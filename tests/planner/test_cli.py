@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,15 @@ def test_reads_a_folder_with_config_json_alone(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"]))
     assert main([str(tmp_path), "--on", "1xRTX4090"]) == 0
     assert "0.60B parameters" in capsys.readouterr().out
+
+
+def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"model-\xff")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"]))
+    plot = tmp_path / "plan.svg"
+    assert main([str(folder), "--on", "1xH20", "--svg", str(plot)]) == 0
+    assert ElementTree.parse(plot).getroot() is not None
 
 
 @pytest.mark.parametrize(
