@@ -9,9 +9,15 @@ import pytest
 
 from slime_like.cluster.plan.planner import Plan
 from slime_like.config.load.loader import load_config
-from slime_like.config.rules.dcp import BACKEND_FIELDS
-from slime_like.config.schema.dcp import UNSUPPORTED_BACKENDS, kv_head_obstacle
+from slime_like.config.schema.dcp import (
+    BACKEND_FIELDS,
+    SHARDED_BACKENDS,
+    UNSUPPORTED_BACKENDS,
+    backend_obstacle,
+    kv_head_obstacle,
+)
 from slime_like.errors import ConfigError
+from slime_like.rollout.engine.main import EngineLaunch, server_arguments
 from tests.config.bad_input import each_rule, message, one_message
 from tests.config.machines import SERVER
 from tests.config.model_folder import write_model
@@ -68,7 +74,7 @@ def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[s
     one_message(case, argv)
 
 
-@pytest.mark.parametrize("backend", [*UNSUPPORTED_BACKENDS, "wave"])
+@pytest.mark.parametrize("backend", sorted({*UNSUPPORTED_BACKENDS, "wave"} - {*SHARDED_BACKENDS["cuda"]}))
 @pytest.mark.parametrize("field", BACKEND_FIELDS)
 def test_attention_backends_without_dcp_are_refused(backend: str, field: str, plan: Callable[..., Plan]) -> None:
     expected = rf"rollout\.sglang\.{field}={backend} with rollout\.dcp=2: .*remove it, which selects triton"
@@ -101,6 +107,47 @@ def test_a_hybrid_model_on_a_cpu_has_no_prefix_cache(plan: Callable[..., Plan], 
     with pytest.raises(ConfigError, match=r"disable_radix_cache=False with rollout\.dcp=2 and the hybrid model"):
         plan(*extra)
     plan(*extra[:-1])
+
+
+@pytest.mark.parametrize("field", BACKEND_FIELDS)
+def test_flashinfer_is_replaced_on_a_gpu(field: str, plan: Callable[..., Plan]) -> None:
+    """SGLang's own FlashInfer backend ignores DCP, so the engine gets this project's and refuses SGLang's."""
+    planned = plan(
+        *ON.split(), "placement.actor_num_gpus_per_node=8", f"rollout.sglang.{field}=flashinfer", machine=SERVER
+    )
+    arguments = server_arguments(EngineLaunch(planned.engines[0], "key", "127.0.0.1", 1))
+    assert arguments[field] == "flashinfer_dcp"
+    assert arguments["attention_backend"] == ("flashinfer_dcp" if field == "attention_backend" else "triton")
+    assert backend_obstacle("flashinfer", "cuda") is not None and backend_obstacle("flashinfer_dcp", "cuda") is None
+
+
+def test_flashinfer_without_dcp_is_sglangs(plan: Callable[..., Plan]) -> None:
+    planned = plan(
+        *["rollout.tp=8", "placement.actor_num_gpus_per_node=8", "rollout.sglang.attention_backend=flashinfer"],
+        machine=SERVER,
+    )
+    arguments = server_arguments(EngineLaunch(planned.engines[0], "key", "127.0.0.1", 1))
+    assert arguments["attention_backend"] == "flashinfer"
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "flashinfer_dcp"])
+def test_flashinfer_is_refused_on_a_cpu(backend: str, plan: Callable[..., Plan]) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend={backend} with rollout.dcp=2.*selects slime_like_cpu"):
+        plan(*ON.split(), f"rollout.sglang.attention_backend={backend}")
+
+
+@pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
+def test_flashinfer_has_both_exchanges(exchange: str, plan: Callable[..., Plan]) -> None:
+    keys = (
+        f"placement.actor_num_gpus_per_node=8 rollout.dcp_comm={exchange} rollout.sglang.attention_backend=flashinfer"
+    )
+    assert plan(*ON.split(), *keys.split(), machine=SERVER).engines[0].dcp_comm == exchange
+    with pytest.raises(ConfigError, match="the attention backend triton, which always exchanges by all-gather"):
+        plan(
+            *ON.split(),
+            *["rollout.dcp_comm=a2a", "rollout.sglang.prefill_attention_backend=flashinfer"],
+            machine=SERVER,
+        )
 
 
 @pytest.mark.parametrize(("setting", "exchange"), [("auto", "a2a"), ("ag_rs", "ag_rs"), ("a2a", "a2a")])

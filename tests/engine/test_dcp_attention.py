@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +16,9 @@ from slime_like_plugins.dcp.merge import merge
 from slime_like_plugins.sglang_cpu import build
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from tests.engine.c_kernels import C, needs_compiler
+from tests.engine.dcp_case import DIM, Group, by_threads, sharded_case
 
 IN_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
-DIM, WIDTH, PAGES = 8, 64, 200
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -89,73 +86,6 @@ def test_the_c_kernel_returns_log_sum_exp(
         torch.testing.assert_close(lse[i].double(), torch.logsumexp(scores, -1), atol=5e-6, rtol=1e-5)
 
 
-class Group:
-    """A DCP group whose ranks are threads."""
-
-    def __init__(self, size: int) -> None:
-        self.world_size, self._barrier = size, threading.Barrier(size, timeout=30)
-        self._sent: list[Tensor] = [torch.empty(0)] * size
-        self._local = threading.local()
-        self.device_group = self
-
-    @property
-    def rank_in_group(self) -> int:
-        return int(self._local.rank)
-
-    def enter(self, rank: int) -> None:
-        """Make the calling thread ``rank``."""
-        self._local.rank = rank
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._sent[self.rank_in_group] = tensor.clone()
-        self._barrier.wait()
-        sent = list(self._sent)
-        self._barrier.wait()
-        return sent
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._exchange(tensor), dim)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._exchange(tensor)).sum(0)
-
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> None:
-        received.copy_(torch.stack([tensor[self.rank_in_group] for tensor in self._exchange(sent)]))
-
-
-class Pool:
-    """Keys and values of one rank; rows that the rank should not read are NaN."""
-
-    def __init__(self, rows: int) -> None:
-        self.keys, self.values = torch.full((2, rows, 1, DIM), math.nan)
-
-    def set_kv_buffer(self, layer: Any, location: Any, k: Tensor, v: Tensor) -> None:
-        self.keys[location.loc], self.values[location.loc] = k, v
-
-    def get_key_buffer(self, layer: int) -> Tensor:
-        return self.keys
-
-    def get_value_buffer(self, layer: int) -> Tensor:
-        return self.values
-
-
-def by_threads[T](group: Group, work: Callable[[int], T]) -> list[T]:
-    """Return the result of ``work`` on each rank."""
-    results: dict[int, T] = {}
-
-    def enter(rank: int) -> None:
-        group.enter(rank)
-        with torch.no_grad():
-            results[rank] = work(rank)
-
-    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(group.world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [results[rank] for rank in range(group.world_size)]
-
-
 @pytest.mark.parametrize("form", ["ag_rs", "a2a"])
 @settings(max_examples=40)
 @given(
@@ -171,60 +101,37 @@ def test_any_mix_of_lengths_over_ranks(
     """Sequences shorter than the group leave ranks without tokens; prefixes need not end at a page."""
     from slime_like_plugins.dcp import attention
 
-    generator = torch.Generator().manual_seed(len(requests))
-    new = [1 if decode else n for n, _ in requests]
-    prefix = [p + n - 1 if decode else p for n, p in requests]
-    total = [n + p for n, p in zip(new, prefix, strict=True)]
-    pages = torch.randperm(PAGES, generator=generator)[: sum(-(-n // size) for n in total)] + 1
-    table = torch.full((9, WIDTH), 10**6, dtype=torch.int32)
-    rows = torch.randperm(9, generator=generator)[: len(new)]
-    slots: list[Tensor] = []
-    for row, row_pages, length in zip(rows, pages.split([-(-n // size) for n in total]), total, strict=True):
-        slots.append((row_pages[:, None] * size + torch.arange(size)).reshape(-1)[:length])
-        table[row, :length] = slots[-1].int()
-    keys, values = torch.randn(2, sum(total), DIM, generator=generator)
-    q_THD = torch.randn(sum(new), heads * size, DIM, generator=generator)
-    fresh = torch.cat([torch.arange(n) >= p for n, p in zip(total, prefix, strict=True)])
-    group, pools = Group(size), [Pool(PAGES + 1) for _ in range(size)]
-    cached, stored = ~fresh, torch.cat(slots)
-    for rank, pool in enumerate(pools):
-        tokens = cached & (stored % size == rank)
-        location = SimpleNamespace(loc=stored[tokens] // size)
-        pool.set_kv_buffer(None, location, keys[tokens][:, None], values[tokens][:, None])
+    case = sharded_case(requests, size, heads, decode=decode)
+    group, pools, num_new = Group(size), case.pools(), sum(case.new)
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: decode)
     batch = SimpleNamespace(
         forward_mode=mode,
-        batch_size=len(new),
-        req_pool_indices=rows,
-        seq_lens=torch.tensor(total),
-        seq_lens_cpu=torch.tensor(total),
-        extend_seq_lens_cpu=new,
-        extend_prefix_lens_cpu=prefix,
-        out_cache_loc=stored[fresh],
+        batch_size=len(case.new),
+        req_pool_indices=case.rows,
+        seq_lens=torch.tensor(case.total),
+        seq_lens_cpu=torch.tensor(case.total),
+        extend_seq_lens_cpu=case.new,
+        extend_prefix_lens_cpu=case.prefix,
+        out_cache_loc=case.slots_L[case.fresh_L],
     )
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM)
     layer.scaling, layer.sliding_window_size, layer.is_cross_attention = DIM**-0.5, -1, False
     parallel = SimpleNamespace(dcp_group=group, attn_dcp_size=size, dcp_comm_backend=form)
 
     def run(rank: int) -> Tensor:
-        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pools[rank])
+        table = SimpleNamespace(req_to_token=case.table)
+        runner = SimpleNamespace(req_to_token_pool=table, token_to_kv_pool=pools[rank])
         backend = attention.ShardedAttention(runner, CKernels(build.build().path) if in_c else None)  # each its buffers
         backend._rank = rank
         backend.init_forward_metadata(batch)
-        q = q_THD[:, rank * heads : (rank + 1) * heads].reshape(sum(new), -1)
-        return backend.forward_extend(q, keys[fresh], values[fresh], layer, batch)
+        q = case.q_THD[:, rank * heads : (rank + 1) * heads].reshape(num_new, -1)
+        return backend.forward_extend(q, case.keys[case.fresh_L], case.values[case.fresh_L], layer, batch)
 
     with pytest.MonkeyPatch.context() as patch:
         parallel.attn_dcp_rank = 0
         patch.setattr(attention, "get_parallel", lambda: parallel)
         patch.setattr(torch.distributed, "all_to_all_single", group.all_to_all)
-        out = torch.cat([part.view(sum(new), heads, DIM) for part in by_threads(group, run)], 1)
-    expected: list[Tensor] = []
-    for q, k, v, p in zip(q_THD.split(new), keys.split(total), values.split(total), prefix, strict=True):
-        later_QL = torch.arange(len(k)) > p + torch.arange(len(q))[:, None]
-        scores = torch.einsum("qhd,ld->hql", q.double(), k.double()) * DIM**-0.5
-        weights = torch.softmax(scores.masked_fill(later_QL, -math.inf), -1)
-        expected.append(torch.einsum("hql,ld->qhd", weights, v.double()))
-    torch.testing.assert_close(out.double(), torch.cat(expected), atol=3e-6, rtol=1e-5)
+        out = torch.cat([part.view(num_new, heads, DIM) for part in by_threads(group, run)], 1)
+    torch.testing.assert_close(out.double(), case.exact(), atol=3e-6, rtol=1e-5)
     for rank, pool in enumerate(pools):  # each token is stored once
-        assert int(pool.keys.isfinite().all(-1).sum()) == int((stored % size == rank).sum())
+        assert int(pool.keys.isfinite().all(-1).sum()) == int((case.slots_L % size == rank).sum())

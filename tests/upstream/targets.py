@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import pkgutil
 import sys
@@ -18,6 +19,8 @@ import torch
 
 HOOK_SETS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid", "dcp", "kv_capacity")
 WRAPPERS = ("wrapper", "release")
+POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
+READER = "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator"
 
 
 def problem(install: Callable[[], object]) -> str | None:
@@ -67,8 +70,25 @@ def dcp() -> None:
     from slime_like_plugins.dcp import hooks
 
     hooks.install()
+    hooks.register_flashinfer()
     for module in ("slime_like_plugins.dcp.attention", "sglang.srt.layers.dcp:cp_lse_ag_out_rs_mha"):
         pkgutil.resolve_name(module)
+    check_overrides(pkgutil.resolve_name("slime_like_plugins.dcp.flashinfer_attention"))
+
+
+def check_overrides(module: Any) -> None:
+    """Assert that SGLang has every method that ``module`` overrides, with the parameters that the override passes on."""
+    for override in (module.ShardedDecodePlans, module.ShardedPrefillPlans, module.ShardedFlashInfer):
+        for name in ("call_begin_forward", "init_forward_metadata_out_graph", "forward_decode", "forward_extend"):
+            if name not in vars(override):
+                continue
+            names = list(inspect.signature(getattr(override.__base__, name)).parameters)
+            own = [key for key in inspect.signature(getattr(override, name)).parameters if key != "options"]
+            assert [key for key in names if key in own] == own, f"{override.__base__.__name__}.{name} has {names}"
+    assert "dcp_kv_mask" in inspect.signature(pkgutil.resolve_name(POOL).set_kv_buffer).parameters
+    reader = inspect.signature(pkgutil.resolve_name(READER).pack_read_stream).parameters
+    used = ("plan", "req_pool_indices", "seq_lens", "indptr", "out", "kv_start_idx", "kind")
+    assert all(name in reader for name in used), f"{READER}.pack_read_stream has {list(reader)}"
 
 
 def kv_capacity() -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime_like.config.schema.dcp import UNSUPPORTED_FIELDS, backend_obstacle, field_obstacle, kv_head_obstacle
+from slime_like.config.schema.dcp import (
+    SHARDED_FLASHINFER,
+    UNSUPPORTED_FIELDS,
+    backend_obstacle,
+    field_obstacle,
+    kv_head_obstacle,
+)
 from slime_like_plugins.dcp import NAME
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -67,8 +73,27 @@ CHECK = Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_re
 
 
 def install() -> None:
-    """Apply the hooks in this process."""
+    """Apply the hooks in this process, and register FlashInfer attention in engines on GPUs."""
     from slime_like_plugins import sglang_cpu
     from slime_like_plugins.sglang_hooks import enabled
 
-    install_hooks(NAME, (GROUPS, CHECK) if enabled(sglang_cpu.NAME) else (CHECK,))
+    if enabled(sglang_cpu.NAME):
+        install_hooks(NAME, (GROUPS, CHECK))
+        return
+    register_flashinfer()
+    install_hooks(NAME, (CHECK,))
+
+
+def register_flashinfer() -> None:
+    """Register ``flashinfer_dcp``. Its module is imported when an engine uses it, after SGLang has chosen its device."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention import attention_registry
+
+    def create(runner: Any) -> Any:
+        from slime_like_plugins.dcp.flashinfer_attention import ShardedFlashInfer
+
+        return ShardedFlashInfer(runner)
+
+    choices.add_attention_backend_choices([SHARDED_FLASHINFER])
+    attention_registry.register_attention_backend(SHARDED_FLASHINFER)(create)
+    attention_registry.HYBRID_GDN_SM100_BACKENDS.add(SHARDED_FLASHINFER)  # SGLang allows these for hybrids on Blackwell

@@ -161,7 +161,9 @@ def _dcp_exchange(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> st
     if cfg.rollout.dcp_comm != "auto":
         return cfg.rollout.dcp_comm
     exchange, reason = (
-        ("a2a", "one exchange per layer") if device == "cpu" else ("ag_rs", "the only one of SGLang's triton attention")
+        ("a2a", "one exchange per layer")
+        if device == "cpu"
+        else ("ag_rs", "every attention backend on GPUs supports it")
     )
     if cfg.rollout.dcp > 1:
         decisions.add("rollout.dcp_comm", exchange, reason)

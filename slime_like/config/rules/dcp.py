@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.dcp import (
-    SUPPORTED_BACKENDS,
+    ALL_TO_ALL_BACKENDS,
+    BACKEND_FIELDS,
+    DEFAULT_BACKENDS,
     UNSUPPORTED_FIELDS,
     backend_obstacle,
     field_obstacle,
     kv_head_obstacle,
+    sharded_backend,
 )
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-
-BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 def check_dcp(cfg: TrainConfig) -> None:
@@ -49,16 +50,25 @@ def check_dcp_device(cfg: TrainConfig, device: str) -> None:
         return
     for field in BACKEND_FIELDS:
         backend = cfg.rollout.sglang.get(field)
-        if backend is not None and (reason := backend_obstacle(backend, device)):
+        if backend is not None and (reason := backend_obstacle(sharded_backend(str(backend), device), device)):
             raise ConfigError(
                 f"rollout.sglang.{field}={backend} with rollout.dcp={cfg.rollout.dcp}: {reason}; "
-                f"remove it, which selects {SUPPORTED_BACKENDS[device]}, or set rollout.dcp=1"
+                f"remove it, which selects {DEFAULT_BACKENDS[device]}, or set rollout.dcp=1"
             )
-    if device == "cuda" and cfg.rollout.dcp_comm == "a2a":
+    backend = decode_backend(cfg, device)
+    if cfg.rollout.dcp_comm == "a2a" and backend not in ALL_TO_ALL_BACKENDS:
         raise ConfigError(
-            f"rollout.dcp_comm={cfg.rollout.dcp_comm} with placement.device=cuda: SGLang's triton attention always exchanges by "
-            "all-gather and all-reduce; set rollout.dcp_comm=ag_rs"
+            f"rollout.dcp_comm={cfg.rollout.dcp_comm} with placement.device={device} and the attention backend {backend}, which "
+            "always exchanges by all-gather and all-reduce; set rollout.dcp_comm=ag_rs, or "
+            "rollout.sglang.attention_backend=flashinfer"
         )
+
+
+def decode_backend(cfg: TrainConfig, device: str) -> str:
+    """Return the attention backend with which engines on ``device`` decode under ``rollout.dcp``."""
+    sglang = cfg.rollout.sglang
+    backend = sglang.get("decode_attention_backend") or sglang.get("attention_backend") or DEFAULT_BACKENDS[device]
+    return sharded_backend(str(backend), device)
 
 
 def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-SUPPORTED_BACKENDS: Mapping[str, str] = {"cpu": "slime_like_cpu", "cuda": "triton"}
-"""Device -> SGLang's attention backend that shards keys and values over the ranks of a DCP group."""
+DEFAULT_BACKENDS: Mapping[str, str] = {"cpu": "slime_like_cpu", "cuda": "triton"}
+"""Device -> attention backend of an engine with DCP, unless the config names another."""
+SHARDED_FLASHINFER = "flashinfer_dcp"
+SHARDED_BACKENDS: Mapping[str, Mapping[str, str]] = {"cpu": {}, "cuda": {"flashinfer": SHARDED_FLASHINFER}}
+"""Device -> SGLang's attention backend without DCP -> the backend of ``slime_like_plugins.dcp`` that adds it."""
+ALL_TO_ALL_BACKENDS = ("slime_like_cpu", SHARDED_FLASHINFER)
+"""Attention backends that can exchange by ``a2a``; SGLang's triton attention always uses ``ag_rs``."""
 _IGNORES = "it stores and reads the KV cache as if each rank had all tokens, which SGLang does not refuse"
 _MLA = "it is for models with multi-head latent attention, of which none can be trained here"
+BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+"""Fields of ServerArgs with names of attention backends; the second and third take precedence over the first."""
 UNSUPPORTED_BACKENDS: Mapping[str, str] = {
     "fa3": _IGNORES,
     "fa4": _IGNORES,
@@ -65,10 +72,15 @@ def field_obstacle(field: str, value: object) -> str | None:
 
 
 def backend_obstacle(backend: str, device: str) -> str | None:
-    """Return the reason why an attention backend of SGLang cannot serve with DCP on ``device``, or None."""
-    if backend == SUPPORTED_BACKENDS[device]:
+    """Return the reason why an engine on ``device`` cannot serve with DCP and the attention backend, or None."""
+    if backend == DEFAULT_BACKENDS[device] or backend in SHARDED_BACKENDS[device].values():
         return None
     return UNSUPPORTED_BACKENDS.get(backend, f"it was not tested with DCP on {device}")
+
+
+def sharded_backend(backend: str, device: str) -> str:
+    """Return the name under which an engine on ``device`` gets the attention ``backend`` of the config with DCP."""
+    return SHARDED_BACKENDS[device].get(backend, backend)
 
 
 def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:

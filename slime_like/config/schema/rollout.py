@@ -37,7 +37,7 @@ class RolloutConfig(Config):
     dcp_comm: str = key(
         "auto",
         "Exchange of partial attention in a DCP group. ag_rs: all-gather of normalisers, then a sum over ranks; a2a: one "
-        "all-to-all (CPU engines only); auto: a2a on a CPU, ag_rs on a GPU.",
+        "all-to-all (on a GPU: with FlashInfer attention only); auto: a2a on a CPU, ag_rs on a GPU.",
         choices=("auto", "ag_rs", "a2a"),
     )
     generate: str = key("single_turn", "Generate function: a name of table GENERATE or a path.")
