@@ -1,0 +1,230 @@
+"""Benchmark of decode context parallelism on this CPU: an engine of two ranks without it, and one with either exchange.
+
+    python benchmarks/dcp.py --rounds 5 --write
+    python benchmarks/dcp.py --rounds 3 --case narrow
+
+All engines run at the same time, serve the same random Qwen3 with one KV head with C kernels, and take turns, so that a busy machine
+slows all of them; quote the ratios. In a round, each engine first decodes one request. Then it gets more requests at once than its
+small KV cache holds. Requests are greedy, so the engines return the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+import torch  # noqa: E402  (after the lines above, as the imports below)
+
+from benchmarks.decode import DecodeShape, make_model  # noqa: E402
+from benchmarks.run import PAGES, machine, write  # noqa: E402
+from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
+from slime_like.interfaces import Completion, Sampling  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.rollout.engine.client import EngineClient  # noqa: E402
+from slime_like.rollout.engine.replies import KvUsage  # noqa: E402
+from slime_like.rollout.engine.server import EngineServer  # noqa: E402
+
+KEY = "bench"
+ARMS: Mapping[str, tuple[int, str]] = {
+    "TP2": (1, "ag_rs"),
+    "TP2, DCP2, `ag_rs`": (2, "ag_rs"),
+    "TP2, DCP2, `a2a`": (2, "a2a"),
+}
+"""Engine -> rollout.dcp and rollout.dcp_comm."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpCase:
+    """Model, KV cache and requests of a comparison."""
+
+    shape: DecodeShape
+    rows: int  # tokens in the KV cache of a rank
+    prompt: int  # tokens of a request
+    response: int
+    num_requests: int  # that an engine gets at once
+
+
+CASES: Mapping[str, DcpCase] = {
+    "wide": DcpCase(
+        DecodeShape(512, 1024, 4, heads=8, kv_heads=1, head_dim=64, mlp=3072, dtype=torch.float32), 384, 96, 96, 8
+    ),
+    "narrow": DcpCase(
+        DecodeShape(512, 128, 4, heads=4, kv_heads=1, head_dim=64, mlp=256, dtype=torch.float32), 1024, 60, 120, 32
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DcpRound:
+    """Measurements of one engine in one round."""
+
+    token_s: float  # of a decode step with one request
+    requests_s: float  # until the last of all requests has ended
+    usage: KvUsage
+    responses: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpArm:
+    """Running engine, and a client of it."""
+
+    server: EngineServer
+    client: EngineClient
+
+    async def generate(self, prompts: Sequence[np.ndarray], tokens: int) -> tuple[float, list[Completion]]:
+        """Return the seconds and the greedy responses to prompts that are sent together, without a cached prefix."""
+        await self.client.flush()
+        sampling, start = Sampling(temperature=0.0, max_new_tokens=tokens), time.perf_counter()
+        replies = await asyncio.gather(*(self.client.generate(ids, [0], sampling) for ids in prompts))
+        return time.perf_counter() - start, [completion for (completion,) in replies]
+
+    async def measure(self, prompts: Sequence[np.ndarray], tokens: int) -> DcpRound:
+        """Run one round with responses of ``tokens`` tokens: the first prompt alone, then all of them."""
+        first, _ = await self.generate(prompts[:1], 1)
+        single, _ = await self.generate(prompts[:1], tokens)
+        await self.client.kv_usage()  # resets its counts
+        seconds, completions = await self.generate(prompts, tokens)
+        responses = tuple(tuple(int(token) for token in completion.token_ids) for completion in completions)
+        return DcpRound((single - first) / (tokens - 1), seconds, await self.client.kv_usage(), responses)
+
+
+def start(name: str, model: Path, case: DcpCase) -> EngineServer:
+    """Start an engine of ``ARMS``."""
+    dcp, exchange = ARMS[name]
+    spec = EngineSpec(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        tp=2,
+        context_length=case.prompt + case.response + 16,
+        seed=0,
+        log_path=str(model.parent / f"engine_{dcp}_{exchange}.log"),
+        start_deadline_s=300,
+        max_running_requests=64,
+        cpu_kernels="c",
+        dcp=dcp,
+        dcp_comm=exchange,
+        sglang={"max_total_tokens": case.rows},
+    )
+    server = EngineServer(spec, admin_key=KEY)
+    server.start()
+    return server
+
+
+async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCase) -> dict[str, list[DcpRound]]:
+    """Run rounds of all engines in turn; the first one warms up and is not returned."""
+    arms = {
+        name: DcpArm(server, EngineClient(server.url, admin_key=KEY, name=name)) for name, server in servers.items()
+    }
+    results: dict[str, list[DcpRound]] = {name: [] for name in arms}
+    try:
+        for number in range(rounds + 1):
+            generator = np.random.default_rng(number)
+            prompts = list(generator.integers(2, case.shape.vocab, (case.num_requests, case.prompt)).astype(np.int32))
+            for name, arm in arms.items():
+                result = await arm.measure(prompts, case.response)
+                line = f"round {number}, {name}: {1e3 * result.token_s:.1f} ms/token, {result.requests_s:.1f} s"
+                print(visible(line), file=sys.stderr, flush=True)
+                if number:
+                    results[name].append(result)
+    finally:
+        for arm in arms.values():
+            await arm.client.close()
+    return results
+
+
+def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
+    """Return the Markdown table: medians over rounds, and in brackets the medians of ratios to the first engine's same round."""
+    base = next(iter(results.values()))
+    lines = [
+        "| engine | `max_total_num_tokens` | one request, ms/token | all requests, tokens/s | at once | retractions per round | "
+        "responses equal to the first row's |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, rounds in results.items():
+        pairs = list(zip(rounds, base, strict=True))
+        slower = statistics.median(mine.token_s / first.token_s for mine, first in pairs)
+        faster = statistics.median(first.requests_s / mine.requests_s for mine, first in pairs)
+        rate = statistics.median(sum(map(len, mine.responses)) / mine.requests_s for mine in rounds)
+        equal = sum(a == b for mine, first in pairs for a, b in zip(mine.responses, first.responses, strict=True))
+        lines.append(
+            f"| {name} | {rounds[0].usage.capacity_tokens:,} | {1e3 * statistics.median(r.token_s for r in rounds):.1f} "
+            f"({slower:.2f}) | {rate:,.0f} ({faster:.2f}) | {max(r.usage.running_requests_max for r in rounds)} "
+            f"| {statistics.median(r.usage.retractions for r in rounds):g} | {equal} of {sum(len(r.responses) for r in rounds)} |"
+        )
+    return lines
+
+
+def page(results: Mapping[str, Sequence[DcpRound]], case: DcpCase, machine_line: str, command: str) -> str:
+    """Return the page."""
+    base, *others = results.values()
+    shape, needed = case.shape, case.num_requests * (case.prompt + case.response)
+    by_round = "; ".join(
+        f"{name} {', '.join(f'{first.requests_s / mine.requests_s:.2f}' for mine, first in zip(rounds, base, strict=True))}"
+        for name, rounds in zip(list(results)[1:], others, strict=True)
+    )
+    size = f"{shape.layers} layers, hidden {shape.hidden}, MLP {shape.mlp}, {shape.heads} query heads and {shape.kv_heads} KV head"
+    return "\n".join(
+        [
+            "# Decode context parallelism, measured",
+            "",
+            machine_line,
+            "",
+            f"Command: `{command}`. Engines of two ranks, one thread each, C kernels, float32, over gloo, with a random Qwen3 ({size} "
+            f"of {shape.head_dim}) and a KV cache of {case.rows} tokens per rank. In each of {len(base)} rounds the engines take turns: one "
+            f"request of {case.prompt} prompt tokens and {case.response} response tokens, decode steps only; then {case.num_requests} such requests "
+            f"at once, which need {needed:,} tokens of KV cache, with the time until the last one has "
+            "ended. Medians over rounds; in brackets the median of the ratios to the first row in the same round.",
+            "",
+            *table(results),
+            "",
+            f"Throughput relative to {next(iter(results))}, by round: {by_round}.",
+            "",
+        ]
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--case", choices=CASES, default="wide", help="model and requests")
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/dcp.md")
+    options = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    case, machine_line = CASES[options.case], machine(os.getloadavg()[0])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        model = Path(folder) / "model"
+        make_model(case.shape, model)
+        servers: dict[str, EngineServer] = {}
+        for name in ARMS:
+            servers[name] = start(name, model, case)
+            stack.callback(servers[name].stop)
+        for name, server in servers.items():
+            server.wait_ready()
+            if "C kernels" not in server.decodes_with():
+                raise SystemExit(f"the engine {name} decodes without C kernels: {server.decodes_with()}")
+        results = asyncio.run(measure(servers, options.rounds, case))
+    text = page(results, case, machine_line, f"python benchmarks/dcp.py {' '.join(argv)}".strip())
+    print(visible(text))
+    if options.write:
+        write(PAGES / "dcp.md", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

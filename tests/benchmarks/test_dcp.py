@@ -1,0 +1,60 @@
+"""Page of the benchmark of decode context parallelism, from measurements that are given."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.rollout.engine.replies import KvUsage
+
+dcp: Any = importlib.import_module("benchmarks.dcp")
+
+
+def measured(token_ms: float, seconds: float, *, capacity: int = 384, retractions: int = 0, last: int = 3) -> Any:
+    """Return a round with two responses of two tokens each."""
+    usage = KvUsage(capacity, capacity, capacity // 100, retractions)
+    return dcp.DcpRound(token_ms / 1e3, seconds, usage, ((1, 2), (1, last)))
+
+
+RESULTS = {
+    "TP2": [measured(10, 4, retractions=3), measured(20, 8, retractions=5), measured(10, 4, retractions=4)],
+    "DCP2": [measured(12, 2, capacity=768), measured(22, 5, capacity=768), measured(11, 1, capacity=768, last=4)],
+}
+
+
+def test_rows_have_medians_and_ratios_of_the_same_round() -> None:
+    _, _, plain, sharded = dcp.table(RESULTS)
+    assert plain == "| TP2 | 384 | 10.0 (1.00) | 1 (1.00) | 3 | 4 | 6 of 6 |"
+    assert sharded == "| DCP2 | 768 | 12.0 (1.10) | 2 (2.00) | 7 | 0 | 5 of 6 |"
+
+
+def test_the_page_names_command_load_and_every_round() -> None:
+    text = dcp.page(RESULTS, dcp.CASES["wide"], "Machine: this one.", "python benchmarks/dcp.py --rounds 3")
+    assert "Machine: this one." in text and "Command: `python benchmarks/dcp.py --rounds 3`" in text
+    assert "In each of 3 rounds" in text and "by round: DCP2 2.00, 1.60, 4.00." in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({row.count("|") for row in rows}) == 1
+
+
+@pytest.mark.parametrize("case", dcp.CASES.values(), ids=list(dcp.CASES))
+def test_engines_differ_only_in_dcp(case: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without and with DCP, the cache holds a request, but not all of them."""
+    specs: list[Any] = []
+
+    class Server:
+        def __init__(self, spec: Any, admin_key: str) -> None:
+            specs.append(spec)
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(dcp, "EngineServer", Server)
+    for name in dcp.ARMS:
+        dcp.start(name, tmp_path / "model", case)
+    assert [(spec.dcp, spec.dcp_comm) for spec in specs] == [(1, "ag_rs"), (2, "ag_rs"), (2, "a2a")]
+    assert len({spec.log_path for spec in specs}) == 3
+    assert {(spec.tp, spec.cpu_kernels, spec.sglang["max_total_tokens"]) for spec in specs} == {(2, "c", case.rows)}
+    tokens = case.prompt + case.response
+    assert tokens < case.rows < 2 * case.rows < case.num_requests * tokens
