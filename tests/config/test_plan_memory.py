@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import Machine, described_machine
-from slime_like.cluster.plan.memory import engine_settings
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config

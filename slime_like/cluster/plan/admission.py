@@ -1,44 +1,81 @@
-"""Resolves ``rollout.max_running_requests``: a number for SGLang, or admission by the free KV cache."""
+"""Concurrent requests of an engine: those that a rollout sends, and ``rollout.max_running_requests``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.config.schema.rollout import AUTO, RolloutConfig
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.planner.engine import EngineMemory
 
+KV_CACHE, STATES = "the KV cache", "recurrent states"
+"""Limits on the requests that an engine runs at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Requests that a rollout sends to one engine."""
+
+    num_samples: int  # that the rollout starts at once
+    sequence: int  # maximum tokens of one request, prompt and response
+    max_running: int | None = None  # rollout.max_running_requests, if it is a number
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that the engine would run at once if its KV cache held them."""
+        return self.num_samples if self.max_running is None else min(self.num_samples, self.max_running)
+
+    def limit_on(self, engine: EngineMemory) -> str:
+        """Return the limit on the requests that an engine with this memory runs at once: ``KV_CACHE``, or another."""
+        fit = engine.requests(self.sequence)
+        if self.max_running is not None and self.max_running <= min(fit, self.num_samples):
+            return "rollout.max_running_requests"
+        if fit >= self.num_samples:
+            return "the rollout's size"
+        return STATES if engine.slot_bytes and fit == engine.groups * engine.state_requests else KV_CACHE
+
+
+def engine_load(cfg: TrainConfig, context: int) -> EngineLoad:
+    """Return the load of one engine. A prompt of unknown length may fill the ``context`` up to the longest response."""
+    rollout = cfg.rollout
+    groups = max(rollout.batch_size, rollout.over_sampling_batch_size or 0)
+    prompt = cfg.data.max_prompt_len or max(0, context - rollout.max_response_len)
+    return EngineLoad(
+        num_samples=-(-groups * rollout.n_samples_per_prompt // rollout.num_engines),
+        sequence=min(context, rollout.max_response_len + prompt),
+        max_running=fixed_limit(rollout),
+    )
+
 
 def fixed_limit(rollout: RolloutConfig) -> int | None:
-    """Return the fixed number of concurrent requests of an engine; None if SGLang or the free KV cache decides.
-
-    Raises ``ConfigError`` if a configured KV cache cannot hold one response, which SGLang would shorten.
-    """
+    """Return the fixed number of concurrent requests of an engine; None if SGLang or the free KV cache decides."""
     limit = rollout.max_running_requests
-    if limit != AUTO:
-        return None if limit is None else int(limit)
-    capacity, length = _configured_tokens(rollout), rollout.max_response_len
-    if capacity is not None and capacity <= length:
-        raise ConfigError(
-            f"rollout.sglang.max_total_tokens={rollout.sglang['max_total_tokens']} does not hold one response of "
-            f"rollout.max_response_len={length}, which SGLang would shorten: raise the former, or lower the latter"
-        )
-    return None
+    return None if limit is None or limit == AUTO else int(limit)
 
 
-def add_admission_decision(rollout: RolloutConfig, predicted: EngineMemory | None, decisions: PlanDecisions) -> None:
-    """Record what ``rollout.max_running_requests=auto`` means for engines with ``predicted`` memory, if it is set."""
+def add_admission_decision(
+    rollout: RolloutConfig, dcp: int, predicted: EngineMemory | None, decisions: PlanDecisions
+) -> None:
+    """Record the meaning of ``rollout.max_running_requests=auto`` for engines with ``predicted`` memory, if it is set.
+
+    ``dcp`` ranks share the KV cache of a sequence. Raises ``ConfigError`` if a configured KV cache cannot hold one response,
+    which SGLang would shorten.
+    """
     if rollout.max_running_requests != AUTO:
         return
-    length, capacity, source = rollout.max_response_len, _configured_tokens(rollout), "rollout.sglang.max_total_tokens"
+    length, source = rollout.max_response_len, "rollout.sglang.max_total_tokens"
+    configured = rollout.sglang.get("max_total_tokens")
+    capacity = configured * dcp if isinstance(configured, int) else None
+    if capacity is not None and capacity <= length:
+        raise ConfigError(
+            f"rollout.sglang.max_total_tokens={configured} does not hold one response of rollout.max_response_len={length}, "
+            "which SGLang would shorten: raise the former, or lower the latter"
+        )
     if capacity is None and predicted is not None:
         capacity, source = predicted.tokens, "predicted"
     cache = "the KV cache" if capacity is None else f"the KV cache of {capacity} tokens ({source})"
     count = "" if capacity is None else f", at most {capacity // length}"
     reason = f"requests run while {cache} holds prompts and responses: {length} tokens each{count}, until lengths are observed"
     decisions.add("rollout.max_running_requests", "by free KV cache", reason)
-
-
-def _configured_tokens(rollout: RolloutConfig) -> int | None:
-    """Return the tokens of an engine's KV cache, if ``rollout.sglang`` sets them for a rank."""
-    tokens = rollout.sglang.get("max_total_tokens")
-    return tokens * rollout.dcp if isinstance(tokens, int) else None

@@ -5,38 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from slime_like.cluster.plan.admission import EngineLoad
+from slime_like.cluster.plan.engine import engine_settings, host_engine_memory, known_hardware
 from slime_like.cluster.plan.machine import Machine
-from slime_like.cluster.plan.types import Role
+from slime_like.cluster.plan.types import Role, RoleShapes
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.planner.engine import (
-    EngineMemory,
-    EngineSettings,
-    engine_memory,
-    state_bytes,
-    token_bytes,
-    useful_dcp,
-)
-from slime_like.planner.hardware import CORES_PER_GPU, Hardware, known_gpu
-from slime_like.planner.host import host_engine, host_slots, host_tokens, host_trainer
+from slime_like.planner.engine import EngineMemory, engine_memory
+from slime_like.planner.hardware import Hardware
+from slime_like.planner.host import host_trainer
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import MemoryTable, gib
 from slime_like.planner.trainer import TrainerSettings, trainer_memory
 
-KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
-"""SGLang's kv_cache_dtype -> bytes per element of a 16-bit model."""
 SMALLEST_STATIC = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class RoleShapes:
-    """Shapes of the models of a run; None if a folder has no config.json yet."""
-
-    actor: ModelShape | None
-    critic: ModelShape | None = None
-    teacher: ModelShape | None = None
-    unknown: str = "run.prepare has not written the model yet"  # the reason, if the actor's shape is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +31,6 @@ class MemoryPlan:
     available: float = 0.0  # bytes of one GPU
     busiest: tuple[str, ...] = ()  # roles on the GPU that needs most
     engine: EngineMemory | None = None
-    wider_dcp: int = 1  # rollout.dcp that would hold the most tokens, if more than now
-    wider_tokens: int = 0  # KV capacity of an engine with it
     unknown: str = ""  # the reason, if nothing is predicted
     warning: str = ""  # if the run fits only without the allocator's overhead
 
@@ -76,15 +57,9 @@ def plan_memory(
     """Predict the memory of a run on GPUs. Raises ``ConfigError`` naming the keys to change if a GPU is too small."""
     if actor.device != "cuda" and shapes.actor is not None:
         return _host_plan(machine, shapes.actor, actor, engines, roles)
-    if cfg.placement.ray_address is not None and machine.is_local:
-        return MemoryPlan(unknown="the GPUs of a joined Ray cluster are known only once it responds")
-    if shapes.actor is None:
-        return MemoryPlan(unknown=shapes.unknown)
-    name = machine.gpu_names[0] if machine.gpu_names else ""
-    gpu = known_gpu(name)
-    if gpu is None:
-        return MemoryPlan(unknown=f"the planner does not know the GPU {name!r}")
-    hardware = Hardware(gpu, machine.num_gpus // machine.nodes, machine.nodes, CORES_PER_GPU * machine.num_gpus)
+    hardware = known_hardware(cfg, machine, shapes)
+    if isinstance(hardware, str):
+        return MemoryPlan(unknown=hardware)
     demand = _Demand(cfg, shapes, actor, engines, roles, others, hardware)
     plan = demand.plan()
     if plan.least > plan.available:
@@ -101,34 +76,12 @@ def _host_plan(
 ) -> MemoryPlan:
     """Predict the resident memory of trainer ranks and engines on a CPU."""
     tables: list[tuple[str, MemoryTable]] = []
-    memory, wider = None, (1, 0)
     if any(role.name == "trainer" for role in roles):
         tables.append(("trainer", host_trainer(shape, trainer_settings(actor))))
-    if engines:
-        settings = engine_settings(engines[0])
-        limit = engines[0].sglang.get("max_total_tokens")
-        tokens = host_tokens(shape, settings, machine.memory_bytes, limit)
-        per_token, per_state = token_bytes(shape, settings), state_bytes(shape, settings)
-        table = host_engine(shape, settings, tokens)
-        requests = host_slots(settings) // settings.states_per_request
-        memory = EngineMemory(table, tokens * per_token, per_token, per_state, requests, groups=1)
-        tables.append(("engine", table))
-        if (dcp := _wider_dcp(shape, settings, actor)) > 1:
-            wider = dcp, host_tokens(shape, replace(settings, dcp=dcp), machine.memory_bytes, limit)
-    return MemoryPlan(
-        tables=tuple(tables),
-        available=machine.memory_bytes,
-        engine=memory,
-        wider_dcp=wider[0],
-        wider_tokens=wider[1],
-    )
-
-
-def _wider_dcp(shape: ModelShape, settings: EngineSettings, actor: RankSpec) -> int:
-    """Return the ``rollout.dcp`` that holds the most tokens; 1 if that is the configured one, or DCP is not possible."""
-    useful = useful_dcp(shape, settings)
-    possible = useful > settings.dcp and settings.attention_tp % useful == 0 and not actor.deterministic
-    return useful if possible else 1
+    memory = host_engine_memory(machine, shape, engines[0]) if engines else None
+    if memory is not None:
+        tables.append(("engine", memory.table))
+    return MemoryPlan(tables=tuple(tables), available=machine.memory_bytes, engine=memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +101,6 @@ class _Demand:
     def plan(self) -> MemoryPlan:
         """Return the predicted memory and the roles of the GPU that needs most."""
         tables, engine = dict(self._tables()), self._engine()
-        dcp, tokens = self._wider()
         if engine is not None:
             tables["engine"] = engine.table
         gpus: dict[int, list[str]] = {}
@@ -162,8 +114,6 @@ class _Demand:
             available=self.hardware.gpu.memory,
             busiest=tuple(busiest),
             engine=engine,
-            wider_dcp=dcp,
-            wider_tokens=tokens,
         )
 
     @property
@@ -181,15 +131,6 @@ class _Demand:
             scoring = replace(trainer_settings(teacher.rank), recompute="full")
             whole = trainer_memory(self.shapes.teacher, scoring)
             yield "teacher", _without(whole, "gradients", "optimizer", "activations")
-
-    def _wider(self) -> tuple[int, int]:
-        """Return the ``rollout.dcp`` with the most KV capacity and that capacity; (1, 0) if it is the configured one."""
-        if not self.engines or self.shapes.actor is None:
-            return 1, 0
-        settings = engine_settings(self.engines[0], self.static)
-        dcp = _wider_dcp(self.shapes.actor, settings, self.actor)
-        wider = replace(settings, dcp=dcp)
-        return dcp, engine_memory(self.shapes.actor, wider, self.hardware).tokens if dcp > 1 else 0
 
     def _engine(self) -> EngineMemory | None:
         if not self.engines or self.shapes.actor is None:
@@ -215,41 +156,6 @@ def trainer_settings(spec: RankSpec) -> TrainerSettings:
         distributed_optimizer=layout.distributed_optimizer,
         sequence_parallel=layout.sequence_parallel,
     )
-
-
-def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
-    """Return the planner's settings of an engine; fields of ``rollout.sglang`` that it does not know are ignored."""
-    options = spec.sglang
-    eager = options.get("disable_cuda_graph") or options.get("disable_decode_cuda_graph")
-    wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
-    return EngineSettings(
-        gpus=spec.tp,
-        dcp=spec.dcp,
-        dp_attention=int(options.get("attn_dp_size") or 1),
-        weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
-        kv_bytes=wide,
-        static=static or options.get("mem_fraction_static"),
-        chunk=int(options.get("chunked_prefill_size") or 8_192),
-        graph_requests=0 if eager else options.get("cuda_graph_max_bs_decode"),
-        replicated_head=bool(options.get("enable_dp_lm_head")),
-        max_running=spec.max_running_requests,
-        states_per_request=_states_per_request(spec),
-        max_tokens=options.get("max_total_tokens"),
-    )
-
-
-def _states_per_request(spec: EngineSpec) -> int:
-    """Return the recurrent states that SGLang counts per request: three, and those that its radix cache tracks."""
-    options = spec.sglang
-    on_host = spec.device == "cpu"
-    if options.get("disable_radix_cache") or (on_host and spec.dcp > 1):  # the CPU platform disables it under DCP
-        return 1
-    strategy, overlap = options.get("mamba_radix_cache_strategy", "auto"), not options.get("disable_overlap_schedule")
-    if strategy == "auto":
-        paged = (options.get("page_size") or 1) > 1
-        strategy = "extra_buffer" if not on_host and (overlap or paged) else "no_buffer"
-    tracked = {"no_buffer": 0, "extra_buffer_lazy": 1}.get(strategy, 2 if overlap else 1)
-    return 3 + tracked
 
 
 def _without(table: MemoryTable, *names: str) -> MemoryTable:
@@ -352,12 +258,8 @@ def _num_devices(demand: _Demand, name: str) -> int:
 _WEIGHTS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norms", "embedding", "output layer")
 
 
-def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int, max_running: int | None = None) -> Iterator[str]:
-    """Describe the memory of each role on a GPU, and the sequences that fit the cache.
-
-    ``sequence`` is the longest sequence in tokens, ``in_flight`` the number that one engine samples in a rollout, and
-    ``max_running`` the configured limit on the requests of one engine.
-    """
+def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
+    """Describe the memory of each role on a GPU, and the sequences that fit the cache."""
     if plan.unknown:
         yield f"memory     not predicted: {plan.unknown}"
         return
@@ -370,20 +272,7 @@ def memory_lines(plan: MemoryPlan, sequence: int, in_flight: int, max_running: i
         parts = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in table.items)
         yield f"  {role:<9}{gib(table.total)}: {parts}"
     if plan.engine is not None:
-        fit = plan.engine.requests(sequence)
-        limit = _limit(plan.engine, fit, in_flight, max_running)
         yield (
-            f"  KV cache {plan.engine.tokens:,} tokens per engine: {fit:,} sequences of {sequence:,} tokens; a rollout samples "
-            f"{in_flight:,} per engine, limited by {limit}"
+            f"  KV cache {plan.engine.tokens:,} tokens per engine: {plan.engine.requests(load.sequence):,} sequences of "
+            f"{load.sequence:,} tokens; a rollout samples {load.num_samples:,} per engine, limited by {load.limit_on(plan.engine)}"
         )
-        if limit == "the KV cache" and plan.wider_tokens > plan.engine.tokens:
-            yield f"  rollout.dcp={plan.wider_dcp} would hold {plan.wider_tokens:,} tokens per engine (docs/dcp.md)"
-
-
-def _limit(engine: EngineMemory, fit: int, in_flight: int, max_running: int | None) -> str:
-    """Return the limit on the sequences that an engine samples at once."""
-    if max_running is not None and max_running <= min(fit, in_flight):
-        return "rollout.max_running_requests"
-    if fit >= in_flight:
-        return "the rollout's size"
-    return "recurrent states" if engine.slot_bytes and fit == engine.groups * engine.state_requests else "the KV cache"

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime_like.cluster.plan.actor import actor_spec
-from slime_like.cluster.plan.admission import add_admission_decision, fixed_limit
+from slime_like.cluster.plan.admission import EngineLoad, add_admission_decision, engine_load, fixed_limit
 from slime_like.cluster.plan.advice import advice
+from slime_like.cluster.plan.dcp import DcpPlan, plan_dcp
 from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
 from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
@@ -50,6 +51,8 @@ class Plan:
     max_context_len: int
     samples_per_rollout: int
     samples_per_step: int
+    load: EngineLoad
+    dcp: DcpPlan
     tolerances: LogprobTolerances
     run_dir: str
     roles: tuple[Role, ...]
@@ -82,10 +85,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     check_drafts(cfg, device)
     check_dcp_device(cfg, device)
     check_dcp_states(cfg, device, model)
-    dtype = cfg.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        decisions.add("model.dtype", dtype, f"placement.device is {device}")
+    dtype = _dtype(cfg, device, decisions)
     context = _context(cfg, model, decisions)
     tolerances = logprob_tolerances(cfg, device, dtype, decisions)
     actor = resolve_gdn(cfg, actor_spec(cfg, model, device, dtype, decisions), model, machine, decisions)
@@ -96,8 +96,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     critic = critic_spec(cfg, actor, decisions.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
     needs_engines = cfg.run.mode != "train_only" and not supervised
-    exchange = _dcp_exchange(cfg, device, decisions)
-    engines = _engines(cfg, device, dtype, context, exchange) if needs_engines else ()
+    engines = _engines(cfg, device, dtype, context) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
@@ -105,8 +104,13 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     extra_bytes = role_bytes(critic, teacher, PROCESS_BYTES)
     check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, role_bytes=extra_bytes)
     shapes = role_shapes(cfg, critic, teacher)
+    load, dcp = engine_load(cfg, context), DcpPlan()
+    if engines:
+        dcp = plan_dcp(cfg, machine, model, shapes, engines[0], load, decisions)
+        engines = tuple(replace(engine, dcp=dcp.size, dcp_comm=dcp.exchange) for engine in engines)
     memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
-    add_admission_decision(cfg.rollout, memory.engine, decisions)
+    if engines:
+        add_admission_decision(cfg.rollout, dcp.size, memory.engine, decisions)
     trainer_threads, engine_threads = _threads(cfg, machine, roles, device, decisions)
     return Plan(
         device=device,
@@ -123,6 +127,8 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         max_context_len=context,
         samples_per_rollout=samples_per_rollout(cfg),
         samples_per_step=batch_identity(cfg),
+        load=load,
+        dcp=dcp,
         tolerances=tolerances,
         run_dir=str(Path(cfg.run.dir).resolve()),
         roles=roles,
@@ -144,6 +150,14 @@ def _device(cfg: TrainConfig, machine: Machine, decisions: PlanDecisions) -> str
     return device
 
 
+def _dtype(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> str:
+    if cfg.model.dtype != "auto":
+        return cfg.model.dtype
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    decisions.add("model.dtype", dtype, f"placement.device is {device}")
+    return dtype
+
+
 def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions) -> int:
     if cfg.rollout.max_context_len is not None:
         return cfg.rollout.max_context_len
@@ -156,21 +170,8 @@ def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions)
     return model.max_positions
 
 
-def _dcp_exchange(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> str:
-    """Return the exchange of partial attention between ranks that share a KV cache."""
-    if cfg.rollout.dcp_comm != "auto":
-        return cfg.rollout.dcp_comm
-    exchange, reason = (
-        ("a2a", "one exchange per layer")
-        if device == "cpu"
-        else ("ag_rs", "every attention backend on GPUs supports it")
-    )
-    if cfg.rollout.dcp > 1:
-        decisions.add("rollout.dcp_comm", exchange, reason)
-    return exchange
-
-
-def _engines(cfg: TrainConfig, device: str, dtype: str, context: int, exchange: str) -> tuple[EngineSpec, ...]:
+def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
+    """Return the engines without decode context parallelism, which is planned from their memory."""
     rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
     max_running = fixed_limit(rollout)
     return tuple(
@@ -187,8 +188,6 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int, exchange: 
             admits_by_kv=rollout.max_running_requests == AUTO,
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
-            dcp=rollout.dcp,
-            dcp_comm=exchange,
             trained_on=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.plan.machine import Machine
-from slime_like.cluster.plan.memory import RoleShapes
+from slime_like.cluster.plan.types import RoleShapes
 from slime_like.config.rules.hf import HfConfig, hf_config, read_hf_config
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig

@@ -1,10 +1,11 @@
-"""Elements of a plan: decisions and roles."""
+"""Elements of a plan: decisions, roles, and the shapes of their models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from slime_like.config.schema.resolved import Layout
+from slime_like.planner.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,16 @@ class Role:
     name: str
     devices: tuple[tuple[int, ...], ...]
     layout: Layout | None = None  # of Megatron ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RoleShapes:
+    """Shapes of the models of a run; None if a folder has no config.json yet."""
+
+    actor: ModelShape | None
+    critic: ModelShape | None = None
+    teacher: ModelShape | None = None
+    unknown: str = "run.prepare has not written the model yet"  # the reason, if the actor's shape is not known
 
 
 @dataclass(frozen=True, slots=True)

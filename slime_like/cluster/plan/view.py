@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from slime_like.cluster.plan.dcp import dcp_lines
 from slime_like.cluster.plan.guard import guard_lines
 from slime_like.cluster.plan.machine import Machine, described_machine, probe_machine
 from slime_like.cluster.plan.memory import memory_lines
@@ -63,18 +64,15 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:
         detail = (
-            f"tp {rollout.tp} each{_sharded_cache(cfg)}, context {plan.max_context_len}"
+            f"tp {rollout.tp} each{_sharded_cache(plan)}, context {plan.max_context_len}"
             if role.layout is None
             else f"tp {role.layout.tp} * pp {role.layout.pp}{_virtual(role.layout)} * cp {role.layout.cp} * "
             f"dp {role.layout.dp}{_experts(role.layout)}"
         )
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
     yield ""
-    sequence = min(plan.max_context_len, rollout.max_response_len + _prompt_bound(cfg, plan))
-    started = (rollout.over_sampling_batch_size or rollout.batch_size) * rollout.n_samples_per_prompt
-    in_flight = -(-started // max(1, len(plan.engines)))
-    max_running = plan.engines[0].max_running_requests if plan.engines else None
-    yield from memory_lines(plan.memory, sequence, in_flight, max_running)
+    yield from memory_lines(plan.memory, plan.load)
+    yield from dcp_lines(plan.dcp, plan.memory.engine, plan.load)
     yield ""
     yield (
         f"batch      rollout.batch_size {rollout.batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt} = "
@@ -102,11 +100,6 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         yield from (f"  {line}" for line in plan.advice)
 
 
-def _prompt_bound(cfg: TrainConfig, plan: Plan) -> int:
-    """Return the maximum prompt length: the configured one, or the context without the maximum response."""
-    return cfg.data.max_prompt_len or max(0, plan.max_context_len - cfg.rollout.max_response_len)
-
-
 def _virtual(layout: Layout) -> str:
     return f" of {layout.vpp} virtual stages" if layout.vpp > 1 else ""
 
@@ -115,10 +108,9 @@ def _experts(layout: Layout) -> str:
     return f", experts over {layout.ep}" if layout.ep > 1 else ""
 
 
-def _sharded_cache(cfg: TrainConfig) -> str:
+def _sharded_cache(plan: Plan) -> str:
     """Return the groups of ranks that share an engine's KV cache, if there are any."""
-    dcp = cfg.rollout.dcp
-    return f" (KV cache of a sequence over {dcp} ranks)" if dcp > 1 else ""
+    return f" (KV cache of a sequence over {plan.dcp.size} ranks)" if plan.dcp.size > 1 else ""
 
 
 def _devices(role: Role) -> str:

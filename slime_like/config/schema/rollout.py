@@ -29,10 +29,11 @@ class RolloutConfig(Config):
     stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
-    dcp: int = key(
+    dcp: int | str = key(
         1,
         "Decode context parallel size: groups of this many ranks of an engine each store a part of the KV cache of every "
-        "sequence, for models with fewer KV heads than rollout.tp (docs/dcp.md).",
+        "sequence, for models with fewer KV heads than rollout.tp; auto: the largest useful size if the planner predicts that "
+        "the KV cache limits concurrency, otherwise 1 (docs/dcp.md).",
     )
     dcp_comm: str = key(
         "auto",
@@ -96,10 +97,10 @@ class RolloutConfig(Config):
             "max_partial_staleness",
             "num_engines",
             "tp",
-            "dcp",
             "start_deadline_s",
             "request_deadline_s",
         )
+        self._check_dcp(prefix)
         self._check_admission(prefix)
         positive(prefix, self, "agent_deadline_s", "agent_concurrency")
         within(prefix, self, 0, 1e6, "max_refills")
@@ -109,6 +110,16 @@ class RolloutConfig(Config):
                 f"set {prefix}filters=[nonzero_std], or remove it"
             )
         self._check_over_sampling(prefix)
+
+    def _check_dcp(self, prefix: str) -> None:
+        if self.dcp == AUTO:
+            return
+        if isinstance(self.dcp, str):
+            raise ConfigError(
+                f"{prefix}dcp={self.dcp!r} is neither a number nor {AUTO}: set a number of ranks, or {AUTO}, with which the plan "
+                "chooses"
+            )
+        positive(prefix, self, "dcp")
 
     def _check_admission(self, prefix: str) -> None:
         limit = self.max_running_requests

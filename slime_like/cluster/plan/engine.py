@@ -1,0 +1,83 @@
+"""Predicted memory of one engine, from its spec and the machine."""
+
+from __future__ import annotations
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.types import RoleShapes
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory, state_bytes, token_bytes
+from slime_like.planner.hardware import CORES_PER_GPU, Hardware, known_gpu
+from slime_like.planner.host import host_engine, host_slots, host_tokens
+from slime_like.planner.shapes import ModelShape
+
+KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
+"""SGLang's kv_cache_dtype -> bytes per element of a 16-bit model."""
+
+
+def predict_engine(cfg: TrainConfig, machine: Machine, shapes: RoleShapes, engine: EngineSpec) -> EngineMemory | str:
+    """Return the memory of one engine, or the reason why it cannot be predicted."""
+    if engine.device != "cuda" and shapes.actor is not None:
+        return host_engine_memory(machine, shapes.actor, engine)
+    hardware = known_hardware(cfg, machine, shapes)
+    if isinstance(hardware, str):
+        return hardware
+    assert shapes.actor is not None, "known_hardware returns the reason"
+    return engine_memory(shapes.actor, engine_settings(engine), hardware)
+
+
+def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Hardware | str:
+    """Return the GPUs of a run, or the reason why no memory can be predicted on them."""
+    if cfg.placement.ray_address is not None and machine.is_local:
+        return "the GPUs of a joined Ray cluster are known only once it responds"
+    if shapes.actor is None:
+        return shapes.unknown
+    name = machine.gpu_names[0] if machine.gpu_names else ""
+    gpu = known_gpu(name)
+    if gpu is None:
+        return f"the planner does not know the GPU {name!r}"
+    return Hardware(gpu, machine.num_gpus // machine.nodes, machine.nodes, CORES_PER_GPU * machine.num_gpus)
+
+
+def host_engine_memory(machine: Machine, shape: ModelShape, engine: EngineSpec) -> EngineMemory:
+    """Return the resident memory of one engine on a CPU."""
+    settings = engine_settings(engine)
+    tokens = host_tokens(shape, settings, machine.memory_bytes, engine.sglang.get("max_total_tokens"))
+    per_token, per_state = token_bytes(shape, settings), state_bytes(shape, settings)
+    table, requests = host_engine(shape, settings, tokens), host_slots(settings) // settings.states_per_request
+    return EngineMemory(table, tokens * per_token, per_token, per_state, requests, groups=settings.dp_attention)
+
+
+def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
+    """Return the planner's settings of an engine; fields of ``rollout.sglang`` that it does not know are ignored."""
+    options = spec.sglang
+    eager = options.get("disable_cuda_graph") or options.get("disable_decode_cuda_graph")
+    wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
+    return EngineSettings(
+        gpus=spec.tp,
+        dcp=spec.dcp,
+        dp_attention=int(options.get("attn_dp_size") or 1),
+        weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
+        kv_bytes=wide,
+        static=static or options.get("mem_fraction_static"),
+        chunk=int(options.get("chunked_prefill_size") or 8_192),
+        graph_requests=0 if eager else options.get("cuda_graph_max_bs_decode"),
+        replicated_head=bool(options.get("enable_dp_lm_head")),
+        max_running=spec.max_running_requests,
+        states_per_request=_states_per_request(spec),
+        max_tokens=options.get("max_total_tokens"),
+    )
+
+
+def _states_per_request(spec: EngineSpec) -> int:
+    """Return the recurrent states that SGLang counts per request: three, and those that its radix cache tracks."""
+    options = spec.sglang
+    on_host = spec.device == "cpu"
+    if options.get("disable_radix_cache") or (on_host and spec.dcp > 1):  # the CPU platform disables it under DCP
+        return 1
+    strategy, overlap = options.get("mamba_radix_cache_strategy", "auto"), not options.get("disable_overlap_schedule")
+    if strategy == "auto":
+        paged = (options.get("page_size") or 1) > 1
+        strategy = "extra_buffer" if not on_host and (overlap or paged) else "no_buffer"
+    tracked = {"no_buffer": 0, "extra_buffer_lazy": 1}.get(strategy, 2 if overlap else 1)
+    return 3 + tracked
