@@ -37,6 +37,12 @@ ALLOCATOR = Constant(
     "reserved / allocated bytes",
     "torch's CUDA caching allocator in seven traced layouts of this trainer: 1.05 to 1.12, mean 1.07 (docs/planner.md)",
 )
+PINNED = Constant(
+    "pinned memory",
+    1.44,
+    "reserved / requested bytes",
+    "torch rounds each pinned buffer up to a power of two (CachingHostAllocator): 1 / ln 2 = 1.44 on average",
+)
 SGLANG_META = Constant("engine metadata", 512 * MIB, "bytes", "SGLang 0.5.23, arg_groups/memory_hook.py")
 SGLANG_PREFILL = Constant(
     "prefill reserve", 1.5 * MIB, "bytes per token of a prefill chunk", "SGLang 0.5.23, arg_groups/memory_hook.py"
@@ -104,6 +110,7 @@ CONSTANTS = (
     CUDA_CONTEXT,
     NCCL_BUFFERS,
     ALLOCATOR,
+    PINNED,
     SGLANG_META,
     SGLANG_PREFILL,
     SGLANG_GRAPH,

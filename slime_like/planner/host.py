@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slime_like.planner import constants
 from slime_like.planner.engine import EngineSettings, state_bytes, token_bytes
 from slime_like.planner.shapes import ModelShape
@@ -49,4 +51,5 @@ def host_engine(shape: ModelShape, settings: EngineSettings, tokens: int) -> Mem
 def host_trainer(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
     """Return the resident memory of one trainer rank at the peak of an optimizer step."""
     process = items(("process", constants.HOST_RANK.value, "torch, megatron-core and Ray"))
-    return MemoryTable((*process, *allocated_items(shape, settings).items))
+    allocated = allocated_items(shape, settings)
+    return replace(allocated, items=(*process, *allocated.items))

@@ -1,13 +1,17 @@
-"""Plots of the planner as SVG files, without a plotting library."""
+"""Plots of the planner: stacked bars as text and as SVG, without a plotting library."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from slime_like.planner.table import MemoryTable, gib
 
+COLUMNS = 64  # of a bar in text, up to the limit or the longest bar
+MARKS = string.ascii_lowercase + string.ascii_uppercase
+LEGEND = 5  # items of the legend per line
 WIDTH, BAR, GAP, LEFT, RIGHT, TOP = 900, 34, 26, 170, 20, 44
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
 
@@ -18,6 +22,27 @@ class Bar:
 
     name: str
     table: MemoryTable
+
+
+def text_plot(bars: Sequence[Bar], limit: float) -> Iterator[str]:
+    """Yield stacked bars, one per role, with a line at ``limit`` bytes and a legend of the items that are visible."""
+    longest = max([limit, *(bar.table.total for bar in bars)])
+    edge, margin = round(COLUMNS * limit / longest), max(len(bar.name) for bar in bars)
+    marks: dict[str, str] = {}
+    for bar in bars:
+        line, total = "", 0.0
+        for item in bar.table.items:
+            total += item.num_bytes
+            width = round(COLUMNS * total / longest) - len(line)
+            if width > 0:
+                mark = marks.setdefault(item.name, MARKS[len(marks) % len(MARKS)])
+                line += mark * width
+        line = line.ljust(edge)
+        yield f"  {bar.name:<{margin}} {line[:edge]}|{line[edge:]} {gib(bar.table.total)}"
+    yield f"  {'':<{margin}} {gib(limit):>{edge}}|"
+    legend = [f"{mark} {name}" for name, mark in marks.items()]
+    for first in range(0, len(legend), LEGEND):
+        yield f"  {'':<{margin}} {'  '.join(legend[first : first + LEGEND])}"
 
 
 def memory_plot(title: str, bars: Sequence[Bar], limit: float) -> str:

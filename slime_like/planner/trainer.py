@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_like.planner import constants
 from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape
-from slime_like.planner.table import MemoryTable, items
+from slime_like.planner.stages import StageSegment, even_sizes, stage_segments
+from slime_like.planner.table import Item, MemoryTable, items
 
 PARAMETER_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # float32, in one buffer per rank
 MOMENT_BYTES = 8  # Adam's two
 MAIN_BYTES = 4  # float32 copy of 16-bit weights
 VOCABULARY_MULTIPLE = 128
+POLICY, VALUE, SCORING = "policy", "value", "scoring"
+"""Tasks of a rank: train with an output layer, train with a value head (critic), and forward passes alone (teacher)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,16 @@ class TrainerSettings:
     tokens: int = 8_192  # packed tokens of a micro-batch on one rank
     dtype: str = "bfloat16"
     recompute: str = "none"  # none | selective | full
-    recompute_layers: int = 1  # layers per recomputed piece
+    recompute_method: str = "uniform"  # of full: uniform pieces of all layers | block: the first layers of each segment
+    recompute_layers: int = 1  # layers per recomputed piece; with block, recomputed layers per segment
     logits_chunk: int = 4_096
     offload: float = 0.0  # share of the optimizer that is in host memory
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
     trained_share: float = 1.0  # trained tokens / tokens: prompts are not scored
+    task: str = POLICY
+    segments: tuple[int, ...] = ()  # layers of each of the pp * vpp pipeline segments; (): an even split without vpp
+    num_micro_batches: int | None = None  # maximum of an optimizer step on one rank; None: enough to fill the pipeline
 
     @property
     def world_size(self) -> int:
@@ -42,25 +49,38 @@ class TrainerSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """Parameters of the largest pipeline stage on one rank."""
+    """Parameters of a pipeline stage on one rank."""
 
     dense: float  # reduced over dp * cp
     experts: float  # reduced over the copies of an expert
 
+    @property
+    def total(self) -> float:
+        """All parameters of the rank."""
+        return self.dense + self.experts
 
-def rank_parameters(shape: ModelShape, settings: TrainerSettings) -> RankParameters:
-    """Return the parameters on one rank; with pipeline stages, the larger of the first and the last."""
-    s = settings
-    stage = _stage_share(shape, s)
-    mixers = sum(shape.count(mixer) * shape.mixer_parameters(mixer) for mixer in (ATTENTION, LATENT, RECURRENT))
-    dense_layers = len(shape.layers) - shape.sparse_layers
-    matrices = mixers + dense_layers * shape.dense_parameters + shape.sparse_layers * shape.shared_parameters
-    norms = 2 * len(shape.layers) * shape.hidden + shape.sparse_layers * shape.router_parameters
-    rows = padded_vocabulary(shape.vocabulary, s.tp) * shape.hidden / s.tp
-    tables = rows * (2 if s.pp == 1 and not shape.tied else 1)
+    def shard(self, settings: TrainerSettings) -> float:
+        """Return the parameters of which one rank keeps the optimizer's state."""
+        s = settings
+        if not s.distributed_optimizer:
+            return self.total
+        return self.dense / (s.dp * s.cp) + self.experts / max(1, s.tp * s.cp * s.dp // s.ep)
+
+
+def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -> RankParameters:
+    """Return the parameters of pipeline stage ``stage`` on one rank. The first has the embedding, the last the head."""
+    s, part = settings, _part(shape, _segments(shape, settings, stage))
+    is_last = stage == s.pp - 1
+    mixers = sum(part.count(mixer) * part.mixer_parameters(mixer) for mixer in (ATTENTION, LATENT, RECURRENT))
+    dense_layers = len(part.layers) - part.sparse_layers
+    matrices = mixers + dense_layers * part.dense_parameters + part.sparse_layers * part.shared_parameters
+    norms = 2 * len(part.layers) * part.hidden + part.sparse_layers * part.router_parameters
+    table = padded_vocabulary(part.vocabulary, s.tp) * part.hidden / s.tp
+    has_output = is_last and s.task != VALUE and not (part.tied and s.pp == 1)  # with stages, tied tables are copies
+    head = part.hidden * (is_last + (is_last and s.task == VALUE))  # final norm, and a critic's value head
     return RankParameters(
-        dense=stage * (matrices / s.tp + norms) + tables + shape.hidden,
-        experts=stage * shape.routed_parameters / s.ep,
+        dense=matrices / s.tp + norms + table * ((stage == 0) + has_output) + head,
+        experts=part.routed_parameters / s.ep,
     )
 
 
@@ -73,45 +93,39 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
     """Return the peak memory of one rank during an optimizer step, with the allocator's overhead."""
     allocated = allocated_items(shape, settings)
-    total = sum(item.num_bytes for item in allocated.items)
     groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep)) + (settings.world_size > 1)
     rest = items(
-        ("allocator", total * (constants.ALLOCATOR.value - 1), "reserved but not allocated"),
+        ("allocator", allocated.total * (constants.ALLOCATOR.value - 1), "reserved but not allocated"),
         ("CUDA context", constants.CUDA_CONTEXT.value, ""),
         ("communicators", constants.NCCL_BUFFERS.value * groups, "NCCL"),
     )
-    return MemoryTable((*allocated.items, *rest))
+    return replace(allocated, items=(*allocated.items, *rest))
 
 
 def allocated_items(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the tensors of one rank at the peak of an optimizer step: what torch counts as allocated."""
-    s = settings
-    parameters = rank_parameters(shape, s)
-    total = parameters.dense + parameters.experts
-    copies = s.dp * s.cp if s.distributed_optimizer else 1
-    expert_copies = max(1, s.tp * s.cp * s.dp // s.ep) if s.distributed_optimizer else 1
-    shard = parameters.dense / copies + parameters.experts / expert_copies
+    """Return the tensors of one rank at the peak of an optimizer step: what torch counts as allocated.
+
+    With pipeline stages, the rank is of the stage that needs most, which the table names.
+    """
+    return max((stage_items(shape, settings, stage) for stage in range(settings.pp)), key=lambda table: table.total)
+
+
+def stage_items(shape: ModelShape, settings: TrainerSettings, stage: int) -> MemoryTable:
+    """Return the tensors of one rank of a pipeline stage at its peak."""
+    s, parameters = settings, stage_parameters(shape, settings, stage)
+    weights = ("weights", parameters.total * PARAMETER_BYTES[s.dtype], s.dtype)
+    place = f"pipeline stage {stage + 1} of {s.pp}" if s.pp > 1 else ""
+    if s.task == SCORING:
+        return MemoryTable((*items(weights), *_transient(shape, s, stage)), place)
+    activations = _activation_bytes(shape, s, stage)
     state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
-    kept, working = _activation_bytes(shape, s)
-    in_flight = s.pp  # micro-batches whose activations the first stage keeps
-    head, backward = _head_bytes(shape, s)
-    return MemoryTable(
-        items(
-            ("weights", total * PARAMETER_BYTES[s.dtype], s.dtype),
-            ("gradients", total * GRADIENT_BYTES, "float32"),
-            ("optimizer", shard * state * (1 - s.offload), _optimizer_note(s, copies)),
-            ("activations", in_flight * kept * _stage_share(shape, s), _activation_note(s)),
-            ("output layer", max(head, backward, working), f"logits in chunks of {s.logits_chunk} tokens"),
-        )
+    rows = items(
+        weights,
+        ("gradients", parameters.total * GRADIENT_BYTES, "float32"),
+        ("optimizer", parameters.shard(s) * state * (1 - s.offload), _optimizer_note(s)),
+        ("activations", activations, _activation_note(shape, s, stage)),
     )
-
-
-def host_bytes(shape: ModelShape, settings: TrainerSettings, *, reference: bool) -> float:
-    """Return the host memory of one rank on a GPU: offloaded optimizer state, and a reference's weights."""
-    parameters = rank_parameters(shape, settings)
-    total = parameters.dense + parameters.experts
-    state = (MAIN_BYTES + MOMENT_BYTES + GRADIENT_BYTES) * settings.offload / max(1, settings.dp * settings.cp)
-    return total * (state + (2 * PARAMETER_BYTES[settings.dtype] if reference else 0))
+    return MemoryTable((*rows, *_transient(shape, s, stage)), place)
 
 
 def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, sparse: bool) -> float:
@@ -143,15 +157,63 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
     return element * (numbers + routed / local + 5 * e.shared_width / s.tp) + small
 
 
-def _activation_bytes(shape: ModelShape, settings: TrainerSettings) -> tuple[float, float]:
-    """Return the bytes that all layers of the model keep, and those of the largest piece that is recomputed."""
-    s = settings
-    per_layer = [layer_bytes(shape, s, layer.mixer, sparse=layer.sparse) for layer in shape.layers]
-    if s.recompute != "full":
-        return s.tokens * sum(per_layer), 0.0
+def _segments(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[StageSegment, ...]:
+    sizes = settings.segments or even_sizes(len(shape.layers), settings.pp)
+    return stage_segments(stage, settings.pp, sizes, settings.num_micro_batches)
+
+
+def _part(shape: ModelShape, segments: tuple[StageSegment, ...]) -> ModelShape:
+    """Return the model with the layers of these segments alone."""
+    layers = (shape.layers[segment.first : segment.first + segment.num_layers] for segment in segments)
+    return replace(shape, layers=sum(layers, ()))
+
+
+def _layer_bytes(shape: ModelShape, settings: TrainerSettings, *segments: StageSegment) -> list[float]:
+    """Return the bytes per token of each layer of the segments."""
+    layers = _part(shape, segments).layers
+    return [layer_bytes(shape, settings, layer.mixer, sparse=layer.sparse) for layer in layers]
+
+
+def _activation_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) -> float:
+    """Return the bytes that the layers of a stage keep for the micro-batches in flight."""
+    s, total = settings, 0.0
     local = s.tp if s.sequence_parallel else 1
-    inputs = PARAMETER_BYTES[s.dtype] * shape.hidden / local * -(-len(per_layer) // s.recompute_layers)
-    return s.tokens * inputs, s.tokens * max(per_layer) * (s.recompute_layers + 0.5)
+    for segment in _segments(shape, s, stage):
+        per_layer, num_inputs = _layer_bytes(shape, s, segment), 0
+        if s.recompute == "full" and s.recompute_method == "block":
+            num_inputs, per_layer = min(s.recompute_layers, segment.num_layers), per_layer[s.recompute_layers :]
+        elif s.recompute == "full":
+            num_inputs, per_layer = -(-segment.num_layers // s.recompute_layers), []
+        inputs = num_inputs * PARAMETER_BYTES[s.dtype] * shape.hidden / local
+        total += segment.in_flight * s.tokens * (inputs + sum(per_layer))
+    return total
+
+
+def _transient(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[Item, ...]:
+    """Return the larger of the head's tensors and the tensors of the layers that run again in the backward pass.
+
+    A rank that only scores has the tensors of one layer instead.
+    """
+    s, rows = settings, []
+    per_layer = _layer_bytes(shape, s, *_segments(shape, s, stage))
+    if s.task == SCORING:
+        rows.append(("forward pass", s.tokens * max(per_layer), "one layer"))
+    elif s.recompute == "full":
+        num_layers = s.recompute_layers if s.recompute_method == "uniform" else 1
+        rows.append(("recomputed layers", s.tokens * max(per_layer) * (num_layers + 0.5), ""))
+    if stage == s.pp - 1:
+        rows.append(_head_item(shape, s))
+    return items(max(rows, key=lambda row: row[1])) if rows else ()
+
+
+def _head_item(shape: ModelShape, settings: TrainerSettings) -> tuple[str, float, str]:
+    s, element = settings, PARAMETER_BYTES[settings.dtype]
+    if s.task == VALUE:  # hidden states of all tokens, those of trained tokens in float32, and the gradients of both
+        num_bytes = shape.hidden * s.tokens * (2 * element + s.trained_share * (element + 2 * 4))
+        return "value head", num_bytes, "hidden states in float32"
+    forward, backward = _head_bytes(shape, s)
+    largest = forward if s.task == SCORING else max(forward, backward)
+    return "output layer", largest, f"logits in chunks of {s.logits_chunk} tokens"
 
 
 def _head_bytes(shape: ModelShape, settings: TrainerSettings) -> tuple[float, float]:
@@ -172,16 +234,14 @@ def _head_bytes(shape: ModelShape, settings: TrainerSettings) -> tuple[float, fl
     return forward + hidden, backward + hidden
 
 
-def _stage_share(shape: ModelShape, settings: TrainerSettings) -> float:
-    """Return the share of the layers on the largest pipeline stage."""
-    return -(-len(shape.layers) // settings.pp) / len(shape.layers)
-
-
-def _optimizer_note(settings: TrainerSettings, copies: int) -> str:
+def _optimizer_note(settings: TrainerSettings) -> str:
+    copies = settings.dp * settings.cp if settings.distributed_optimizer else 1
     share = f"over {copies} ranks" if copies > 1 else ""
     host = f"{settings.offload:.0%} on the host" if settings.offload else ""
     return ", ".join(part for part in (share, host) if part)
 
 
-def _activation_note(settings: TrainerSettings) -> str:
-    return f"{settings.tokens} tokens, recompute {settings.recompute}"
+def _activation_note(shape: ModelShape, settings: TrainerSettings, stage: int) -> str:
+    in_flight = sum(segment.in_flight for segment in _segments(shape, settings, stage))
+    count = f"{in_flight} times " if in_flight > 1 else ""
+    return f"{count}{settings.tokens} tokens, recompute {settings.recompute}"

@@ -8,7 +8,8 @@ import pytest
 
 from slime_like.config.rules.hf import padded_vocabulary as rows_of_the_trainer
 from slime_like.planner.models import find_shape
-from slime_like.planner.trainer import TrainerSettings, allocated_items, host_bytes, padded_vocabulary, trainer_memory
+from slime_like.planner.offload import offload_items
+from slime_like.planner.trainer import TrainerSettings, allocated_items, padded_vocabulary, trainer_memory
 
 SHAPE = find_shape("MODEL", "Qwen3-4B")
 BASE = TrainerSettings(tp=2, dp=4, tokens=16_384)
@@ -50,7 +51,9 @@ def test_experts_are_divided_by_ep_and_not_by_tp() -> None:
 def test_offloaded_state_moves_to_the_host() -> None:
     offloaded = replace(BASE, offload=1.0)
     assert allocated_items(SHAPE, offloaded).of("optimizer") == 0
-    assert host_bytes(SHAPE, offloaded, reference=False) > host_bytes(SHAPE, BASE, reference=False) == 0
+    on_host = offload_items(SHAPE, offloaded).of("offloaded optimizer")
+    assert on_host == pytest.approx(allocated_items(SHAPE, BASE).of("optimizer"))
+    assert offload_items(SHAPE, BASE).of("offloaded optimizer", "pinned gradients", "copies of weights") == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])

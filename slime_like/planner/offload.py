@@ -1,0 +1,44 @@
+"""Host memory of a trainer rank on a GPU: offloaded optimizer, copies of weights, and the snapshot of a checkpoint."""
+
+from __future__ import annotations
+
+from slime_like.planner import constants
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.table import MemoryTable, items
+from slime_like.planner.trainer import (
+    GRADIENT_BYTES,
+    MAIN_BYTES,
+    MOMENT_BYTES,
+    PARAMETER_BYTES,
+    SCORING,
+    TrainerSettings,
+    stage_parameters,
+)
+
+
+def offload_items(shape: ModelShape, settings: TrainerSettings, num_copies: int = 0) -> MemoryTable:
+    """Return the host memory of one rank, the mean over the pipeline stages, with ``num_copies`` of its weights.
+
+    megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
+    weights and moments from the device to pinned memory, and clones those that are on the host.
+    """
+    s, pinned = settings, constants.PINNED.value
+    stages = [stage_parameters(shape, s, stage) for stage in range(s.pp)]
+    total = sum(parameters.total for parameters in stages) / s.pp
+    shard = sum(parameters.shard(s) for parameters in stages) / s.pp
+    weights = PARAMETER_BYTES[s.dtype]
+    process = ("processes", constants.HOST_RANK.value, "torch, megatron-core and Ray")
+    if s.task == SCORING:
+        return MemoryTable(items(process))
+    state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
+    on_host, on_device = shard * s.offload, shard * (1 - s.offload)
+    snapshot = pinned * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
+    return MemoryTable(
+        items(
+            process,
+            ("offloaded optimizer", state * on_host, "float32 weights and moments"),
+            ("pinned gradients", pinned * GRADIENT_BYTES * on_host, "float32"),
+            ("copies of weights", num_copies * weights * total, "reference, teacher, and those that they replace"),
+            ("checkpoint", snapshot, "snapshot during a save"),
+        )
+    )

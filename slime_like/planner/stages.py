@@ -1,0 +1,44 @@
+"""Pipeline stages of a trainer: their layers, and the micro-batches whose activations they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StageSegment:
+    """Consecutive layers of one stage. A stage has several with virtual stages."""
+
+    first: int  # index of the first layer
+    num_layers: int
+    in_flight: int  # micro-batches whose activations are kept at the stage's peak
+
+
+def stage_segments(
+    stage: int, pp: int, sizes: Sequence[int], num_micro_batches: int | None = None
+) -> tuple[StageSegment, ...]:
+    """Return the segments of a stage. ``sizes``: layers of each of the pp * vpp segments.
+
+    Under 1F1B a stage keeps ``pp - stage`` micro-batches, at most all of an optimizer step (None: enough to fill the
+    pipeline). The interleaved schedule first runs ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` forward passes of single
+    segments, in groups of pp micro-batches (megatron-core, pipeline_parallel/schedules.py).
+    """
+    vpp = len(sizes) // pp
+    passes = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+    if num_micro_batches is not None:
+        passes = min(passes, num_micro_batches * vpp)
+    group = pp if num_micro_batches is None else min(pp, num_micro_batches)
+    counts = [0] * vpp
+    for index in range(passes):
+        counts[index // group % vpp] += 1
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(
+        StageSegment(starts[v * pp + stage], sizes[v * pp + stage], in_flight) for v, in_flight in enumerate(counts)
+    )
+
+
+def even_sizes(num_layers: int, num_segments: int) -> tuple[int, ...]:
+    """Return an even split of the layers, in which early segments get one layer more if there is a remainder."""
+    base, extra = divmod(num_layers, num_segments)
+    return tuple(base + (i < extra) for i in range(num_segments))

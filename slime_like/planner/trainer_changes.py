@@ -1,0 +1,75 @@
+"""Effect of each change of a trainer's layout or options on its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.trainer import TrainerSettings
+
+FLAGS = {
+    "tp": "--train-tp",
+    "pp": "--train-pp",
+    "cp": "--train-cp",
+    "ep": "--train-ep",
+    "tokens": "--tokens",
+    "recompute": "--recompute",
+    "logits_chunk": "--logits-chunk",
+    "offload": "--offload",
+    "distributed_optimizer": "--distributed-optimizer",
+}
+"""Field of ``TrainerSettings`` that a change sets -> flag of the planner's command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerChange:
+    """A change of a trainer on the same number of GPUs."""
+
+    values: tuple[tuple[str, str], ...]  # field of TrainerSettings and its new value
+    settings: TrainerSettings
+
+    def named(self, names: Mapping[str, str], sign: str) -> str:
+        """Return the change as settings with these names of the fields: ``--recompute full``."""
+        return " ".join(f"{names[field]}{sign}{value}" for field, value in self.values)
+
+
+def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
+    """Yield every single change that applies. Parallel sizes double, and the data-parallel size halves."""
+    s = settings
+    recompute = "none" if s.recompute == "full" else "full"
+    yield _change(s, recompute=recompute)
+    if s.dtype == "bfloat16" and s.distributed_optimizer and s.offload < 1:
+        yield _change(s, offload=1.0)
+    if s.dp * s.cp > 1 and not s.offload:
+        yield _change(s, distributed_optimizer=not s.distributed_optimizer)
+    if s.logits_chunk > 1:
+        yield _change(s, logits_chunk=max(1, s.logits_chunk // 4))
+    if s.tokens > 1:
+        yield _change(s, tokens=s.tokens // 2)
+    yield from _parallel_changes(shape, s)
+
+
+def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
+    s = settings
+    if shape.experts is not None and s.tp * s.cp * s.dp % (2 * s.ep) == 0 and shape.experts.count % (2 * s.ep) == 0:
+        yield _change(s, ep=2 * s.ep)
+    if s.dp % 2:
+        return
+    half = replace(s, dp=s.dp // 2, num_micro_batches=s.num_micro_batches and 2 * s.num_micro_batches)
+    if shape.heads % (2 * s.tp) == 0 and shape.kv_heads % (2 * s.tp) == 0:
+        # With tp 1 a run has no sequence parallelism; its default is on.
+        yield _change(replace(half, sequence_parallel=s.sequence_parallel or s.tp == 1), tp=2 * s.tp)
+    if s.tokens > 1:  # the cp ranks share a micro-batch: with half the tokens each, it is as long as before
+        yield _change(half, cp=2 * s.cp, tokens=s.tokens // 2)
+    if 2 * s.pp <= len(shape.layers) and s.tp * s.cp * half.dp % s.ep == 0:
+        yield _change(replace(half, segments=()), pp=2 * s.pp)
+
+
+def _change(settings: TrainerSettings, **values: str | float) -> TrainerChange:
+    changed = replace(settings, **values)  # pyright: ignore[reportArgumentType]
+    return TrainerChange(tuple((name, _text(value)) for name, value in values.items()), changed)
+
+
+def _text(value: str | float) -> str:
+    return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value:g}"
