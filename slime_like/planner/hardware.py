@@ -63,12 +63,11 @@ _DRIVER_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """``nodes`` machines of ``gpus`` GPUs each; ``cores`` is per node."""
+    """``nodes`` machines of ``gpus`` GPUs each."""
 
     gpu: GpuKind
     gpus: int
     nodes: int = 1
-    cores: int = 0
 
     @property
     def num_gpus(self) -> int:
@@ -89,6 +88,11 @@ def known_gpu(name: str) -> GpuKind | None:
     return None if entry is None else GPUS[entry]
 
 
+def unknown_speed(name: str) -> GpuKind:
+    """Return a GPU that the table does not have, without memory and speeds."""
+    return GpuKind(name, memory=0, hbm=0, bf16=0, fp8=0, link=0, network=0, source="the driver")
+
+
 def parse_hardware(flag: str, text: str) -> Hardware:
     """Parse ``[NODESx]GPUSxNAME`` such as 8xH20 or 4x8xH800. Raises ``ConfigError`` naming ``flag``."""
     match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x([A-Za-z].*)", text)
@@ -97,5 +101,4 @@ def parse_hardware(flag: str, text: str) -> Hardware:
     gpu = known_gpu(match[3])
     if gpu is None:
         raise ConfigError(f"{flag} {text}: GPU {match[3]!r} is unknown: {nearest(match[3], GPUS)}")
-    gpus = int(match[2])
-    return Hardware(gpu, gpus, int(match[1] or 1), CORES_PER_GPU * gpus)
+    return Hardware(gpu, int(match[2]), int(match[1] or 1))

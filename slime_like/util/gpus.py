@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime_like.util.deadline import Deadline
 
-GPU_QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader")
 GPU_QUERY_SECONDS = 20.0
+MIG = "MIG"  # a slice of a GPU, in CUDA_VISIBLE_DEVICES and as a suffix of its name
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; ``capability`` is e.g. (9, 0), None if only the name could be read."""
+    """One GPU; ``capability`` is e.g. (9, 0). Both numbers are None if only the name could be read."""
 
     name: str
     capability: tuple[int, int] | None = None
+    num_bytes: int | None = None  # total memory
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
@@ -33,17 +35,25 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows."""
-    return visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows. nvidia-smi does not tell the memory of a MIG slice."""
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible(installed_gpus(), variable)
+    if MIG not in (variable or ""):
+        return gpus
+    return tuple(replace(gpu, name=f"{gpu.name} {MIG}", num_bytes=None) for gpu in gpus)
 
 
 def parse(line: str) -> Gpu:
-    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 9.0``."""
-    name, _, capability = line.rpartition(",")
-    major, dot, minor = capability.strip().partition(".")
-    if not (name and dot and major.isdigit() and minor.isdigit()):
+    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 81559 MiB, 9.0``; [N/A] is unknown."""
+    fields = [field.strip() for field in line.rsplit(",", 2)]
+    if len(fields) < 3:
         return Gpu(line.strip())
-    return Gpu(name.strip(), (int(major), int(minor)))
+    name, memory, capability = fields
+    major, dot, minor = capability.partition(".")
+    known = dot and major.isdigit() and minor.isdigit()
+    number, _, unit = memory.partition(" ")
+    num_bytes = int(number) * 2**20 if number.isdigit() and unit == "MiB" else None
+    return Gpu(name, (int(major), int(minor)) if known else None, num_bytes)
 
 
 def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:

@@ -182,8 +182,11 @@ def test_cuda_visible_devices(variable: str | None, num_visible: int) -> None:
 
 
 def test_nvidia_smi_is_read() -> None:
-    assert gpus.parse("NVIDIA H100 80GB HBM3, 9.0") == gpus.Gpu("NVIDIA H100 80GB HBM3", (9, 0))
-    assert gpus.parse("Tesla M60, [N/A]") == gpus.Gpu("Tesla M60, [N/A]")
+    full = gpus.parse("NVIDIA H100 80GB HBM3, 81559 MiB, 9.0")
+    assert full == gpus.Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81_559 * 2**20)
+    assert gpus.parse("Tesla M60, 7680 MiB, [N/A]") == gpus.Gpu("Tesla M60", None, 7_680 * 2**20)
+    assert gpus.parse("NVIDIA GB10, [N/A], 12.1") == gpus.Gpu("NVIDIA GB10", (12, 1))
+    assert gpus.parse("Tesla M60") == gpus.Gpu("Tesla M60")
 
 
 def test_this_machine_is_probed() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.cluster.plan.changes import changes
 from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
@@ -20,6 +21,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import CheckpointError, ConfigError
 
 H100 = described_machine("8xH100")
+BARS = ("trainer", "engine", "together")
 RECIPES = ("qwen3_4b_gsm8k", "qwen3_4b_gsm8k_async", "qwen3_4b_dapo", "qwen3_4b_dapo_async")
 
 
@@ -138,6 +140,37 @@ def test_an_engine_without_decode_graphs_reserves_none(field: str) -> None:
     assert engine_settings(spec).graph_requests == 0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "machine"), [("qwen3_4b_gsm8k", "8xH100"), ("qwen3_4b_dapo_async", "8xH200"), ("quickstart", "")]
+)
+def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: str) -> None:
+    target = described_machine(machine) if machine else Machine(0, 8, 64 * 2**30, ())
+    base = plan(recipe, machine=target)
+    assert base.memory.demand is not None
+    listed = list(changes(base.memory.demand, base.dcp))
+    assert {"recompute", "logits_chunk"} <= {change.setting.split("=")[0].split(".")[1] for change in listed}
+    for change in listed:
+        overrides = change.setting.split()
+        if change.plan.gpu and change.plan.needed > change.plan.available:
+            continue
+        changed = plan(recipe, *overrides, machine=target)
+        assert dict(changed.memory.tables) == dict(change.plan.tables), change.setting
+
+
+def test_the_plan_of_a_gpu_run_has_a_plot_and_a_table_of_changes() -> None:
+    lines = show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100").splitlines()
+    bars = {name: next(line for line in lines if line.startswith(f"  {name} ") and "|" in line) for name in BARS}
+    lengths = {name: len(re.sub(r"[^A-Za-z]", "", line.split()[1])) for name, line in bars.items()}
+    assert abs(lengths["together"] - lengths["trainer"] - lengths["engine"]) <= 1
+    assert any(re.match(r"  model\.recompute=none +70\.1 GiB .* does not fit", line) for line in lines)
+
+
+def test_a_pipeline_stage_is_named() -> None:
+    deep = ("model.recompute=none", "parallel.pp=4", "parallel.tp=1")
+    with pytest.raises(ConfigError, match=r"trainer \S+ GiB on pipeline stage 1 of 4"):
+        plan("qwen3_4b_gsm8k", *deep)
+
+
 def test_a_run_that_fits_only_without_the_allocators_overhead_is_warned() -> None:
     tight = plan("qwen3_4b_gsm8k", "model.recompute=none", machine=described_machine("8xH200"))
     assert tight.memory.least <= tight.memory.available < tight.memory.needed
@@ -187,7 +220,7 @@ def test_max_running_requests_limits_a_rollout_before_the_cache_does() -> None:
     cfg = load_config(["+recipe=quickstart", *short], files=False, machine=False)
     laptop = Machine(0, 4, 16 * 2**30, ())
     text = render_plan(cfg, make_plan(cfg, laptop), laptop)
-    assert "limited by rollout.max_running_requests" in text and "rollout.dcp=2" not in text
+    assert "limited by rollout.max_running_requests" in text and "rollout.dcp=2 would hold" not in text
 
 
 def test_samples_in_flight_include_the_over_sampled_groups() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory, state_bytes, token_bytes
-from slime_like.planner.hardware import CORES_PER_GPU, Hardware, known_gpu
+from slime_like.planner.hardware import GpuKind, Hardware, known_gpu, unknown_speed
 from slime_like.planner.host import host_engine, host_slots, host_tokens
 from slime_like.planner.shapes import ModelShape
+from slime_like.util.gpus import MIG
 
 KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
 """SGLang's kv_cache_dtype -> bytes per element of a 16-bit model."""
@@ -32,11 +35,26 @@ def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Ha
         return "the GPUs of a joined Ray cluster are known only once it responds"
     if shapes.actor is None:
         return shapes.unknown
-    name = machine.gpu_names[0] if machine.gpu_names else ""
-    gpu = known_gpu(name)
-    if gpu is None:
-        return f"the planner does not know the GPU {name!r}"
-    return Hardware(gpu, machine.num_gpus // machine.nodes, machine.nodes, CORES_PER_GPU * machine.num_gpus)
+    gpu = _smallest_gpu(machine)
+    if isinstance(gpu, str):
+        return gpu
+    return Hardware(gpu, machine.num_gpus // machine.nodes, machine.nodes)
+
+
+def _smallest_gpu(machine: Machine) -> GpuKind | str:
+    """Return the GPU with least memory: the driver's number, otherwise the table's; or the reason why it is not known."""
+    names = machine.gpu_names or ("",)
+    if any(name.endswith(f" {MIG}") for name in names):
+        return f"the memory of a MIG slice is not known ({names[0]})"
+    kinds = {name: known_gpu(name) for name in names}
+    if machine.gpu_bytes:
+        least = min(machine.gpu_bytes)
+        name = names[machine.gpu_bytes.index(least)]
+        return replace(kinds[name] or unknown_speed(name), memory=least)
+    unknown = next((name for name, kind in kinds.items() if kind is None), None)
+    if unknown is not None:
+        return f"the planner does not know the GPU {unknown!r}"
+    return min((kind for kind in kinds.values() if kind is not None), key=lambda kind: kind.memory)
 
 
 def host_engine_memory(machine: Machine, shape: ModelShape, engine: EngineSpec) -> EngineMemory:

@@ -24,13 +24,22 @@ class Machine:
     kernels: Runtime | None = None  # for Gated DeltaNet; None: not probed
     is_local: bool = True  # False: only described, memory_bytes is not a limit
     nodes: int = 1
+    gpu_bytes: tuple[int, ...] = ()  # memory of each GPU as the driver reports it; (): not reported
 
 
 def probe_machine() -> Machine:
     """Probe this machine, within ``CUDA_VISIBLE_DEVICES``, CPU affinity and cgroup limits."""
     gpus = visible_gpus()
     kernels = runtime("cuda" if gpus else "cpu", gpus[0].capability if gpus else None)
-    return Machine(len(gpus), cpu_count(), memory_bytes(), tuple(gpu.name for gpu in gpus), kernels)
+    sizes = tuple(gpu.num_bytes for gpu in gpus if gpu.num_bytes is not None)
+    return Machine(
+        num_gpus=len(gpus),
+        cpu_count=cpu_count(),
+        memory_bytes=memory_bytes(),
+        gpu_names=tuple(gpu.name for gpu in gpus),
+        kernels=kernels,
+        gpu_bytes=sizes if len(sizes) == len(gpus) else (),
+    )
 
 
 def described_machine(text: str) -> Machine:

@@ -9,10 +9,11 @@ from slime_like.cluster.plan.actor import actor_spec
 from slime_like.cluster.plan.admission import EngineLoad, add_admission_decision, engine_load, fixed_limit
 from slime_like.cluster.plan.advice import advice
 from slime_like.cluster.plan.dcp import DcpPlan, plan_dcp
+from slime_like.cluster.plan.demand import MemoryPlan
 from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
 from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
-from slime_like.cluster.plan.memory import MemoryPlan, plan_memory
+from slime_like.cluster.plan.memory import plan_memory
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances

@@ -8,7 +8,7 @@ from pathlib import Path
 from slime_like.cluster.plan.dcp import dcp_lines
 from slime_like.cluster.plan.guard import guard_lines
 from slime_like.cluster.plan.machine import Machine, described_machine, probe_machine
-from slime_like.cluster.plan.memory import memory_lines
+from slime_like.cluster.plan.memory_view import change_lines, memory_lines, plot_lines
 from slime_like.cluster.plan.planner import Plan, Role, make_plan
 from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.help import render_help
@@ -73,6 +73,8 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     yield ""
     yield from memory_lines(plan.memory, plan.load)
     yield from dcp_lines(plan.dcp, plan.memory.engine, plan.load)
+    yield from plot_lines(plan.memory)
+    yield from change_lines(plan.memory, plan.load, plan.dcp)
     yield ""
     yield (
         f"batch      rollout.batch_size {rollout.batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt} = "

@@ -1,0 +1,74 @@
+"""Effect of each change of a config key on a run's memory and KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from slime_like.cluster.plan.dcp import DcpPlan
+from slime_like.cluster.plan.demand import Demand, MemoryPlan
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.trainer_changes import trainer_changes
+
+KEYS = {
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "cp": "parallel.cp",
+    "ep": "parallel.ep",
+    "tokens": "parallel.max_tokens_per_rank",
+    "recompute": "model.recompute",
+    "logits_chunk": "model.logits_chunk",
+    "offload": "optim.cpu_offload",
+    "distributed_optimizer": "parallel.distributed_optimizer",
+}
+"""Field of ``TrainerSettings`` -> config key."""
+STATIC_STEP = 0.05  # of the largest static fraction that is proposed
+
+
+@dataclass(frozen=True, slots=True)
+class SettingChange:
+    """Settings of the command line with the memory that a run with them needs."""
+
+    setting: str
+    plan: MemoryPlan
+
+
+def changes(demand: Demand, dcp: DcpPlan) -> Iterator[SettingChange]:
+    """Yield the changes that apply to the run, each alone."""
+    shape = demand.shapes.actor
+    assert shape is not None, "the memory of an unknown model is not predicted"
+    if any(role.name == "trainer" for role in demand.roles):
+        for change in trainer_changes(shape, demand.settings):
+            if "offload" not in dict(change.values) or demand.hardware is not None:
+                setting = change.named(KEYS, "=").replace(f"{KEYS['offload']}=1", f"{KEYS['offload']}=true")
+                yield SettingChange(setting, replace(demand, trainer=change.settings).plan())
+    if demand.engines:
+        for setting, changed in _engine_changes(demand, shape, dcp):
+            yield SettingChange(setting, changed.plan())
+
+
+def _engine_changes(demand: Demand, shape: ModelShape, dcp: DcpPlan) -> Iterator[tuple[str, Demand]]:
+    spec, others = demand.engines[0], demand.engines[1:]
+    if dcp.largest != spec.dcp:
+        yield f"rollout.dcp={dcp.largest}", replace(demand, engines=(replace(spec, dcp=dcp.largest), *others))
+    per_node = demand.machine.cpu_count if demand.hardware is None else demand.hardware.gpus
+    if len(demand.engines) % 2 == 0 and 2 * spec.tp <= per_node and shape.heads % (2 * spec.tp) == 0:
+        num_engines = len(demand.engines) // 2
+        wider = replace(demand, engines=(replace(spec, tp=2 * spec.tp), *others[: num_engines - 1]))
+        yield f"rollout.tp={2 * spec.tp} rollout.num_engines={num_engines}", wider
+    if demand.hardware is None:
+        return
+    if spec.dtype == "bfloat16" and spec.dcp == 1 and spec.sglang.get("kv_cache_dtype", "auto") == "auto":
+        options = {**spec.sglang, "kv_cache_dtype": "fp8_e4m3"}
+        fp8 = replace(demand, engines=(replace(spec, sglang=options), *others))
+        yield "rollout.sglang.kv_cache_dtype=fp8_e4m3", fp8
+    static = _largest_static(demand)
+    if static is not None:
+        yield f"rollout.sglang.mem_fraction_static={static:g}", replace(demand, static=static)
+
+
+def _largest_static(demand: Demand) -> float | None:
+    """Return the largest static fraction, in steps of ``STATIC_STEP``, with which the run fits; None if there is none."""
+    shares = (round(share * STATIC_STEP, 2) for share in range(int(0.95 / STATIC_STEP), 0, -1))
+    plans = ((share, replace(demand, static=share).plan()) for share in shares)
+    return next((share for share, plan in plans if plan.needed <= plan.available), None)

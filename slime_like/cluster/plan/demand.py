@@ -1,0 +1,128 @@
+"""Memory that the processes of a run need, on their GPUs or on a CPU, by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slime_like.cluster.plan.engine import engine_settings, host_engine_memory
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.types import Role, RoleShapes
+from slime_like.config.rules.tree import batch_identity
+from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.planner.engine import EngineMemory, engine_memory
+from slime_like.planner.hardware import Hardware
+from slime_like.planner.host import host_trainer
+from slime_like.planner.table import MemoryTable
+from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, trainer_memory
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Predicted memory of each role on one GPU, and the roles of the GPU that needs most."""
+
+    tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
+    gpu: str = ""
+    available: float = 0.0  # bytes of one GPU
+    busiest: tuple[str, ...] = ()  # roles on the GPU that needs most
+    engine: EngineMemory | None = None
+    unknown: str = ""  # the reason, if nothing is predicted
+    warning: str = ""  # if the run fits only without the allocator's overhead
+    source: str = ""  # of ``available``, if it is not the driver
+    host: MemoryTable | None = None  # main memory of one node of a run on GPUs
+    demand: Demand | None = None  # inputs, from which changes are predicted
+
+    @property
+    def needed(self) -> float:
+        """Predicted bytes on the GPU that needs most."""
+        return sum(table.total for role, table in self.tables if role in self.busiest)
+
+    @property
+    def least(self) -> float:
+        """Minimum bytes for the run to start: ``needed`` without the allocator's overhead."""
+        return self.needed - sum(table.of("allocator") for role, table in self.tables if role in self.busiest)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Inputs of a prediction; a proposed change replaces some of them."""
+
+    cfg: TrainConfig
+    shapes: RoleShapes
+    actor: RankSpec
+    engines: tuple[EngineSpec, ...]
+    roles: tuple[Role, ...]
+    others: tuple[CriticSpec | None, TeacherSpec | None]
+    machine: Machine
+    hardware: Hardware | None = None  # None: on a CPU
+    trainer: TrainerSettings | None = None
+    static: float | None = None
+
+    def plan(self) -> MemoryPlan:
+        """Return the predicted memory, on GPUs with the roles of the GPU that needs most."""
+        tables, engine = dict(self._tables()), self._engine()
+        if engine is not None:
+            tables["engine"] = engine.table
+        named = tuple((role.name, tables[role.name]) for role in self.roles if role.name in tables)
+        if self.hardware is None:
+            return MemoryPlan(tables=named, available=self.machine.memory_bytes, engine=engine)
+        gpus: dict[int, list[str]] = {}
+        for role in self.roles:
+            for index in {index for devices in role.devices for index in devices}:
+                gpus.setdefault(index, []).append(role.name)
+        busiest = max(gpus.values(), key=lambda names: sum(tables[n].total for n in names if n in tables), default=[])
+        return MemoryPlan(
+            tables=named,
+            gpu=self.hardware.gpu.name,
+            available=self.hardware.gpu.memory,
+            busiest=tuple(busiest),
+            engine=engine,
+        )
+
+    @property
+    def settings(self) -> TrainerSettings:
+        """Settings of the actor's ranks."""
+        return self.trainer or trainer_settings(self.cfg, self.actor)
+
+    def _tables(self) -> Iterator[tuple[str, MemoryTable]]:
+        """Yield the memory of one rank of each role that trains or scores."""
+        rank_memory = host_trainer if self.hardware is None else trainer_memory
+        critic, teacher = self.others
+        if self.shapes.actor is not None:
+            yield "trainer", rank_memory(self.shapes.actor, self.settings)
+        if critic is not None and self.shapes.critic is not None:
+            yield "critic", rank_memory(self.shapes.critic, trainer_settings(self.cfg, critic.rank, VALUE))
+        if teacher is not None and self.shapes.teacher is not None:
+            yield "teacher", rank_memory(self.shapes.teacher, trainer_settings(self.cfg, teacher.rank, SCORING))
+
+    def _engine(self) -> EngineMemory | None:
+        if not self.engines or self.shapes.actor is None:
+            return None
+        spec = self.engines[0]
+        if self.hardware is None:
+            return host_engine_memory(self.machine, self.shapes.actor, spec)
+        return engine_memory(self.shapes.actor, engine_settings(spec, self.static), self.hardware)
+
+
+def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> TrainerSettings:
+    """Return the planner's settings of a Megatron rank. A micro-batch may have one sample alone, so that is their number."""
+    layout, model = spec.layout, spec.model
+    return TrainerSettings(
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        dp=layout.dp,
+        ep=layout.ep,
+        tokens=spec.max_tokens_per_rank,
+        dtype=spec.dtype,
+        recompute=model.recompute,
+        recompute_layers=model.recompute_num_layers or 1,
+        logits_chunk=model.logits_chunk,
+        offload=spec.optim.cpu_offload_fraction if spec.optim.cpu_offload and spec.device == "cuda" else 0.0,
+        distributed_optimizer=layout.distributed_optimizer,
+        sequence_parallel=layout.sequence_parallel,
+        task=task,
+        segments=layout.segments,
+        num_micro_batches=max(1, -(-batch_identity(cfg) // layout.dp)),
+    )

@@ -1,0 +1,76 @@
+"""Host memory of a run on GPUs: processes, offloaded optimizer and copies of weights, per node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.cluster.plan.demand import Demand, trainer_settings
+from slime_like.cluster.plan.machine import Machine
+from slime_like.config.schema.resolved import RankSpec
+from slime_like.errors import ConfigError
+from slime_like.planner import constants
+from slime_like.planner.offload import offload_items
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.table import Item, MemoryTable, gib, items
+from slime_like.planner.trainer import SCORING, VALUE, TrainerSettings
+
+OFFLOADED = ("offloaded optimizer", "pinned gradients")
+
+
+def node_memory(demand: Demand, machine: Machine) -> MemoryTable:
+    """Return the host memory of one node, if all nodes have equally many processes."""
+    nodes = max(machine.nodes, demand.cfg.placement.actor_num_nodes)
+    sums: dict[str, Item] = {}
+    for table, count in _processes(demand):
+        for item in table.items:
+            before = sums[item.name].num_bytes if item.name in sums else 0.0
+            sums[item.name] = Item(item.name, before + count * item.num_bytes / nodes, item.note)
+    return MemoryTable(tuple(sums.values()))
+
+
+def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> None:
+    """Raise ``ConfigError`` if a node's main memory is too small. A described machine has no limit."""
+    if table.total <= machine.memory_bytes:
+        return
+    largest = sorted(table.items, key=lambda item: -item.num_bytes)[:2]
+    detail = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in largest)
+    raise ConfigError(
+        f"the run needs {gib(table.total)} of main memory on a node ({detail}), but it has {gib(machine.memory_bytes)}: "
+        f"{_remedy(demand, machine, table)} (docs/planner.md)"
+    )
+
+
+def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
+    share, offloaded = demand.settings.offload, table.of(*OFFLOADED)
+    if offloaded:
+        room = machine.memory_bytes - (table.total - offloaded)
+        fits = int(20 * share * room / offloaded) / 20
+        return f"set optim.cpu_offload_fraction={fits:g}" if fits > 0 else "set optim.cpu_offload=false"
+    if table.of("copies of weights"):
+        return "train without a reference and a swapped teacher (algo.*), or use more nodes"
+    return "lower rollout.num_engines, or use nodes with more memory"
+
+
+def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
+    """Yield the host memory of one process of each kind and the number of these processes in the run."""
+    counts = {role.name: len(role.devices) for role in demand.roles}
+    shapes, (critic, teacher) = demand.shapes, demand.others
+    assert shapes.actor is not None, "the memory of an unknown model is not predicted"
+    if "trainer" in counts:
+        yield _rank(shapes.actor, demand.settings, demand.actor), counts["trainer"]
+    if critic is not None and shapes.critic is not None:
+        yield _rank(shapes.critic, trainer_settings(demand.cfg, critic.rank, VALUE), None), counts["critic"]
+    if teacher is not None and shapes.teacher is not None:
+        yield _rank(shapes.teacher, trainer_settings(demand.cfg, teacher.rank, SCORING), None), counts["teacher"]
+    if demand.engines:
+        server = constants.HOST_SERVER.value + constants.HOST_DETOKENIZER.value
+        schedulers = demand.engines[0].tp * constants.HOST_SCHEDULER.value
+        yield (
+            MemoryTable(items(("engines", server + schedulers, "servers, detokenizers and schedulers"))),
+            len(demand.engines),
+        )
+
+
+def _rank(shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None) -> MemoryTable:
+    copies = 0 if actor is None else actor.needs_reference + actor.swaps_teacher
+    return offload_items(shape, settings, copies + bool(copies))  # one more while another's weights are in use

@@ -1,0 +1,75 @@
+"""Text of a plan's memory: a table per role, the sequences that fit the KV cache, a plot, and the effect of each change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.cluster.plan.admission import EngineLoad
+from slime_like.cluster.plan.changes import SettingChange, changes
+from slime_like.cluster.plan.dcp import DcpPlan
+from slime_like.cluster.plan.demand import MemoryPlan
+from slime_like.planner.plot import Bar, text_plot
+from slime_like.planner.table import MemoryTable, gib, items
+from slime_like.planner.view import columns
+
+
+def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
+    """Describe the memory of each role on a GPU and of a node, and the sequences that fit the cache."""
+    if plan.unknown:
+        yield f"memory     not predicted: {plan.unknown}"
+        return
+    if plan.gpu:
+        together, source = " + ".join(plan.busiest), f"; {plan.source}" * bool(plan.source)
+        yield f"memory     {gib(plan.needed)} of {gib(plan.available)} on each GPU with {together} ({plan.gpu}{source})"
+    else:
+        yield f"memory     resident, of each trainer rank and engine, on a machine with {gib(plan.available)}"
+    for role, table in plan.tables:
+        place = f" on {table.place}" if table.place else ""
+        yield f"  {role:<9}{gib(table.total)}{place}: {_parts(table)}"
+    if plan.host is not None:
+        yield f"  main memory of a node {gib(plan.host.total)}: {_parts(plan.host)}"
+    if plan.engine is not None:
+        yield (
+            f"  KV cache {plan.engine.tokens:,} tokens per engine: {plan.engine.requests(load.sequence):,} sequences of "
+            f"{load.sequence:,} tokens; a rollout samples {load.num_samples:,} per engine, limited by {load.limit_on(plan.engine)}"
+        )
+
+
+def plot_lines(plan: MemoryPlan) -> Iterator[str]:
+    """Plot the memory of each role, and of the roles that share a GPU, up to that of a GPU."""
+    if not plan.gpu or not plan.tables:
+        return
+    bars = [Bar(role, table) for role, table in plan.tables]
+    if len(plan.busiest) > 1:
+        shared = items(*((role, table.total, "") for role, table in plan.tables if role in plan.busiest))
+        bars.append(Bar("together", MemoryTable(shared)))
+    yield ""
+    yield from text_plot(bars, plan.available)
+
+
+def change_lines(plan: MemoryPlan, load: EngineLoad, dcp: DcpPlan) -> Iterator[str]:
+    """Yield a table with the effect of each change of a setting, each alone."""
+    if plan.demand is None:
+        return
+    rows = [_row(change, plan, load) for change in (SettingChange("as set", plan), *changes(plan.demand, dcp))]
+    if len(rows) == 1:
+        return
+    head = ("", "trainer", "engine", "on a GPU", "KV tokens", "sequences", "")
+    shown = [i for i in range(len(head)) if plan.gpu or head[i] != "on a GPU"]
+    yield ""
+    yield "changes, each alone"
+    yield from columns([tuple(row[i] for i in shown) for row in (head, *rows)])
+
+
+def _row(change: SettingChange, base: MemoryPlan, load: EngineLoad) -> tuple[str, ...]:
+    """Return the cells of a change: memory of a process of each role and of a GPU, and the KV cache of an engine."""
+    plan, tables = change.plan, dict(change.plan.tables)
+    trainer, engine = (gib(tables[role].total) if role in tables else "-" for role in ("trainer", "engine"))
+    tokens = "-" if plan.engine is None else f"{plan.engine.tokens:,}"
+    sequences = "-" if plan.engine is None else f"{plan.engine.requests(load.sequence):,}"
+    note = "does not fit" if plan.gpu and plan.needed > base.available else ""
+    return change.setting, trainer, engine, gib(plan.needed), tokens, sequences, note
+
+
+def _parts(table: MemoryTable) -> str:
+    return ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in table.items)

@@ -1,0 +1,113 @@
+"""Refusal of a run whose predicted memory does not fit, with each single change that makes it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from slime_like.cluster.plan.demand import Demand, MemoryPlan
+from slime_like.planner.table import gib
+
+SMALLEST_STATIC = 0.1
+
+
+def refusal(demand: Demand, plan: MemoryPlan) -> str:
+    """Return the message of a run that does not fit: its numbers, and each single change that makes it fit."""
+    parts = ", ".join(
+        f"{role} {gib(table.total)}{f' on {table.place}' * bool(table.place)}"
+        for role, table in plan.tables
+        if role in plan.busiest
+    )
+    worst = max((pair for pair in plan.tables if pair[0] in plan.busiest), key=lambda pair: pair[1].total)
+    largest = sorted(worst[1].items, key=lambda item: -item.num_bytes)[:2]
+    detail = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in largest)
+    fixes = [key for key, changed in _remedies(demand, plan) if _fits(changed)]
+    advice = f"set {' or '.join(fixes[:3])}" if fixes else "use more or larger GPUs, or raise parallel.tp, pp or ep"
+    return (
+        f"the run needs {gib(plan.needed)} on a GPU ({parts}; the {worst[0]}'s {detail}), but each {plan.gpu} has "
+        f"{gib(plan.available)}: {advice} (docs/planner.md)"
+    )
+
+
+def _fits(demand: Demand) -> bool:
+    plan = demand.plan()
+    return plan.needed <= plan.available and serves(demand, plan)
+
+
+def serves(demand: Demand, plan: MemoryPlan) -> bool:
+    """Return whether the engine starts and its KV cache holds one sequence of the context length."""
+    if plan.engine is None:
+        return True
+    return plan.engine.pool > 0 and plan.engine.requests(demand.engines[0].context_length) >= 1
+
+
+def _starts(demand: Demand) -> bool:
+    plan = demand.plan()
+    return plan.least <= plan.available and serves(demand, plan)
+
+
+def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
+    """Return the message of an engine that cannot hold one sequence, with the changes that make it hold one."""
+    assert plan.engine is not None, "serves accepts a plan without engines"
+    spec = demand.engines[0]
+    weights, pool = plan.engine.table.of(*_WEIGHTS), plan.engine.pool
+    fixes = [key for key, _ in _engine_remedies(demand)]
+    advice = f"set {' or '.join(fixes)}" if fixes else "raise rollout.tp, or use more or larger GPUs"
+    if pool <= 0:
+        problem = f"its share of a GPU of {gib(plan.available)} is {gib(weights + pool)}, less than its weights"
+    else:
+        problem = f"its KV cache of {plan.engine.tokens:,} tokens holds no sequence of {spec.context_length:,} tokens"
+    return (
+        f"an engine with rollout.tp={spec.tp} has {gib(weights)} of weights on each {plan.gpu}, and {problem}: "
+        f"{advice} (docs/planner.md)"
+    )
+
+
+def _engine_remedies(demand: Demand) -> Iterator[tuple[str, Demand]]:
+    """Yield the changes that leave an engine more memory: the smallest sufficient static fraction and tensor parallel size."""
+    statics = (percent / 100 for percent in range(10, 95, 5))
+    changes = ((f"rollout.sglang.mem_fraction_static={share:g}", replace(demand, static=share)) for share in statics)
+    yield from next(([change] for change in changes if _starts(change[1])), [])
+    assert demand.shapes.actor is not None and demand.hardware is not None, "a run on GPUs with a known model"
+    spec, heads = demand.engines[0], demand.shapes.actor.heads
+    tp = 2 * spec.tp
+    while tp <= demand.hardware.gpus and heads % tp == 0:
+        wider = replace(demand, engines=(replace(spec, tp=tp), *demand.engines[1:]))
+        if _starts(wider):
+            yield f"rollout.tp={tp}", wider
+            return
+        tp *= 2
+
+
+def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
+    """Yield changes of one setting, named by key, least costly first."""
+    settings = demand.settings
+    shared = "engine" in plan.busiest and "trainer" in plan.busiest
+    if "engine" in plan.busiest and plan.engine is not None:
+        outside = plan.needed - plan.available
+        current = plan.engine.pool + plan.engine.table.of(*_WEIGHTS)
+        static = int(20 * (current - outside) / plan.available) / 20
+        if static >= SMALLEST_STATIC:
+            yield f"rollout.sglang.mem_fraction_static={static:g}", replace(demand, static=static)
+    if "trainer" in plan.busiest:
+        if settings.recompute != "full":
+            yield "model.recompute=full", replace(demand, trainer=replace(settings, recompute="full"))
+        if settings.offload < 1 and settings.dtype == "bfloat16":
+            yield "optim.cpu_offload=true", replace(demand, trainer=replace(settings, offload=1.0))
+        longest = demand.engines[0].context_length if demand.engines else 0
+        for tokens in (settings.tokens // 2, settings.tokens // 4):
+            if tokens >= min(longest, settings.tokens):
+                change = replace(settings, tokens=tokens)
+                yield f"parallel.max_tokens_per_rank={tokens}", replace(demand, trainer=change)
+    hardware = demand.hardware
+    separate = _num_devices(demand, "trainer") + _num_devices(demand, "engine")
+    if shared and hardware is not None and separate <= hardware.num_gpus:
+        apart = tuple(role for role in demand.roles if role.name != "engine")
+        yield "placement.mode=split", replace(demand, roles=apart)
+
+
+def _num_devices(demand: Demand, name: str) -> int:
+    return sum(len(devices) for role in demand.roles if role.name == name for devices in role.devices)
+
+
+_WEIGHTS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norms", "embedding", "output layer")
