@@ -10,7 +10,8 @@ from typing import Any
 
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.planner.answer import answer, changes, phases
-from slime_like.planner.engine import FLOW_PARTS, WEIGHT_BYTES, EngineSettings
+from slime_like.planner.engine import FLOW_PARTS, WEIGHT_BYTES
+from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import GPUS, Hardware, parse_hardware
 from slime_like.planner.models import MODELS, find_shape
 from slime_like.planner.plot import Bar, memory_plot

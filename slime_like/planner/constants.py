@@ -43,17 +43,22 @@ PINNED = Constant(
     "reserved / requested bytes",
     "torch rounds each pinned buffer up to a power of two (CachingHostAllocator): 1 / ln 2 = 1.44 on average",
 )
-SGLANG_META = Constant("engine metadata", 512 * MIB, "bytes", "SGLang 0.5.23, arg_groups/memory_hook.py")
-SGLANG_PREFILL = Constant(
-    "prefill reserve", 1.5 * MIB, "bytes per token of a prefill chunk", "SGLang 0.5.23, arg_groups/memory_hook.py"
+_RESERVE = "SGLang 0.5.23, arg_groups/memory_hook.py"
+SGLANG_META = Constant("engine metadata", 512 * MIB, "bytes", _RESERVE)
+SGLANG_PREFILL = Constant("prefill reserve", 1.5 * MIB, "bytes per token of a prefill chunk", _RESERVE)
+SGLANG_PARALLEL = Constant("parallel reserve", 128 * MIB, "bytes per tensor parallel rank", _RESERVE)
+SGLANG_GRAPH = Constant("CUDA graph reserve", 2 * MIB, "bytes per request of the largest graph", _RESERVE)
+SGLANG_PREFILL_GRAPH = Constant("prefill graph reserve", 8 * MIB, "bytes per graph", _RESERVE)
+SGLANG_LATENT_GRAPHS = Constant("prefill graphs of latent attention", 1.5 * GIB, "bytes", _RESERVE)
+SGLANG_PADDING = Constant(
+    "padding of data-parallel attention", 3 * MIB, "bytes per request of the largest graph and group", _RESERVE
 )
-SGLANG_GRAPH = Constant(
-    "CUDA graph reserve", 2 * MIB, "bytes per request of the largest graph", "SGLang 0.5.23, arg_groups/memory_hook.py"
+SGLANG_LARGE_PADDING = Constant(
+    "padding above 300 requests", 1.5 * MIB, "bytes per request of the largest graph and group", _RESERVE
 )
-SGLANG_PARALLEL = Constant(
-    "parallel reserve", 128 * MIB, "bytes per tensor parallel rank", "SGLang 0.5.23, arg_groups/memory_hook.py"
-)
-SGLANG_LEAST = Constant("smallest reserve above 60 GB", 10 * GIB, "bytes", "SGLang 0.5.23, arg_groups/memory_hook.py")
+SGLANG_DEEPEP_PREFILL = Constant("DeepEP with prefill graphs", 1 * GIB, "bytes", _RESERVE)
+SGLANG_DEEPEP_DECODE = Constant("DeepEP with decode graphs", 2 * GIB, "bytes", _RESERVE)
+SGLANG_LEAST = Constant("smallest reserve above 60 GiB", 10 * GIB, "bytes", _RESERVE)
 LEAST_RESERVE = Constant(
     "reserve of a tuned engine",
     5.07e9,
@@ -113,8 +118,14 @@ CONSTANTS = (
     PINNED,
     SGLANG_META,
     SGLANG_PREFILL,
-    SGLANG_GRAPH,
     SGLANG_PARALLEL,
+    SGLANG_GRAPH,
+    SGLANG_PREFILL_GRAPH,
+    SGLANG_LATENT_GRAPHS,
+    SGLANG_PADDING,
+    SGLANG_LARGE_PADDING,
+    SGLANG_DEEPEP_PREFILL,
+    SGLANG_DEEPEP_DECODE,
     SGLANG_LEAST,
     LEAST_RESERVE,
     BANDWIDTH_SHARE,

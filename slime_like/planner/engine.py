@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slime_like.errors import ConfigError
 from slime_like.planner import constants
+from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape, latent_parts
+from slime_like.planner.static_fraction import graph_bytes, graph_requests, prefill_tokens, static_fraction
 from slime_like.planner.table import Item, MemoryTable, items
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
@@ -17,31 +18,6 @@ FLOW_PARTS = {"output": ("output",), "all": ("output", "query_up", "kv_up", "dow
 """Value of ``flow_mla`` -> projections of latent attention that FlowMLA shards over the data-parallel attention ranks."""
 STATE_SHARE = 0.9 / 1.9  # of a hybrid model's pool: SGLang's mamba_full_memory_ratio 0.9, states to keys and values
 STATE_BYTES = 4  # SGLang keeps recurrent states in float32
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """One engine: ``gpus`` tensor parallel ranks that serve together."""
-
-    gpus: int = 1
-    dp_attention: int = 1  # ranks hold different sequences; attention is tensor parallel over gpus / dp_attention
-    dcp: int = 1  # ranks that share the tokens of a sequence
-    flow_mla: str = "none"  # none, or a key of FLOW_PARTS
-    weights: str = "bfloat16"
-    kv_bytes: int = 2  # per element
-    static: float | None = None  # SGLang's mem_fraction_static; None: SGLang's default
-    tuned: bool = False  # static was raised until the engine no longer started
-    chunk: int = 8_192  # tokens of a prefill chunk
-    graph_requests: int | None = None  # of the largest CUDA graph; None: SGLang's default
-    replicated_head: bool = False  # SGLang's enable_dp_lm_head
-    max_running: int | None = None  # SGLang's max_running_requests
-    states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
-    max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
-
-    @property
-    def attention_tp(self) -> int:
-        """Ranks over which a sequence's attention heads are split."""
-        return self.gpus // self.dp_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +45,6 @@ class EngineMemory:
         """Return the number of requests of this length that the engine holds at once."""
         fit = int(self.group_tokens // max(1.0, tokens_per_request))
         return self.groups * (min(fit, self.state_requests) if self.slot_bytes else fit)
-
-
-def check_engine(shape: ModelShape, settings: EngineSettings) -> None:
-    """Raise ``ConfigError`` on sizes that do not divide one another or that the model does not support."""
-    s = settings
-    if s.gpus % s.dp_attention:
-        raise ConfigError(
-            f"--dp-attention {s.dp_attention} does not divide the engine's {s.gpus} GPUs (--tp): set a divisor of {s.gpus}"
-        )
-    if s.attention_tp % s.dcp:
-        raise ConfigError(
-            f"--dcp {s.dcp} does not divide the {s.attention_tp} ranks of an attention group (--tp / --dp-attention): "
-            f"set a divisor of {s.attention_tp}"
-        )
-    if shape.heads % s.attention_tp:
-        raise ConfigError(
-            f"--tp {s.gpus} / --dp-attention {s.dp_attention} = {s.attention_tp} does not divide the {shape.heads} attention "
-            f"heads of {shape.name}: set --tp to a divisor"
-        )
-    if s.flow_mla != "none" and (shape.latent is None or s.dp_attention == 1):
-        raise ConfigError(
-            f"--flow-mla {s.flow_mla} shards the latent attention of data-parallel attention ranks, but {shape.name} has "
-            f"{'no latent attention' if shape.latent is None else '--dp-attention 1'}: use --flow-mla none"
-        )
 
 
 def useful_dcp(shape: ModelShape, settings: EngineSettings) -> int:
@@ -126,7 +78,7 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
     s = settings
     linear = WEIGHT_BYTES[s.weights]
     wide = max(linear, 2)
-    whole = s.gpus if s.dp_attention == 1 else 1  # SGLang replicates the embedding under data-parallel attention
+    shards = s.gpus if s.dp_attention == 1 else 1  # SGLang replicates the embedding under data-parallel attention
     head = 1 if s.replicated_head else s.gpus
     dense_layers = len(shape.layers) - shape.sparse_layers
     mlp = dense_layers * shape.dense_parameters + shape.sparse_layers * shape.shared_parameters
@@ -140,7 +92,7 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
         ("experts", linear * shape.routed_parameters / s.gpus, f"over {s.gpus} ranks"),
         ("MLP", linear * mlp / s.gpus, "dense layers and shared experts" if shape.experts else ""),
         ("router and norms", wide * small, "replicated"),
-        ("embedding", wide * shape.embedding_parameters / whole, "replicated" if whole == 1 < s.gpus else ""),
+        ("embedding", wide * shape.embedding_parameters / shards, "replicated" if shards == 1 < s.gpus else ""),
         ("output layer", 0 if shape.tied else wide * shape.embedding_parameters / head, ""),
     )
 
@@ -184,34 +136,6 @@ def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:
     return total
 
 
-def static_fraction(settings: EngineSettings, hardware: Hardware) -> float:
-    """Return SGLang's mem_fraction_static: the configured one, or SGLang 0.5.23's default for this GPU."""
-    if settings.static is not None:
-        return settings.static
-    memory = hardware.gpu.memory
-    graphs = constants.SGLANG_GRAPH.value * _graph_requests(settings, hardware)
-    if settings.dp_attention > 1:
-        graphs += graphs * settings.dp_attention * 1.5  # three more MiB per request and attention group
-    reserve = (
-        constants.SGLANG_META.value
-        + constants.SGLANG_PREFILL.value * max(settings.chunk, 2_048)
-        + constants.SGLANG_PARALLEL.value * settings.gpus
-        + graphs
-    )
-    if memory > 60 * constants.GIB:
-        reserve = max(reserve, constants.SGLANG_LEAST.value)
-    return round((memory - reserve) / memory, 3)
-
-
-def _graph_requests(settings: EngineSettings, hardware: Hardware) -> int:
-    if settings.graph_requests is not None:
-        return settings.graph_requests
-    memory = hardware.gpu.memory / constants.GIB
-    small, large = (8, 8) if memory < 20 else (48, 160) if memory < 35 else (32, 160) if memory < 60 else (256, 512)
-    default = small if settings.gpus < 4 else large
-    return default if settings.max_running is None else min(default, settings.max_running)
-
-
 def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> tuple[Item, ...]:
     """Return the memory outside the static fraction that an engine rank uses: context, buffers, graphs, activations."""
     s = settings
@@ -220,13 +144,15 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         2 * shape.hidden,
         0 if shape.experts is None else shape.experts.per_token * (shape.hidden + 2 * shape.experts.width / s.gpus),
     )
-    activations = 2 * s.chunk * (3 * shape.hidden + 1.5 * width)
-    logits = 3 * 4 * _graph_requests(s, hardware) * shape.vocabulary  # float32, of the largest batch, and two copies
+    tokens = prefill_tokens(s, hardware.gpu) // s.dp_attention
+    activations = 2 * tokens * (3 * shape.hidden + 1.5 * width)
+    requests = graph_requests(s, hardware.gpu) if s.decode_graphs else 0
+    logits = 3 * 4 * requests * shape.vocabulary  # float32, of the largest graph, and two copies
     return items(
         ("CUDA context", constants.CUDA_CONTEXT.value, ""),
         ("communicators", constants.NCCL_BUFFERS.value * (s.gpus > 1), "NCCL"),
-        ("CUDA graphs", constants.SGLANG_GRAPH.value * _graph_requests(s, hardware), ""),
-        ("prefill", activations, f"activations of {s.chunk} tokens"),
+        ("CUDA graphs", graph_bytes(shape, s, hardware.gpu), ""),
+        ("prefill", activations, f"activations of {tokens} tokens"),
         ("logits", logits, ""),
     )
 
@@ -244,7 +170,7 @@ def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         pool = memory - reserve - num_weights
         runtime = items(("reserve", reserve, "context, graphs and activations of a tuned engine"))
     else:
-        pool = (memory - fixed) * static_fraction(s, hardware) - num_weights
+        pool = (memory - fixed) * static_fraction(shape, s, hardware.gpu) - num_weights
     slot, slots = state_bytes(shape, s), 0
     states = pool * STATE_SHARE if slot and pool > 0 else 0.0
     if slot:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime_like.planner import constants
-from slime_like.planner.engine import EngineSettings, state_bytes, token_bytes
+from slime_like.planner.engine import state_bytes, token_bytes
+from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import MemoryTable, items
 from slime_like.planner.trainer import TrainerSettings, allocated_items

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.planner.shapes import ModelShape, read_shape, shape_of
+from slime_like.planner.config_json import read_shape, shape_of
+from slime_like.planner.shapes import ModelShape
 from slime_like.registry import nearest
 
 
@@ -83,6 +84,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
         "max_position_embeddings": 262_144,
+    },
+    "Qwen3.5-0.8B": {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 1_024,
+            "intermediate_size": 3_584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "vocab_size": 248_320,
+            "max_position_embeddings": 262_144,
+        },
     },
     "Qwen2.5-7B": {
         **_qwen3(3_584, 18_944, 28, 28, tied=False, kv_heads=4),

@@ -81,6 +81,6 @@ def _body(bars: Sequence[Bar], limit: float, scale: float, colours: dict[str, st
     yield f'<text x="{edge - 4:.0f}" y="{TOP - 6}" text-anchor="end" fill="#c00">{gib(limit)}</text>'
     for i, (name, colour) in enumerate(colours.items()):
         column, row = i % 4, i // 4
-        left, top = 12 + column * 220, y + row * 20
-        yield f'<rect x="{left}" y="{top:.0f}" width="12" height="12" fill="{colour}"/>'
-        yield f'<text x="{left + 18}" y="{top + 11:.0f}">{escape(name)}</text>'
+        x, top = 12 + column * 220, y + row * 20
+        yield f'<rect x="{x}" y="{top:.0f}" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 18}" y="{top + 11:.0f}">{escape(name)}</text>'

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slime_like.planner.constants import CONSTANTS, GIB
-from slime_like.planner.engine import EngineSettings, engine_memory
+from slime_like.planner.engine import engine_memory
+from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import parse_hardware
 from slime_like.planner.models import find_shape
 from slime_like.planner.speed import Throughput, Workload, calibrated_gain, throughput
@@ -99,7 +100,8 @@ def _gains(
 
 def _dcp() -> Iterator[PublishedRun]:
     name, on, shape = "Qwen3-235B BF16, 8xH20", "8xH20", find_shape("MODEL", "Qwen3-235B-A22B")
-    plain, shared = EngineSettings(8), EngineSettings(8, dcp=2)
+    plain = EngineSettings(8, prefill_graphs=0)  # SGLang captured none when the pull request was written
+    shared = replace(plain, dcp=2)
     tokens = [engine_memory(shape, s, parse_hardware("--on", on)).tokens for s in (plain, shared)]
     yield PublishedRun(name, "KV capacity, DCP 2 against TP", 2, tokens[1] / tokens[0], "x", 0.02, DCP_SOURCE)
     short = Workload(32_768, 4_096, uniform=True)
@@ -190,8 +192,8 @@ def traced_peaks() -> Iterator[tuple[str, TrainerSettings, float, float]]:
             allocated_items(find_shape("MODEL", row.model), row.settings).total / GIB,
         )
     for model, layers, settings, peak in shortened():
-        whole = find_shape("MODEL", model)
-        shape = replace(whole, layers=whole.layers[:layers])
+        full = find_shape("MODEL", model)
+        shape = replace(full, layers=full.layers[:layers])
         yield f"{model}, {layers} layers", settings, peak, allocated_items(shape, settings).total / GIB
 
 

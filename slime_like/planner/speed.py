@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.planner import constants
-from slime_like.planner.engine import WEIGHT_BYTES, EngineSettings, engine_memory, token_bytes, weight_items
+from slime_like.planner.engine import WEIGHT_BYTES, engine_memory, token_bytes, weight_items
+from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ATTENTION, LATENT, ModelShape
 

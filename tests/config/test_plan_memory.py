@@ -134,10 +134,25 @@ def test_every_engine_field_that_the_plan_reads_can_be_set() -> None:
     assert options.fields <= foreign.table(foreign.SGLANG).keys() - foreign.OWNED[foreign.SGLANG].keys()
 
 
-@pytest.mark.parametrize("field", ["disable_cuda_graph", "disable_decode_cuda_graph"])
-def test_an_engine_without_decode_graphs_reserves_none(field: str) -> None:
-    spec = EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang={field: True})
-    assert engine_settings(spec).graph_requests == 0
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        ({}, (True, None, None)),
+        ({"disable_cuda_graph": True}, (False, 0, None)),
+        ({"disable_decode_cuda_graph": True}, (False, None, None)),
+        ({"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 24}, (True, 0, 24)),
+        ({"disable_cuda_graph": True, "cuda_graph_backend_prefill": "full"}, (False, None, None)),
+        ({"cuda_graph_backend_decode": "disabled", "cuda_graph_bs_prefill": [64, 512]}, (False, 2, None)),
+        ({"cuda_graph_bs_decode": [1, 40], "cuda_graph_max_bs_prefill": 32}, (True, 8, 40)),
+        ({"enable_two_batch_overlap": True}, (True, 0, None)),
+        ({"moe_a2a_backend": "mooncake"}, (True, 0, None)),
+    ],
+)
+def test_cuda_graphs_are_those_that_sglangs_fields_name(
+    options: dict[str, object], graphs: tuple[bool, int | None, int | None]
+) -> None:
+    settings = engine_settings(EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang=options))
+    assert (settings.decode_graphs, settings.prefill_graphs, settings.graph_requests) == graphs
 
 
 @pytest.mark.parametrize(

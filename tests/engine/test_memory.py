@@ -9,9 +9,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from slime_like.planner.engine import EngineSettings
+from slime_like.planner.config_json import read_shape
+from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.host import host_engine, host_tokens
-from slime_like.planner.shapes import read_shape
 from tests.engine.conftest import ADMIN_KEY, Engine, Models
 
 pytestmark = pytest.mark.engine

@@ -8,16 +8,14 @@ import pytest
 
 from slime_like.errors import ConfigError
 from slime_like.planner.engine import (
-    EngineSettings,
-    check_engine,
     engine_memory,
     flow_saving,
     state_bytes,
-    static_fraction,
     token_bytes,
     useful_dcp,
     weight_items,
 )
+from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.hardware import GPUS, known_gpu, parse_hardware
 from slime_like.planner.models import MODELS, find_shape, table_config
 from slime_like.planner.shapes import latent_parts
@@ -34,6 +32,7 @@ H20 = parse_hardware("--on", "8xH20")
         ("Qwen3-30B-A3B", 30.53, 3.04),
         ("Qwen3-235B-A22B", 235.09, 21.57),
         ("Qwen3-Next-80B-A3B", 79.67, 3.56),
+        ("Qwen3.5-0.8B", 0.7524, 0.7524),
         ("Qwen2.5-7B", 7.616, 7.07),
         ("Llama-3.1-8B", 8.03, 7.50),
         ("DeepSeek-R1", 671.03, 36.63),
@@ -53,9 +52,9 @@ def test_kv_bytes_follow_the_heads_that_a_rank_holds(tp: int, dcp: int) -> None:
 
 
 def test_capacity_grows_by_the_useful_dcp_size_and_no_further() -> None:
-    shape = find_shape("MODEL", "Qwen3-235B-A22B")
-    tokens = {dcp: engine_memory(shape, EngineSettings(8, dcp=dcp), H20).tokens for dcp in (1, 2, 4)}
-    assert useful_dcp(shape, EngineSettings(8)) == 2
+    shape, settings = find_shape("MODEL", "Qwen3-235B-A22B"), EngineSettings(8, prefill_graphs=0)
+    tokens = {dcp: engine_memory(shape, replace(settings, dcp=dcp), H20).tokens for dcp in (1, 2, 4)}
+    assert useful_dcp(shape, settings) == 2
     assert tokens[2] / tokens[1] == pytest.approx(2, rel=1e-3)
     assert tokens[4] <= tokens[2]
     assert useful_dcp(find_shape("MODEL", "DeepSeek-R1"), EngineSettings(8)) == 8
@@ -81,12 +80,6 @@ def test_recurrent_state_is_one_matrix_per_head_and_a_window() -> None:
     slots = int(memory.table.of("recurrent states") // memory.slot_bytes)
     assert memory.requests(1) == slots // 5 > 0
     assert engine_memory(shape, EngineSettings(8, states_per_request=1), H20).requests(1) == slots
-
-
-def test_default_static_fraction_is_sglangs() -> None:
-    # (97871 - 512 - 1.5 * 8192 - 1024 - 2 * 512) / 97871, arg_groups/memory_hook.py of SGLang 0.5.23
-    assert static_fraction(EngineSettings(8), H20) == 0.848
-    assert static_fraction(EngineSettings(8, static=0.5), H20) == 0.5
 
 
 def test_everything_in_the_table_adds_up_to_the_gpu_of_a_tuned_engine() -> None:

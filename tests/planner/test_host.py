@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.planner.config_json import shape_of
 from slime_like.planner.constants import GIB, MIB
-from slime_like.planner.engine import EngineSettings
+from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.host import (
     KV_TOKENS,
     MEMORY_FRACTION,
@@ -17,7 +18,7 @@ from slime_like.planner.host import (
     host_tokens,
     host_trainer,
 )
-from slime_like.planner.shapes import ModelShape, shape_of
+from slime_like.planner.shapes import ModelShape
 from slime_like.planner.trainer import TrainerSettings
 from slime_like.quickstart.model import DENSE, GDN, NEXT, ModelSpec, config_fields
 

@@ -8,14 +8,18 @@ from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
-from slime_like.planner.engine import EngineMemory, EngineSettings, engine_memory, state_bytes, token_bytes
+from slime_like.planner.engine import EngineMemory, engine_memory, state_bytes, token_bytes
+from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import GpuKind, Hardware, known_gpu, unknown_speed
 from slime_like.planner.host import host_engine, host_slots, host_tokens
 from slime_like.planner.shapes import ModelShape
+from slime_like.planner.static_fraction import graph_sizes
 from slime_like.util.gpus import MIG
 
 KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
 """SGLang's kv_cache_dtype -> bytes per element of a 16-bit model."""
+CAPTURED = ("none", "deepep", "megamoe", "flashinfer")
+"""SGLang's moe_a2a_backend with which it captures prefill graphs unless told otherwise."""
 
 
 def predict_engine(cfg: TrainConfig, machine: Machine, shapes: RoleShapes, engine: EngineSpec) -> EngineMemory | str:
@@ -69,7 +73,7 @@ def host_engine_memory(machine: Machine, shape: ModelShape, engine: EngineSpec) 
 def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
     """Return the planner's settings of an engine; fields of ``rollout.sglang`` that it does not know are ignored."""
     options = spec.sglang
-    eager = options.get("disable_cuda_graph") or options.get("disable_decode_cuda_graph")
+    sizes = options.get("cuda_graph_bs_decode")
     wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
     return EngineSettings(
         gpus=spec.tp,
@@ -78,13 +82,38 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
         weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
         kv_bytes=wide,
         static=static or options.get("mem_fraction_static"),
-        chunk=int(options.get("chunked_prefill_size") or 8_192),
-        graph_requests=0 if eager else options.get("cuda_graph_max_bs_decode"),
+        chunk=options.get("chunked_prefill_size"),
+        max_prefill_tokens=int(options.get("max_prefill_tokens") or 16_384),
+        graph_requests=max(sizes) if sizes else options.get("cuda_graph_max_bs_decode"),
+        decode_graphs=_captures(spec, "decode"),
+        prefill_graphs=_prefill_graphs(spec),
+        deepep=options.get("moe_a2a_backend") == "deepep",
         replicated_head=bool(options.get("enable_dp_lm_head")),
         max_running=spec.max_running_requests,
         states_per_request=_states_per_request(spec),
         max_tokens=options.get("max_total_tokens"),
     )
+
+
+def _captures(spec: EngineSpec, phase: str) -> bool:
+    """Return whether SGLang captures CUDA graphs of ``phase``; a backend takes precedence over the flags."""
+    options = spec.sglang
+    backend = options.get(f"cuda_graph_backend_{phase}")
+    if backend is not None:
+        return backend != "disabled"
+    return not (options.get("disable_cuda_graph") or options.get(f"disable_{phase}_cuda_graph"))
+
+
+def _prefill_graphs(spec: EngineSpec) -> int | None:
+    """Return the number of CUDA graphs of prefill; None if SGLang chooses it."""
+    options = spec.sglang
+    if not _captures(spec, "prefill"):
+        return 0
+    default = options.get("cuda_graph_backend_prefill") is None
+    if default and (options.get("enable_two_batch_overlap") or options.get("moe_a2a_backend", "none") not in CAPTURED):
+        return 0
+    sizes, largest = options.get("cuda_graph_bs_prefill"), options.get("cuda_graph_max_bs_prefill")
+    return len(sizes) if sizes else len(graph_sizes(largest)) if largest else None
 
 
 def _states_per_request(spec: EngineSpec) -> int:

@@ -11,8 +11,9 @@ from slime_like.config.rules.hf import HfConfig, hf_config, read_hf_config
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError
+from slime_like.planner.config_json import read_shape, shape_of
 from slime_like.planner.models import table_config
-from slime_like.planner.shapes import ModelShape, read_shape, shape_of
+from slime_like.planner.shapes import ModelShape
 from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, config_fields
 
 KEY = "model.hf_checkpoint"

@@ -1,0 +1,166 @@
+"""Shape of a model, from the fields of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from slime_like.errors import CheckpointError
+from slime_like.planner.shapes import (
+    ATTENTION,
+    LATENT,
+    RECURRENT,
+    Attention,
+    ExpertShape,
+    LatentAttention,
+    Layer,
+    ModelShape,
+    Recurrence,
+)
+from slime_like.util.reading import InputFile
+
+MAX_LAYERS = 2**16
+
+
+def read_shape(flag: str, folder: str) -> ModelShape:
+    """Read the shape from ``config.json`` in ``folder``. Raises ``CheckpointError`` naming ``flag``."""
+    file = InputFile(Path(folder) / "config.json", CheckpointError, "download it again", flag)
+    return shape_of(file.json_object(), folder, file)
+
+
+def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None) -> ModelShape:
+    """Return the shape that the fields of a config.json describe.
+
+    Raises ``CheckpointError`` on a missing or unusable field, with the ``file`` if there is one.
+    """
+    file = file or InputFile(Path(name), CheckpointError, "give the config.json of a causal language model")
+    text = values.get("text_config") or values
+    if not isinstance(text, Mapping):
+        raise file.refused(f"has text_config={text!r}, which is not a JSON object")
+    fields = _Fields(cast("Mapping[str, Any]", text), file)
+    num_layers = fields.count("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise file.refused(f"has num_hidden_layers={num_layers}, above {MAX_LAYERS}")
+    sparse = _sparse_layers(fields, num_layers)
+    mixers = _mixers(fields, num_layers)
+    layers = tuple(Layer(mixer, index in sparse) for index, mixer in enumerate(mixers))
+    return ModelShape(
+        name=name,
+        hidden=fields.count("hidden_size"),
+        vocabulary=fields.count("vocab_size"),
+        tied=bool(values.get("tie_word_embeddings", fields.values.get("tie_word_embeddings", False))),
+        layers=layers,
+        max_positions=fields.count("max_position_embeddings"),
+        attention=_attention(fields) if ATTENTION in mixers else None,
+        latent=_latent(fields) if LATENT in mixers else None,
+        recurrence=_recurrence(fields) if RECURRENT in mixers else None,
+        dense_width=fields.optional("intermediate_size") if len(sparse) < num_layers else 0,
+        experts=_experts(fields) if sparse else None,
+        mtp_layers=fields.optional("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Numbers of a config.json."""
+
+    values: Mapping[str, Any]
+    file: InputFile
+
+    def count(self, *names: str) -> int:
+        """Return the first of ``names`` that is set; raise unless it is a positive integer."""
+        number = self.optional(*names)
+        if number == 0:
+            raise self.file.refused(f"has no {names[0]!r}, which a causal language model needs")
+        return number
+
+    def optional(self, *names: str) -> int:
+        """Return the first of ``names`` that is set, 0 if none is; raise unless it is an integer of 0 or more."""
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
+            return 0
+        number = self.values[name]
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
+            raise self.file.refused(f"has {name}={number!r}, which is not a number of 0 or more")
+        return number
+
+
+def _mixers(fields: _Fields, num_layers: int) -> tuple[str, ...]:
+    if fields.optional("kv_lora_rank"):
+        return (LATENT,) * num_layers
+    if not fields.optional("linear_num_value_heads"):
+        return (ATTENTION,) * num_layers
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        interval = fields.optional("full_attention_interval") or 4
+        return tuple(ATTENTION if (i + 1) % interval == 0 else RECURRENT for i in range(num_layers))
+    if not isinstance(kinds, list) or len(cast("list[Any]", kinds)) != num_layers:
+        raise fields.file.refused(f"has layer_types that are not a list of num_hidden_layers={num_layers} names")
+    return tuple(RECURRENT if kind == "linear_attention" else ATTENTION for kind in cast("list[Any]", kinds))
+
+
+def _sparse_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
+    if not fields.optional("num_experts", "num_local_experts", "n_routed_experts"):
+        return frozenset()
+    first = fields.optional("first_k_dense_replace")
+    step = fields.optional("decoder_sparse_step", "moe_layer_freq") or 1
+    listed = fields.values.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise fields.file.refused(f"has mlp_only_layers={listed!r}, which is not a list of layers")
+    dense = cast("list[Any]", listed)
+    offset = 1 if fields.optional("decoder_sparse_step") else 0  # Qwen counts layers from 1, DeepSeek from 0
+    return frozenset(i for i in range(first, num_layers) if (i + offset) % step == 0 and i not in dense)
+
+
+def _attention(fields: _Fields) -> Attention:
+    heads = fields.count("num_attention_heads")
+    kind = str(fields.values.get("model_type") or "")
+    return Attention(
+        heads=heads,
+        kv_heads=fields.optional("num_key_value_heads") or heads,
+        head_dim=fields.optional("head_dim") or fields.count("hidden_size") // heads,
+        gated=fields.optional("linear_num_value_heads") > 0,  # Qwen3-Next and Qwen3.5
+        normed=kind.startswith("qwen3"),
+        bias=kind == "qwen2" or bool(fields.values.get("attention_bias")),
+    )
+
+
+def _latent(fields: _Fields) -> LatentAttention:
+    return LatentAttention(
+        heads=fields.count("num_attention_heads"),
+        query_rank=fields.optional("q_lora_rank"),
+        kv_rank=fields.count("kv_lora_rank"),
+        nope_dim=fields.count("qk_nope_head_dim"),
+        rope_dim=fields.count("qk_rope_head_dim"),
+        value_dim=fields.count("v_head_dim"),
+    )
+
+
+def _recurrence(fields: _Fields) -> Recurrence:
+    return Recurrence(
+        key_heads=fields.count("linear_num_key_heads"),
+        value_heads=fields.count("linear_num_value_heads"),
+        key_dim=fields.count("linear_key_head_dim"),
+        value_dim=fields.count("linear_value_head_dim"),
+        conv_width=fields.count("linear_conv_kernel_dim"),
+    )
+
+
+def _experts(fields: _Fields) -> ExpertShape:
+    width = fields.count("moe_intermediate_size")
+    shared = fields.optional("shared_expert_intermediate_size")
+    count, per_token = (
+        fields.count("num_experts", "num_local_experts", "n_routed_experts"),
+        fields.count("num_experts_per_tok"),
+    )
+    if per_token > count:
+        raise fields.file.refused(f"has num_experts_per_tok={per_token}, above its {count} experts")
+    return ExpertShape(
+        count=count,
+        per_token=per_token,
+        width=width,
+        shared_width=shared or fields.optional("n_shared_experts") * width,
+        shared_gate=shared > 0,
+    )

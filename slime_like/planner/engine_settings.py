@@ -1,0 +1,61 @@
+"""Settings of one engine, as far as its memory and speed depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.errors import ConfigError
+from slime_like.planner.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine: ``gpus`` tensor parallel ranks that serve together."""
+
+    gpus: int = 1
+    dp_attention: int = 1  # ranks hold different sequences; attention is tensor parallel over gpus / dp_attention
+    dcp: int = 1  # ranks that share the tokens of a sequence
+    flow_mla: str = "none"  # none, or a key of FLOW_PARTS
+    weights: str = "bfloat16"
+    kv_bytes: int = 2  # per element
+    static: float | None = None  # SGLang's mem_fraction_static; None: SGLang's default
+    tuned: bool = False  # static was raised until the engine no longer started
+    chunk: int | None = None  # SGLang's chunked_prefill_size; None: its default for the GPU, 0 or less: no chunks
+    max_prefill_tokens: int = 16_384  # SGLang's, of a prefill without chunks
+    graph_requests: int | None = None  # of the largest CUDA graph of decoding; None: SGLang's default
+    decode_graphs: bool = True
+    prefill_graphs: int | None = None  # number of CUDA graphs of prefill; None: SGLang's default
+    deepep: bool = False  # SGLang's moe_a2a_backend=deepep
+    replicated_head: bool = False  # SGLang's enable_dp_lm_head
+    max_running: int | None = None  # SGLang's max_running_requests
+    states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
+    max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks over which a sequence's attention heads are split."""
+        return self.gpus // self.dp_attention
+
+
+def check_engine(shape: ModelShape, settings: EngineSettings) -> None:
+    """Raise ``ConfigError`` on sizes that do not divide one another or that the model does not support."""
+    s = settings
+    if s.gpus % s.dp_attention:
+        raise ConfigError(
+            f"--dp-attention {s.dp_attention} does not divide the engine's {s.gpus} GPUs (--tp): set a divisor of {s.gpus}"
+        )
+    if s.attention_tp % s.dcp:
+        raise ConfigError(
+            f"--dcp {s.dcp} does not divide the {s.attention_tp} ranks of an attention group (--tp / --dp-attention): "
+            f"set a divisor of {s.attention_tp}"
+        )
+    if shape.heads % s.attention_tp:
+        raise ConfigError(
+            f"--tp {s.gpus} / --dp-attention {s.dp_attention} = {s.attention_tp} does not divide the {shape.heads} attention "
+            f"heads of {shape.name}: set --tp to a divisor"
+        )
+    if s.flow_mla != "none" and (shape.latent is None or s.dp_attention == 1):
+        raise ConfigError(
+            f"--flow-mla {s.flow_mla} shards the latent attention of data-parallel attention ranks, but {shape.name} has "
+            f"{'no latent attention' if shape.latent is None else '--dp-attention 1'}: use --flow-mla none"
+        )
