@@ -192,6 +192,8 @@ for infos in node.all_processes.values():
         proc = pathlib.Path(f"/proc/{info.process.pid}")
         assert token in (proc / "environ").read_bytes(), "its token"
         assert token not in (proc / "cmdline").read_bytes(), "is nobody else's"
+(reported,) = local_ray.nodes()
+assert reported.num_cpus and reported.memory_bytes > 2**28 and not reported.num_gpus, reported
 take_down = node.kill_all_processes
 
 def signalled(*arguments, **options):

@@ -71,23 +71,24 @@ def check_fits(
     num_gpus: int,
     role_bytes: int,
 ) -> None:
-    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is checked only once it responds."""
-    if cfg.placement.ray_address is not None:
+    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is checked once it responds (``joined``)."""
+    if cfg.placement.ray_address is not None and machine.is_local:
         return
     if device == "cuda":
         if num_gpus > machine.num_gpus:
+            have = f"only {machine.num_gpus} are visible" if machine.is_local else f"the nodes have {machine.num_gpus}"
             needs = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in roles)
             raise ConfigError(
-                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but only {machine.num_gpus} are "
-                "visible: lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines, "
-                "or set placement.mode=colocated"
+                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but {have}: "
+                "lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines, or set placement.mode=colocated"
             )
         return
     needed = role_bytes + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
     if needed > machine.memory_bytes:
+        where = "this machine has only" if machine.is_local else "the nodes have"
         raise ConfigError(
             f"the run needs about {needed / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
-            f"{sum(len(role.devices) for role in roles)} processes), but this machine has only "
+            f"{sum(len(role.devices) for role in roles)} processes), but {where} "
             f"{machine.memory_bytes / 2**30:.1f} GiB: choose a smaller model or layout, or fewer engines"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from slime_like.cluster.plan.demand import Demand, trainer_settings
 from slime_like.cluster.plan.machine import Machine
@@ -14,17 +15,14 @@ from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import Item, MemoryTable, gib, items
 from slime_like.planner.trainer import SCORING, VALUE, TrainerSettings
 
-OFFLOADED = ("offloaded optimizer", "pinned gradients")
-
 
 def node_memory(demand: Demand, machine: Machine) -> MemoryTable:
     """Return the host memory of one node, if all nodes have equally many processes."""
-    nodes = max(machine.nodes, demand.cfg.placement.actor_num_nodes)
     sums: dict[str, Item] = {}
     for table, count in _processes(demand):
         for item in table.items:
             before = sums[item.name].num_bytes if item.name in sums else 0.0
-            sums[item.name] = Item(item.name, before + count * item.num_bytes / nodes, item.note)
+            sums[item.name] = Item(item.name, before + count * item.num_bytes / machine.nodes, item.note)
     return MemoryTable(tuple(sums.values()))
 
 
@@ -41,14 +39,15 @@ def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> N
 
 
 def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
-    share, offloaded = demand.settings.offload, table.of(*OFFLOADED)
-    if offloaded:
-        room = machine.memory_bytes - (table.total - offloaded)
-        fits = int(20 * share * room / offloaded) / 20
-        return f"set optim.cpu_offload_fraction={fits:g}" if fits > 0 else "set optim.cpu_offload=false"
+    """Return the largest offloaded fraction that fits node and GPU; otherwise what to change for the largest items."""
+    for percent in range(int(100 * demand.settings.offload) - 5, -1, -5):
+        changed = replace(demand, trainer=replace(demand.settings, offload=percent / 100))
+        plan = changed.plan()
+        if node_memory(changed, machine).total <= machine.memory_bytes and plan.needed <= plan.available:
+            return f"set optim.cpu_offload_fraction={percent / 100:g}" if percent else "set optim.cpu_offload=false"
     if table.of("copies of weights"):
-        return "train without a reference and a swapped teacher (algo.*), or use more nodes"
-    return "lower rollout.num_engines, or use nodes with more memory"
+        return "train without a reference and a swapped teacher (algo.*, teacher.placement), or use more nodes"
+    return "lower rollout.num_engines, or use more nodes, or nodes with more memory"
 
 
 def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:

@@ -24,6 +24,7 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
+from slime_like.cluster.plan.joined import ClusterNode, cluster_nodes
 from slime_like.cluster.supervise import driver_link
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
@@ -112,6 +113,13 @@ def join(address: str, namespace: str) -> None:
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints its reason
         raise ConfigError(f"{key}: the cluster at {at} cannot be joined ({error}): {fix}, {token}") from error
+
+
+def nodes() -> tuple[ClusterNode, ...]:
+    """Return the live nodes of the joined cluster with the resources that they report."""
+    within = Deadline("driver", "placement", JOIN_S)
+    with driver_link.bounded_call(within, "the Ray cluster to list its nodes", at_once=True):
+        return cluster_nodes(ray.nodes())
 
 
 @contextmanager

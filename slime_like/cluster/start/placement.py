@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime_like.cluster.plan.joined import check_cluster
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import driver_link
@@ -57,17 +58,19 @@ class Placement:
         self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
         self._cfg = cfg
 
-    def open(self) -> None:
-        """Start Ray, or join the cluster that ``placement.ray_address`` names, and reserve GPUs."""
+    def open(self) -> tuple[str, ...]:
+        """Start Ray, or join and check the cluster that ``placement.ray_address`` names, and reserve GPUs; return warnings."""
         cfg = self._cfg
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        address = cfg.placement.ray_address
+        address, warnings = cfg.placement.ray_address, ()
         if address is not None:
             local_ray.join(address, f"slime_like_{cfg.run.name}")
+            warnings = check_cluster(cfg, self._plan, local_ray.nodes())
         else:
             local_ray.start(f"slime_like_{cfg.run.name}")
         if self._plan.device == "cuda":
             self._reserve_gpus(cfg.loop.step_deadline_s)
+        return warnings
 
     @property
     def log_dir(self) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from slime_like.interfaces import EngineAddress, Trainer
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import SinkGroup
 from slime_like.metrics.spans import Spans
+from slime_like.printable import visible
 from slime_like.registry import is_path
 from slime_like.rollout.manager import ManagerSpec
 from slime_like.util.deadline import Deadline
@@ -77,7 +79,8 @@ class Cluster:
     ) -> Run:
         """Start every process that the mode needs; trainer and engines start concurrently. ``record`` is stored in each checkpoint."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
-        self.placement.open()
+        for line in self.placement.open():
+            sys.stderr.write(visible(f"warning: {line}\n"))
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
         if self.plan.needs_engines:
             self.engines = tuple(self.placement.start_engines(secrets.token_urlsafe(32)))

@@ -1,0 +1,108 @@
+"""Check of a plan against the nodes of a joined Ray cluster (``placement.ray_address``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.memory import plan_memory
+from slime_like.cluster.plan.planner import Plan
+from slime_like.cluster.plan.roles import role_bytes
+from slime_like.cluster.plan.shapes import model_config, role_shapes
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.planner.hardware import known_gpu
+
+ACCELERATOR = "accelerator_type:"  # prefix of Ray's resource with the kind of a node's GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """Resources that a node of a Ray cluster reports."""
+
+    address: str
+    num_gpus: int
+    num_cpus: int
+    memory_bytes: int  # available when the node joined: Ray's memory and its object store
+    gpu_name: str = ""  # the planner's or Ray's name; "" if the node reports none
+
+
+def cluster_nodes(entries: Sequence[Mapping[str, Any]]) -> tuple[ClusterNode, ...]:
+    """Return the live nodes of the result of ``ray.nodes()``."""
+    nodes: list[ClusterNode] = []
+    for entry in entries:
+        resources: Mapping[str, float] = entry["Resources"] if entry["Alive"] else {}
+        if resources:
+            names = (name.removeprefix(ACCELERATOR) for name in resources if name.startswith(ACCELERATOR))
+            memory = resources.get("memory", 0) + resources.get("object_store_memory", 0)
+            gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+            nodes.append(ClusterNode(entry["NodeManagerAddress"], gpus, cpus, int(memory), _gpu_name(next(names, ""))))
+    return tuple(nodes)
+
+
+def check_cluster(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tuple[str, ...]:
+    """Compare a plan with the nodes' GPUs, CPUs and memory; return warnings. Raises ``ConfigError`` naming the key to change."""
+    where = f"the Ray cluster at placement.ray_address={cfg.placement.ray_address!r}"
+    gpus = sum(node.num_gpus for node in nodes)
+    if plan.device == "cpu" and gpus and cfg.placement.device == "auto":
+        raise ConfigError(
+            f"placement.device=auto selected cpu, because this machine has no GPU, but {where} has {gpus} GPUs: "
+            "set placement.device=cuda or placement.device=cpu"
+        )
+    if plan.device == "cuda":
+        _check_gpus(plan, nodes, where)
+    machine = _machine(plan, nodes)
+    model, extra = model_config(cfg, machine), role_bytes(plan.critic, plan.teacher, PROCESS_BYTES)
+    check_fits(cfg, machine, model, plan.roles, device=plan.device, num_gpus=plan.num_gpus, role_bytes=extra)
+    if plan.device == "cpu":
+        return ()
+    shapes, others = role_shapes(cfg, plan.critic, plan.teacher), (plan.critic, plan.teacher)
+    memory = plan_memory(cfg, machine, shapes, plan.actor, plan.engines, plan.roles, others)
+    if memory.unknown:
+        return (f"the memory of the GPUs of {where} is not checked: {memory.unknown}",)
+    return (memory.warning,) if memory.warning else ()
+
+
+def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], where: str) -> None:
+    """Raise ``ConfigError`` if an engine does not fit a node, or if Ray cannot reserve a CPU with each GPU."""
+    largest = max((node.num_gpus for node in nodes), default=0)
+    sizes = {engine.tp for engine in plan.engines}
+    if largest and sizes and max(sizes) > largest:
+        raise ConfigError(
+            f"rollout.tp={max(sizes)}: an engine runs on one node, and the nodes of {where} have at most {largest} GPUs: "
+            f"set rollout.tp={largest} or less"
+        )
+    pairs = sum(min(node.num_gpus, node.num_cpus) for node in nodes)
+    if pairs < plan.num_gpus <= sum(node.num_gpus for node in nodes):
+        raise ConfigError(
+            f"the plan needs {plan.num_gpus} GPUs with a CPU each, but the nodes of {where} report CPUs for {pairs} of "
+            "them: start the nodes with more (`ray start --num-cpus`)"
+        )
+
+
+def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
+    """Return the nodes as machines: on GPUs as many as Ray fills one after another, with the smallest node's memory."""
+    if plan.device == "cpu":
+        cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)
+        return Machine(0, cpus, memory, (), is_local=False)
+    used = sorted((node for node in nodes if node.num_gpus), key=lambda node: -node.num_gpus)
+    total, count = 0, 0
+    while count < len(used) and total < plan.num_gpus:
+        total, count = total + used[count].num_gpus, count + 1
+    return Machine(
+        num_gpus=total,
+        cpu_count=min((node.num_cpus for node in used), default=0),
+        memory_bytes=min((node.memory_bytes for node in used), default=0),
+        gpu_names=tuple(node.gpu_name for node in used),
+        is_local=False,
+        nodes=max(1, count),
+    )
+
+
+def _gpu_name(name: str) -> str:
+    """Return the planner's name of a GPU that Ray calls ``H100`` or ``GeForce-RTX-4090``, otherwise Ray's."""
+    gpu = known_gpu(name) or known_gpu(name.replace("-", " "))
+    return name if gpu is None else gpu.name

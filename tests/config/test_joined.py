@@ -1,0 +1,109 @@
+"""Plans of runs on a joined Ray cluster, compared with the resources that its nodes report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime_like.cluster.plan.joined import ClusterNode, check_cluster, cluster_nodes
+from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+GIB = 2**30
+H100 = ClusterNode("10.0.0.1", 8, 64, 512 * GIB, "H100")
+JOINED = ("placement.ray_address=10.0.0.1:6379", "placement.device=cuda")
+
+
+def planned(*overrides: str, recipe: str = "qwen3_4b_gsm8k") -> tuple[TrainConfig, Plan]:
+    cfg = load_config([f"+recipe={recipe}", *JOINED, *overrides], files=False, machine=False)
+    return cfg, make_plan(cfg, described_machine("4x8xH200"))
+
+
+def entry(address: str, resources: dict[str, float], *, alive: bool = True) -> dict[str, Any]:
+    return {"Alive": alive, "NodeManagerAddress": address, "Resources": resources}
+
+
+def test_resources_of_live_nodes_are_read() -> None:
+    memory = {"memory": 300.0 * GIB, "object_store_memory": 200.0 * GIB}
+    entries = [
+        entry("10.0.0.1", {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1, **memory}),
+        entry("10.0.0.2", {"CPU": 4, "memory": GIB}),
+        entry("10.0.0.3", {"CPU": 4, "GPU": 8}, alive=False),
+    ]
+    assert cluster_nodes(entries) == (
+        ClusterNode("10.0.0.1", 8, 64, 500 * GIB, "H100"),
+        ClusterNode("10.0.0.2", 0, 4, GIB),
+    )
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("GeForce-RTX-4090", "RTX4090"), ("H20", "H20"), ("V100", "V100")])
+def test_rays_names_of_gpus_are_the_planners(name: str, gpu: str) -> None:
+    (node,) = cluster_nodes([entry("a", {"GPU": 1, f"accelerator_type:{name}": 1})])
+    assert node.gpu_name == gpu
+
+
+def test_a_run_that_fits_the_nodes_is_accepted() -> None:
+    assert check_cluster(*planned(), [H100]) == ()
+    two = ClusterNode("10.0.0.2", 4, 32, 512 * GIB, "H100")
+    assert check_cluster(*planned(), [two, two, ClusterNode("10.0.0.9", 0, 4, GIB)]) == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "message"),
+    [
+        ((), [ClusterNode("a", 4, 64, 512 * GIB, "H100")], r"needs 8 GPUs .*the nodes have 4: lower parallel"),
+        ((), [ClusterNode("a", 8, 4, 512 * GIB, "H100")], r"8 GPUs with a CPU each, .* for 4 of them: .*--num-cpus"),
+        (("model.recompute=none",), [H100], r"each H100 has 79\.6 GiB: set model\.recompute=full"),
+        ((), [H100, ClusterNode("b", 8, 64, 512 * GIB, "L4")], r"each L4 has 22\.5 GiB"),
+        ((), [ClusterNode("a", 8, 64, 100 * GIB, "H100")], r"GiB of main memory on a node .*has 100\.0 GiB"),
+        (
+            ("rollout.tp=4", "rollout.num_engines=2"),
+            [ClusterNode(name, 2, 64, 512 * GIB, "H100") for name in "abcd"],
+            r"rollout\.tp=4: an engine runs on one node, .* at most 2 GPUs: set rollout\.tp=2",
+        ),
+        (
+            ("optim.cpu_offload=true",),
+            [ClusterNode("a", 8, 64, 190 * GIB, "H100")],
+            r"checkpoint 55\.7 GiB.*set optim\.cpu_offload_fraction=0\.\d+",
+        ),
+    ],
+)
+def test_nodes_that_are_too_small_are_refused(
+    overrides: tuple[str, ...], nodes: list[ClusterNode], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_cluster(*planned(*overrides), nodes)
+
+
+def test_the_named_offload_fraction_fits() -> None:
+    node = ClusterNode("a", 8, 64, 190 * GIB, "H100")
+    with pytest.raises(ConfigError, match="set optim") as refusal:
+        check_cluster(*planned("optim.cpu_offload=true"), [node])
+    fix = str(refusal.value).split("set ")[1].split()[0]
+    assert check_cluster(*planned("optim.cpu_offload=true", fix), [node]) == ()
+
+
+def test_gpus_without_a_known_kind_are_reported() -> None:
+    (warning,) = check_cluster(*planned(), [ClusterNode("a", 8, 64, 512 * GIB)])
+    assert "is not checked: the planner does not know the GPU ''" in warning
+
+
+def test_a_driver_without_gpus_has_to_say_where_to_run(argv: list[str], plan: Any) -> None:
+    joined = "placement.ray_address=10.0.0.1:6379"
+    cfg = load_config([*argv, joined])
+    with pytest.raises(ConfigError, match=r"the Ray cluster at .* has 8 GPUs: set placement\.device=cuda"):
+        check_cluster(cfg, plan(joined), [H100])
+    chosen = load_config([*argv, joined, "placement.device=cpu"])
+    assert check_cluster(chosen, plan(joined, "placement.device=cpu"), [H100]) == ()
+
+
+def test_the_memory_of_nodes_without_gpus_is_summed(argv: list[str], plan: Any) -> None:
+    many = ("placement.ray_address=10.0.0.1:6379", "placement.device=cpu", "rollout.num_engines=20")
+    cfg, small = load_config([*argv, *many]), ClusterNode("a", 0, 8, 8 * GIB)
+    assert check_cluster(cfg, plan(*many), [small, small]) == ()
+    with pytest.raises(ConfigError, match=r"GiB of memory .* but the nodes have 8\.0 GiB"):
+        check_cluster(cfg, plan(*many), [small])
