@@ -19,6 +19,7 @@ ENGINE = tuple(
         "generate",
         "kv_capacity",
         "manager",
+        "memory",
         "partial",
         "same_rollouts",
         "seeds",

@@ -1,4 +1,7 @@
-"""Constants of the planner, each with its source. Two are fitted; ``FITTED`` lists them."""
+"""Constants of the planner, each with its source. Two are fitted; ``FITTED`` lists them.
+
+``speed.calibrated_gain`` fits no constant: it takes the published throughput of a baseline as an input (``published.BASELINES``).
+"""
 
 from __future__ import annotations
 

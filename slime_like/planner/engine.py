@@ -73,6 +73,16 @@ def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
     return shape.count(RECURRENT) * (state + window) / settings.attention_tp
 
 
+def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
+    """Return the recurrent states of one attention group, besides one for padding, in a ``pool`` with ``slot`` bytes each."""
+    s = settings
+    if s.state_slots is not None:
+        return s.state_slots // s.dp_attention
+    if s.states_per_request == 1 and s.max_running is not None:  # without radix cache
+        return max(1, s.max_running // s.dp_attention)
+    return max(0, int(pool * STATE_SHARE // slot) - 1)
+
+
 def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...]:
     """Return the weights of one engine rank."""
     s = settings
@@ -171,10 +181,10 @@ def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         runtime = items(("reserve", reserve, "context, graphs and activations of a tuned engine"))
     else:
         pool = (memory - fixed) * static_fraction(shape, s, hardware.gpu) - num_weights
-    slot, slots = state_bytes(shape, s), 0
-    states = pool * STATE_SHARE if slot and pool > 0 else 0.0
-    if slot:
-        slots = int(states // slot)
+    slot, slots, states = state_bytes(shape, s), 0, 0.0
+    if slot and pool > 0:
+        slots = state_slots(s, pool, slot)
+        states = (slots + 1) * slot
     per_token, cache = token_bytes(shape, s), pool - states
     if s.max_tokens is not None:
         cache = min(cache, s.max_tokens * s.dcp * per_token)

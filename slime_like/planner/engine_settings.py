@@ -29,6 +29,7 @@ class EngineSettings:
     replicated_head: bool = False  # SGLang's enable_dp_lm_head
     max_running: int | None = None  # SGLang's max_running_requests
     states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
+    state_slots: int | None = None  # SGLang's max_mamba_cache_size
     max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
 
     @property

@@ -2,51 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from slime_like.planner import constants
-from slime_like.planner.engine import state_bytes, token_bytes
+from slime_like.planner.engine import state_bytes, state_slots, token_bytes, weight_items
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.shapes import ModelShape
-from slime_like.planner.table import MemoryTable, items
+from slime_like.planner.table import Item, MemoryTable, items
 from slime_like.planner.trainer import TrainerSettings, allocated_items
 
 KV_TOKENS = 65_536  # of an engine on a CPU without max_total_tokens (slime_like_plugins.sglang_cpu.platform)
 MEMORY_FRACTION = 0.3  # its mem_fraction_static
-STATE_SLOTS = 2_048  # of a hybrid model without max_running_requests: 4 per request, 512 requests
+RUNNING = 512  # requests for which it has recurrent states without max_running_requests (sglang_cpu.hybrid.states)
 SLOTS_PER_REQUEST = 4
-PACKED = 2  # copies of the weights: SGLang's, and those packed for the C kernels
+MAX_STATE_BYTES = 2**30  # of these states; SGLang chooses their number if they need more
+MAX_PACKED_BYTES = 2**28  # of weights that are packed for the C kernels (sglang_cpu.products)
 
 
-def host_tokens(shape: ModelShape, settings: EngineSettings, available: float, limit: int | None = None) -> int:
-    """Return SGLang's max_total_num_tokens of an engine on a CPU with ``available`` bytes of free memory.
+@dataclass(frozen=True, slots=True)
+class HostPool:
+    """Caches of one engine on a CPU."""
 
-    It is the configured ``limit`` for each DCP rank, or what the static fraction holds if that is less.
+    tokens: int  # of the KV cache: SGLang's max_total_num_tokens
+    slots: int  # recurrent states; 0 without recurrence
+
+
+def host_pool(shape: ModelShape, settings: EngineSettings, available: float, numa_nodes: int = 1) -> HostPool:
+    """Return the caches of an engine on a CPU that begins to load its weights with ``available`` bytes of free memory.
+
+    SGLang gives a rank the static fraction of one NUMA node's share of the free memory. The weights of all ranks reduce
+    that share, because they reduce the free memory of the machine.
     """
-    chosen = settings.dcp * (KV_TOKENS if limit is None else limit)
+    weights = settings.gpus * rank_weights(shape, settings)
+    room = (available * (settings.static or MEMORY_FRACTION) - weights) / numa_nodes
+    slot, slots = state_bytes(shape, settings), 0
+    if slot:
+        slots = _slots(shape, settings, room)
+        room -= (slots + 1) * slot
+    tokens = settings.dcp * (KV_TOKENS if settings.max_tokens is None else settings.max_tokens)
     per_token = token_bytes(shape, settings)
-    share = available * (settings.static or MEMORY_FRACTION) - shape.parameters * 4 / settings.gpus
-    return max(0, min(chosen, int(share // per_token))) if per_token else chosen
+    return HostPool(max(0, min(tokens, int(room // per_token))) if per_token else tokens, slots)
 
 
-def host_slots(settings: EngineSettings) -> int:
-    """Return the number of recurrent states of an engine of a hybrid model on a CPU."""
-    return STATE_SLOTS if settings.max_running is None else SLOTS_PER_REQUEST * settings.max_running
+def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> MemoryTable:
+    """Return the resident memory of the processes of one engine, each as ``ps`` shows it, after a batch.
 
-
-def host_engine(shape: ModelShape, settings: EngineSettings, tokens: int) -> MemoryTable:
-    """Return the resident memory of the processes of one engine, each as ``ps`` shows it."""
-    ranks, element, slots = settings.gpus, 4 if settings.weights == "float32" else 2, host_slots(settings)
+    The processes are measured constants; all other items follow from the model and ``pool``.
+    """
+    ranks, weights = settings.gpus, rank_weights(shape, settings)
+    states = (pool.slots + 1) * state_bytes(shape, settings) if pool.slots else 0.0
     return MemoryTable(
-        items(
-            ("server", constants.HOST_SERVER.value, "HTTP server"),
-            ("detokenizer", constants.HOST_DETOKENIZER.value, ""),
-            ("scheduler", ranks * constants.HOST_SCHEDULER.value, f"{ranks} processes" if ranks > 1 else ""),
-            ("weights", PACKED * element * shape.parameters, "loaded and packed"),
-            ("KV cache", ranks * tokens * token_bytes(shape, settings), f"{tokens:,} tokens"),
-            ("recurrent states", ranks * slots * state_bytes(shape, settings), f"{slots:,} slots"),
+        (
+            *host_processes(settings),
+            *items(
+                ("weights", ranks * weights, ""),
+                ("packed weights", ranks * weights if weights <= MAX_PACKED_BYTES else 0.0, "for the C kernels"),
+                ("KV cache", ranks * pool.tokens * token_bytes(shape, settings), f"{pool.tokens:,} tokens"),
+                ("recurrent states", ranks * states, f"{pool.slots:,} slots"),
+            ),
         )
     )
+
+
+def host_processes(settings: EngineSettings) -> tuple[Item, ...]:
+    """Return the memory of an engine's processes without weights and caches."""
+    ranks = settings.gpus
+    return items(
+        ("server", constants.HOST_SERVER.value, "HTTP server"),
+        ("detokenizer", constants.HOST_DETOKENIZER.value, ""),
+        ("scheduler", ranks * constants.HOST_SCHEDULER.value, f"{ranks} processes" if ranks > 1 else ""),
+    )
+
+
+def rank_weights(shape: ModelShape, settings: EngineSettings) -> float:
+    """Return the bytes of one rank's weights."""
+    return sum(item.num_bytes for item in weight_items(shape, settings))
+
+
+def _slots(shape: ModelShape, settings: EngineSettings, room: float) -> int:
+    """Return the number of recurrent states: the configured one, the CPU platform's default, or SGLang's share of ``room``."""
+    slots = SLOTS_PER_REQUEST * (settings.max_running or RUNNING)
+    everywhere = state_bytes(shape, replace(settings, gpus=1, dcp=1, weights="float32"))
+    if settings.state_slots is None and slots * everywhere <= MAX_STATE_BYTES:
+        return slots
+    return state_slots(settings, room, state_bytes(shape, settings))
 
 
 def host_trainer(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:

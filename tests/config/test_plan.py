@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.plan.machine import Machine, probe_machine
+from slime_like.cluster.plan.machine import Machine, numa_nodes, probe_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
@@ -194,6 +195,17 @@ def test_this_machine_is_probed() -> None:
     assert machine.cpu_count >= 1
     assert machine.memory_bytes > 2**30
     assert len(machine.gpu_names) == machine.num_gpus
+    assert machine.numa_nodes >= 1
+
+
+def test_numa_nodes_are_those_with_a_usable_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, cores in (("node0", "0-3,8"), ("node1", "4-7,9\n"), ("node2", ""), ("possible", "0-2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cores)
+    for usable, nodes in (({0}, 1), ({8, 9}, 2), ({4, 5}, 1), ({64}, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, usable=usable: usable)
+        assert numa_nodes(tmp_path) == nodes
+    assert numa_nodes(tmp_path / "absent") == 1
 
 
 def test_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:

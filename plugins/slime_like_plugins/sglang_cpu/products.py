@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 
-MAX_BYTES = 1 << 28  # maximum size of weights that are kept twice; the plan counts an engine's weights once
+MAX_BYTES = 1 << 28  # maximum size of weights that are kept twice (slime_like.planner.host counts them)
 ROWS = 64  # for which oneDNN's packing is chosen; it works for any number
 
 

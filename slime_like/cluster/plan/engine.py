@@ -11,7 +11,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, engine_memory, state_bytes, token_bytes
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import GpuKind, Hardware, known_gpu, unknown_speed
-from slime_like.planner.host import host_engine, host_slots, host_tokens
+from slime_like.planner.host import host_engine, host_pool, host_processes
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.static_fraction import graph_sizes
 from slime_like.util.gpus import MIG
@@ -64,10 +64,17 @@ def _smallest_gpu(machine: Machine) -> GpuKind | str:
 def host_engine_memory(machine: Machine, shape: ModelShape, engine: EngineSpec) -> EngineMemory:
     """Return the resident memory of one engine on a CPU."""
     settings = engine_settings(engine)
-    tokens = host_tokens(shape, settings, machine.memory_bytes, engine.sglang.get("max_total_tokens"))
+    processes = sum(item.num_bytes for item in host_processes(settings))
+    pool = host_pool(shape, settings, machine.memory_bytes - processes, machine.numa_nodes)
     per_token, per_state = token_bytes(shape, settings), state_bytes(shape, settings)
-    table, requests = host_engine(shape, settings, tokens), host_slots(settings) // settings.states_per_request
-    return EngineMemory(table, tokens * per_token, per_token, per_state, requests, groups=settings.dp_attention)
+    return EngineMemory(
+        table=host_engine(shape, settings, pool),
+        pool=pool.tokens * per_token,
+        token_bytes=per_token,
+        slot_bytes=per_state,
+        state_requests=pool.slots // settings.states_per_request,
+        groups=settings.dp_attention,
+    )
 
 
 def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
@@ -91,6 +98,7 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
         replicated_head=bool(options.get("enable_dp_lm_head")),
         max_running=spec.max_running_requests,
         states_per_request=_states_per_request(spec),
+        state_slots=options.get("max_mamba_cache_size"),
         max_tokens=options.get("max_total_tokens"),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Machine:
     is_local: bool = True  # False: only described, memory_bytes is not a limit
     nodes: int = 1
     gpu_bytes: tuple[int, ...] = ()  # memory of each GPU as the driver reports it; (): not reported
+    numa_nodes: int = 1  # of one node of the run, with cores that it may use
 
 
 def probe_machine() -> Machine:
@@ -39,6 +41,7 @@ def probe_machine() -> Machine:
         gpu_names=tuple(gpu.name for gpu in gpus),
         kernels=kernels,
         gpu_bytes=sizes if len(sizes) == len(gpus) else (),
+        numa_nodes=numa_nodes(),
     )
 
 
@@ -65,6 +68,19 @@ def cpu_count() -> int:
     if len(quota) == 2 and quota[0].isdigit():
         cores = min(cores, -(-int(quota[0]) // int(quota[1])))
     return max(1, cores)
+
+
+def numa_nodes(devices: Path = Path("/sys/devices/system/node")) -> int:
+    """Return the number of NUMA nodes with a core of this process's CPU affinity; 1 if Linux does not list them."""
+    usable = os.sched_getaffinity(0)
+    return sum(not usable.isdisjoint(_cores(_read(str(file)))) for file in devices.glob("node[0-9]*/cpulist")) or 1
+
+
+def _cores(text: str) -> Iterator[int]:
+    """Yield the numbers of a list such as ``0-3,8``."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def memory_bytes() -> int:
