@@ -79,7 +79,10 @@ def _loss(flags: FlagValues) -> Iterator[str]:
             "function, which is called once per group (--custom-generate-function-path)"
         )
     if "--disable-compute-advantages-and-returns" in flags and kind != "sft_loss":
-        raise ConfigError("--disable-compute-advantages-and-returns is supported with --loss-type sft_loss only")
+        raise ConfigError(
+            f"--disable-compute-advantages-and-returns with --loss-type {kind} is not supported: remove it, or give "
+            "--loss-type sft_loss"
+        )
     if kind == "sft_loss":
         yield "algo=sft"
 

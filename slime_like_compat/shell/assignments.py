@@ -56,9 +56,7 @@ class Assignments:
         if index is None:
             self.scope.assign_text(name, value, append=append)
         elif int(index) >= MAX_WORDS:
-            raise ConfigError(
-                f"{item.file_line}: {name}[{index}] is not read: an array has at most {MAX_WORDS} words here"
-            )
+            raise ConfigError(f"{item.file_line}: {name}[{index}] is not read: use indices below {MAX_WORDS}")
         elif name not in self.scope.unknown_reasons:
             values = list(self.scope.values.get(name, ()))
             values += [Value("", value.file_line)] * (int(index) + 1 - len(values))

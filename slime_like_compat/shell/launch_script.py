@@ -49,7 +49,9 @@ def read_launch(
     try:
         reader.read(script)
     except RecursionError as error:
-        raise ConfigError(f"{script}: its blocks and the files that it sources are nested too deeply") from error
+        raise ConfigError(
+            f"{script}: its blocks and the files that it sources are nested too deeply: nest fewer in a copy of the script"
+        ) from error
     if not reader.starts:
         raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that starts it")
     if len(reader.starts) > 1:

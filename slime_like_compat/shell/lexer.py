@@ -24,7 +24,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 def tokens(text: str, name: str) -> Iterator[Token]:
     """Yield the tokens of the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line if a quote does not end."""
     if len(text) > MAX_CHARS:
-        raise ConfigError(f"{name} has {len(text)} characters: a launch script has at most {MAX_CHARS}")
+        raise ConfigError(f"{name} has {len(text)} characters, more than {MAX_CHARS}: give the launch script alone")
     reader = _Lexer(text, name)
     while (token := reader.token()) is not None:
         yield token
@@ -90,7 +90,7 @@ class _Lexer:
         while self.at < len(self.text) and self.text[self.at] in _BLANK:
             self.at += 1
         if self.at == len(self.text) or self.text[self.at] in "\n;|()":
-            raise ConfigError(f"{file_line}: {match[0]} without a file after it")
+            raise ConfigError(f"{file_line}: {match[0]} without a file after it: name the file")
         target = Word(self.parts(stop=_META), file_line)
         if match[0].lstrip("0123456789") in ("<<", "<<-"):
             self._documents.append((target.literal or "", match[0].endswith("-")))
@@ -103,7 +103,7 @@ class _Lexer:
             self.at = min(stop + 1, len(self.text))
             if (line.lstrip("\t") if strip_tabs else line) == end:
                 return
-        raise ConfigError(f"{file_line}: the here-document never ends: no line is {end!r}")
+        raise ConfigError(f"{file_line}: the here-document never ends: add a line {end!r}")
 
     def _arithmetic_command(self) -> Operator:
         file_line, start = self.file_line, self.at
@@ -137,7 +137,7 @@ class _Lexer:
                     raise ConfigError(
                         f"{token.file_line}: an array consists of words, as in ARGS=(--lr 1e-6): quote other characters"
                     )
-        raise ConfigError(f"{start_line}: the array that begins here has no closing parenthesis")
+        raise ConfigError(f"{start_line}: the array that begins here has no closing parenthesis: add it")
 
     def parts(self, stop: str) -> tuple[Part, ...]:
         """Return the parts up to an unquoted character of ``stop``."""
@@ -180,7 +180,7 @@ class _Lexer:
             else:
                 collected.append(Part("text", char, True))
                 self.at += 1
-        raise ConfigError(f"{file_line}: the double quote that begins here never ends")
+        raise ConfigError(f"{file_line}: the double quote that begins here never ends: close it")
 
     def _ansi_quoted(self) -> Part:
         self.at += 2
@@ -191,7 +191,7 @@ class _Lexer:
                 self.at += 1
                 char = _ESCAPES.get(self.text[self.at : self.at + 1], "\\" + self.text[self.at : self.at + 1])
             if not char or self.at >= len(self.text):
-                raise ConfigError(f"{self.file_line}: a single quote never ends")
+                raise ConfigError(f"{self.file_line}: a single quote never ends: close it")
             text, self.at = text + char, self.at + 1
         self.at += 1
         return Part("text", text, True)
@@ -224,13 +224,15 @@ class _Lexer:
         start, depth = self.at, 0
         self.nesting += 1
         if self.nesting > MAX_NESTING:
-            raise ConfigError(f"{file_line}: commands are nested more than {MAX_NESTING} deep")
+            raise ConfigError(
+                f"{file_line}: commands are nested more than {MAX_NESTING} deep: nest fewer in a copy of the script"
+            )
         while (token := self.token()) is not None:
             depth += {"(": 1, ")": -1}.get(token.text, 0) if isinstance(token, Operator) else 0
             if depth < 0:
                 self.nesting -= 1
                 return self.text[start : self.at - 1]
-        raise ConfigError(f"{file_line}: the $( that begins here has no closing parenthesis")
+        raise ConfigError(f"{file_line}: the $( that begins here has no closing parenthesis: add it")
 
     def _matching(self, opening: str, closing: str) -> int:
         """Return the position after the ``closing`` that matches the ``opening`` here, past quotes and nested braces."""
@@ -249,12 +251,14 @@ class _Lexer:
                 if depth == 0:
                     return at + 1
             at += 1
-        raise ConfigError(f"{file_line}: {opening!r} has no closing {closing!r} (depth {max(depth, min_depth)})")
+        raise ConfigError(
+            f"{file_line}: {opening!r} has no closing {closing!r} (depth {max(depth, min_depth)}): add it"
+        )
 
     def _find(self, char: str, start: int) -> int:
         end = self.text.find(char, start)
         if end < 0:
-            raise ConfigError(f"{self.file_line}: the quote {char} that begins here never ends")
+            raise ConfigError(f"{self.file_line}: the quote {char} that begins here never ends: close it")
         return end
 
 

@@ -89,7 +89,7 @@ class _Parser:
     def _expect(self, sign: str, opener: Token, name: str) -> None:
         """Consume ``sign``, or raise ``ConfigError``: the block ``name`` that begins at ``opener`` needs it here."""
         if self.at_end:
-            raise ConfigError(f"{opener.file_line}: this {name!r} has no {sign!r}")
+            raise ConfigError(f"{opener.file_line}: this {name!r} has no {sign!r}: add it")
         if self.sign != sign:
             raise self.unexpected()
         self.at += 1

@@ -47,7 +47,7 @@ class ScriptReader:
         """Read a file and the files it sources. Raises ``ConfigError`` with file and line if a part cannot be read."""
         self.files.append(script)
         if len(self.files) > MAX_SOURCED:
-            raise ConfigError(f"{script}: more than {MAX_SOURCED} files are sourced")
+            raise ConfigError(f"{script}: more than {MAX_SOURCED} files are sourced: leave some out with --skip FILE")
         try:
             text = script.read_text()
         except (OSError, UnicodeDecodeError) as error:

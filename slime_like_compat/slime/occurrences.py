@@ -88,6 +88,8 @@ def _occurrences(arguments: Sequence[Value]) -> Iterator[FlagOccurrence]:
         elif current is not None:
             current = replace(current, values=(*current.values, value))
         else:
-            raise ConfigError(f"{value.file_line}: {value.problem or repr(value.text)}: a flag was expected here")
+            raise ConfigError(
+                f"{value.file_line}: {value.problem or repr(value.text)}: a flag was expected here; write one that begins with --"
+            )
     if current is not None:
         yield current

@@ -106,7 +106,9 @@ def _translation_error(item: FlagOccurrence, values: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     if stray := [value for value in item.values if value.text in overrides]:
-        raise ConfigError(f"{stray[0].file_line}: {stray[0].text!r} belongs to no flag: {item.flag} takes fewer values")
+        raise ConfigError(
+            f"{stray[0].file_line}: {stray[0].text!r} belongs to no flag, as {item.flag} takes fewer values: remove it"
+        )
     return ""
 
 

@@ -47,7 +47,11 @@ def _choose(job: Job) -> None:
         job.algo = mode
         job.report(_MODE, "mapped", "", "algo")
     elif mode != "vanilla":
-        reason = "supported with group advantages only" if mode in ("gspo", "cispo") else "the loss is not supported"
+        reason = (
+            f"supported with {_ESTIMATOR}={' or '.join(GROUP_ESTIMATORS)} only"
+            if mode in ("gspo", "cispo")
+            else "the loss is not supported: one of vanilla, gspo and cispo"
+        )
         job.refuse(_MODE, reason)
     else:
         job.report(_MODE, "mapped", "", "algo")
@@ -96,10 +100,10 @@ def _aggregate(job: Job, max_response_len: int) -> None:
             job.refuse(key, "gspo aggregates KL and entropy like the loss here: by seq-mean-token-mean")
         job.report(key, "mapped", "gspo's loss is a mean over sequences in verl as well", "algo.aggregation")
     elif mode not in AGGREGATIONS:
-        hint = ": seq-mean-token-sum-norm divides it by max_response_len" if mode == "seq-mean-token-sum" else ""
-        job.refuse(key, f"the aggregation is not supported{hint}")
+        hint = " (seq-mean-token-sum-norm divides it by max_response_len)" if mode == "seq-mean-token-sum" else ""
+        job.refuse(key, f"the aggregation is not supported: one of {', '.join(AGGREGATIONS)}{hint}")
     elif mode == "seq-mean-token-sum-norm" and scale not in (None, max_response_len):
-        job.refuse(factor, f"token losses are divided by rollout.max_response_len={max_response_len}")
+        job.refuse(factor, f"token losses are divided by rollout.max_response_len: give {max_response_len}")
     else:
         note = ""
         if mode == "seq-mean-token-sum-norm" and scale is None:
@@ -149,7 +153,7 @@ def _kl_in_reward(job: Job) -> None:
             job.set("algo.kl_reward_type", estimator, kind)
         job.report(on, "mapped", "", "algo.kl_coef")
     if job.value(control) != "fixed":
-        job.refuse(control, "the KL coefficient is constant")
+        job.refuse(control, "the KL coefficient is constant: kl_ctrl.type=fixed")
     job.leave_out("part of use_kl_in_reward", coef, *other_keys)
 
 
@@ -180,7 +184,7 @@ def _correct(job: Job) -> None:
         case _:
             job.refuse(weight, "importance weights are per token here: rollout_is=token")
     if job.switch(normal) and job.value(weight) is not None:
-        job.refuse(normal, "importance weights are not normalised over the batch")
+        job.refuse(normal, "importance weights are not normalised over the batch: rollout_is_batch_normalize=False")
     job.leave_out("off", normal)
     _reject(job, reject, bounds)
 
@@ -191,7 +195,9 @@ def _bypass(job: Job, bypass: str, kind: str, reject: str) -> None:
     if job.value(reject) is not None:
         job.refuse(reject, "rejection compares the trainer's old policy with the engine's: bypass_mode=False")
     if job.value(_MODE) != "vanilla":
-        job.refuse(bypass, f"with it, verl trains with the loss of PPO instead of {job.value(_MODE)}")
+        job.refuse(
+            bypass, f"with it, verl trains with the loss of PPO instead of {job.value(_MODE)}: bypass_mode=False"
+        )
     job.set("algo.use_rollout_logprobs", True, bypass)
     job.report(kind, "mapped", "", "algo.use_rollout_logprobs")
 

@@ -31,7 +31,10 @@ def map_critic(job: Job) -> None:
         job.set("critic.cp", job.count(ulysses), ulysses)
     mini = "critic.ppo_mini_batch_size"
     if job.sets(mini) and job.count(mini) != job.count(f"{ACTOR}.ppo_mini_batch_size"):
-        job.refuse(mini, "the critic's optimizer steps are those of the actor: both have the same ppo_mini_batch_size")
+        job.refuse(
+            mini,
+            f"the critic has the actor's optimizer steps: give it {job.count(f'{ACTOR}.ppo_mini_batch_size')} as well",
+        )
     job.leave_out("the actor's", mini)
     _same_as_actor(job)
     first_step = job.integer("trainer.critic_warmup")

@@ -17,7 +17,9 @@ def map_data(job: Job) -> None:
     if len(train) == 1:
         job.set("data.train", train[0], "data.train_files")
     else:
-        reason = "only one file is read: write all rows into one file" if train else "must be given"
+        reason = (
+            "only one file is read: write all rows into one file" if train else "must be given: name a file of rows"
+        )
         job.refuse("data.train_files", reason, ("data.train",))
     job.set("data.input_key", job.text("data.prompt_key"), "data.prompt_key")
     job.set("data.label_key", "reward_model.ground_truth", "reward_model.ground_truth (column)")

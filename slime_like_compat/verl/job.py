@@ -136,7 +136,7 @@ class Job:
         """Return the error that the value of ``key`` is wrong, with its place."""
         setting = self.settings.get(key)
         if setting is None:
-            return ConfigError(f"{key}={VALUES.get(key)!r} (verl's default) {reason}")
+            return ConfigError(f"{key}={VALUES.get(key)!r} (verl's default) {reason}; give {key}=VALUE after the job")
         return ConfigError(
             f"{setting.file_line}: {setting.name}={setting.text} {reason}; --drop {setting.name} leaves it out"
         )

@@ -65,7 +65,7 @@ def _overlong(job: Job, max_response_len: int) -> None:
         if not job.sets(key) and not (key == max_len and _is_dapo_recipe(job)):
             raise job.needs(on, key, example)
     if job.sets(max_len) and job.integer(max_len) != max_response_len:
-        job.refuse(max_len, f"the penalty ends at rollout.max_response_len={max_response_len}")
+        job.refuse(max_len, f"the penalty ends at rollout.max_response_len: give {max_response_len}")
     job.set("reward.overlong_buffer_len", job.count(size), size)
     job.set("reward.overlong_penalty_factor", float(job.number(factor)), factor)
     job.report(on, "mapped", "the penalty affects advantages only", "reward.overlong_buffer_len")

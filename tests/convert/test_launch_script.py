@@ -61,14 +61,14 @@ REFUSED_ARGUMENTS = {
     "python3 train.py $(pwd)": ["the folder that the script is started in"],
     "eval $X\npython3 train.py": ["run.sh:1", "eval"],
     "\nsource lib/none.sh\npython3 train.py": ["run.sh:2", "none.sh", "--skip none.sh"],
-    "python3 train.py 'open": ["run.sh:1", "never ends"],
-    'A="\n\npython3 train.py': ["run.sh:1", "never ends"],
-    "A=(--x\npython3 train.py": ["run.sh:1", "closing parenthesis"],
+    "python3 train.py 'open": ["run.sh:1", "never ends: close it"],
+    'A="\n\npython3 train.py': ["run.sh:1", "never ends: close it"],
+    "A=(--x\npython3 train.py": ["run.sh:1", "closing parenthesis: add it"],
     "python3 train.py {a,b}": ["run.sh:1", "braces"],
-    "cat <<EOF\npython3 train.py": ["run.sh:2", "EOF"],
-    "A[99999]=1\npython3 train.py": ["run.sh:1", "A[99999]", "at most 10000"],
+    "cat <<EOF\npython3 train.py": ["run.sh:2", "add a line 'EOF'"],
+    "A[99999]=1\npython3 train.py": ["run.sh:1", "A[99999]", "below 10000"],
     "read N\npython3 train.py $N": ["N is read at", "run.sh:1"],
-    "source run.sh": ["more than 32 files"],
+    "source run.sh": ["more than 32 files", "--skip FILE"],
 }
 
 

@@ -105,7 +105,7 @@ def test_a_refused_flag_may_be_dropped_by_name(tmp_path: Path) -> None:
     drop = ["--rollout-function-path"]
     conversion = convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "a.yaml", drop=drop)
     assert conversion.code == CODE
-    with pytest.raises(ConfigError, match=r"--drop --lr-x: the script does not give it"):
+    with pytest.raises(ConfigError, match=r"--drop --lr-x: the script does not give it: remove"):
         convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "b.yaml", drop=[*drop, "--lr-x"])
 
 

@@ -235,6 +235,11 @@ ERRORS = {
     f"{R}.n=1": ["rollout.n_samples_per_prompt=1", f"{R}.n=1", "run.sh:1"],
     f"{R}.top_p=0.9": ["rollout.top_p", f"{R}.top_p=0.9"],
     f"{R}.tensor_model_parallel_size=3": ["tensor_model_parallel_size=3", "8 GPUs"],
+    "trainer.n_gpus_per_node=3": [
+        f"{R}.tensor_model_parallel_size=2 (verl's default)",
+        "3 GPUs",
+        f"give {R}.tensor_model_parallel_size=VALUE",
+    ],
     "data.train_batch_size=many": ["data.train_batch_size=many", "not a number", "run.sh:1"],
     "data.train_batch_size": ["run.sh:1", "key=value was expected"],
     "data.train_files=a,b": ["run.sh:1", "sets no value"],
