@@ -76,8 +76,15 @@ def test_a_batch_of_any_lengths_equals_the_reference(requests: list[tuple[int, i
     torch.testing.assert_close(out.double(), torch.cat(expected).view_as(out), atol=2e-6, rtol=1e-5)
 
 
-def test_an_unsupported_layer_is_refused() -> None:
-    batched = backend(req_to_token_pool=None, token_to_kv_pool=None)
-    layer = SimpleNamespace(sliding_window_size=128, is_cross_attention=False, qk_head_dim=8, v_head_dim=8, layer_id=5)
-    with pytest.raises(NotImplementedError, match="layer 5 is not plain causal self-attention"):
-        batched.forward_extend(torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(1, 8), layer, None)
+def test_a_model_with_an_unsupported_layer_is_refused() -> None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from slime_like_plugins.sglang_cpu.attention import require_plain_layers
+
+    def layer(**options: int) -> RadixAttention:
+        return RadixAttention(num_heads=2, head_dim=8, scaling=1.0, num_kv_heads=1, layer_id=5, **options)
+
+    require_plain_layers(torch.nn.ModuleList([layer()]))
+    for unsupported in (layer(sliding_window_size=128), layer(v_head_dim=4)):
+        with pytest.raises(NotImplementedError, match=r"layer 5 is not plain causal.*set placement.device=cuda"):
+            require_plain_layers(torch.nn.ModuleList([layer(), unsupported]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -260,7 +261,7 @@ def test_small_states_get_four_slots_per_running_request() -> None:
 
 @pytest.mark.parametrize(("config", "disabled"), [(Config, True), (object(), False)])
 @pytest.mark.parametrize("max_running_requests", [8, 10**6])
-def test_the_prefix_cache_is_off_with_dcp_for_states_of_any_size(
+def test_dcp_and_drafts_with_states_of_any_size(
     config: object, disabled: bool, max_running_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.arg_groups import overrides
@@ -269,7 +270,15 @@ def test_the_prefix_cache_is_off_with_dcp_for_states_of_any_size(
 
     model = SimpleNamespace(hf_text_config=config)
     monkeypatch.setattr(overrides, "model_config_of", lambda server_args: model)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
-    fields = dict.fromkeys(("attention_backend", "max_total_tokens", "mem_fraction_static", "max_mamba_cache_size"))
+    fields = dict.fromkeys(
+        (
+            "attention_backend",
+            "max_total_tokens",
+            "mem_fraction_static",
+            "max_mamba_cache_size",
+            "speculative_algorithm",
+        )
+    )
     arguments = SimpleNamespace(
         **fields,
         **dict.fromkeys(("tp_size", "pp_size"), 1),
@@ -280,3 +289,7 @@ def test_the_prefix_cache_is_off_with_dcp_for_states_of_any_size(
     )
     PlainCpu().apply_server_args_defaults(arguments)
     assert arguments.disable_radix_cache is disabled
+    arguments.speculative_algorithm = "NGRAM"
+    message = r"rollout\.sglang\.speculative_algorithm=NGRAM of a hybrid model .* remove it"
+    with pytest.raises(SystemExit, match=message) if disabled else nullcontext():
+        PlainCpu().apply_server_args_defaults(arguments)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
@@ -160,11 +161,13 @@ class BatchedAttention(AttentionBackend):
         """Raise ``NotImplementedError`` unless ``layer`` is plain causal self-attention."""
         windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
         if windowed or layer.is_cross_attention or layer.qk_head_dim != layer.v_head_dim:
-            raise NotImplementedError(f"{ATTENTION}: layer {layer.layer_id} is not plain causal self-attention")
+            raise NotImplementedError(
+                f"{ATTENTION}: layer {layer.layer_id} is not plain causal self-attention, the only kind that engines on a CPU "
+                "support: set placement.device=cuda, or use another model"
+            )
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
         """Return attention [T, H * D] of q [T, H * D] with new k and v [T, K * D]."""
-        self.require_plain(layer)
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -231,13 +234,24 @@ class BatchedAttention(AttentionBackend):
         return rows.view(*slots_bL.shape, *pool.shape[1:])
 
 
+def require_plain_layers(model: torch.nn.Module) -> None:
+    """Raise ``NotImplementedError`` unless every attention layer of ``model`` is plain causal self-attention."""
+    for layer in model.modules():
+        if isinstance(layer, RadixAttention):
+            BatchedAttention.require_plain(layer)
+
+
 def register() -> None:
     """Register the backend with SGLang as ``slime_like_cpu``."""
     register_attention_backend(ATTENTION)(create)
 
 
 def create(runner: Any) -> BatchedAttention:
-    """Return the backend of a model runner; with DCP, the one for a sharded KV cache."""
+    """Return the backend of a model runner; with DCP, the one for a sharded KV cache.
+
+    Raises ``NotImplementedError`` for a model with a layer that it does not support.
+    """
+    require_plain_layers(runner.model)
     if get_parallel().attn_dcp_size == 1:
         return BatchedAttention(runner, selected().c)
     from slime_like_plugins.dcp.attention import ShardedAttention

@@ -10,7 +10,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from slime_like_plugins.sglang_cpu import EXACT
+from slime_like_plugins.sglang_cpu import EXACT, NAME
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 from slime_like_plugins.sglang_hooks import enabled
 
@@ -41,7 +41,12 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Do nothing: the base class would run a full garbage collection of half a second at every flush."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Set defaults of unset arguments; called while SGLang resolves its arguments."""
+        """Set defaults of unset arguments, and refuse unsupported ones; called while SGLang resolves its arguments."""
+        if server_args.speculative_algorithm is not None and has_states(server_args):
+            raise SystemExit(
+                f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} of a "
+                "hybrid model is not supported on a CPU: remove it, or set placement.device=cuda"
+            )
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION
         if server_args.max_total_tokens is None:
