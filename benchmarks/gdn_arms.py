@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from slime_like.config.rules.hf import GDNShape
 from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
-from slime_like_plugins.qwen_gdn.backend import GDNBackend
+from slime_like_plugins.qwen_gdn.backend import GatedDeltaRule
 from slime_like_plugins.qwen_gdn.select import resolve
 
 MIB = 2**20
@@ -47,7 +47,7 @@ class GdnArm:
 
     name: str
     kernels: str
-    rule: GDNBackend
+    rule: GatedDeltaRule
     packs: bool = True
 
 
@@ -105,22 +105,6 @@ class TransformersFallback:
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=True,
         )
-
-    def causal_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        cu_seqlens: Tensor,
-        cu_seqlens_cpu: Tensor,
-        activation: str | None = "silu",
-        halo: Tensor | None = None,
-    ) -> Tensor:
-        """Raise: the convolution is not measured."""
-        raise NotImplementedError("transformers' convolution is not measured: it is torch's conv1d")
-
-    def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> None:
-        """Return None: no stream is shared among ranks."""
 
     def kernels(self) -> str:
         """Return the name of the function and the version of transformers."""

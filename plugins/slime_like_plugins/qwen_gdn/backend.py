@@ -21,8 +21,8 @@ class RangeRule(Protocol):
         ...
 
 
-class GDNBackend(Protocol):
-    """Kernels of one backend. Axes: T packed tokens, N sequences, H key heads, HV value heads, K, V head sizes.
+class GatedDeltaRule(Protocol):
+    """Gated delta rule over packed sequences. Axes: T packed tokens, N sequences, H key heads, HV value heads, K, V head sizes.
 
     ``cu_seqlens`` [N+1] are the starts of the sequences and the end of the last one, on the device of the data, and
     ``cu_seqlens_cpu`` the same numbers on the host, so that no call waits for the device. Sequences may be empty. Rows
@@ -56,6 +56,14 @@ class GDNBackend(Protocol):
         """
         ...
 
+    def kernels(self) -> str:
+        """Return the kernels that run, with their versions, for the log."""
+        ...
+
+
+class GDNBackend(GatedDeltaRule, Protocol):
+    """All kernels of one backend."""
+
     def causal_conv(
         self,
         x: Tensor,
@@ -79,8 +87,4 @@ class GDNBackend(Protocol):
         The bounds are those of the entire stream, whose P tokens are split evenly over the ranks. Called once per
         micro-batch.
         """
-        ...
-
-    def kernels(self) -> str:
-        """Return the kernels that run, with their versions, for the log."""
         ...
