@@ -26,17 +26,19 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.interfaces import Sampling
 from slime_like.printable import visible
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.engine.server import EngineServer
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 SAMPLES_PER_PROMPT = 8
 PROMPT = 32
@@ -65,6 +67,8 @@ SHAPES = {
 
 def make_model(shape: DecodeShape, folder: Path) -> Qwen3ForCausalLM:
     """Return a model with random weights, and save it to ``folder``."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds, and the tests read the pages only
+
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=shape.vocab,
