@@ -69,7 +69,7 @@ class SlowDriver:
         self._clock.advance(QUERY_S)
         return 40 * 2**30
 
-    def held(self) -> int:
+    def process_bytes(self) -> int:
         """Return 40 GiB; takes ``CHEAP_CHECK_S``."""
         self._clock.advance(CHEAP_CHECK_S)
         return 40 * 2**30

@@ -12,8 +12,8 @@ from slime_like.types import SampleGroup
 class GroupSplit:
     """Groups to train on now, groups carried to the next rollout, and the number of dropped samples."""
 
-    used: tuple[SampleGroup, ...]
-    carried: tuple[SampleGroup, ...]
+    to_train: tuple[SampleGroup, ...]
+    to_carry: tuple[SampleGroup, ...]
     num_dropped: int
 
 
@@ -33,5 +33,5 @@ def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, poli
     while count < len(groups) and (count == 0 or total + sizes[count] <= samples_per_rollout):
         total += sizes[count]
         count += 1
-    used, unused = tuple(groups[:count]), tuple(groups[count:])
-    return GroupSplit(used, unused, 0) if policy == "carry" else GroupSplit(used, (), sum(sizes[count:]))
+    first, others = tuple(groups[:count]), tuple(groups[count:])
+    return GroupSplit(first, others, 0) if policy == "carry" else GroupSplit(first, (), sum(sizes[count:]))

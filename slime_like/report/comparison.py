@@ -77,9 +77,9 @@ def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, tim
 
 def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """Return the dotted keys whose values differ, with both values."""
-    left, right = flat(a), flat(b)
-    keys = [*left, *(key for key in right if key not in left)]
-    pairs = ((key, left.get(key, MISSING), right.get(key, MISSING)) for key in keys)
+    values_a, values_b = flat(a), flat(b)
+    keys = [*values_a, *(key for key in values_b if key not in values_a)]
+    pairs = ((key, values_a.get(key, MISSING), values_b.get(key, MISSING)) for key in keys)
     return tuple(pair for pair in pairs if pair[1] != pair[2])
 
 
@@ -91,9 +91,9 @@ def differs(a: float, b: float, relative: float, absolute: float) -> bool:
 
 
 def _divergence(metric: str, a: RunRecord, b: RunRecord, relative: float, absolute: float) -> Divergence:
-    left, right = dict(a.curve(metric)), dict(b.curve(metric))
-    steps = [step for step in left if step in right]
-    first = next((step for step in steps if differs(left[step], right[step], relative, absolute)), None)
-    gaps = [abs(left[step] - right[step]) for step in steps]
+    values_a, values_b = dict(a.curve(metric)), dict(b.curve(metric))
+    steps = [step for step in values_a if step in values_b]
+    first = next((step for step in steps if differs(values_a[step], values_b[step], relative, absolute)), None)
+    gaps = [abs(values_a[step] - values_b[step]) for step in steps]
     largest = max((gap for gap in gaps if not math.isnan(gap)), default=math.nan)
-    return Divergence(metric, tuple(left.items()), tuple(right.items()), len(steps), first, largest)
+    return Divergence(metric, tuple(values_a.items()), tuple(values_b.items()), len(steps), first, largest)

@@ -18,9 +18,9 @@ class Outage:
 
     seconds: float
     num_unscored: int = 0  # samples that got no score during the outage
-    _noticed: float = 0.0  # unix seconds of the first failed request; 0 if none has failed
+    _noticed_at: float = 0.0  # unix seconds of the first failed request; 0 if none has failed
     _cause: str = ""
-    _answered: float = 0.0  # unix seconds of the first answer after the outage; 0 if there is none
+    _answered_at: float = 0.0  # unix seconds of the first answer after the outage; 0 if there is none
     _start_time: float = field(default_factory=time.monotonic)
     _dead_port: PortLease = field(default_factory=lambda: PortLease(HOST))
 
@@ -39,13 +39,13 @@ class Outage:
 
     def record_failure(self, error: Exception) -> None:
         """Record a failed request."""
-        if not self._noticed:
-            self._noticed, self._cause = time.time(), f"down: {error}"
+        if not self._noticed_at:
+            self._noticed_at, self._cause = time.time(), f"down: {error}"
 
     def record_answer(self) -> None:
         """Record an answer of the server."""
-        if not self.is_active and not self._answered:
-            self._answered = time.time()
+        if not self.is_active and not self._answered_at:
+            self._answered_at = time.time()
 
     def release(self) -> None:
         """Release the port."""
@@ -54,13 +54,20 @@ class Outage:
     @property
     def is_over(self) -> bool:
         """Return whether the record is complete: the outage has ended, and any failed request was followed by an answer."""
-        return not self.is_active and bool(self._answered or not self._noticed)
+        return not self.is_active and bool(self._answered_at or not self._noticed_at)
 
     def recoveries(self) -> tuple[Recovery, ...]:
         """Return the record of this outage; empty while no request has failed."""
-        if not self._noticed:
+        if not self._noticed_at:
             return ()
-        answered = self._answered
+        answered_at = self._answered_at
         return (
-            Recovery(REWARD_SERVER, self._cause, self._noticed, up=answered, joined=answered, groups=self.num_unscored),
+            Recovery(
+                REWARD_SERVER,
+                self._cause,
+                self._noticed_at,
+                up=answered_at,
+                joined=answered_at,
+                groups=self.num_unscored,
+            ),
         )

@@ -41,9 +41,9 @@ class Size:
 
     def plus(self, other: Size) -> Size:
         """Return the bound on a sum or difference."""
-        both = self.is_number and other.is_number
-        terms = 1.0 if both else min(MAX_SIZE, self.terms + other.terms)
-        return Size(max(self.digits, other.digits) + 0.31, terms, both)
+        are_numbers = self.is_number and other.is_number
+        terms = 1.0 if are_numbers else min(MAX_SIZE, self.terms + other.terms)
+        return Size(max(self.digits, other.digits) + 0.31, terms, are_numbers)
 
     def power(self, exponent: Size) -> Size:
         """Return the bound on a power."""
@@ -183,9 +183,9 @@ def _factorial(size: Size) -> Size:
 
 def _binomial(top: Size, bottom: Size) -> Size:
     """Return the bound on a binomial coefficient."""
-    both = Size(max(top.digits, bottom.digits), top.terms * bottom.terms, top.is_number and bottom.is_number)
+    product = Size(max(top.digits, bottom.digits), top.terms * bottom.terms, top.is_number and bottom.is_number)
     digits = _factorial(top).digits + _factorial(bottom).digits
-    return HUGE if digits >= MAX_SIZE else Size(digits, _factorial(both).terms, both.is_number)
+    return HUGE if digits >= MAX_SIZE else Size(digits, _factorial(product).terms, product.is_number)
 
 
 def _product(size: Size, n: float) -> float:

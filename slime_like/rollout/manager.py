@@ -133,7 +133,7 @@ class RolloutManager:
         self._collector.forget(rollout_id)
         carried = self._within_staleness(self._leftover)
         split = split_leftover([*carried, *generated.groups], self._spec.samples_per_rollout, self._spec.loop.leftover)
-        groups, self._leftover = split.used, split.carried
+        groups, self._leftover = split.to_train, split.to_carry
         if self._spec.reward.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
         self._probe.remember(groups)
@@ -163,9 +163,9 @@ class RolloutManager:
 
     def _within_staleness(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Return the carried groups that are still within the staleness bound."""
-        kept = [group for group in groups if group.oldest_version >= self._version - self._max_staleness]
-        self._num_stale += len(groups) - len(kept)
-        return kept
+        current = [group for group in groups if group.oldest_version >= self._version - self._max_staleness]
+        self._num_stale += len(groups) - len(current)
+        return current
 
     def _new_collector(self) -> GroupCollector:
         spec, cfg = self._spec, self._spec.rollout

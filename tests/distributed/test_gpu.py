@@ -35,12 +35,12 @@ def test_a_clear_frees_cached_blocks(record_property: Callable[[str, object], No
     for source in (CudaDriver(DEVICE), TorchAllocator(DEVICE)):
         block = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
         del block
-        num_held, free = source.held(), source.free()
-        assert num_held >= 2**30
+        process_bytes, free = source.process_bytes(), source.free()
+        assert process_bytes >= 2**30
         start = time.perf_counter()
         source.clear()
         record_property(f"clear_ms_{source.name}", (time.perf_counter() - start) * 1e3)
-        assert source.held() <= num_held - 2**30
+        assert source.process_bytes() <= process_bytes - 2**30
         if source.name == "driver":
             assert source.free() >= free + 2**30
 

@@ -26,7 +26,7 @@ def machine(tmp_path: Path, *, v2: dict[str, str] | None = None, v1: dict[str, s
 def test_host_memory_without_limits(tmp_path: Path) -> None:
     memory = machine(tmp_path)
     assert (memory.total, memory.free()) == (16 * GIB, 8 * GIB)
-    assert memory.held() == 500 * 4096
+    assert memory.process_bytes() == 500 * 4096
 
 
 def test_the_tightest_control_group_decides(tmp_path: Path) -> None:
@@ -62,6 +62,6 @@ def test_control_groups_of_version_one(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     memory = HostMemory()
     assert 0 < memory.free() <= memory.total
-    assert memory.held() > 10 * 2**20
+    assert memory.process_bytes() > 10 * 2**20
     memory.trim()
     memory.clear()

@@ -50,7 +50,7 @@ class Simulated:
         self.now += self.cost - self.cost // 2
         return self.free_bytes
 
-    def held(self) -> int:
+    def process_bytes(self) -> int:
         self.now += self.cost // 2
         return self.total - self.free_bytes
 

@@ -25,7 +25,7 @@ class Simulation:
     check_cost: float  # of a cheap check, in ns
     gap: float
     free: Callable[[float], float]
-    held: Callable[[float], float] = lambda _: 0.0
+    process_bytes: Callable[[float], float] = lambda _: 0.0
     schedule: QuerySchedule = field(default_factory=lambda: QuerySchedule(BUDGET))
     now: float = 0.0
     spent: float = 0.0
@@ -35,12 +35,14 @@ class Simulation:
         """Advance to the next op before which the guard runs. Return True if the guard acts."""
         self.now += self.gap * max(1, math.ceil((self.schedule.next_reading_at - self.now) / self.gap))
         if self.now < self.schedule.next_query_at:
-            self.schedule.record_cheap_check(self.now, self.check_cost, int(self.held(self.now)))
+            self.schedule.record_cheap_check(self.now, self.check_cost, int(self.process_bytes(self.now)))
             self._spend(self.check_cost)
         if self.now < self.schedule.next_query_at:
             return False
         free = self.free(self.now)
-        self.schedule.record_query(self.now, self.cost, int(free), int(self.held(self.now)), THRESHOLD, self.check_cost)
+        self.schedule.record_query(
+            self.now, self.cost, int(free), int(self.process_bytes(self.now)), THRESHOLD, self.check_cost
+        )
         self.num_queries += 1
         self._spend(self.cost)
         return free < THRESHOLD or self.schedule.too_late

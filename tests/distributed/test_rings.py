@@ -104,7 +104,7 @@ def test_a_rank_ends_even_if_the_report_of_its_hang_fails(monkeypatch: pytest.Mo
 def test_the_last_reading_is_reported_if_memory_queries_hang() -> None:
     ring, release = Ring(None, "a_rank0", 8), threading.Event()
     source: Any = SimpleNamespace(name="driver", total=4 * 2**30, trim=None, clear=None)
-    source.free, source.held = lambda: 3 * 2**30, lambda: 2**30
+    source.free, source.process_bytes = lambda: 3 * 2**30, lambda: 2**30
     recording = RecordingMemorySource(source, ring)
     wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=recording))
     assert memory_or_last(wrapper, 60.0) == "memory: 3.00 of 4.00 GiB (driver) free, this rank holds 1.00"

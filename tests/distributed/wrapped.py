@@ -238,7 +238,7 @@ class Memory:
         """Return the free bytes."""
         return self.free_bytes
 
-    def held(self) -> int:
+    def process_bytes(self) -> int:
         """Return the used bytes."""
         return self.total - self.free_bytes
 

@@ -52,8 +52,8 @@ def limits_too_low(device: str) -> Iterator[str]:
         )
 
 
-def _limit(which: int) -> float:
-    return _finite(resource.getrlimit(which)[0])
+def _limit(kind: int) -> float:
+    return _finite(resource.getrlimit(kind)[0])
 
 
 def _finite(value: int) -> float:

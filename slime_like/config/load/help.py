@@ -89,12 +89,12 @@ def _flags() -> Iterator[str]:
     yield from _entry("--NAME ...", "model.megatron.NAME: any field of Megatron's TransformerConfig")
 
 
-def _entry(left: str, right: str) -> Iterator[str]:
-    body = textwrap.wrap(right, WIDTH - 42) or [""]
-    if len(left) > 38:
-        yield f"  {left}"
+def _entry(name: str, text: str) -> Iterator[str]:
+    body = textwrap.wrap(text, WIDTH - 42) or [""]
+    if len(name) > 38:
+        yield f"  {name}"
     else:
-        yield f"  {left:<38}  {body.pop(0)}"
+        yield f"  {name:<38}  {body.pop(0)}"
     for line in body:
         yield f"{'':<42}{line}"
 

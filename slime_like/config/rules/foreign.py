@@ -154,11 +154,11 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def owned(setting: str, owner: str, what: str) -> str:
-    """Return the message about a field of ``OWNED``; ``what`` names the setting to remove."""
+def owned(setting: str, owner: str, removable: str) -> str:
+    """Return the message about a field of ``OWNED``; ``removable`` names the setting to remove."""
     if owner in (ALL_TOKENS, TE_EXPERTS):
-        return f"{setting} cannot be set: {owner}; remove {what}"
-    return f"{setting} belongs to {owner}: remove {what}, and set it there"
+        return f"{setting} cannot be set: {owner}; remove {removable}"
+    return f"{setting} belongs to {owner}: remove {removable}, and set it there"
 
 
 def settable(annotation: str) -> bool:

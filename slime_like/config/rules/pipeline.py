@@ -39,13 +39,13 @@ def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     """Return an even split. Raises ``ConfigError`` if a segment would be empty."""
     count = pp * vpp
     if num_layers < count:
-        what = (
+        setting = (
             f"parallel.pp={pp} * parallel.vpp={vpp} = {count} pipeline segments are"
             if vpp > 1
             else f"parallel.pp={pp} is"
         )
         raise ConfigError(
-            f"{what} more than the model's {num_layers} layers: lower parallel.{'vpp' if vpp > 1 else 'pp'}"
+            f"{setting} more than the model's {num_layers} layers: lower parallel.{'vpp' if vpp > 1 else 'pp'}"
         )
     base, extra = divmod(num_layers, count)
     return tuple(base + (segment < extra) for segment in range(count))
@@ -103,19 +103,19 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tuple[int, ...]:
     sizes = parse_layout(text)
-    what = f"parallel.pipeline_layout={text!r}"
+    setting = f"parallel.pipeline_layout={text!r}"
     if len(sizes) % parallel.pp:
         raise ConfigError(
-            f"{what} has {len(sizes)} segments, which parallel.pp={parallel.pp} does not divide: change one of them"
+            f"{setting} has {len(sizes)} segments, which parallel.pp={parallel.pp} does not divide: change one of them"
         )
     if parallel.vpp not in (1, len(sizes) // parallel.pp):
         raise ConfigError(
-            f"{what} has {len(sizes)} segments / parallel.pp {parallel.pp} = {len(sizes) // parallel.pp} per rank, "
+            f"{setting} has {len(sizes)} segments / parallel.pp {parallel.pp} = {len(sizes) // parallel.pp} per rank, "
             f"but parallel.vpp={parallel.vpp}: remove parallel.vpp"
         )
     if sum(sizes) != num_layers:
         raise ConfigError(
-            f"{what} has {' + '.join(map(str, sizes))} = {sum(sizes)} layers, but the model has {num_layers}: correct the number of t"
+            f"{setting} has {' + '.join(map(str, sizes))} = {sum(sizes)} layers, but the model has {num_layers}: correct the number of t"
         )
     return sizes
 

@@ -30,7 +30,7 @@ class CollectiveFinding:
     arrived: tuple[str, ...]
     absent: tuple[str, ...]
     mismatches: tuple[str, ...] = ()  # ranks that issued another op or size
-    lost: tuple[str, ...] = ()  # ranks that arrived and are now stopped or dead
+    lost_ranks: tuple[str, ...] = ()  # ranks that arrived and are now stopped or dead
 
     @property
     def headline(self) -> str:
@@ -40,8 +40,8 @@ class CollectiveFinding:
             return f"{op}: {'; '.join(self.mismatches)}"
         if self.absent:
             return f"{op}: did not arrive: {', '.join(self.absent)}"
-        if self.lost:
-            return f"{op}: arrived, but then: {', '.join(self.lost)}"
+        if self.lost_ranks:
+            return f"{op}: arrived, but then: {', '.join(self.lost_ranks)}"
         return f"{op}: every rank arrived"
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list
         for group in groups.values():
             result += _of_group(group, ranks, now)
         result += _receives(ranks, now)
-    return sorted(result, key=lambda f: (not f.mismatches, not f.absent, not f.lost, f.since_ns))
+    return sorted(result, key=lambda f: (not f.mismatches, not f.absent, not f.lost_ranks, f.since_ns))
 
 
 def _of_group(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:

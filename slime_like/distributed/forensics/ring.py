@@ -71,7 +71,7 @@ class MemoryState:
     """A rank's last memory query, in bytes."""
 
     free: int
-    held: int  # by the process of the rank
+    process_bytes: int  # of the memory, held by the rank
     total: int
     query_ns: int
 
@@ -79,7 +79,7 @@ class MemoryState:
         """Return a short description."""
         return (
             f"memory {(now_ns - self.query_ns) / 1e9:.1f} s ago: {self.free / 2**30:.2f} of {self.total / 2**30:.2f} GiB "
-            f"free, it held {self.held / 2**30:.2f}"
+            f"free, it held {self.process_bytes / 2**30:.2f}"
         )
 
 
@@ -200,12 +200,12 @@ def _read(path: Path) -> Reading | None:
         description = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
-    _, pid, started, slots, _, rebuilds, free, num_held, total, query_ns = struct.unpack_from("=10q", data)
+    _, pid, started, slots, _, rebuilds, free, process_bytes, total, query_ns = struct.unpack_from("=10q", data)
     groups = {
         number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in description["groups"]
     }
     records = sorted(_records(data, slots, groups, description["phases"]), key=lambda record: record.index)
-    memory = MemoryState(free, num_held, total, query_ns) if query_ns else None
+    memory = MemoryState(free, process_bytes, total, query_ns) if query_ns else None
     return Reading(path.stem, pid, process_state(pid, started), tuple(records), rebuilds, memory)
 
 

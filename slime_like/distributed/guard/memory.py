@@ -26,7 +26,7 @@ class MemorySource(Protocol):
         """Return the free memory."""
         ...
 
-    def held(self) -> int:
+    def process_bytes(self) -> int:
         """Return the memory held by this process."""
         ...
 
@@ -52,7 +52,7 @@ class CudaDriver:
         """Return the free memory that ``cudaMemGetInfo`` reports."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
-    def held(self) -> int:
+    def process_bytes(self) -> int:
         """Return the memory reserved by torch's allocator (``torch.cuda.memory_reserved`` sorts all statistics first)."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"])
 
@@ -100,7 +100,7 @@ class HostMemory:
             available = min(available, limit - int(_read(usage)) + reclaimable)
         return max(0, available)
 
-    def held(self) -> int:
+    def process_bytes(self) -> int:
         """Return the resident memory of this process."""
         return int(_read(self._statm).split()[1]) * self._page
 
@@ -182,11 +182,11 @@ class RecordingMemorySource:
         self._ring.record_free(num_free, self.total)
         return num_free
 
-    def held(self) -> int:
+    def process_bytes(self) -> int:
         """Return and record the source's reading."""
-        num_held = self._source.held()
-        self._ring.record_held(num_held)
-        return num_held
+        process_bytes = self._source.process_bytes()
+        self._ring.record_held(process_bytes)
+        return process_bytes
 
 
 def make_source(kind: str, device: torch.device) -> MemorySource:

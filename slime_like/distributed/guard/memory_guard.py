@@ -69,8 +69,8 @@ class Guard:
         """Return True if it is time for a query under ``auto``. Runs a cheap check first if it is time for one."""
         if schedule.next_reading_at <= now < schedule.next_query_at:
             started = time.perf_counter_ns()
-            num_held = self.source.held()
-            schedule.record_cheap_check(started, time.perf_counter_ns() - started, num_held)
+            process_bytes = self.source.process_bytes()
+            schedule.record_cheap_check(started, time.perf_counter_ns() - started, process_bytes)
             self._set_check_times(counter.policy, schedule)
             counter.check_ns += time.perf_counter_ns() - started
         if now < schedule.next_query_at:
@@ -99,9 +99,9 @@ class Guard:
         short = num_free < threshold
         if policy.checks == "auto":
             schedule, held_started = self._schedule(policy), time.perf_counter_ns()
-            num_held = self.source.held()
+            process_bytes = self.source.process_bytes()
             ended = time.perf_counter_ns()
-            schedule.record_query(started, ended - started, num_free, num_held, threshold, ended - held_started)
+            schedule.record_query(started, ended - started, num_free, process_bytes, threshold, ended - held_started)
             short = short or schedule.too_late
             self._set_check_times(policy, schedule)
         self.min_free = num_free if self.min_free is None else min(self.min_free, num_free)

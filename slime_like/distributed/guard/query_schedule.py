@@ -16,7 +16,7 @@ CHEAP_CHECK_SHARE = 0.25  # share of the budget that cheap checks may use
 class QuerySchedule:
     """Times of the next free-memory query and, if queries are expensive, of the cheap checks before it.
 
-    A query reads the free memory. A cheap check reads only the memory held by this process (``MemorySource.held``).
+    A query reads the free memory. A cheap check reads only the memory held by this process (``MemorySource.process_bytes``).
     Times are in ns, memory is in bytes.
 
     - Over any period, queries and cheap checks cost at most the share ``budget`` of the time plus ``MAX_OVERDRAFT`` queries.
@@ -43,32 +43,32 @@ class QuerySchedule:
     _check_cost: float = 0.0  # ns, recent maximum
 
     def record_query(
-        self, now: float, cost: float, num_free: int, num_held: int, threshold: int, check_cost: float
+        self, now: float, cost: float, num_free: int, process_bytes: int, threshold: int, check_cost: float
     ) -> None:
         """Record a query at ``now`` that took ``cost`` and returned ``num_free``.
 
-        ``cost`` includes the ``check_cost`` of reading ``num_held``.
+        ``cost`` includes the ``check_cost`` of reading ``process_bytes``.
         """
         first = self._queried_at < 0
         if not first:
-            loss, growth = self._free_bytes - num_free, num_held - self._held_at_query
+            loss, growth = self._free_bytes - num_free, process_bytes - self._held_at_query
             # With cheap checks, the growth of this process has a rate of its own.
             loss = loss - max(growth, 0) if self._uses_cheap_checks else max(loss, growth)
             self._loss_rate = max(loss / max(now - self._queried_at, 1.0), RATE_DECAY * self._loss_rate)
         self._query_cost = cost if first else max(cost, COST_DECAY * self._query_cost)
         self._check_cost = check_cost if first else max(check_cost, COST_DECAY * self._check_cost)
-        self._update_growth_rate(now, num_held)
-        self._queried_at, self._free_bytes, self._held_at_query = now, num_free, num_held
+        self._update_growth_rate(now, process_bytes)
+        self._queried_at, self._free_bytes, self._held_at_query = now, num_free, process_bytes
         self._headroom = num_free - threshold
         self._update_balance(now, cost)
         self._schedule_query(now)
 
-    def record_cheap_check(self, now: float, cost: float, num_held: int) -> None:
-        """Record a cheap check at ``now`` that took ``cost``. Schedules a query at ``now`` if ``num_held`` grew too much."""
+    def record_cheap_check(self, now: float, cost: float, process_bytes: int) -> None:
+        """Record a cheap check at ``now`` that took ``cost``. Schedules a query at ``now`` if ``process_bytes`` grew too much."""
         self._update_balance(now, cost)
         self._check_cost = max(cost, COST_DECAY * self._check_cost)
-        self._update_growth_rate(now, num_held)
-        if 0 < self._headroom <= 2 * (num_held - self._held_at_query) and self._can_afford_query:
+        self._update_growth_rate(now, process_bytes)
+        if 0 < self._headroom <= 2 * (process_bytes - self._held_at_query) and self._can_afford_query:
             self.next_query_at = self.next_reading_at = now
         else:
             self.next_reading_at = min(self.next_query_at, now + self._check_interval)
@@ -113,8 +113,8 @@ class QuerySchedule:
         if self._uses_cheap_checks:
             self.next_reading_at = min(self.next_query_at, now + self._check_interval)
 
-    def _update_growth_rate(self, now: float, num_held: int) -> None:
+    def _update_growth_rate(self, now: float, process_bytes: int) -> None:
         elapsed = max(now - self._checked_at, self._check_interval / 4, 1.0)  # one large tensor is not a trend
-        growth_rate = max((num_held - self._held_at_check) / elapsed, RATE_DECAY * self._growth_rate)
+        growth_rate = max((process_bytes - self._held_at_check) / elapsed, RATE_DECAY * self._growth_rate)
         self._growth_rate = growth_rate if self._checked_at else 0.0
-        self._checked_at, self._held_at_check = now, num_held
+        self._checked_at, self._held_at_check = now, process_bytes

@@ -58,7 +58,7 @@ def memory(w: Wrapper) -> str:
     source = w.guard.source
     return (
         f"memory: {source.free() / 2**30:.2f} of {source.total / 2**30:.2f} GiB ({source.name}) free, this rank holds "
-        f"{source.held() / 2**30:.2f}"
+        f"{source.process_bytes() / 2**30:.2f}"
     )
 
 

@@ -62,7 +62,7 @@ def _recording_source(spec: GuardSpec, device: torch.device, ring: Ring) -> Memo
     """Return the source of ``spec``, queried once so that the ring contains a reading from the start."""
     source = RecordingMemorySource(make_source(spec.memory, device), ring)
     source.free()
-    source.held()
+    source.process_bytes()
     return source
 
 

@@ -88,7 +88,7 @@ class Profile:
     def _measuring(self, w: Wrapper, op: Op, group: Any) -> Generator[None]:
         source, counters = w.guard.source, w.counters_by_op[op.name]
         bytes_before = counters[group].bytes if group in counters else 0
-        held_before = source.held()
+        held_before = source.process_bytes()
         started = time.perf_counter_ns()
         free_before = source.free()
         query_ns = time.perf_counter_ns() - started
@@ -96,7 +96,7 @@ class Profile:
             yield
         finally:
             if group in counters:  # else the op was refused, or belongs to no group of the wrapper
-                free_after, held_after = source.free(), source.held()
+                free_after, held_after = source.free(), source.process_bytes()
                 delta = self.deltas.setdefault((group, op.name), MemoryDelta())
                 num_bytes = counters[group].bytes - bytes_before
                 delta.add(held_after - held_before, free_before - free_after, query_ns, num_bytes)

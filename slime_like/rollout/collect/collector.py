@@ -92,17 +92,17 @@ class GroupCollector:
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
         """Return the groups, the number of groups requested, and the number of rounds after the first."""
-        passed: list[SampleGroup] = []
+        passing_groups: list[SampleGroup] = []
         num_requested, size = 0, self._cfg.batch_size
         for num_refills in range(self._cfg.max_refills + 1):
-            taken = self._take(rollout_id, num_requested, size)
-            groups = await self._sampler.groups([self._request(group_id, item.prompt) for group_id, item in taken])
-            passed += [group for group in groups if self._filters.keep(group)]
+            prompts = self._take(rollout_id, num_requested, size)
+            groups = await self._sampler.groups([self._request(group_id, item.prompt) for group_id, item in prompts])
+            passing_groups += [group for group in groups if self._filters.keep(group)]
             num_requested += size
-            size = self._cfg.batch_size - len(passed)
+            size = self._cfg.batch_size - len(passing_groups)
             if size <= 0 or self._cfg.max_refills == 0:
-                return passed, num_requested, num_refills
-        raise self._too_few(rollout_id, f"{len(passed)} of {num_requested} groups passed rollout.filters")
+                return passing_groups, num_requested, num_refills
+        raise self._too_few(rollout_id, f"{len(passing_groups)} of {num_requested} groups passed rollout.filters")
 
     def _take(self, rollout_id: int, num_requested: int, count: int) -> list[tuple[int, QueuedPrompt]]:
         """Take ``count`` further prompts, each with its group id, after the ``num_requested`` already taken for this rollout."""
@@ -113,9 +113,9 @@ class GroupCollector:
     def _request(self, group_id: int, prompt: Prompt) -> GroupRequest:
         return GroupRequest(prompt, group_id, self._cfg.n_samples_per_prompt, self._sampling)
 
-    def _too_few(self, rollout_id: int, passed: str) -> DataError:
+    def _too_few(self, rollout_id: int, outcome: str) -> DataError:
         return DataError(
-            f"rollout {rollout_id}: after rollout.max_refills={self._cfg.max_refills} rounds of further prompts {passed}, but "
+            f"rollout {rollout_id}: after rollout.max_refills={self._cfg.max_refills} rounds of further prompts {outcome}, but "
             f"rollout.batch_size={self._cfg.batch_size} groups are needed: raise rollout.max_refills, train on prompts that are "
             "neither too easy nor too hard, or set rollout.max_refills=0 to train on the groups that pass"
         )

@@ -167,8 +167,8 @@ class OverSamplingCollector(GroupCollector):
     # ---- phases of a rollout -----------------------------------------------------------------------------------------
     def _start_groups(self, rollout_id: int, num_requested: int, count: int) -> int:
         """Start groups for ``count`` more prompts, after the ``num_requested`` of this rollout. Return the number started."""
-        taken = self._take(rollout_id, num_requested, max(0, count))
-        group_tasks = [GroupTask(group_id, queued.prompt, queued.num_aborts) for group_id, queued in taken]
+        prompts = self._take(rollout_id, num_requested, max(0, count))
+        group_tasks = [GroupTask(group_id, queued.prompt, queued.num_aborts) for group_id, queued in prompts]
         self._in_flight += group_tasks
         for group_task in group_tasks:
             self._start(group_task)

@@ -28,7 +28,7 @@ class RolloutProducer:
         self._next = first
         self._last = last
         self._ahead = max_staleness
-        self._admitted = first - 1
+        self._last_admitted = first - 1
         self._wake = asyncio.Event()
         self._ready: dict[int, asyncio.Future[GeneratedRollout]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -38,7 +38,7 @@ class RolloutProducer:
         """Return rollout ``rollout_id`` once it is complete. Raises the error that stopped its generation."""
         if self._failure is not None and rollout_id not in self._ready:
             raise self._failure
-        self._admitted = max(self._admitted, rollout_id + self._ahead)
+        self._last_admitted = max(self._last_admitted, rollout_id + self._ahead)
         self._wake.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="rollout producer")
@@ -46,7 +46,7 @@ class RolloutProducer:
 
     async def wait_until_idle(self) -> None:
         """Wait until every admitted rollout is complete or has failed."""
-        for rollout_id in range(self._next, min(self._admitted + 1, self._last)):
+        for rollout_id in range(self._next, min(self._last_admitted + 1, self._last)):
             if self._failure is None:
                 await asyncio.wait([self._slot(rollout_id)])
 
@@ -58,7 +58,7 @@ class RolloutProducer:
         """Add rollouts that an earlier run completed."""
         for generated in rollouts:
             self._slot(generated.rollout_id).set_result(generated)
-            self._next, self._admitted = generated.rollout_id + 1, generated.rollout_id
+            self._next, self._last_admitted = generated.rollout_id + 1, generated.rollout_id
 
     def forget(self, rollout_id: int) -> None:
         """Release a consumed rollout."""
@@ -75,7 +75,7 @@ class RolloutProducer:
 
     async def _run(self) -> None:
         while self._next < self._last:
-            while self._next > self._admitted:
+            while self._next > self._last_admitted:
                 self._wake.clear()
                 await self._wake.wait()
             slot = self._slot(self._next)

@@ -220,10 +220,10 @@ class ResumableEngine:
             return True
         indices = call.unfinished()
         partials = [call.completions[i] for i in indices]
-        answered = await self._pool.call_assigned(self._assignment, self._extend(engine, call, indices, sampling))
-        if answered is None:  # the engine was lost together with the tokens of this request
+        result = await self._pool.call_assigned(self._assignment, self._extend(engine, call, indices, sampling))
+        if result is None:  # the engine was lost together with the tokens of this request
             return True
-        parts, aborted_by_run = answered
+        parts, aborted_by_run = result
         for index, partial, part in zip(indices, partials, parts, strict=True):
             call.completions[index] = concatenate(partial, drop_last_token(part) if aborted_by_run else part)
         self._assignment.spend(sum(len(part.token_ids) for part in parts))

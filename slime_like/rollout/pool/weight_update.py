@@ -68,9 +68,11 @@ class EngineWeightUpdate:
 
         async def close(engine: EngineClient) -> None:
             await engine.end_update(version)
-            served = await engine.version()
-            if served != version:
-                raise WeightSyncError(f"{engine.name} reports version {served} after the commit of version {version}")
+            served_version = await engine.version()
+            if served_version != version:
+                raise WeightSyncError(
+                    f"{engine.name} reports version {served_version} after the commit of version {version}"
+                )
             await engine.flush()
 
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
