@@ -79,7 +79,7 @@ def show(run_dir: Path) -> int:
 
 def line(answer: ControlReply) -> str:
     """Return a line with one request and its outcome."""
-    at = time.strftime("%H:%M:%S", time.localtime(answer.asked))
+    at = time.strftime("%H:%M:%S", time.localtime(answer.requested_at))
     by = f" by {answer.by}" if answer.by else ""
     detail = f": {answer.detail}" if answer.detail else ""
     return f"{answer.request}, requested at {at}{by}, {answer.state} after rollout {answer.step}{detail}"

@@ -78,9 +78,11 @@ def check_fits(
         if num_gpus > machine.num_gpus:
             have = f"only {machine.num_gpus} are visible" if machine.is_local else f"the nodes have {machine.num_gpus}"
             needs = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in roles)
+            split = ", or set placement.mode=colocated" if cfg.placement.mode == "split" else ""
             raise ConfigError(
                 f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but {have}: "
-                "lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines, or set placement.mode=colocated"
+                "lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines"
+                f"{split}"
             )
         return
     needed = role_bytes + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})

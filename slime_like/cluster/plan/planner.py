@@ -82,17 +82,16 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     """
     decisions = PlanDecisions([])
     model = model_config(cfg, machine)
-    device = _device(cfg, machine, decisions)
-    check_drafts(cfg, device)
-    check_dcp_device(cfg, device)
-    check_dcp_states(cfg, device, model)
+    device = _device(cfg, model, machine, decisions)
     dtype = _dtype(cfg, device, decisions)
     context = _context(cfg, model, decisions)
     tolerances = logprob_tolerances(cfg, device, dtype, decisions)
-    actor = resolve_gdn(cfg, actor_spec(cfg, model, device, dtype, decisions), model, machine, decisions)
     supervised = isinstance(cfg.algo, SftConfig)
-    by_layer = cfg.weights.probe_layers and not supervised
-    actor = replace(actor, sample_tolerance=tolerances.samples, drift_by_layer=by_layer)
+    actor = replace(
+        resolve_gdn(cfg, actor_spec(cfg, model, device, dtype, decisions), model, machine, decisions),
+        sample_tolerance=tolerances.samples,
+        drift_by_layer=cfg.weights.probe_layers and not supervised,
+    )
     needs_trainer = cfg.run.mode != "rollout_only"
     critic = critic_spec(cfg, actor, decisions.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
@@ -139,7 +138,8 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     )
 
 
-def _device(cfg: TrainConfig, machine: Machine, decisions: PlanDecisions) -> str:
+def _device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decisions: PlanDecisions) -> str:
+    """Return the device of trainer and engines, after checks of the settings that not every device has."""
     device = cfg.placement.device
     if device == "auto":
         device = "cuda" if machine.num_gpus else "cpu"
@@ -148,6 +148,9 @@ def _device(cfg: TrainConfig, machine: Machine, decisions: PlanDecisions) -> str
         raise ConfigError(
             "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"
         )
+    check_drafts(cfg, device)
+    check_dcp_device(cfg, device)
+    check_dcp_states(cfg, device, model)
     return device
 
 

@@ -47,7 +47,7 @@ def wait_for_answer(run_dir: Path, request: Request, requested_at: float, deadli
     while True:
         status = read_status(run_dir)
         for answer in () if status is None else status.requests:
-            if answer.request == request and answer.asked >= requested_at and answer.state != SEEN:
+            if answer.request == request and answer.requested_at >= requested_at and answer.state != SEEN:
                 return answer
         if status is None or not status.alive:
             raise DataError(f"{run_dir}: the run ended without an answer to {request}")

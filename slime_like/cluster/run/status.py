@@ -23,7 +23,7 @@ class ControlReply:
     """Status of one request."""
 
     request: str
-    asked: float  # s since the epoch: time of the file or signal
+    requested_at: float  # s since the epoch: time of the file or signal
     state: str  # seen | done | failed | dropped | unknown
     step: int  # trained rollouts when the request was read
     detail: str = ""
@@ -56,7 +56,9 @@ class RunStatus:
 
     def with_answer(self, answer: ControlReply) -> RunStatus:
         """Return the status with ``answer`` added, replacing an earlier answer to the same request."""
-        remaining = [old for old in self.requests if (old.request, old.asked) != (answer.request, answer.asked)]
+        remaining = [
+            old for old in self.requests if (old.request, old.requested_at) != (answer.request, answer.requested_at)
+        ]
         return replace(self, requests=(*remaining, answer)[-MAX_REQUESTS:])
 
 
