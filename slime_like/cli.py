@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from slime_like.errors import ConfigError, RunComplete, SlimeLikeError, exit_code
-from slime_like.printable import visible
+from slime_like.printable import print_output, visible
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,8 +56,7 @@ def _run(argv: list[str]) -> int:
         case _:
             from slime_like.cluster.plan.view import describe
 
-            sys.stdout.write(visible(describe(command, argv)))
-    return 0
+            return print_output(describe(command, argv))
 
 
 def _train(argv: list[str]) -> int:

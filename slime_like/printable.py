@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import unicodedata
 from typing import Any
 
@@ -18,6 +20,32 @@ def visible(text: str) -> str:
     return "".join(
         char if char in ALLOWED or unicodedata.category(char) not in HIDDEN else f"\\u{ord(char):04x}" for char in text
     )
+
+
+def print_output(text: str) -> int:
+    """Write the output of a command to standard output and flush it. Return the exit code.
+
+    It is 0 also if the reader of a pipe has gone (``| head``), and 1 with a message if the output cannot be written.
+    """
+    stream = sys.stdout
+    if stream is None:  # pyright: ignore[reportUnnecessaryComparison]  closed by the caller of the program
+        return _cannot_print("it is closed")
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(visible(text).encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)  # for the rest of the output, which Python writes when it exits
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        return 0 if isinstance(error, BrokenPipeError) else _cannot_print(str(error.strerror))
+    return 0
+
+
+def _cannot_print(reason: str) -> int:
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stderr.write(visible(f"standard output cannot be written: {reason}\n"))
+    return 1
 
 
 def complaint(error: BaseException) -> str:

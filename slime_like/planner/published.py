@@ -13,7 +13,7 @@ from slime_like.planner.hardware import parse_hardware
 from slime_like.planner.models import find_shape
 from slime_like.planner.speed import Throughput, Workload, calibrated_gain, throughput
 from slime_like.planner.trainer import TrainerSettings, allocated_items
-from slime_like.printable import visible
+from slime_like.printable import print_output
 
 FLOW_SOURCE = "SGLang pull request #7005 and its article"
 DCP_SOURCE = "SGLang pull request #14982"
@@ -253,4 +253,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(visible("\n".join(lines()) + "\n"))
+    sys.exit(print_output("\n".join(lines()) + "\n"))
