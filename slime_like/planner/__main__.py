@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,16 +11,25 @@ from typing import Any
 
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.planner.answer import answer, changes, phases
-from slime_like.planner.engine import FLOW_PARTS, WEIGHT_BYTES
+from slime_like.planner.engine import (
+    FLOW_PARTS,
+    WEIGHT_BYTES,
+    check_engine,
+    engine_memory,
+    useful_dcp,
+    weight_items,
+)
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import GPUS, Hardware, parse_hardware
 from slime_like.planner.models import MODELS, find_shape
-from slime_like.planner.plot import Bar, memory_plot
+from slime_like.planner.plot import Bar, memory_plot, text_plot
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Workload
+from slime_like.planner.table import gib
 from slime_like.planner.trainer import TrainerSettings, trainer_memory
-from slime_like.planner.view import engine_lines, memory_lines, model_line, phase_lines
-from slime_like.printable import visible
+from slime_like.planner.trainer_changes import FLAGS
+from slime_like.planner.view import engine_lines, model_line, phase_lines, trainer_lines
+from slime_like.printable import print_output, visible
 
 EXAMPLES = """examples:
   python -m slime_like.planner DeepSeek-R1 --on 8xH20 --weights fp8 --static most --input 1024 --output 2048
@@ -29,13 +39,15 @@ EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Return the exit code: 0, or 2 on input that cannot be planned."""
+    """Print the plan. Return the exit code: 0, 1 if it cannot be printed, or 2 on input that cannot be planned."""
     try:
-        sys.stdout.write(visible("\n".join(_lines(_arguments(argv))) + "\n"))
+        return print_output("\n".join(_lines(_arguments(argv))) + "\n")
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    return 0
+    except SystemExit:  # of argparse, which has written its help
+        print_output("")
+        raise
 
 
 def _lines(options: argparse.Namespace) -> Iterator[str]:
@@ -58,13 +70,11 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
         table = trainer_memory(shape, trainer)
         bars.append(Bar("trainer", table))
         yield ""
-        yield (
-            f"trainer rank (tp {trainer.tp}, pp {trainer.pp}, cp {trainer.cp}, dp {trainer.dp}, ep {trainer.ep}; "
-            f"{trainer.tokens} tokens, recompute {trainer.recompute}), per GPU"
-        )
-        yield from memory_lines(table, hardware.gpu.memory)
+        yield from trainer_lines(shape, trainer, table, hardware)
         yield ""
         yield from phase_lines(phases(now.memory, table, hardware.gpu.memory), hardware)
+    yield ""
+    yield from text_plot(bars, hardware.gpu.memory)
     if options.svg is not None:
         _write_plot(options.svg, memory_plot(visible(f"{shape.name} on {hardware}"), bars, hardware.gpu.memory))
         yield ""
@@ -84,7 +94,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
     if gpus > hardware.num_gpus:
         raise ConfigError(f"--tp {gpus} is above the {hardware.num_gpus} GPUs of --on {hardware}: lower --tp")
     static, tuned = _static(options.static)
-    return EngineSettings(
+    settings = EngineSettings(
         gpus=gpus,
         dp_attention=options.dp_attention,
         dcp=options.dcp,
@@ -96,6 +106,38 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
         replicated_head=options.dp_attention > 1,
         max_running=options.max_running,
     )
+    check_engine(shape, settings)
+    useful = useful_dcp(shape, settings)
+    if settings.dcp > useful:
+        heads = "latent attention has one KV head" if shape.attention is None else f"{shape.kv_heads} KV heads"
+        raise ConfigError(
+            f"--dcp {settings.dcp}: {settings.attention_tp} ranks share {shape.name}'s KV cache ({heads}), so more than "
+            f"{useful} of them add no capacity: set --dcp {useful}"
+        )
+    _check_static(shape, settings, hardware)
+    return settings
+
+
+def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
+    """Raise ``ConfigError`` if ``--static`` leaves no room for weights that the GPU holds, or none for all else."""
+    if settings.static is None:
+        return
+    weights = sum(item.num_bytes for item in weight_items(shape, settings))
+    memory = engine_memory(shape, settings, hardware)
+    usable = (weights + memory.pool) / settings.static
+    if settings.static * usable <= weights < usable:
+        raise ConfigError(
+            f"--static {settings.static} gives the engine {gib(settings.static * usable)} of a GPU, less than its "
+            f"{gib(weights)} of weights: set --static above {math.ceil(1000 * weights / usable) / 1000:g}"
+        )
+    excess = memory.table.total - hardware.gpu.memory
+    if memory.pool > 0 and excess > 0:
+        fits = math.floor(1000 * (settings.static - excess / usable)) / 1000
+        advice = f"set --static {fits:g} or less" if fits > 0 else "raise --tp, or use larger GPUs"
+        raise ConfigError(
+            f"--static {settings.static}: with context, graphs and activations the engine needs {gib(memory.table.total)} "
+            f"of each GPU's {gib(hardware.gpu.memory)}: {advice}"
+        )
 
 
 def _static(text: str) -> tuple[float | None, bool]:
@@ -118,6 +160,18 @@ def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware)
             f"--train-tp {options.train_tp} * --train-pp {options.train_pp} * --train-cp {options.train_cp} = {model} does "
             f"not divide the {hardware.num_gpus} GPUs of --on {hardware}: set a product that does"
         )
+    if shape.heads % options.train_tp or (shape.attention is not None and shape.kv_heads % options.train_tp):
+        raise ConfigError(
+            f"--train-tp {options.train_tp} does not divide the {shape.heads} attention heads and {shape.kv_heads} KV heads of "
+            f"{shape.name}: set a common divisor"
+        )
+    if options.train_pp > len(shape.layers):
+        raise ConfigError(
+            f"--train-pp {options.train_pp} is above the {len(shape.layers)} layers of {shape.name}: lower it"
+        )
+    distributed = options.distributed_optimizer == "true"
+    if options.offload and not distributed:
+        raise ConfigError(f"--offload {options.offload:g} needs --distributed-optimizer true: set one of them")
     experts = 1 if shape.experts is None else shape.experts.count
     ranks = hardware.num_gpus // options.train_pp
     if ranks % options.train_ep or experts % options.train_ep:
@@ -135,11 +189,12 @@ def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware)
         recompute=options.recompute,
         logits_chunk=options.logits_chunk,
         offload=options.offload,
+        distributed_optimizer=distributed,
     )
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 2**31:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
@@ -163,8 +218,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    known = f"a folder with a config.json, or one of {', '.join(MODELS)}"
-    parser.add_argument("model", metavar="MODEL", help=known)
+    models = f"a folder with a config.json, or one of {', '.join(MODELS)}"
+    parser.add_argument("model", metavar="MODEL", help=models)
     parser.add_argument("--on", required=True, metavar="[NODESx]GPUSxNAME", help=f"hardware; names: {', '.join(GPUS)}")
     load = parser.add_argument_group("workload")
     load.add_argument("--input", type=_count, default=1_024, metavar="TOKENS", help="prompt length (1024)")
@@ -195,8 +250,18 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     train.add_argument("--logits-chunk", type=_count, default=4_096, metavar="N", help="model.logits_chunk (4096)")
     train.add_argument("--offload", type=_share, default=0.0, metavar="SHARE", help="of the optimizer on the host (0)")
+    train.add_argument(
+        "--distributed-optimizer", choices=("true", "false"), default="true", help="over data parallel ranks (true)"
+    )
     parser.add_argument("--svg", metavar="FILE", help="write the memory tables as a plot")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not options.model:
+        parser.error(f"MODEL is empty: give {models}")
+    fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in FLAGS.values()}
+    unread = [flag for flag, field in fields.items() if getattr(options, field) != parser.get_default(field)]
+    if unread and not options.train:
+        parser.error(f"{unread[0]} has no effect without --train: add --train")
+    return options
 
 
 if __name__ == "__main__":

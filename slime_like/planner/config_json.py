@@ -56,7 +56,7 @@ def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None
         attention=_attention(fields) if ATTENTION in mixers else None,
         latent=_latent(fields) if LATENT in mixers else None,
         recurrence=_recurrence(fields) if RECURRENT in mixers else None,
-        dense_width=fields.optional("intermediate_size") if len(sparse) < num_layers else 0,
+        dense_width=_dense_width(fields) if len(sparse) < num_layers else 0,
         experts=_experts(fields) if sparse else None,
         mtp_layers=fields.optional("num_nextn_predict_layers", "mtp_num_hidden_layers"),
     )
@@ -73,7 +73,9 @@ class _Fields:
         """Return the first of ``names`` that is set; raise unless it is a positive integer."""
         number = self.optional(*names)
         if number == 0:
-            raise self.file.refused(f"has no {names[0]!r}, which a causal language model needs")
+            name = next((name for name in names if self.values.get(name) is not None), None)
+            problem = f"has no {names[0]!r}, which a causal language model needs"
+            raise self.file.refused(problem if name is None else f"has {name}=0, which is not a positive number")
         return number
 
     def optional(self, *names: str) -> int:
@@ -114,17 +116,34 @@ def _sparse_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
     return frozenset(i for i in range(first, num_layers) if (i + offset) % step == 0 and i not in dense)
 
 
+def _dense_width(fields: _Fields) -> int:
+    return 0 if fields.values.get("intermediate_size") is None else fields.count("intermediate_size")
+
+
 def _attention(fields: _Fields) -> Attention:
     heads = fields.count("num_attention_heads")
+    kv_heads = heads if fields.values.get("num_key_value_heads") is None else fields.count("num_key_value_heads")
+    if heads % kv_heads:
+        raise fields.file.refused(f"has num_key_value_heads={kv_heads}, which does not divide its {heads} heads")
     kind = str(fields.values.get("model_type") or "")
     return Attention(
         heads=heads,
-        kv_heads=fields.optional("num_key_value_heads") or heads,
-        head_dim=fields.optional("head_dim") or fields.count("hidden_size") // heads,
+        kv_heads=kv_heads,
+        head_dim=_head_dim(fields, heads),
         gated=fields.optional("linear_num_value_heads") > 0,  # Qwen3-Next and Qwen3.5
         normed=kind.startswith("qwen3"),
         bias=kind == "qwen2" or bool(fields.values.get("attention_bias")),
     )
+
+
+def _head_dim(fields: _Fields, heads: int) -> int:
+    """Return ``head_dim``, by default ``hidden_size / num_attention_heads``."""
+    if fields.values.get("head_dim") is not None:
+        return fields.count("head_dim")
+    hidden = fields.count("hidden_size")
+    if hidden < heads:
+        raise fields.file.refused(f"has hidden_size={hidden} below num_attention_heads={heads}, and no head_dim")
+    return hidden // heads
 
 
 def _latent(fields: _Fields) -> LatentAttention:

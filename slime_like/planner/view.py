@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from slime_like.planner.answer import Change, EngineAnswer, Phases
+from slime_like.planner.constants import GIB
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Workload
 from slime_like.planner.table import MemoryTable, gib
+from slime_like.planner.trainer import TrainerSettings, trainer_memory
+from slime_like.planner.trainer_changes import FLAGS, trainer_changes
 
 
 def memory_lines(table: MemoryTable, available: float | None = None) -> Iterator[str]:
@@ -49,6 +52,27 @@ def engine_lines(
         yield ""
         yield "changes, each alone"
         yield from columns([("", "KV tokens", "batch", "tokens/s per GPU", ""), *rows])
+
+
+def trainer_lines(
+    shape: ModelShape, settings: TrainerSettings, table: MemoryTable, hardware: Hardware
+) -> Iterator[str]:
+    """Yield the memory of a trainer rank, and the effect of every change on it."""
+    s, memory = settings, hardware.gpu.memory
+    place = f", {table.place}" if table.place else ""
+    yield (
+        f"trainer rank (tp {s.tp}, pp {s.pp}, cp {s.cp}, dp {s.dp}, ep {s.ep}; {s.tokens} tokens, recompute "
+        f"{s.recompute}), per GPU{place}"
+    )
+    yield from memory_lines(table, memory)
+    yield ""
+    yield "changes, each alone, on as many GPUs"
+    rows = [("", "per GPU", "change", "")]
+    for change in trainer_changes(shape, s):
+        total = trainer_memory(shape, change.settings).total
+        fits = "" if total <= memory else "does not fit"
+        rows.append((change.named(FLAGS, " "), gib(total), f"{(total - table.total) / GIB:+.1f} GiB", fits))
+    yield from columns(rows)
 
 
 def phase_lines(shared: Iterable[Phases], hardware: Hardware) -> Iterator[str]:
