@@ -58,7 +58,6 @@ def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None
         recurrence=_recurrence(fields) if RECURRENT in mixers else None,
         dense_width=_dense_width(fields) if len(sparse) < num_layers else 0,
         experts=_experts(fields) if sparse else None,
-        mtp_layers=fields.optional("num_nextn_predict_layers", "mtp_num_hidden_layers"),
     )
 
 

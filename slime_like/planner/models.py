@@ -55,7 +55,6 @@ _DEEPSEEK = {
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 1,
     "vocab_size": 129_280,
     "max_position_embeddings": 163_840,
     "tie_word_embeddings": False,

@@ -97,7 +97,6 @@ class ModelShape:
     recurrence: Recurrence | None = None
     dense_width: int = 0
     experts: ExpertShape | None = None
-    mtp_layers: int = 0  # multi-token prediction; engines and trainer do not load them
 
     def count(self, mixer: str) -> int:
         """Return the number of layers with ``mixer``."""

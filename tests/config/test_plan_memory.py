@@ -13,12 +13,15 @@ import pytest
 from slime_like.cluster.plan.changes import changes
 from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import Machine, described_machine
+from slime_like.cluster.plan.memory import MemoryPlan, plan_memory
 from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.shapes import role_shapes
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules import foreign
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import CheckpointError, ConfigError
+from slime_like.planner.hardware import known_gpu
 
 H100 = described_machine("8xH100")
 BARS = ("trainer", "engine", "together")
@@ -156,11 +159,18 @@ def test_cuda_graphs_are_those_that_sglangs_fields_name(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "machine"), [("qwen3_4b_gsm8k", "8xH100"), ("qwen3_4b_dapo_async", "8xH200"), ("quickstart", "")]
+    ("recipe", "machine", "critic"),
+    [
+        ("qwen3_4b_gsm8k", "8xH100", False),
+        ("qwen3_4b_gsm8k", "8xH200", True),
+        ("qwen3_4b_dapo_async", "8xH200", False),
+        ("quickstart", "", False),
+    ],
 )
-def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: str) -> None:
+def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: str, critic: bool) -> None:
     target = described_machine(machine) if machine else Machine(0, 8, 64 * 2**30, ())
-    base = plan(recipe, machine=target)
+    algo = ("algo=ppo",) if critic else ()
+    base = plan(recipe, *algo, machine=target)
     assert base.memory.demand is not None
     listed = list(changes(base.memory.demand, base.dcp))
     assert {"recompute", "logits_chunk"} <= {change.setting.split("=")[0].split(".")[1] for change in listed}
@@ -168,7 +178,7 @@ def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: s
         overrides = change.setting.split()
         if change.plan.gpu and change.plan.needed > change.plan.available:
             continue
-        changed = plan(recipe, *overrides, machine=target)
+        changed = plan(recipe, *algo, *overrides, machine=target)
         assert dict(changed.memory.tables) == dict(change.plan.tables), change.setting
 
 
@@ -178,6 +188,17 @@ def test_the_plan_of_a_gpu_run_has_a_plot_and_a_table_of_changes() -> None:
     lengths = {name: len(re.sub(r"[^A-Za-z]", "", line.split()[1])) for name, line in bars.items()}
     assert abs(lengths["together"] - lengths["trainer"] - lengths["engine"]) <= 1
     assert any(re.match(r"  model\.recompute=none +70\.1 GiB .* does not fit", line) for line in lines)
+
+
+def test_the_examples_of_the_page_are_the_plans_output() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    command = "$ python train.py --plan-for 8xH100 +recipe=qwen3_4b_gsm8k"
+    example = page.split(f"{command}\n")[1].split("```")[0].strip("\n")
+    assert example in show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100"), "run the command and copy its lines"
+    with pytest.raises(ConfigError) as refusal:
+        plan("qwen3_4b_gsm8k", "model.recompute=none")
+    quoted = page.split(f"{command} model.recompute=none\n")[1].split("```")[0]
+    assert f"ConfigError: {refusal.value}" == " ".join(quoted.split()), "run the command and copy its message"
 
 
 def test_a_pipeline_stage_is_named() -> None:
@@ -197,6 +218,38 @@ def test_a_gpu_that_the_table_does_not_have_is_not_predicted() -> None:
     assert plan("qwen3_4b_gsm8k", "model.recompute=none", machine=described_machine("8")).memory.unknown
 
 
+def test_the_drivers_memory_of_a_gpu_counts_before_the_tables() -> None:
+    here = replace(H100, is_local=True, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, memory_bytes=2**40)
+    small = replace(here, gpu_bytes=(80 * 2**30,) * 7 + (40 * 2**30,))
+    with pytest.raises(ConfigError, match=r"each H100 has 40\.0 GiB"):
+        local_memory(small)
+    assert local_memory(replace(here, gpu_bytes=(100 * 2**30,) * 8)).available == 100 * 2**30
+    from_table = local_memory(here)
+    assert from_table.source == "memory from the planner's table, not from the driver"
+    assert from_table.available == known_gpu("H100").memory  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_gpu_that_only_the_driver_knows_is_predicted() -> None:
+    here = replace(H100, is_local=True, gpu_names=("Tesla V100",) * 8, memory_bytes=2**40)
+    assert "does not know the GPU 'Tesla V100'" in local_memory(here).unknown
+    with pytest.raises(ConfigError, match=r"each Tesla V100 has 32\.0 GiB"):
+        local_memory(replace(here, gpu_bytes=(32 * 2**30,) * 8))
+    assert "MIG slice" in local_memory(replace(here, gpu_names=("NVIDIA H100 MIG",) * 8)).unknown
+
+
+def test_main_memory_of_this_machine_is_checked() -> None:
+    here = replace(H100, is_local=True, memory_bytes=100 * 2**30)
+    with pytest.raises(ConfigError, match=r"GiB of main memory on a node .*has 100\.0 GiB"):
+        local_memory(here)
+
+
+def local_memory(machine: Machine) -> MemoryPlan:
+    """Return the memory of a recipe on this machine; its model's folder is not needed."""
+    cfg, described = load_config(["+recipe=qwen3_4b_gsm8k"], files=False, machine=False), plan("qwen3_4b_gsm8k")
+    shapes = role_shapes(cfg, None, None)
+    return plan_memory(cfg, machine, shapes, described.actor, described.engines, described.roles, (None, None))
+
+
 def test_this_machines_gpus_are_checked_by_the_drivers_name(tmp_path: Path) -> None:
     here = replace(H100, gpu_names=("NVIDIA H100 80GB HBM3",) * 8)
     with pytest.raises(ConfigError, match="but each H100 has"):
@@ -212,6 +265,16 @@ def test_a_cpu_run_shows_resident_memory_before_its_model_is_made(recipe: str, e
     assert 0.7 < tables["trainer"].total / 2**30 < 2
     assert memory.needed == 0 and not memory.warning
     assert memory.engine is not None and memory.engine.tokens == 65_536
+
+
+def test_processes_on_a_cpu_that_may_not_fit_are_warned() -> None:
+    laptop = Machine(0, 4, 16 * 2**30, ())
+    assert plan("quickstart", machine=laptop).advice == ()
+    (warning,) = plan("quickstart", "rollout.num_engines=8", machine=laptop).advice
+    assert (
+        "the processes may need 18." in warning
+        and "but this machine has 16.0 GiB: lower rollout.num_engines" in warning
+    )
 
 
 def test_a_cpu_run_whose_cache_is_short_is_told_of_dcp() -> None:

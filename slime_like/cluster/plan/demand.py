@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from slime_like.cluster.plan.engine import engine_settings, host_engine_memory
 from slime_like.cluster.plan.machine import Machine
@@ -14,7 +14,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, engine_memory
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.host import host_trainer
-from slime_like.planner.table import MemoryTable
+from slime_like.planner.table import MemoryTable, items
 from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, trainer_memory
 
 
@@ -37,6 +37,16 @@ class MemoryPlan:
     def needed(self) -> float:
         """Predicted bytes on the GPU that needs most."""
         return sum(table.total for role, table in self.tables if role in self.busiest)
+
+    @property
+    def together(self) -> MemoryTable:
+        """Memory by role: of the GPU that needs most, or on a CPU of all processes."""
+        if self.gpu:
+            shares = [(role, table.total, "") for role, table in self.tables if role in self.busiest]
+        else:
+            counts = {role.name: len(role.devices) for role in (self.demand.roles if self.demand is not None else ())}
+            shares = [(role, counts.get(role, 0) * table.total, "") for role, table in self.tables]
+        return MemoryTable(items(*shares))
 
     @property
     def least(self) -> float:
@@ -85,6 +95,16 @@ class Demand:
         """Settings of the actor's ranks."""
         return self.trainer or trainer_settings(self.cfg, self.actor)
 
+    def role_settings(self, rank: RankSpec, task: str) -> TrainerSettings:
+        """Return the settings of a critic's or teacher's ranks, which inherit a proposed change unless they differ already."""
+        own, actor = trainer_settings(self.cfg, rank, task), trainer_settings(self.cfg, self.actor)
+        changes = {
+            field.name: getattr(self.settings, field.name)
+            for field in fields(TrainerSettings)
+            if getattr(self.settings, field.name) != getattr(actor, field.name) == getattr(own, field.name)
+        }
+        return replace(own, **changes)
+
     def _tables(self) -> Iterator[tuple[str, MemoryTable]]:
         """Yield the memory of one rank of each role that trains or scores."""
         rank_memory = host_trainer if self.hardware is None else trainer_memory
@@ -92,9 +112,9 @@ class Demand:
         if self.shapes.actor is not None:
             yield "trainer", rank_memory(self.shapes.actor, self.settings)
         if critic is not None and self.shapes.critic is not None:
-            yield "critic", rank_memory(self.shapes.critic, trainer_settings(self.cfg, critic.rank, VALUE))
+            yield "critic", rank_memory(self.shapes.critic, self.role_settings(critic.rank, VALUE))
         if teacher is not None and self.shapes.teacher is not None:
-            yield "teacher", rank_memory(self.shapes.teacher, trainer_settings(self.cfg, teacher.rank, SCORING))
+            yield "teacher", rank_memory(self.shapes.teacher, self.role_settings(teacher.rank, SCORING))
 
     def _engine(self) -> EngineMemory | None:
         if not self.engines or self.shapes.actor is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from slime_like.cluster.plan.demand import Demand, trainer_settings
+from slime_like.cluster.plan.demand import Demand
 from slime_like.cluster.plan.machine import Machine
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.errors import ConfigError
@@ -58,9 +58,9 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
     if "trainer" in counts:
         yield _rank(shapes.actor, demand.settings, demand.actor), counts["trainer"]
     if critic is not None and shapes.critic is not None:
-        yield _rank(shapes.critic, trainer_settings(demand.cfg, critic.rank, VALUE), None), counts["critic"]
+        yield _rank(shapes.critic, demand.role_settings(critic.rank, VALUE), None), counts["critic"]
     if teacher is not None and shapes.teacher is not None:
-        yield _rank(shapes.teacher, trainer_settings(demand.cfg, teacher.rank, SCORING), None), counts["teacher"]
+        yield _rank(shapes.teacher, demand.role_settings(teacher.rank, SCORING), None), counts["teacher"]
     if demand.engines:
         server = constants.HOST_SERVER.value + constants.HOST_DETOKENIZER.value
         schedulers = demand.engines[0].tp * constants.HOST_SCHEDULER.value

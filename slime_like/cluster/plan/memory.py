@@ -13,6 +13,7 @@ from slime_like.cluster.plan.types import Role, RoleShapes
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.planner.table import gib
 
 
 def plan_memory(
@@ -29,7 +30,8 @@ def plan_memory(
         return MemoryPlan(unknown=shapes.unknown)
     if actor.device != "cuda":
         demand = Demand(cfg, shapes, actor, engines, roles, others, machine)
-        return replace(demand.plan(), demand=demand)
+        plan = replace(demand.plan(), demand=demand)
+        return replace(plan, warning="" if cfg.placement.ray_address is not None else _host_warning(plan))
     hardware = known_hardware(cfg, machine, shapes)
     if isinstance(hardware, str):
         return MemoryPlan(unknown=hardware)
@@ -43,6 +45,18 @@ def plan_memory(
     check_node_memory(demand, machine, host)
     warning = refusal(demand, plan) if plan.needed > plan.available else ""
     return replace(plan, host=host, warning=warning)
+
+
+def _host_warning(plan: MemoryPlan) -> str:
+    """Return a warning if the processes on a CPU may need more than main memory. They share pages, which count in each."""
+    total = plan.together.total
+    if total <= plan.available:
+        return ""
+    parts = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in plan.together.items)
+    return (
+        f"the processes may need {gib(total)} of memory ({parts}), but this machine has {gib(plan.available)}: lower "
+        "rollout.num_engines, rollout.tp or the trainer's ranks (docs/planner.md)"
+    )
 
 
 def _source(machine: Machine) -> str:

@@ -9,7 +9,7 @@ from slime_like.cluster.plan.changes import SettingChange, changes
 from slime_like.cluster.plan.dcp import DcpPlan
 from slime_like.cluster.plan.demand import MemoryPlan
 from slime_like.planner.plot import Bar, text_plot
-from slime_like.planner.table import MemoryTable, gib, items
+from slime_like.planner.table import MemoryTable, gib
 from slime_like.planner.view import columns
 
 
@@ -36,13 +36,12 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
 
 
 def plot_lines(plan: MemoryPlan) -> Iterator[str]:
-    """Plot the memory of each role, and of the roles that share a GPU, up to that of a GPU."""
-    if not plan.gpu or not plan.tables:
+    """Plot the memory of each role and of the roles together, up to that of a GPU, or on a CPU of the machine."""
+    if not plan.tables:
         return
     bars = [Bar(role, table) for role, table in plan.tables]
-    if len(plan.busiest) > 1:
-        shared = items(*((role, table.total, "") for role, table in plan.tables if role in plan.busiest))
-        bars.append(Bar("together", MemoryTable(shared)))
+    if len(plan.together.items) > 1:
+        bars.append(Bar("together", plan.together))
     yield ""
     yield from text_plot(bars, plan.available)
 
