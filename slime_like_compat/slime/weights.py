@@ -59,7 +59,10 @@ def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     )
     if not quantised or item.problem:
         return None
-    return "refused", "quantised weights cannot be read: name the model's 16-bit checkpoint in a copy of the script"
+    return (
+        "refused",
+        "quantised weights: engines have the trainer's 16-bit weights; name the model's 16-bit checkpoint in a copy of the script",
+    )
 
 
 def teacher(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:

@@ -31,6 +31,7 @@ VALUES: dict[str, object] = {
     "json_model_override_args": '{"rope_theta": 7}',
     "forward_hooks": [{"name": "x"}],
     "ep_dispatch_algorithm": "fake",
+    "modelopt_quant": "fp8",
 }
 
 

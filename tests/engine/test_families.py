@@ -1,12 +1,14 @@
 """Engines of every dense or MoE family other than Qwen3 agree with transformers on scores and samples, also after a push.
 
-The trainer equals transformers to 1e-5 (tests/train/test_families.py), so trainer and engine agree.
+The trainer equals transformers to 1e-5 (tests/train/test_families.py), so trainer and engine agree. The engine of
+``qwen3_moe`` starts from a checkpoint with float8 weights, which trainer and transformers multiply by their scales.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,13 @@ import torch
 
 from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
 from tests.engine.hybrid_models import HybridModels
+from tests.train.float8 import dequantising, quantise
 from tests.train.models import EPSILON, THETA
+from tests.train.parity import by_expert
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
+FLOAT8 = "qwen3_moe"
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -56,6 +61,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+class Float8Models(Models):
+    """Models of which the first is stored in float8. Tensors are those that a trainer sends: without scales, per expert."""
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        return by_expert(self.hf[name].state_dict())
+
+
+def load_float8(folder: Path) -> Any:
+    """Return transformers' float32 model of a float8 checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    with dequantising():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def build(folder: Any, family: str) -> Models:
     """Write two random models of one shape, with random biases."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -70,6 +90,8 @@ def build(folder: Any, family: str) -> Models:
                     parameter.copy_(0.3 * torch.randn_like(parameter))  # transformers initialises biases to 0
         model.eval().save_pretrained(folder / name)
         hf[name] = model
+    if family == FLOAT8:
+        return Float8Models({name: folder / name for name in hf}, hf | {"A": load_float8(quantise(folder / "A"))})
     return HybridModels({name: folder / name for name in hf}, hf)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.train import parity
+from tests.train.float8 import dequantising, quantise
 from tests.train.jobs import SECONDS_PER_JOB, Job, Results, Shared
 from tests.train.models import SHARED, add_mtp, make_model, make_qwen3, make_vision
 from tests.train.ranks import run_ranks
@@ -37,6 +38,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             )
         ),
         "qwen3_moe": make_model(folder / "qwen3_moe", "qwen3_moe", tied=False, seed=7),
+        "float8": quantise(
+            add_mtp(
+                make_model(
+                    folder / "float8", "qwen3_next", tied=False, seed=11, changes={**SHARED, "mlp_only_layers": []}
+                )
+            )
+        ),
         "vision": make_vision(folder / "vision", seed=7),
         "vision experts": make_vision(folder / "vision_experts", seed=10, experts=True),
     }
@@ -58,7 +66,8 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
     for module in sorted(trainers, key=str):
         for size, jobs in getattr(module, "JOBS", {}).items():
             by_size.setdefault(size, []).extend(jobs)
-    references = {kind: parity.reference(folder, BALANCE.get(kind, 0.0)) for kind, folder in models.items()}
+    with dequantising():
+        references = {kind: parity.reference(folder, BALANCE.get(kind, 0.0)) for kind, folder in models.items()}
     shared = Shared(models, references, scratch)
     seconds = sum(120 + SECONDS_PER_JOB * len(jobs) for jobs in by_size.values())
     return Results(run_ranks("tests.train.jobs:run_pools", 1, shared, by_size, seconds=seconds)[0])

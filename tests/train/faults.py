@@ -188,6 +188,13 @@ class _GatherOwnGradient(torch.autograd.Function):
         return grads[0][ctx.rank : ctx.rank + 1], None
 
 
+def unscaled_float8() -> Any:
+    """Cast float8 weights without their scales."""
+    from slime_like.train.megatron.families import hf
+
+    return replace_attribute(hf, "dequantise", lambda weight, *_: weight.float())
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "gradient_of_own_range": gradient_of_own_range,
     "swapped_experts": swapped_experts,
@@ -204,4 +211,5 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "unsummed_head_norm": unsummed_head_norm,
     "unordered_ranks": unordered_ranks,
     "convolution_across_borders": convolution_across_borders,
+    "unscaled_float8": unscaled_float8,
 }

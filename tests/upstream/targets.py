@@ -17,7 +17,17 @@ from typing import Any
 
 import torch
 
-HOOK_SETS = ("platform", "cpu", "exact", "rollout_sampling", "weight_commit", "hybrid", "dcp", "kv_capacity")
+HOOK_SETS = (
+    "platform",
+    "cpu",
+    "exact",
+    "rollout_sampling",
+    "weight_commit",
+    "dequantise",
+    "hybrid",
+    "dcp",
+    "kv_capacity",
+)
 WRAPPERS = ("wrapper", "release")
 POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
 READER = "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator"
@@ -36,9 +46,11 @@ def sglang() -> dict[str, str | None]:
     """Install each set of hooks of the engine plugins."""
     from slime_like_plugins.rollout_sampling import hooks as sampling
     from slime_like_plugins.sglang_cpu import exact, process
+    from slime_like_plugins.weight_commit import dequantise
     from slime_like_plugins.weight_commit import hooks as commit
 
-    installers = (platform, process.install, exact.install, sampling.install, commit.install, hybrid, dcp, kv_capacity)
+    installers = (platform, process.install, exact.install, sampling.install, commit.install, dequantise.install)
+    installers += (hybrid, dcp, kv_capacity)
     return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 

@@ -3,13 +3,15 @@
 SGLang's loaders skip unknown names and write parts of fused parameters one by one; a push without ``v_proj`` of one
 layer would report success. With ``SLIME_LIKE_SGLANG`` naming ``weight_commit``, ``begin_weight_update``
 fills every floating parameter with NaN and ``end_weight_update`` fails if one NaN remains.
+
+``dequantise`` is for checkpoints with float8 weights: an engine loads them as the trainer does, in the dtype of the pushes.
 """
 
 from __future__ import annotations
 
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
-NAME = "weight_commit"
+NAME, DEQUANTISE = "weight_commit", "dequantise"
 
 
 def load() -> None:
@@ -19,3 +21,8 @@ def load() -> None:
 
         hooks.install()
         record_loaded(NAME)
+    if enabled(DEQUANTISE):
+        from slime_like_plugins.weight_commit import dequantise
+
+        dequantise.install()
+        record_loaded(DEQUANTISE)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast
 
 from msgspec import Meta
 
-from slime_like.config.rules.quantised import check_config
+from slime_like.config.rules.quantised import Float8, read_float8
 from slime_like.errors import CheckpointError
 from slime_like.util.reading import InputFile
 
@@ -108,6 +108,7 @@ class HfConfig:
     windowed: bool = False  # some layers attend to a sliding window
     rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    float8: Float8 | None = None  # None: no weight is quantised
 
 
 def read_hf_config(key: str, folder: str) -> HfConfig:
@@ -119,9 +120,9 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
     if not Path(folder).is_dir():
         raise CheckpointError(f"{key}={folder!r} is not a folder: give the path of a downloaded Hugging Face model")
     values = read_json(key, path)
-    check_config(key, Path(folder), values)
+    float8 = read_float8(key, Path(folder), values)
     refuse_code(key, path, values)
-    return hf_config(key, folder, values)
+    return replace(hf_config(key, folder, values), float8=float8)
 
 
 def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:

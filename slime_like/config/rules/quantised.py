@@ -1,18 +1,25 @@
-"""Detection of quantised Hugging Face checkpoints, which are refused because casting without scales yields garbage."""
+"""Quantised Hugging Face checkpoints: float8 weights with a scale per block are read, all other formats are refused.
+
+Weights that are cast without their scales are garbage. A weight is therefore refused if its dtype is unknown or if the
+checkpoint has scales for it that no code applies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from slime_like.errors import CheckpointError
 
-CONFIG_KEYS = ("quantization_config", "compression_config")
+CONFIG_KEY = "quantization_config"
+CONFIG_KEYS = (CONFIG_KEY, "compression_config")
 OTHER_CONFIG = "hf_quant_config.json"  # of NVIDIA's ModelOpt
 # Suffix of a tensor's name -> format that writes it; the first match counts.
 NAMES = {
-    ".weight_scale_inv": "float8 with a scale per block",
     ".weight_packed": "compressed-tensors",
     ".weight_scale": "float8 or int8 with scales",
     ".weight_scale_2": "ModelOpt",
@@ -21,36 +28,163 @@ NAMES = {
     ".qzeros": "GPTQ or AWQ",
     ".g_idx": "GPTQ",
     "_blocks": "MXFP4",
+    "_scales": "MXFP4",
     ".weight.absmax": "bitsandbytes",
     ".weight.SCB": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
-LOW_FLOATS = ("F8_", "F6_", "F4")
-INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-FIX = "give the model's bfloat16, float16 or float32 checkpoint, or a dequantised copy of this one"
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # safetensors dtypes of weights without scales
+FLOAT8 = "F8_E4M3"
+SCALE = "_scale_inv"  # suffix of the name of a float8 weight's scales
+SCALES = ("F32", "F16", "BF16", "F8_E8M0")
+IGNORED = ".activation_scale"  # of static activation quantisation, which 16-bit and 32-bit models do not use
+BUFFERS = (".position_ids", ".num_batches_tracked", ".attn.bias", ".masked_bias")  # not float, and not weights
+FIX = (
+    "give the model's bfloat16, float16 or float32 checkpoint, one with float8 weights and a scale per block "
+    "(quant_method 'fp8', weight_block_size), or a dequantised copy of this one"
+)
+_SCALE_WORD = re.compile(r"(?:^|_)(?:scales?|zero_points?|zeros|absmax)(?:_\w+)?$")
 
 
-def check_config(key: str, folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if config.json or ModelOpt's file marks ``folder``, set by ``key``, as quantised."""
+class StoredTensor(Protocol):
+    """Entry of a safetensors header."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """Format in which every float8 weight has one scale per block of ``block`` rows and columns; None: one per matrix."""
+
+    block: tuple[int, int] | None
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight of ``shape``. Blocks at the edge may be incomplete."""
+        rows, columns = self.block or shape[-2:]
+        return (*shape[:-2], math.ceil(shape[-2] / rows), math.ceil(shape[-1] / columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Scales of the weights of the checkpoint in ``folder``, which is set by ``key``."""
+
+    key: str
+    folder: Path
+    float8: Float8 | None  # None: config.json declares no float8 weights
+    of_weight: Mapping[str, tuple[str, ...]]  # name of a weight -> names of its scales
+    names: frozenset[str]  # of all scales
+
+    def name_of(self, weight: str, dtype: str) -> str | None:
+        """Return the name of the scales by which ``weight`` is to be multiplied, None without scales.
+
+        Raises ``CheckpointError`` if the dtype is not that of a weight, or if there are scales that no code applies.
+        """
+        names = self.of_weight.get(weight, ())
+        if dtype in WEIGHTS and not names:
+            return None
+        if dtype != FLOAT8:
+            self.refuse(f"{weight!r} is in {dtype}" + (f" with scales in {names[0]!r}" if names else ""))
+        if self.float8 is None:
+            self.refuse(f"{weight!r} is in {dtype}, but config.json has no {CONFIG_KEY} with quant_method='fp8'")
+        if weight + SCALE not in names:
+            self.refuse(f"{weight!r} is in {dtype}, but {weight + SCALE!r} is missing")
+        if unused := [name for name in names if name != weight + SCALE and not name.endswith(IGNORED)]:
+            self.refuse(f"{weight!r} is in {dtype} with scales in {unused[0]!r}")
+        return weight + SCALE
+
+    def check(self, weight: str, shape: tuple[int, ...], scales: StoredTensor) -> None:
+        """Raise ``CheckpointError`` unless ``scales`` can be those of float8 ``weight``, according to config.json."""
+        assert self.float8 is not None, "name_of refuses float8 weights without it"
+        name = weight + SCALE
+        if scales.dtype not in SCALES:
+            self.refuse(f"{name!r} is in {scales.dtype}")
+        if len(shape) < 2:
+            self.refuse(f"{weight!r} of shape {list(shape)} is in {FLOAT8}")
+        expected = self.float8.scale_shape(shape)
+        is_scalar = self.float8.block is None and len(shape) == 2 and math.prod(scales.shape) == 1
+        if scales.shape != expected and not is_scalar:
+            self.refuse(
+                f"{name!r} has shape {list(scales.shape)}, but {list(expected)} would be one scale per block of "
+                f"{list(self.float8.block or shape[-2:])} of {weight!r} {list(shape)}"
+            )
+
+    def refuse(self, evidence: str) -> NoReturn:
+        """Raise ``CheckpointError`` about a checkpoint of which ``evidence`` shows that it cannot be read."""
+        raise _refused(self.key, self.folder, evidence)
+
+
+def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[str]) -> Scales:
+    """Return the scales among the tensors ``names`` of a checkpoint."""
+    tensors, scales = frozenset(names), set[str]()
+    of_weight: dict[str, tuple[str, ...]] = {}
+    for name in sorted(tensors):
+        module, _, last = name.rpartition(".")
+        if (match := _SCALE_WORD.search(last)) is None:
+            continue
+        candidates = (f"{module}.{last[: match.start()]}", f"{module}.weight")
+        if weight := next((other for other in candidates if other in tensors and other != name), None):
+            of_weight[weight] = (*of_weight.get(weight, ()), name)
+            scales.add(name)
+    return Scales(key, folder, float8, of_weight, frozenset(scales))
+
+
+def check_scales(scales: Scales, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ``CheckpointError`` if a tensor of a checkpoint is of an unknown dtype, or has wrong or unused scales."""
+    for name, tensor in tensors.items():
+        if name in scales.names or (tensor.dtype not in (*WEIGHTS, FLOAT8) and name.endswith(BUFFERS)):
+            continue
+        if name.endswith(SCALE):
+            scales.refuse(f"{name!r} are the scales of a weight that is missing")
+        if scale := scales.name_of(name, tensor.dtype):
+            scales.check(name, tensor.shape, tensors[scale])
+
+
+def read_float8(key: str, folder: Path, values: Mapping[str, Any]) -> Float8 | None:
+    """Return the format of float8 weights that the config.json of ``folder`` declares; None if it declares none.
+
+    Raises ``CheckpointError`` naming ``key``, which sets ``folder``, if config.json or ModelOpt's file declares another
+    quantisation.
+    """
+    float8: Float8 | None = None
     for part, prefix in ((values, ""), (values.get("text_config"), "text_config.")):
         if not isinstance(part, Mapping):
             continue
         fields = cast("Mapping[str, Any]", part)
         for name in CONFIG_KEYS:
-            if (method := fields.get(name)) is not None:
-                raise _refused(key, folder, f"config.json has {prefix}{name}{_method(method)}")
+            if (declared := fields.get(name)) is None:
+                continue
+            evidence = f"config.json has {prefix}{name}{_method(declared)}"
+            if prefix + name != CONFIG_KEY or not isinstance(declared, Mapping):
+                raise _refused(key, folder, evidence)
+            float8 = _float8(key, folder, cast("Mapping[str, Any]", declared), evidence)
     if (folder / OTHER_CONFIG).exists():
         raise _refused(key, folder, f"it holds {OTHER_CONFIG}")
+    return float8
+
+
+def _float8(key: str, folder: Path, declared: Mapping[str, Any], evidence: str) -> Float8:
+    if declared.get("quant_method") != "fp8":
+        raise _refused(key, folder, evidence)
+    if declared.get("fmt") not in (None, "e4m3"):
+        raise _refused(key, folder, f"{evidence} and fmt={str(declared['fmt'])[:40]!r}")
+    block: object = declared.get("weight_block_size")
+    if block is None:
+        return Float8(None)
+    sizes = cast("list[object]", block) if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise _refused(key, folder, f"{evidence} and weight_block_size={str(block)[:40]}, not two positive integers")
+    rows, columns = cast("list[int]", sizes)
+    return Float8((rows, columns))
 
 
 def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is quantised."""
+    """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is of a format that is not read."""
     for name, dtype in dtypes.items():
-        format_name = next((kind for end, kind in NAMES.items() if name.endswith(end)), "")
-        is_integer = dtype in INTEGERS and name.endswith(".weight")
-        if format_name or is_integer or dtype.startswith(LOW_FLOATS):
-            by = f", as {format_name} has it" if format_name else ""
-            raise _refused(key, path.parent, f"{path.name} holds {name!r} in {dtype}{by}")
+        if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):
+            raise _refused(key, path.parent, f"{path.name} holds {name!r} in {dtype}, as {format_name} has it")
 
 
 def _method(value: object) -> str:

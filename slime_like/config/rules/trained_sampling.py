@@ -46,6 +46,12 @@ _FIELDS = {
     "expert outputs would be added one layer late: engine and trainer would run different models": (
         "kt_max_deferred_experts_per_token",
     ),
+    "engines would serve quantised weights, but the trainer pushes and trains weights of model.dtype": (
+        "quantization",
+        "modelopt_quant",
+        "quantize_and_serve",
+        "rl_quant_profile",
+    ),
     "its KV cache survives the flush after a push, so prefixes computed with earlier weights would be reused": (
         "hicache_storage_backend",
         "enable_unified_cache_external_linker",

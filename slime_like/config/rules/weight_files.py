@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.config.rules.hf import HfConfig, downloaded
-from slime_like.config.rules.quantised import check_tensors
+from slime_like.config.rules.quantised import SCALE, check_scales, check_tensors, read_scales
 from slime_like.errors import CheckpointError
 from slime_like.util.reading import Count, InputFile, parse_json, shown, typed
 
@@ -41,18 +41,20 @@ class TensorEntry:
 def check_weights(key: str, folder: str) -> int:
     """Return the number of parameters in the safetensors files of ``folder``, after checking that each is complete.
 
-    A file is complete if the tensors in its header fill it. Raises ``CheckpointError`` naming ``key`` and the file if
-    a file is incomplete or the model is quantised.
+    Scales of float8 weights do not count. A file is complete if the tensors in its header fill it. Raises
+    ``CheckpointError`` naming ``key`` and the file if a file is incomplete or of a quantised format that is not read.
     """
     return sum(map(_parameters, _headers(key, folder).values()))
 
 
 def check_shapes(key: str, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` naming ``key`` unless the weights have the vocabulary, width and layers of config.json."""
-    headers = _headers(key, model.folder)
-    tensors = {
-        name: tensor for header in headers.values() for name, tensor in header.items() if not _OTHER_TOWERS.search(name)
-    }
+    """Raise ``CheckpointError`` naming ``key`` unless the weights have the vocabulary, width and layers of config.json.
+
+    Every quantised weight must have the scales that config.json declares.
+    """
+    stored = {name: tensor for header in _headers(key, model.folder).values() for name, tensor in header.items()}
+    check_scales(read_scales(key, Path(model.folder), model.float8, stored), stored)
+    tensors = {name: tensor for name, tensor in stored.items() if not _OTHER_TOWERS.search(name)}
     for name, tensor in tensors.items():
         expected = (model.vocab_size, model.hidden_size)
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) and tensor.shape != expected:
@@ -152,4 +154,4 @@ def _parsed(file: InputFile) -> tuple[dict[str, TensorEntry], int]:
 
 
 def _parameters(tensors: Mapping[str, TensorEntry]) -> int:
-    return sum(math.prod(tensor.shape) for tensor in tensors.values())
+    return sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not name.endswith(SCALE))

@@ -6,7 +6,7 @@ import os
 
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
-from slime_like.rollout.engine.model_config import other_models
+from slime_like.rollout.engine.model_config import is_quantised, other_models
 from slime_like.rollout.engine.plugins import WHITELIST, extended_whitelist
 from slime_like.util.ports import interface_environment
 
@@ -27,6 +27,8 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
     """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
     environment = {**interface_environment(host), **os.environ}
     plugins = ["weight_commit", "rollout_sampling", "kv_usage"]
+    if is_quantised(spec.model_path):
+        plugins.append("dequantise")
     if spec.dcp > 1:
         plugins.append("dcp")
     if spec.admits_by_kv:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from slime_like.config.rules.quantised import CONFIG_KEY
 from slime_like.errors import CheckpointError
 
 LINEAR = "linear_attention"
@@ -22,18 +23,34 @@ def override_args(model_path: str) -> dict[str, Any]:
     - transformers stores the rotated fraction of a head and the rotary base in ``rope_parameters``. SGLang reads them (for
       Qwen3-Next only the base, 10000 if absent) at the top level, where transformers writes a default or nothing.
     - A model with a vision part is served as a text model, since only the text part is trained and pushed.
+    - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``. The
+      plugin ``dequantise`` multiplies the weights that SGLang reads by their scales.
 
     Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
     """
+    config = _config(model_path)
+    quantisation = {CONFIG_KEY: None} if config.get(CONFIG_KEY) is not None else {}
+    nested = isinstance(config.get("text_config"), dict)
+    text = cast("dict[str, Any]", config["text_config"] if nested else config)
+    types = text.get("layer_types") or []
+    return quantisation | (_hybrid_fields(text, types, model_path, nested=nested) if LINEAR in types else {})
+
+
+def is_quantised(model_path: str) -> bool:
+    """Return whether config.json of a local folder declares quantised weights."""
+    return _config(model_path).get(CONFIG_KEY) is not None
+
+
+def _config(model_path: str) -> dict[str, Any]:
+    """Return config.json; empty without a local folder, or if damaged: SGLang reports the problem when it reads the file."""
     try:
-        config = cast("dict[str, Any]", json.loads((Path(model_path) / "config.json").read_text()))
-        nested = isinstance(config.get("text_config"), dict)
-        text = cast("dict[str, Any]", config["text_config"] if nested else config)
-        types = cast("list[str]", text.get("layer_types") or [])
-    except (OSError, ValueError, KeyError, AttributeError):
-        return {}  # not a local folder, or damaged: SGLang reports the problem when it reads the file
-    if LINEAR not in types:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+    except (OSError, ValueError):
         return {}
+    return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
+
+
+def _hybrid_fields(text: dict[str, Any], types: list[str], model_path: str, *, nested: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {} if INTERVAL in text else {INTERVAL: interval(types, model_path)}
     rotary = cast("dict[str, Any]", text.get("rope_parameters") or {})
     fields |= {name: rotary[name] for name in ROTARY if rotary.get(name) not in (None, text.get(name))}

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime_like.config.rules.hf import downloaded, read_json, refuse_code
-from slime_like.config.rules.quantised import check_config
-from slime_like.config.rules.weight_files import INDEX, SINGLE, read_header, read_index
+from slime_like.config.rules.quantised import Scales, read_float8, read_scales
+from slime_like.config.rules.weight_files import INDEX, SINGLE, TensorEntry, read_header, read_index
 from slime_like.errors import CheckpointError
+from slime_like.train.megatron.families.float8 import dequantise
 from slime_like.util.imports import without_model_classes
 from slime_like.util.reading import reason
 
 
 class HFFolder:
-    """A local HF checkpoint. Raises ``CheckpointError`` if a file is missing, truncated or of another model."""
+    """A local HF checkpoint. Raises ``CheckpointError`` if a file is missing, truncated or of another model.
+
+    Float8 weights are multiplied by their scales. Their scales are not in ``names()``.
+    """
 
     def __init__(self, path: str | Path, key: str = "model.hf_checkpoint") -> None:
         self.path = Path(path)
@@ -26,9 +30,11 @@ class HFFolder:
         if not self.path.is_dir():
             raise CheckpointError(f"{key}={path}: no such folder; set {key} to a local folder in HF format")
         self.raw_config: dict[str, Any] = read_json(key, self.path / "config.json")
-        check_config(key, self.path, self.raw_config)
+        self.float8 = read_float8(key, self.path, self.raw_config)
         refuse_code(key, self.path / "config.json", self.raw_config)
         self._files: dict[str, Any] = {}
+        self._entries: dict[str, TensorEntry] = {}  # of the files that have been opened
+        self._scales: Scales | None = None
         self._file_of: dict[str, str] | None = None  # tensor name -> file name
 
     def config(self) -> Any:
@@ -50,18 +56,18 @@ class HFFolder:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is missing; config.json describes another model, or the checkpoint is incomplete"
             )
-        tensor: Tensor = self._open(locations[name]).get_tensor(name)
-        self._check_shape(name, tensor.shape, shape)
-        return tensor
+        self._check_shape(name, shape)
+        return self.scaled(name, self._open(locations[name]).get_tensor(name))
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
-        return sorted(self._locations())
+        """Return the names of all tensors that are not scales of float8 weights, sorted."""
+        return sorted(name for name in self._locations() if not self.is_scale(name))
 
-    def stored(self, name: str) -> Tensor:
-        """Return tensor ``name`` of ``names()``, in its stored shape."""
+    def stored(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return tensor ``name`` of ``names()`` in its stored shape and dtype; a float8 weight in ``dtype``."""
         tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
-        return tensor
+        scaled = self.scaled(name, tensor)
+        return scaled if scaled is tensor else scaled.to(dtype)
 
     def has(self, name: str) -> bool:
         """Return whether the folder contains tensor ``name``."""
@@ -69,14 +75,42 @@ class HFFolder:
 
     def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Return ``tensor(name, shape)[index]``, reading only that part."""
-        stored = self._open(self._locations()[name]).get_slice(name)
-        self._check_shape(name, stored.get_shape(), shape)
-        return stored[index]
+        self._check_shape(name, shape)
+        return self.scaled(name, self._open(self._locations()[name]).get_slice(name)[index], index)
 
-    def _check_shape(self, name: str, stored: Sequence[int], shape: tuple[int, ...]) -> None:
-        if tuple(stored) != tuple(shape):
+    def is_scale(self, name: str) -> bool:
+        """Return whether tensor ``name`` holds scales of a float8 weight."""
+        return name in self._all_scales().names
+
+    def scaled(self, name: str, tensor: Tensor, index: int | None = None) -> Tensor:
+        """Return ``tensor``, which is stored as ``name``, multiplied by its scales if it has scales.
+
+        With ``index``, ``tensor`` is that part of the stored tensor. Raises ``CheckpointError`` if the dtype is not that
+        of a weight, or if the folder has scales for it that cannot be applied.
+        """
+        entry = self._entry(name)
+        scale = self._all_scales().name_of(name, entry.dtype)
+        if scale is None:
+            return tensor
+        assert self.float8 is not None
+        self._all_scales().check(name, entry.shape, self._entry(scale))
+        file = self._open(self._locations()[scale])
+        scales: Tensor = file.get_tensor(scale) if index is None else file.get_slice(scale)[index]
+        return dequantise(tensor, scales, self.float8.block)
+
+    def _all_scales(self) -> Scales:
+        if self._scales is None:
+            self._scales = read_scales(self.key, self.path, self.float8, self._locations())
+        return self._scales
+
+    def _entry(self, name: str) -> TensorEntry:
+        self._open(self._locations()[name])
+        return self._entries[name]
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if (stored := self._entry(name).shape) != tuple(shape):
             raise CheckpointError(
-                f"{self.path / self._locations()[name]}: {name} has shape {tuple(stored)} but config.json implies "
+                f"{self.path / self._locations()[name]}: {name} has shape {stored} but config.json implies "
                 f"{tuple(shape)}; use the config.json that belongs to these weights"
             )
 
@@ -96,10 +130,10 @@ class HFFolder:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self.path / file
-            names = read_header(self.key, path)
+            entries = read_header(self.key, path)
             indexed = (self._file_of or {}).items()
             if missing := next(
-                (name for name, tensor_file in indexed if tensor_file == file and name not in names), None
+                (name for name, tensor_file in indexed if tensor_file == file and name not in entries), None
             ):
                 raise CheckpointError(
                     f"{self.path / INDEX} places {missing!r} in {file}, which does not contain it; download {file} again"
@@ -108,4 +142,5 @@ class HFFolder:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: truncated or corrupt ({error}); download or export it again") from error
+            self._entries |= entries
         return self._files[file]

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoint.files import SCRATCH, fsync_path, publish
+from slime_like.config.rules.quantised import CONFIG_KEY
 from slime_like.config.rules.weight_files import INDEX, SINGLE
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import Bucket, TensorMeta
@@ -126,7 +127,8 @@ def write_hf(
 ) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
-    Tensors of the source that the family carries (a vision tower, multi-token prediction) are copied unchanged.
+    Tensors of the source that the family carries (a vision tower, multi-token prediction) are copied unchanged, except that
+    float8 weights get the dtype of the others: an export is not quantised.
     Every pipeline stage writes its own files into a temporary folder, which then replaces ``folder``.
     Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder; ``folder`` is unchanged.
     """
@@ -146,9 +148,10 @@ def write_hf(
                 raise _failed(folder, "; ".join(errors))
             weight_map = {name: file for files in files_of_ranks for name, file in files.weight_map.items()}
             carried = [name for name in _names_of(source, export.carried) if name not in weight_map]
-            carried_map, num_bytes = _copy_carried(scratch, source, carried, max_bytes)
+            dtype = export.manifest()[0].dtype
+            carried_map, num_bytes = _copy_carried(scratch, source, carried, max_bytes, getattr(torch, dtype))
             num_bytes += sum(files.num_bytes for files in files_of_ranks)
-            _write_metadata(scratch, weight_map | carried_map, num_bytes, source, export.manifest()[0].dtype)
+            _write_metadata(scratch, weight_map | carried_map, num_bytes, source, dtype)
             publish(scratch, folder)
         except (CheckpointError, OSError, SafetensorError) as error:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -190,10 +193,15 @@ def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
     return [name for name in source.names() if name.startswith(prefixes)] if prefixes else []
 
 
-def _copy_carried(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int) -> tuple[dict[str, str], int]:
-    """Copy tensors of ``source`` into separate files. Return tensor name -> file name, and the number of bytes."""
+def _copy_carried(
+    scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int, dtype: torch.dtype
+) -> tuple[dict[str, str], int]:
+    """Copy tensors of ``source`` into separate files, float8 weights as ``dtype``.
+
+    Return tensor name -> file name, and the number of bytes.
+    """
     weight_map: dict[str, str] = {}
-    entries = ((name, source.stored(name)) for name in names)
+    entries = ((name, source.stored(name, dtype)) for name in names)
     num_bytes = 0
     for i, group in enumerate(by_bytes(((entry, _num_bytes(entry[1])) for entry in entries), max_bytes)):
         file = f"model-carried-{i:05d}.safetensors"
@@ -218,5 +226,5 @@ def _write_metadata(scratch: Path, weight_map: dict[str, str], num_bytes: int, s
     for file in sorted(source.path.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(file, scratch / file.name)
-    config = {k: v for k, v in source.raw_config.items() if k != "torch_dtype"} | {"dtype": dtype}
+    config = {k: v for k, v in source.raw_config.items() if k not in ("torch_dtype", CONFIG_KEY)} | {"dtype": dtype}
     (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
