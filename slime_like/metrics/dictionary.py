@@ -129,6 +129,12 @@ ENTRIES = (
         "requests",
         "0",
     ),
+    MetricEntry(
+        "rollout/kv_engines_without_report",
+        "engines that restarted or did not respond, which the metrics of the KV cache therefore lack",
+        "engines",
+        "0",
+    ),
     MetricEntry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
     MetricEntry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
     MetricEntry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),

@@ -140,6 +140,7 @@ class RolloutManager:
         num_restarts, num_moved_groups = self._pool.take_restart_counts()
         filtered, num_waiting = generated.filtered, len(self._leftover) - len(carried)
         advice = self._signal.observe(rollout_id, groups, num_waiting, filtered.summary, filtered.example)
+        kv_usage, kv_warnings = await kv_metrics(self._pool)
         metrics = [
             *self._signal.metrics(),
             *self._source.metrics(),
@@ -148,7 +149,7 @@ class RolloutManager:
             *self._drain_stale(),
             *self._rewards.metrics(),
             *self._sampler.metrics(),
-            *await kv_metrics(self._pool),
+            *kv_usage,
             Last("rollout/carried_groups", len(self._leftover)),
             Sum("rollout/dropped_samples", split.num_dropped),
             Sum("rollout/generated_groups", generated.num_generated),
@@ -156,7 +157,7 @@ class RolloutManager:
             Sum("rollout/engine_restarts", num_restarts),
             Sum("rollout/remade_groups", num_moved_groups),
         ]
-        messages = (*self._rewards.warnings(), *self._sampler.warnings(), *self._pool.drain_messages())
+        messages = (*self._rewards.warnings(), *self._sampler.warnings(), *self._pool.drain_messages(), *kv_warnings)
         warnings = (*advice, *map(RunWarning, messages))
         recovered = self.last_recoveries()
         return CollectedRollout(groups, generated.started, generated.stopped, tuple(metrics), warnings, recovered)

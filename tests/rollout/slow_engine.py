@@ -59,6 +59,7 @@ class SlowEngine:
         return 1 + seed % 7
 
     async def kv_usage(self, seconds: float | None = None) -> KvUsage:
+        self._refuse_dead()
         return KvUsage(capacity_tokens=1, used_tokens_max=0, running_requests_max=0, retractions=0)
 
     async def extend(

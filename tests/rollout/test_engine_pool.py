@@ -16,6 +16,7 @@ from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.kv_usage import kv_metrics
 from slime_like.rollout.pool.router import RequestCounts
 from slime_like.rollout.pool.weight_update import EngineWeightUpdate
 from tests.rollout.slow_engine import SlowSupervisor
@@ -174,3 +175,23 @@ def test_a_hanging_check_does_not_block_checks_of_other_engines() -> None:
             await asyncio.sleep(0)
 
     play(SlowSupervisor, HealthConfig(interval_s=0.0), scene)
+
+
+def test_engines_without_a_report_of_their_kv_cache_are_counted_and_named() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        async def values() -> tuple[dict[str, float], list[str]]:
+            metrics, warnings = await kv_metrics(pool)
+            return {metric.name: metric.value for metric in metrics}, warnings
+
+        complete, warnings = await values()
+        assert complete["rollout/kv_engines_without_report"] == 0 and warnings == []
+        engines[1].die()
+        partial, warnings = await values()
+        assert partial["rollout/kv_engines_without_report"] == 1 and partial.keys() == complete.keys()
+        assert warnings == ["the metrics of the KV cache lack engine 1 (engine 1 is dead)"]
+        pool.router.withdraw(engines[0])
+        metrics, warnings = await values()
+        assert metrics == {"rollout/kv_engines_without_report": 2}
+        assert "engine 0 (it serves no requests" in warnings[0]
+
+    play(SlowSupervisor, HealthConfig(), scene)

@@ -11,26 +11,32 @@ from slime_like.rollout.engine.replies import KvUsage
 from slime_like.rollout.pool.engine_pool import EnginePool
 
 
-async def kv_metrics(pool: EnginePool) -> list[Metric]:
-    """Return the use of all engines' KV caches since the last call; no metrics if no engine responds.
+async def kv_metrics(pool: EnginePool) -> tuple[list[Metric], list[str]]:
+    """Return the use of the KV caches since the last call, and a warning per engine without a report.
 
-    An engine that restarts loses its counts, and an engine that does not respond within ``health.timeout_s`` is left to the
-    health checks.
+    An engine that restarts has no counts, and one that does not respond within ``health.timeout_s`` is left to the health
+    checks. The metrics are those of the other engines; ``rollout/kv_engines_without_report`` counts the missing ones.
     """
-    replies = await asyncio.gather(*(_usage(engine, pool.health.timeout_s) for engine in pool.router.engines))
-    usages = [usage for usage in replies if usage is not None]
+    replies = await asyncio.gather(*(_usage(pool, slot.client) for slot in pool.slots))
+    usages = [reply for reply in replies if isinstance(reply, KvUsage)]
+    warnings = [f"the metrics of the KV cache lack {reply}" for reply in replies if isinstance(reply, str)]
+    metrics: list[Metric] = [Last("rollout/kv_engines_without_report", len(warnings))]
     if not usages:
-        return []
-    return [
+        return metrics, warnings
+    metrics += [
         Last("rollout/kv_capacity_tokens", min(usage.capacity_tokens for usage in usages)),
         Last("rollout/kv_usage", max(usage.share for usage in usages)),
         Last("rollout/running_requests_max", max(usage.running_requests_max for usage in usages)),
         Sum("rollout/retractions", sum(usage.retractions for usage in usages)),
     ]
+    return metrics, warnings
 
 
-async def _usage(engine: EngineClient, timeout_s: float) -> KvUsage | None:
+async def _usage(pool: EnginePool, engine: EngineClient) -> KvUsage | str:
+    """Return the report of an engine, or its name with the reason why there is none."""
+    if engine not in pool.router.engines:
+        return f"{engine.name} (it serves no requests: lost, stalled or waiting for the next push)"
     try:
-        return await engine.kv_usage(timeout_s)
-    except (EngineError, DeadlineExceeded):
-        return None
+        return await engine.kv_usage(pool.health.timeout_s)
+    except (EngineError, DeadlineExceeded) as error:
+        return f"{engine.name} ({str(error).splitlines()[0]})"
