@@ -31,18 +31,27 @@ def record_loaded(name: str) -> None:
     _loaded.add(name)
 
 
-def stop_unless_loaded() -> None:
-    """Stop the engine if a plugin that is enabled has not been loaded. Call after SGLang's ``load_plugins``.
+def load_all() -> None:
+    """Load SGLang's plugins in this process. Stop it if a plugin that is enabled is not in place afterwards.
 
     SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``, and logs
     and swallows an exception in one.
     """
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
     if missing := [name for name in _enabled_names() if name not in _loaded]:
         raise SystemExit(
-            f"SGLang did not load {', '.join(missing)} of {PLUGINS_VARIABLE}: the entry points of setup.py are not registered "
-            f"in {sys.prefix}, or failed with an error that the log has above; run `bash scripts/setup.sh`, and unset "
+            f"slime_like plugin not loaded: {', '.join(missing)} of {PLUGINS_VARIABLE}: the entry points of setup.py are not "
+            f"registered in {sys.prefix}, or failed with an error that the log has above; run `bash scripts/setup.sh`, and unset "
             "SGLANG_PLUGINS and SGLANG_PLATFORM"
         )
+
+
+def run_worker(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the main function of an SGLang worker process. A worker that was not forked loads the plugins itself."""
+    load_all()
+    return run(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,19 +208,41 @@ def test_entry_points_import_nothing_heavy_unless_enabled() -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
-def serve(whitelist: str) -> str:
-    """Return the message with which an engine ends whose plugin was not loaded."""
-    environment = {**os.environ, engine_environment.SGLANG_PLUGINS: "kv_usage", "SGLANG_PLUGINS": whitelist}
-    program = "from slime_like.rollout.engine import main; main.serve({})"
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert result.returncode != 0
-    return result.stderr
+# The second engine's server has the plugin; the worker that it spawns does not.
+TWO_ENGINES = """
+from slime_like.rollout.engine import main
+
+def serve():
+    try:
+        main.serve({})
+    except SystemExit as error:
+        print(error)
+
+serve()
+from slime_like_plugins import sglang_hooks
+from sglang.srt import server_args
+from sglang.srt.entrypoints import http_server
+
+def launch_server(arguments, *, run_scheduler_process_func, run_detokenizer_process_func):
+    sglang_hooks._loaded.clear()
+    run_scheduler_process_func()
+
+sglang_hooks.record_loaded("kv_usage")
+server_args.ServerArgs, http_server.launch_server = dict, launch_server
+serve()
+"""
 
 
 def test_an_engine_without_an_enabled_plugin_stops() -> None:
-    """SGLang skips an entry point that is not registered or not allowed."""
-    assert "SGLang did not load kv_usage of SLIME_LIKE_SGLANG" in (text := serve("other"))
-    assert "run `bash scripts/setup.sh`" in text
+    """SGLang skips an entry point that is not registered or not allowed, and one that raises; spawned workers load it again."""
+    environment = {**os.environ, engine_environment.SGLANG_PLUGINS: "kv_usage", "SGLANG_PLUGINS": "other"}
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_ENGINES], env=environment, capture_output=True, text=True, check=True
+    )
+    server, worker = result.stdout.splitlines()
+    assert server == worker
+    assert server.startswith("slime_like plugin not loaded: kv_usage of SLIME_LIKE_SGLANG")
+    assert "run `bash scripts/setup.sh`" in server
 
 
 def test_a_plugin_that_fails_to_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +250,8 @@ def test_a_plugin_that_fails_to_load_is_not_recorded(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "slime_like_plugins.dcp.hooks", None)
     with pytest.raises(ImportError):
         dcp.load()
-    with pytest.raises(SystemExit, match="did not load dcp of SLIME_LIKE_SGLANG"):
-        sglang_hooks.stop_unless_loaded()
+    with pytest.raises(SystemExit, match="plugin not loaded: dcp of SLIME_LIKE_SGLANG"):
+        sglang_hooks.load_all()
 
 
 @pytest.mark.parametrize("user", ["", "mine"])
@@ -319,4 +341,9 @@ def test_the_headline_is_the_last_exception_of_the_log(tmp_path: Path) -> None:
     log.write_text("\n".join(["start", "", "Traceback (most recent call last):", "  x", "ValueError: no such model"]))
     assert processes.headline(processes.last_lines(str(log))) == ": ValueError: no such model"
     assert processes.headline(["all is well"]) == ""
+    assert processes.headline(["slime_like plugin 'x': no", *["at x"] * 20, "RuntimeError: rank 0 died"]).endswith(
+        "'x': no"
+    )
+    log.write_text("ValueError: of an earlier engine\nwell\n")
+    assert processes.headline(processes.last_lines(str(log), begin=33)) == ""
     assert "no log" in processes.last_lines(str(tmp_path / "missing"))[0]

@@ -9,6 +9,7 @@ when only the *thread* that started this process ends, so only SGLang's own work
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -113,16 +114,18 @@ def main() -> None:
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """Run SGLang in this process. Plugins load first: they add choices against which the arguments are checked."""
+    """Run SGLang in this process and its workers. Plugins load first: they add choices against which arguments are checked."""
     sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  SGLang's dumper takes a second to import it
     with heavy_imports():
-        plugins: Any = importlib.import_module("sglang.srt.plugins")
-        plugins.load_plugins()
         hooks: Any = importlib.import_module("slime_like_plugins.sglang_hooks")
-        hooks.stop_unless_loaded()
+        hooks.load_all()
         server_args: Any = importlib.import_module("sglang.srt.server_args")
         http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
-    http_server.launch_server(server_args.ServerArgs(**arguments))
+    http_server.launch_server(
+        server_args.ServerArgs(**arguments),
+        run_scheduler_process_func=functools.partial(hooks.run_worker, http_server.run_scheduler_process),
+        run_detokenizer_process_func=functools.partial(hooks.run_worker, http_server.run_detokenizer_process),
+    )
 
 
 if __name__ == "__main__":

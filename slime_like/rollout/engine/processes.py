@@ -102,18 +102,21 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:
-    """Return the last non-empty lines of a log."""
+def last_lines(path: str, begin: int = 0) -> list[str]:
+    """Return the non-empty lines in the last 64 KiB of a log, without its first ``begin`` bytes."""
     try:
-        text = Path(path).read_bytes()[-65_536:].decode(errors="replace")
+        text = Path(path).read_bytes()[begin:][-65_536:].decode(errors="replace")
     except OSError as error:
         return [f"(no log: {error})"]
-    return [line for line in text.splitlines() if line.strip()][-limit:]
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def headline(lines: list[str]) -> str:
-    """Return the last line that looks like an error message, to be printed before the log lines."""
-    errors = [
-        line.strip() for line in lines if re.match(r"\s*([\w.]+(Error|Exception|Exit)\b.*:|slime_like plugin)", line)
-    ]
-    return f": {errors[-1]}" if errors else ""
+    """Return the error message in the lines of a log, to be printed before its end.
+
+    A plugin's message is the cause of every other error: if a worker stops with it, the server fails later. Otherwise the
+    last line of those printed that looks like an error.
+    """
+    plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
+    errors = [line.strip() for line in lines[-LOG_LINES:] if re.match(r"\s*[\w.]+(Error|Exception|Exit)\b.*:", line)]
+    return next((f": {line}" for line in (*plugin[:1], *errors[::-1])), "")

@@ -43,6 +43,7 @@ class EngineServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._lease: PortLease | None = None
         self._scratch: str | None = None
+        self._log_begin = 0  # earlier engines of the slot wrote to the same log
         self.url = ""
         self.segments: frozenset[Path] = frozenset()  # named shared memory of its processes seen so far
 
@@ -63,6 +64,7 @@ class EngineServer:
         launch = EngineLaunch(self._spec, self._admin_key, self._host, self._lease.port)
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "slime_like.rollout.engine.main"],
                 stdin=subprocess.PIPE,
@@ -112,9 +114,10 @@ class EngineServer:
             code = self._process.wait(timeout=EXIT_S)
         except subprocess.TimeoutExpired:
             return f"engine at {self.url} (pid {self.pid}) is alive"
-        lines = processes.last_lines(self._spec.log_path)
+        lines = self._last_lines()
         ended = processes.describe_exit(code) + processes.headline(lines)
-        return f"engine at {self.url} (pid {self.pid}) {ended}; end of {self._spec.log_path}:\n" + "\n".join(lines)
+        log_end = "\n".join(lines[-processes.LOG_LINES :])
+        return f"engine at {self.url} (pid {self.pid}) {ended}; end of {self._spec.log_path}:\n{log_end}"
 
     def exit_summary(self) -> str:
         """Return one line on how the server ended, before it is replaced; empty if it does not end within a second."""
@@ -123,7 +126,7 @@ class EngineServer:
             ended = processes.describe_exit(self._process.wait(REPLACED_EXIT_S))
         except subprocess.TimeoutExpired:
             return ""
-        return ended + processes.headline(processes.last_lines(self._spec.log_path))
+        return ended + processes.headline(self._last_lines())
 
     def stop(self) -> None:
         """Kill the engine's process group and nothing else, and remove its shared memory. Idempotent.
@@ -142,6 +145,9 @@ class EngineServer:
             self._lease.release()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _last_lines(self) -> list[str]:
+        return processes.last_lines(self._spec.log_path, self._log_begin)
 
     def _answers(self, seconds: float) -> bool:
         try:
