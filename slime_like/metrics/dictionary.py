@@ -130,6 +130,13 @@ ENTRIES = (
         "0",
     ),
     MetricEntry(
+        "rollout/dcp_exchange_time",
+        "time in which a rank exchanged partial attention with its DCP group since the previous rollout, waiting for the other ranks "
+        "included, of the engine with the longest time (docs/dcp.md)",
+        "s",
+        "below half of perf/rollout_time",
+    ),
+    MetricEntry(
         "rollout/kv_engines_without_report",
         "engines that restarted or did not respond, which the metrics of the KV cache therefore lack",
         "engines",

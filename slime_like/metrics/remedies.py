@@ -26,6 +26,8 @@ REMEDIES = {
     "rollout/kv_usage": "near 1: more concurrent requests do not fit; raise rollout.sglang.mem_fraction_static or rollout.tp, or set "
     "rollout.dcp if rollout.tp exceeds the model's KV heads",
     "rollout/retractions": "set rollout.max_running_requests=auto, or a lower number",
+    "rollout/dcp_exchange_time": "rollout.dcp=1 if rollout/kv_usage stays low; else the other rollout.dcp_comm, or "
+    "rollout.dcp_replicate_q=true on a CPU",
     "rollout/kv_engines_without_report": "as rollout/engine_restarts; the warning names the engines",
     "rollout/refills": "choose other prompts; rollout/dropped_groups gives the reasons",
     "rollout/engine_restarts": "read logs/engine_*.log; if health checks fail because the machine is slow: raise "

@@ -34,6 +34,12 @@ NCCL_BUFFERS = Constant(
     "bytes per process group of more than one GPU",
     "NCCL: 4 MiB (NCCL_BUFFSIZE default) * 2 directions * up to 32 channels",
 )
+SYMMETRIC_MEMORY = Constant(
+    "symmetric memory",
+    4 * GIB,
+    "bytes per engine rank with rollout.symmetric_memory",
+    "SGLang 0.5.23, arg_groups/memory_hook.py: default of SGLANG_SYMM_MEM_PREALLOC_GB_SIZE",
+)
 ALLOCATOR = Constant(
     "allocator overhead",
     1.07,

@@ -136,7 +136,8 @@ def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:
         heads = math.ceil(max(1.0, a.kv_heads * settings.dcp / tp))
         keys = 2 * shape.hidden * heads * a.head_dim
         queries = shape.hidden * a.query * (3 if a.gated else 2) / tp
-        total += shape.count(ATTENTION) * (queries + keys)
+        copies = shape.hidden * a.query * settings.dcp / tp if settings.replicated_q else 0
+        total += shape.count(ATTENTION) * (queries + keys + copies)
     if shape.latent is not None:
         parts = latent_parts(shape.hidden, shape.latent)
         split = parts["query_up"] + parts["output"] + 2 * parts["kv_up"]  # SGLang also keeps kv_up in absorbed form
@@ -161,6 +162,7 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
     return items(
         ("CUDA context", constants.CUDA_CONTEXT.value, ""),
         ("communicators", constants.NCCL_BUFFERS.value * (s.gpus > 1), "NCCL"),
+        ("symmetric memory", constants.SYMMETRIC_MEMORY.value * (s.symmetric_memory and s.gpus > 1), "NCCL, reserved"),
         ("CUDA graphs", graph_bytes(shape, s, hardware.gpu), ""),
         ("prefill", activations, f"activations of {tokens} tokens"),
         ("logits", logits, ""),

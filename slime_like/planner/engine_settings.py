@@ -31,6 +31,8 @@ class EngineSettings:
     states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
     state_slots: int | None = None  # SGLang's max_mamba_cache_size
     max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
+    replicated_q: bool = False  # each DCP rank also has the query projections of its group
+    symmetric_memory: bool = False  # SGLang's enable_symm_mem
 
     @property
     def attention_tp(self) -> int:

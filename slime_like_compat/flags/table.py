@@ -234,6 +234,9 @@ SWITCHES: dict[str, tuple[str, Value]] = {
     "--use-wandb": ("metrics.wandb", True),
     "--use-tensorboard": ("metrics.tensorboard", True),
     "--deterministic-mode": ("run.deterministic", True),
+    "--sglang-dcp-replicate-q-proj": ("rollout.dcp_replicate_q", True),
+    "--no-sglang-dcp-replicate-q-proj": ("rollout.dcp_replicate_q", False),
+    "--sglang-enable-symm-mem": ("rollout.symmetric_memory", True),
 }
 """``--flag``"""
 

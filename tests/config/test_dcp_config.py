@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slime_like.cluster.plan.planner import Plan
 from slime_like.config.load.loader import load_config
+from slime_like.config.rules.gdn_runtime import FLASHINFER, Runtime
 from slime_like.config.schema.dcp import (
     BACKEND_FIELDS,
     SHARDED_BACKENDS,
@@ -45,11 +48,27 @@ RULES = {
         f"{ON} rollout.sglang.speculative_algorithm=EAGLE run.mode=rollout_only",
         "rollout.sglang.speculative_algorithm='EAGLE' with rollout.dcp=2",
     ),
-    "replicated projection": (
+    "replicated projection alone": (
+        "rollout.dcp_replicate_q=true",
+        "rollout.dcp_replicate_q=true has no effect",
+        "set rollout.dcp",
+    ),
+    "sglang's replicated projection": (
         f"{ON} rollout.sglang.dcp_replicate_q_proj=true",
         "rollout.sglang.dcp_replicate_q_proj=True",
-        "multi-head latent attention",
+        "belongs to rollout.dcp_replicate_q",
     ),
+    "sglang's symmetric memory": (
+        f"{ON} rollout.sglang.enable_symm_mem=true",
+        "enable_symm_mem=True",
+        "belongs to rollout.symmetric_memory",
+    ),
+    "graphs of prefills": (
+        f"{ON} rollout.sglang.cuda_graph_backend_prefill=full",
+        "cuda_graph_backend_prefill='full'",
+        "without the layout of a sharded cache",
+    ),
+    "multi-item scoring": (f"{ON} rollout.sglang.enable_mis=true", "enable_mis=True", "custom masks"),
     "prefill context parallel": (f"{ON} rollout.sglang.enable_prefill_cp=true", "enable_prefill_cp=True"),
     "attention context parallel": (f"{ON} rollout.sglang.attn_cp_size=2", "attn_cp_size=2"),
     "hierarchical cache": (f"{ON} rollout.sglang.enable_hierarchical_cache=true", "enable_hierarchical_cache=True"),
@@ -60,7 +79,6 @@ RULES = {
         "enable_deterministic_inference=True",
     ),
     "two shardings": (f"{ON} rollout.sglang.enable_kv_cache_sharding=true", "enable_kv_cache_sharding=True"),
-    "symmetric memory": (f"{ON} rollout.sglang.enable_symm_mem=true", "enable_symm_mem=True", "not tested"),
     "two batches": (f"{ON} rollout.sglang.enable_two_batch_overlap=true", "enable_two_batch_overlap=True"),
     "external cache": (f"{ON} rollout.sglang.enable_lmcache=true", "enable_lmcache=True"),
     "backup": (
@@ -89,6 +107,78 @@ def test_the_backend_of_another_device_is_refused(plan: Callable[..., Plan]) -> 
         ConfigError, match=r"attention_backend=triton with rollout\.dcp=2: it was not tested with DCP on cpu"
     ):
         plan(*ON.split(), "rollout.sglang.attention_backend=triton")
+
+
+# keys, GPUs -> words of the refusal; None: engines start with the option
+OPTIONS: dict[tuple[str, bool], str | None] = {
+    ("rollout.dcp_replicate_q=true", False): None,
+    ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", False): None,
+    ("rollout.dcp_replicate_q=true rollout.dcp_comm=ag_rs", False): "exchange ag_rs; set rollout.dcp_comm=a2a",
+    ("rollout.dcp_replicate_q=true", True): "multi-head latent attention.*set rollout.dcp_replicate_q=false",
+    ("rollout.symmetric_memory=true", False): "memory of NCCL.*Set rollout.symmetric_memory=false",
+    ("rollout.symmetric_memory=true", True): None,
+    ("rollout.symmetric_memory=true rollout.sglang.attention_backend=flashinfer", True): None,
+}
+
+
+@pytest.mark.parametrize(("keys", "gpus"), OPTIONS)
+def test_options_of_the_exchange(keys: str, gpus: bool, plan: Callable[..., Plan]) -> None:
+    words = OPTIONS[keys, gpus]
+    on_gpus = ("placement.actor_num_gpus_per_node=8",) if gpus else ()
+    with contextlib.nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        planned = plan(*ON.split(), *keys.split(), *on_gpus, **({"machine": SERVER} if gpus else {}))
+        arguments = server_arguments(EngineLaunch(planned.engines[0], "key", "127.0.0.1", 1))
+        assert arguments.get("enable_symm_mem", False) == ("symmetric" in keys)
+        assert arguments.get("dcp_replicate_q_proj", False) == ("replicate" in keys)
+
+
+def test_query_projections_with_output_gates_are_not_replicated(argv: list[str], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", **(HYBRID | {"num_key_value_heads": 1}))
+    for size in ("2", "auto"):
+        keys = f"rollout.tp=2 rollout.dcp={size} rollout.dcp_replicate_q=true"
+        text = message([*argv, f"model.hf_checkpoint={folder}"], keys, files=True)
+        assert "output gates; set rollout.dcp_replicate_q=false" in text
+
+
+def test_an_option_of_a_group_is_dropped_where_auto_forms_none(plan: Callable[..., Plan]) -> None:
+    (engine,) = plan("rollout.tp=4", "rollout.dcp=auto", "rollout.dcp_replicate_q=true").engines
+    assert (engine.dcp, engine.dcp_replicate_q) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("--sglang-dcp-comm-backend a2a", ("dcp_comm", "a2a")),
+        ("--sglang-dcp-replicate-q-proj", ("dcp_replicate_q", True)),
+        ("--sglang-dcp-replicate-q-proj --no-sglang-dcp-replicate-q-proj", ("dcp_replicate_q", False)),
+        ("--sglang-enable-symm-mem", ("symmetric_memory", True)),
+    ],
+)
+def test_flags_of_slime_and_sglang(flags: str, key: tuple[str, object], argv: list[str]) -> None:
+    cfg = load_config(
+        [*argv, "--rollout-num-gpus-per-engine", "8", "--sglang-dcp-size", "2", *flags.split()], files=False
+    )
+    assert (cfg.rollout.tp, cfg.rollout.dcp, getattr(cfg.rollout, key[0])) == (8, 2, key[1])
+
+
+def test_flashinfer_has_to_be_installed(plan: Callable[..., Plan]) -> None:
+    keys = (*ON.split(), "placement.actor_num_gpus_per_node=8", "rollout.sglang.decode_attention_backend=flashinfer")
+    for version in ((0, 7, 2), None):
+        kernels = Runtime("cuda", (9, 0), (13, 0), {FLASHINFER: version}, nvcc=True)
+        with (
+            contextlib.nullcontext()
+            if version
+            else pytest.raises(ConfigError, match="needs the package flashinfer-python")
+        ):
+            plan(*keys, machine=replace(SERVER, kernels=kernels))
+
+
+def test_flashinfer_from_pages_is_refused(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FLASHINFER_USE_PAGED", "1")
+    keys = (*ON.split(), "placement.actor_num_gpus_per_node=8")
+    plan(*keys, machine=SERVER)
+    with pytest.raises(ConfigError, match=r"variable SGLANG_FLASHINFER_USE_PAGED with rollout\.dcp=2.*unset it"):
+        plan(*keys, "rollout.sglang.attention_backend=flashinfer", machine=SERVER)
 
 
 def test_one_exchange_on_a_gpu(plan: Callable[..., Plan]) -> None:

@@ -45,9 +45,6 @@ class Group:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._exchange(tensor)).sum(0)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> None:
-        received.copy_(torch.stack([tensor[self.rank_in_group] for tensor in self._exchange(sent)]))
-
     def all_to_all_single(self, received: Tensor, sent: Tensor) -> None:
         parts = [tensor.chunk(self.world_size)[self.rank_in_group] for tensor in self._exchange(sent)]
         received.copy_(torch.cat(parts))

@@ -168,7 +168,6 @@ def use_torch(patch: pytest.MonkeyPatch, backend: Any, group: Group) -> None:
         patch.setattr(backend.upstream, name, wrapper, raising=False)
     patch.setattr(backend.upstream, "torch", OnDevice("cpu"))
     patch.setattr(backend, "create_triton_kv_indices_for_dcp_triton", RowsKernel())
-    patch.setattr(torch.distributed, "all_to_all_single", group.all_to_all)
     patch.setattr(backend, "dcp_a2a_lse_reduce", lambda out, lse, group, **options: all_to_all(out, lse, group)[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_any_mix_of_lengths_over_ranks(
     )
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM)
     layer.scaling, layer.sliding_window_size, layer.is_cross_attention = DIM**-0.5, -1, False
-    parallel = SimpleNamespace(dcp_group=group, attn_dcp_size=size, dcp_comm_backend=form)
+    parallel = SimpleNamespace(dcp_group=group, attn_dcp_size=size, dcp_comm_backend=form, dcp_replicate_q_proj=False)
 
     def run(rank: int) -> Tensor:
         table = SimpleNamespace(req_to_token=case.table)
@@ -130,8 +131,49 @@ def test_any_mix_of_lengths_over_ranks(
     with pytest.MonkeyPatch.context() as patch:
         parallel.attn_dcp_rank = 0
         patch.setattr(attention, "get_parallel", lambda: parallel)
-        patch.setattr(torch.distributed, "all_to_all_single", group.all_to_all)
         out = torch.cat([part.view(num_new, heads, DIM) for part in by_threads(group, run)], 1)
     torch.testing.assert_close(out.double(), case.exact(), atol=3e-6, rtol=1e-5)
     for rank, pool in enumerate(pools):  # each token is stored once
         assert int(pool.keys.isfinite().all(-1).sum()) == int((case.slots_L % size == rank).sum())
+
+
+class Rope:
+    """Rotary embedding that adds the position."""
+
+    def __call__(self, positions_T: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q + positions_T[:, None], k + positions_T[:, None]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> None:
+    """Also after a push, which overwrites the projections in place; the loader's write is not counted by torch."""
+    from slime_like_plugins.dcp.group_queries import group_queries
+
+    size, heads, hidden = 3, 2, 8
+    group, hidden_TC, positions_T = Group(size), normal(1, 5, hidden), torch.arange(5) + 7
+    norm = torch.nn.RMSNorm(DIM) if normed else None
+    models: list[torch.nn.Module] = []
+    for rank in range(size):
+        torch.manual_seed(rank)
+        attention: Any = torch.nn.Module()
+        attention.qkv_proj = torch.nn.Linear(hidden, (heads + 2) * DIM, bias)
+        attention.q_norm, attention.rotary_emb = norm, Rope()
+        attention.attn, attention.head_dim, attention.q_size = SimpleNamespace(layer_id=4), DIM, heads * DIM
+        models.append(attention)
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        """Return the gathered queries, and those that the rank computes, before and after a push."""
+        module: Any = models[rank]
+        queries = group_queries(module, group)[4]
+        results: list[tuple[Tensor, Tensor]] = []
+        for _ in range(2):
+            q = module.qkv_proj(hidden_TC)[:, : heads * DIM].reshape(-1, DIM)
+            own, _ = module.rotary_emb(positions_T, (q if norm is None else norm(q)).view(5, -1), torch.zeros(5, DIM))
+            results.append((group.all_gather(own.view(5, heads, DIM), dim=1), queries(positions_T)))
+            module.qkv_proj.weight.fill_(math.nan)
+            module.qkv_proj.weight.data.copy_(normal(10 + rank, (heads + 2) * DIM, hidden))
+        return tuple(torch.stack(tensors) for tensors in zip(*results, strict=True))  # pyright: ignore
+
+    for gathered, computed in by_threads(group, run):
+        torch.testing.assert_close(computed, gathered, atol=2e-6, rtol=1e-5)

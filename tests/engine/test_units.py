@@ -266,7 +266,7 @@ def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("enable_symm_mem", True), ("enable_two_batch_overlap", True), ("kv_cache_dtype", "fp4_e2m1")]
+    ("field", "value"), [("enable_mis", True), ("enable_two_batch_overlap", True), ("kv_cache_dtype", "fp4_e2m1")]
 )
 def test_dcp_checks_the_fields_that_sglang_resolved(field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.arg_groups import overrides
@@ -274,7 +274,7 @@ def test_dcp_checks_the_fields_that_sglang_resolved(field: str, value: object, m
     from slime_like_plugins.dcp import hooks
 
     values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
-    sizes = {"dcp_size": 2, "tp_size": 2, "attn_dp_size": 1, "device": "cpu"}
+    sizes = {"dcp_size": 2, "tp_size": 2, "attn_dp_size": 1, "device": "cpu", "dcp_replicate_q_proj": False}
     model = SimpleNamespace(is_hybrid_swa=False, get_total_num_kv_heads=lambda: 1)
     for name, result in (("attention_backends_of", ["slime_like_cpu"]), ("model_config_of", model)):
         monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
@@ -282,6 +282,9 @@ def test_dcp_checks_the_fields_that_sglang_resolved(field: str, value: object, m
     assert hooks.obstacle(SimpleNamespace(**sizes, **values)) is None
     text = hooks.obstacle(SimpleNamespace(**sizes, **(values | {field: value})))
     assert text is not None and f"SGLang resolved {field}={value!r}" in text
+    replicated = sizes | {"dcp_replicate_q_proj": True, "dcp_comm_backend": "ag_rs"}
+    text = hooks.obstacle(SimpleNamespace(**replicated, **values))
+    assert text is not None and "dcp_replicate_q_proj=True, which is not allowed here: SGLang refuses it" in text
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------

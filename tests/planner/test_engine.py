@@ -60,6 +60,20 @@ def test_capacity_grows_by_the_useful_dcp_size_and_no_further() -> None:
     assert useful_dcp(find_shape("MODEL", "DeepSeek-R1"), EngineSettings(8)) == 8
 
 
+def test_replicated_query_projections_and_symmetric_memory_are_counted() -> None:
+    shape = find_shape("MODEL", "Qwen3-235B-A22B")
+    plain = EngineSettings(8, dcp=2)
+    sizes = {item.name: item.num_bytes for item in engine_memory(shape, plain, H20).table.items}
+    replicated = engine_memory(shape, replace(plain, replicated_q=True), H20)
+    symmetric = engine_memory(shape, replace(plain, symmetric_memory=True), H20)
+    attention = next(item.num_bytes for item in replicated.table.items if item.name == "attention")
+    assert (
+        attention - sizes["attention"] == 94 * 2 * 4096 * (64 * 128) * 2 / 8
+    )  # layers, bytes, hidden, queries of two ranks
+    (reserved,) = (item.num_bytes for item in symmetric.table.items if item.name == "symmetric memory")
+    assert reserved == 4 * 2**30 and "symmetric memory" not in sizes
+
+
 def test_flow_mla_saves_the_articles_formula() -> None:
     shape, settings = find_shape("MODEL", "DeepSeek-R1"), EngineSettings(32, dp_attention=32, flow_mla="output")
     assert shape.latent is not None

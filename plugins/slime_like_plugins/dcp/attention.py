@@ -9,6 +9,7 @@ Axes as in ``sglang_cpu.attention``; A query heads of all ranks of the group.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,13 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from slime_like_plugins.dcp.group_queries import group_queries
 from slime_like_plugins.dcp.layout import local_lens, prefix_buckets, token_table
 from slime_like_plugins.dcp.merge import EXCHANGES, merge
 from slime_like_plugins.sglang_cpu.attention import BatchedAttention, LengthBucket, decode_buckets, extend_buckets
 from slime_like_plugins.sglang_cpu.kernels import CKernels
+
+logger = logging.getLogger(__name__)
 
 # The operator behind scaled_dot_product_attention, which itself returns no log-sum-exp.
 FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -50,6 +54,9 @@ class ShardedAttention(BatchedAttention):
         self._size, self._rank = int(parallel.attn_dcp_size), int(parallel.attn_dcp_rank)
         self._exchange = EXCHANGES[parallel.dcp_comm_backend]
         self._batch: ShardedBatch | None = None
+        self._queries = group_queries(runner.model, self._group) if parallel.dcp_replicate_q_proj else {}
+        if self._queries:
+            logger.info("each rank computes the queries of its group in %d layers", len(self._queries))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Compute the layout of this forward."""
@@ -109,7 +116,9 @@ class ShardedAttention(BatchedAttention):
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
         if forward_batch.forward_mode.is_decode():
-            out_THD, _ = self._attend_cached(q_THD, (keys, values), layer.scaling, self._c)
+            replicated = self._queries.get(layer.layer_id)
+            q_TAD = self._gathered(q_THD) if replicated is None else replicated(forward_batch.positions)
+            out_THD, _ = self._attend_cached(q_TAD, (keys, values), layer.scaling, self._c)
         else:
             out_THD = self._prefill(q_THD, (k_TKD, v_TKD), (keys, values), layer.scaling)
         return out_THD.to(q.dtype).reshape(len(q_THD), -1)
@@ -123,18 +132,21 @@ class ShardedAttention(BatchedAttention):
         if prefixed_T is None:
             return self._attend_over(self._batch.new_buckets, q_THD, *new_TKD, scale)
         out_THD, lse_TH = self._attend_partially(self._batch.new_buckets, q_THD, *new_TKD, scale)
-        cached_THD, cached_TH = self._attend_cached(q_THD[prefixed_T], pools, scale, None)
+        cached_THD, cached_TH = self._attend_cached(self._gathered(q_THD[prefixed_T]), pools, scale, None)
         outs = torch.stack((out_THD[prefixed_T], cached_THD))
         out_THD[prefixed_T], _ = merge(outs, torch.stack((lse_TH[prefixed_T], cached_TH)))
         return out_THD
 
+    def _gathered(self, q_THD: Tensor) -> Tensor:
+        """Return the queries of all ranks, [T, A, D]."""
+        return self._group.all_gather(q_THD, dim=1).contiguous()
+
     def _attend_cached(
-        self, q_THD: Tensor, pools: tuple[Tensor, Tensor], scale: float, kernels: CKernels | None
+        self, q_TAD: Tensor, pools: tuple[Tensor, Tensor], scale: float, kernels: CKernels | None
     ) -> tuple[Tensor, Tensor]:
         """Attend to the tokens in the pools of all ranks. Returns float32 [T, H, D] and log-sum-exp [T, H]."""
         batch = self._batch
         assert batch is not None
-        q_TAD = self._group.all_gather(q_THD, dim=1).contiguous()
         if kernels is None:
             out_TAD, lse_TA = self._attend_partially(batch.buckets, q_TAD, *pools, scale)
         else:

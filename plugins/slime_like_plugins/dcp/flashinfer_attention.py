@@ -19,6 +19,7 @@ import math
 from typing import Any
 
 import torch
+from sglang.srt.distributed.device_communicators.pynccl_allocator import use_symmetric_memory
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import flashinfer_backend
 from sglang.srt.layers.dcp import (
@@ -260,7 +261,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         if self._all_to_all:
             out_THD = dcp_a2a_lse_reduce(out_TAD, lse_TA, self.group, is_lse_base_on_e=True)
         else:
-            out_THD = cp_lse_ag_out_rs_mha(out_TAD.float(), lse_TA, self.group)
+            out_THD = cp_lse_ag_out_rs_mha(self._wide(out_TAD), lse_TA, self.group)
         return out_THD.to(q.dtype).reshape(len(q_THD), -1)
 
     def forward_extend(
@@ -288,7 +289,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         wrapper = self.forward_metadata.prefill_wrappers[0]
         empty_T = (kv_indptr[1:] == kv_indptr[:-1])[request_T]
         out_TAD, lse_TA = self._attend_rows(wrapper, q_THD, layer, empty_T, causal=False)
-        out, lse = cp_lse_ag_out_rs_mha(out_TAD.float(), lse_TA, self.group, return_lse=True)
+        out, lse = cp_lse_ag_out_rs_mha(self._wide(out_TAD), lse_TA, self.group, return_lse=True)
         return out, lse
 
     def _attend_rows(
@@ -312,6 +313,11 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         lse_TA = (lse_TA * LN_2).masked_fill_(empty_T[:, None], -math.inf)
         return out_TAD.masked_fill_(empty_T[:, None, None], 0), lse_TA
 
+    def _wide(self, out_TAD: Tensor) -> Tensor:
+        """Return outputs in float32, which the ranks sum, in symmetric memory if it is used."""
+        with use_symmetric_memory(self.group):
+            return out_TAD.float()
+
     def _store(self, k_TKD: Tensor, v_TKD: Tensor, layer: Any, forward_batch: Any) -> None:
         """Store the tokens of this rank's slots."""
         slots_T = forward_batch.out_cache_loc
@@ -320,16 +326,17 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         scales = self._kv_write_scales(layer)
         self.token_to_kv_pool.set_kv_buffer(layer, location, k_TKD, v_TKD, *scales, dcp_kv_mask=stored_T)
 
-    @staticmethod
-    def _by_heads(q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _by_heads(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, H, D], k and v [T, K, D]. Raises ``NotImplementedError`` unless the layer is plain self-attention."""
         reason = layer_obstacle(layer)
         if reason is None and (k is None or v is None):
             reason = "keys and values of another layer"
         if reason is not None or k is None or v is None:
             raise NotImplementedError(f"{SHARDED_FLASHINFER}: layer {layer.layer_id} has {reason}")
+        with use_symmetric_memory(self.group):  # the ranks gather q
+            q = q.contiguous()
         return (
-            q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
+            q.view(-1, layer.tp_q_head_num, layer.head_dim),
             k.view(-1, layer.tp_k_head_num, layer.head_dim),
             v.view(-1, layer.tp_v_head_num, layer.head_dim),
         )

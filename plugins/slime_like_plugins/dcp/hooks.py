@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from slime_like.config.schema.dcp import (
     SHARDED_FLASHINFER,
@@ -11,8 +14,9 @@ from slime_like.config.schema.dcp import (
     backend_obstacle,
     field_obstacle,
     kv_head_obstacle,
+    replicated_q_obstacle,
 )
-from slime_like_plugins.dcp import NAME
+from slime_like_plugins.dcp import NAME, exchange_time
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -30,9 +34,34 @@ def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         stop_on(NAME, [f"{module.__name__}.is_cuda does not exist"])
     is_cuda, module.is_cuda = module.is_cuda, lambda: True
     try:
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
     finally:
         module.is_cuda = is_cuda
+    measure_exchanges(result)
+    return result
+
+
+def measure_exchanges(result: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook after ``initialize_model_parallel``: measure the exchanges of this rank's DCP group.
+
+    Remove when SGLang reports the time of its collectives.
+    """
+    from sglang.srt.distributed import parallel_state
+
+    module: Any = parallel_state
+    group = module._DCP
+    if group is None:
+        return
+    if group.device.type == "cpu":
+        group.all_to_all_single = functools.partial(_all_to_all_on_cpu, group.device_group)
+        exchange_time.measure(group, exchange_time.HostClock())
+    else:
+        exchange_time.measure(group, exchange_time.DeviceClock(torch.cuda))
+
+
+def _all_to_all_on_cpu(process_group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
+    """All-to-all of the groups on a CPU: SGLang's is an operator for GPUs."""
+    torch.distributed.all_to_all_single(received, sent, group=process_group)
 
 
 def check_resolved(result: None, server_args: Any) -> None:
@@ -61,6 +90,8 @@ def obstacle(server_args: Any) -> str | None:
         value = getattr(view, field)
         if reason := field_obstacle(field, value):
             return f"SGLang resolved {field}={value!r}, which is not allowed with dcp_size={dcp}: {reason}"
+    if view.dcp_replicate_q_proj and (reason := replicated_q_obstacle(view.device, view.dcp_comm_backend)):
+        return f"SGLang resolved dcp_replicate_q_proj=True, which is not allowed here: {reason}"
     config = model_config_of(server_args)
     if config.is_hybrid_swa:
         return f"dcp_size={dcp} for a model with sliding windows, whose KV cache SGLang does not shard"
@@ -68,7 +99,9 @@ def obstacle(server_args: Any) -> str | None:
     return kv_head_obstacle(ranks, dcp, int(config.get_total_num_kv_heads()))
 
 
-GROUPS = Hook("sglang.srt.distributed.parallel_state.initialize_model_parallel", "around", create_groups)
+INITIALIZE = "sglang.srt.distributed.parallel_state.initialize_model_parallel"
+GROUPS = Hook(INITIALIZE, "around", create_groups)
+TIMES = Hook(INITIALIZE, "after", measure_exchanges)
 CHECK = Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_resolved)
 
 
@@ -81,7 +114,7 @@ def install() -> None:
         install_hooks(NAME, (GROUPS, CHECK))
         return
     register_flashinfer()
-    install_hooks(NAME, (CHECK,))
+    install_hooks(NAME, (CHECK, TIMES))
 
 
 def register_flashinfer() -> None:

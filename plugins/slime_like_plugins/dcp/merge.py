@@ -50,7 +50,7 @@ def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Ten
     tokens, heads, width = packed.shape
     sent = packed.view(tokens, size, heads // size, width).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
-    torch.distributed.all_to_all_single(received, sent, group=group.device_group)  # SGLang's is an op for GPUs
+    group.all_to_all_single(received, sent)
     return merge(received[..., :-1], received[..., -1])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slime_like_plugins.dcp import exchange_time
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -24,11 +25,14 @@ class Counts:
     used_tokens_max: int = 0  # by running requests; cached prefixes that may be evicted do not count
     running_requests_max: int = 0
     retractions: int = 0
+    decode_steps: int = 0
 
-    def report(self) -> dict[str, int]:
-        """Return the counts and reset all but the capacity."""
-        values = asdict(self)
-        self.used_tokens_max = self.running_requests_max = self.retractions = 0
+    def report(self) -> dict[str, float]:
+        """Return the counts and the time of DCP exchanges, and reset all but the capacity."""
+        values: dict[str, float] = asdict(self)
+        if (seconds := exchange_time.take(self.decode_steps)) is not None:
+            values["dcp_exchange_s"] = seconds
+        self.used_tokens_max = self.running_requests_max = self.retractions = self.decode_steps = 0
         return values
 
 
@@ -43,6 +47,7 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
     counts.used_tokens_max = max(counts.used_tokens_max, used)
     if batch.forward_mode.is_decode():
         counts.running_requests_max = max(counts.running_requests_max, batch.batch_size())
+        counts.decode_steps += 1
     return original(scheduler, batch, *args, **kwargs)
 
 

@@ -100,6 +100,8 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
         states_per_request=_states_per_request(spec),
         state_slots=options.get("max_mamba_cache_size"),
         max_tokens=options.get("max_total_tokens"),
+        replicated_q=spec.dcp_replicate_q,
+        symmetric_memory=spec.symmetric_memory,
     )
 
 

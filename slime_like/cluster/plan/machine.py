@@ -22,7 +22,7 @@ class Machine:
     cpu_count: int  # of one node
     memory_bytes: int  # of one node
     gpu_names: tuple[str, ...]
-    kernels: Runtime | None = None  # for Gated DeltaNet; None: not probed
+    kernels: Runtime | None = None  # of optional kernels; None: not probed
     is_local: bool = True  # False: only described, memory_bytes is not a limit
     nodes: int = 1
     gpu_bytes: tuple[int, ...] = ()  # memory of each GPU as the driver reports it; (): not reported

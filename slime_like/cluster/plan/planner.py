@@ -18,7 +18,7 @@ from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
 from slime_like.cluster.plan.types import Decision, PlanDecisions, Role
-from slime_like.config.rules.dcp import check_dcp_device, check_dcp_states
+from slime_like.config.rules.dcp import check_dcp_device, check_dcp_states, check_flashinfer
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
@@ -107,7 +107,10 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     load, dcp = engine_load(cfg, context), DcpPlan()
     if engines:
         dcp = plan_dcp(cfg, machine, model, shapes, engines[0], load, decisions)
-        engines = tuple(replace(engine, dcp=dcp.size, dcp_comm=dcp.exchange) for engine in engines)
+        replicate = cfg.rollout.dcp_replicate_q and dcp.size > 1
+        engines = tuple(
+            replace(engine, dcp=dcp.size, dcp_comm=dcp.exchange, dcp_replicate_q=replicate) for engine in engines
+        )
     memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
     if engines:
         add_admission_decision(cfg.rollout, dcp.size, memory.engine, decisions)
@@ -150,6 +153,7 @@ def _device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decision
         )
     check_drafts(cfg, device)
     check_dcp_device(cfg, device)
+    check_flashinfer(cfg, device, machine.kernels if cfg.placement.ray_address is None else None)
     check_dcp_states(cfg, device, model)
     return device
 
@@ -192,6 +196,7 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
             admits_by_kv=rollout.max_running_requests == AUTO,
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
+            symmetric_memory=rollout.symmetric_memory,
             trained_on=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )

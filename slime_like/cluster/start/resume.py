@@ -32,6 +32,8 @@ FREE_KEYS = (
     "rollout.tp",
     "rollout.dcp",
     "rollout.dcp_comm",
+    "rollout.dcp_replicate_q",
+    "rollout.symmetric_memory",
     "rollout.max_running_requests",
     "rollout.start_deadline_s",
     "rollout.request_deadline_s",

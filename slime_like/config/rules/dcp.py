@@ -7,20 +7,26 @@ refused: the plan chooses 1 if a setting or the model does not allow more (``sli
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slime_like.config.rules.gdn_runtime import FLASHINFER, Runtime
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.dcp import (
     ALL_TO_ALL_BACKENDS,
     BACKEND_FIELDS,
     DEFAULT_BACKENDS,
+    PAGED_VARIABLE,
+    SHARDED_FLASHINFER,
     UNSUPPORTED_FIELDS,
     backend_obstacle,
     field_obstacle,
     kv_head_obstacle,
+    replicated_q_obstacle,
     sharded_backend,
 )
+from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
@@ -39,10 +45,11 @@ class DcpObstacle:
 def check_dcp(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if ``rollout.dcp`` does not fit other keys. Needs no file and no machine."""
     rollout = cfg.rollout
-    if rollout.dcp == 1 and rollout.dcp_comm != "auto":
-        raise ConfigError(
-            f"rollout.dcp_comm={rollout.dcp_comm} has no effect with rollout.dcp=1: set rollout.dcp, or remove rollout.dcp_comm"
-        )
+    for name, default in (("dcp_comm", "auto"), ("dcp_replicate_q", False)):
+        if rollout.dcp == 1 and (value := getattr(rollout, name)) != default:
+            raise ConfigError(
+                f"rollout.{name}={str(value).lower()} has no effect with rollout.dcp=1: set rollout.dcp, or remove rollout.{name}"
+            )
     size = _configured_size(cfg)
     if size > 1:
         _divides_tp(cfg, size)
@@ -50,7 +57,12 @@ def check_dcp(cfg: TrainConfig) -> None:
 
 
 def check_dcp_device(cfg: TrainConfig, device: str) -> None:
-    """Raise ``ConfigError`` if engines on ``device`` cannot serve with ``rollout.dcp`` and ``rollout.dcp_comm``."""
+    """Raise ``ConfigError`` if engines on ``device`` cannot serve with ``rollout.dcp`` and its options."""
+    if cfg.rollout.symmetric_memory and device == "cpu":
+        raise ConfigError(
+            "rollout.symmetric_memory=true with placement.device=cpu: it is memory of NCCL, which connects GPUs; ranks on a CPU "
+            "exchange over gloo. Set rollout.symmetric_memory=false"
+        )
     if cfg.rollout.dcp == 1:
         return
     size = _configured_size(cfg)
@@ -64,6 +76,28 @@ def check_dcp_device(cfg: TrainConfig, device: str) -> None:
             "rollout.sglang.attention_backend=flashinfer"
         )
 
+    if cfg.rollout.dcp_replicate_q and (reason := replicated_q_obstacle(device, cfg.rollout.dcp_comm)):
+        raise ConfigError(
+            f"rollout.dcp_replicate_q=true with placement.device={device} and rollout.dcp_comm={cfg.rollout.dcp_comm}: {reason}; "
+            f"set {'rollout.dcp_comm=a2a' if device == 'cpu' else 'rollout.dcp_replicate_q=false'}"
+        )
+
+
+def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None) -> None:
+    """Raise ``ConfigError`` if engines on this machine would attend by FlashInfer with DCP, and it is not installed.
+
+    ``kernels`` is None for a machine that was not probed.
+    """
+    if cfg.rollout.dcp == 1 or kernels is None or kernels.versions.get(FLASHINFER, ()) is not None:
+        return
+    for field in BACKEND_FIELDS:
+        backend = cfg.rollout.sglang.get(field)
+        if backend is not None and sharded_backend(str(backend), device) == SHARDED_FLASHINFER:
+            raise ConfigError(
+                f"rollout.sglang.{field}={backend} with rollout.dcp={cfg.rollout.dcp} needs the package {FLASHINFER}, which is not "
+                "installed: install the version that SGLang requires, or remove the key"
+            )
+
 
 def decode_backend(cfg: TrainConfig, device: str) -> str:
     """Return the attention backend with which engines on ``device`` decode under ``rollout.dcp``."""
@@ -73,7 +107,12 @@ def decode_backend(cfg: TrainConfig, device: str) -> str:
 
 
 def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if the attention of ``model`` cannot be sharded over ``rollout.dcp`` ranks."""
+    """Raise ``ConfigError`` if the attention of ``model`` does not fit ``rollout.dcp`` or ``rollout.dcp_replicate_q``."""
+    gates = model.model_type in FAMILIES and FAMILIES[model.model_type].output_gate
+    if cfg.rollout.dcp_replicate_q and (reason := replicated_q_obstacle("cpu", "a2a", output_gates=gates)):
+        raise ConfigError(
+            f"rollout.dcp_replicate_q=true for the model in {model.folder}: {reason}; set rollout.dcp_replicate_q=false"
+        )
     size = _configured_size(cfg)
     if size == 1:
         return
@@ -111,6 +150,10 @@ def device_obstacles(cfg: TrainConfig, device: str) -> Iterator[DcpObstacle]:
         if backend is not None and (reason := backend_obstacle(sharded_backend(str(backend), device), device)):
             fix = f"remove it, which selects {DEFAULT_BACKENDS[device]}"
             yield DcpObstacle(f"rollout.sglang.{field}={backend}", reason, fix)
+        paged = os.environ.get(PAGED_VARIABLE, "").lower() in ("1", "true", "yes", "y")
+        if backend is not None and sharded_backend(str(backend), device) == SHARDED_FLASHINFER and paged:
+            reason = f"{SHARDED_FLASHINFER} would read new tokens from the cache, where a rank has a part of them"
+            yield DcpObstacle(f"the environment variable {PAGED_VARIABLE}", reason, "unset it")
 
 
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:

@@ -33,6 +33,8 @@ OWNED: dict[str, dict[str, str]] = {
         "tp_size": "rollout.tp",
         "dcp_size": "rollout.dcp",
         "dcp_comm_backend": "rollout.dcp_comm",
+        "dcp_replicate_q_proj": "rollout.dcp_replicate_q",
+        "enable_symm_mem": "rollout.symmetric_memory",
         "dp_size": "rollout.num_engines (rollout.sglang.attn_dp_size splits the attention within one engine)",
         "context_length": "rollout.max_context_len",
         "max_running_requests": "rollout.max_running_requests",

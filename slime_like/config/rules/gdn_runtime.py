@@ -1,4 +1,4 @@
-"""Runtime of Gated DeltaNet kernels on this machine, read from package metadata without importing packages."""
+"""Runtime of optional kernels on this machine, read from package metadata without importing packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 Version = tuple[int, ...]
-PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang")
+FLASHINFER = "flashinfer-python"
+PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang", FLASHINFER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,8 @@ UNSUPPORTED_BACKENDS: Mapping[str, str] = {
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "attn_cp_size": (1, "its ranks and those of DCP would both split a sequence"),
+    "cuda_graph_backend_prefill": ("disabled", "SGLang captures prefills without the layout of a sharded cache"),
     "disaggregation_decode_retraction_backup": ("cpu_tensor", "SGLang does not support a backup on the host with DCP"),
-    "dcp_replicate_q_proj": (
-        None,
-        "only models with multi-head latent attention have the projection that it replicates",
-    ),
     "disaggregation_mode": ("null", "prefill and decode run in the same engine here"),
     "dllm_algorithm": (
         None,
@@ -48,9 +45,9 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "enable_hisparse": (False, "SGLang's host pool does not translate indices of a sharded cache"),
     "enable_kv_cache_sharding": (False, "both would widen the indices of the KV cache"),
     "enable_lmcache": (False, "an external cache stores rows of a KV cache that is not sharded"),
+    "enable_mis": (False, "multi-item scoring has custom masks, which attention over a sharded cache does not apply"),
     "enable_pdmux": (False, "prefill and decode would exchange on the group at the same time, which was not tested"),
     "enable_prefill_cp": (False, "SGLang does not support both"),
-    "enable_symm_mem": (False, "exchanges from symmetric memory were not tested"),
     "enable_two_batch_overlap": (False, "exchanges of two batches at the same time were not tested"),
     "enable_unified_cache_external_linker": (False, "an external cache stores rows of a KV cache that is not sharded"),
     "enable_unified_memory": (False, "SGLang supports it with DCP only for latent attention"),
@@ -59,6 +56,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
 }
 """Field of ServerArgs -> the value that DCP requires, and the reason."""
 QUANTISED = ("fp4", "mxfp")  # prefixes of the KV cache's dtypes that are refused
+PAGED_VARIABLE = "SGLANG_FLASHINFER_USE_PAGED"
+"""Environment variable with which FlashInfer reads new tokens from the cache, of which a rank has a part."""
 
 
 def field_obstacle(field: str, value: object) -> str | None:
@@ -69,6 +68,21 @@ def field_obstacle(field: str, value: object) -> str | None:
     if field == "kv_cache_dtype":
         return reason if str(value).startswith(QUANTISED) else None
     return None if value in (required, None, False) else reason
+
+
+def replicated_q_obstacle(device: str, exchange: str, *, output_gates: bool = False) -> str | None:
+    """Return the reason why an engine cannot replicate query projections within a DCP group, or None.
+
+    ``output_gates``: the model has output gates in its query projection.
+    """
+    if device != "cpu":
+        return (
+            "on a GPU, SGLang 0.5.23 replicates query projections only in models with multi-head latent attention, of which none "
+            "can be trained here"
+        )
+    if exchange == "ag_rs":
+        return "SGLang refuses it with the exchange ag_rs"
+    return "the query projection of this model also computes output gates" if output_gates else None
 
 
 def backend_obstacle(backend: str, device: str) -> str | None:

@@ -116,6 +116,8 @@ class EngineSpec:
     cpu_kernels: str = "auto"  # auto | c | torch | off
     dcp: int = 1  # ranks that share the KV cache of a sequence
     dcp_comm: str = "ag_rs"  # exchange of partial attention between them: ag_rs | a2a
+    dcp_replicate_q: bool = False  # each of them computes the queries of all
+    symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     trained_on: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 

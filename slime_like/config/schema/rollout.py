@@ -41,6 +41,16 @@ class RolloutConfig(Config):
         "all-to-all (on a GPU: with FlashInfer attention only); auto: a2a on a CPU, ag_rs on a GPU.",
         choices=("auto", "ag_rs", "a2a"),
     )
+    dcp_replicate_q: bool = key(
+        False,
+        "Each rank of a DCP group computes the queries of the whole group in decode steps, with copies of the other ranks' query "
+        "projections, instead of gathering them (SGLang: --dcp-replicate-q-proj; on a CPU, with rollout.dcp_comm=a2a).",
+    )
+    symmetric_memory: bool = key(
+        False,
+        "Collectives of an engine's ranks, the exchanges of rollout.dcp included, use NCCL symmetric memory (SGLang: "
+        "--enable-symm-mem; GPUs only).",
+    )
     generate: str = key("single_turn", "Generate function: a name of table GENERATE or a path.")
     agent: str | None = key(
         None,

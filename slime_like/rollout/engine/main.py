@@ -68,6 +68,10 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     if spec.dcp > 1:
         arguments |= {"dcp_size": spec.dcp, "dcp_comm_backend": spec.dcp_comm}
         arguments["attention_backend"] = DEFAULT_BACKENDS[spec.device]  # SGLang's default may ignore DCP
+        if spec.dcp_replicate_q:
+            arguments["dcp_replicate_q_proj"] = True
+    if spec.symmetric_memory:
+        arguments["enable_symm_mem"] = True
     identity = {
         "host": launch.host,
         "port": launch.port,

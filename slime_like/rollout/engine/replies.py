@@ -42,13 +42,15 @@ class KvUsage:
     """Use of an engine's KV cache since the previous report, counted in its scheduler at every batch.
 
     With data-parallel attention, the engine has a cache per attention group: ``capacity_tokens`` and ``used_tokens_max`` are
-    those of the fullest, ``running_requests_max`` and ``retractions`` are sums.
+    those of the fullest, ``running_requests_max`` and ``retractions`` are sums, and the others are those of the slowest group.
     """
 
     capacity_tokens: int
     used_tokens_max: int  # tokens of running requests; cached prefixes that may be evicted do not count
     running_requests_max: int
     retractions: int  # requests that lost their KV cache because it was full; pauses for a push do not count
+    decode_steps: int = 0
+    dcp_exchange_s: float | None = None  # seconds of a rank in exchanges of decode context parallelism; None without it
 
     @property
     def share(self) -> float:
@@ -71,6 +73,8 @@ def kv_usage(reply: Any) -> KvUsage:
         fullest.used_tokens_max,
         sum(group.running_requests_max for group in groups),
         sum(group.retractions for group in groups),
+        max(group.decode_steps for group in groups),
+        max((group.dcp_exchange_s for group in groups if group.dcp_exchange_s is not None), default=None),
     )
 
 

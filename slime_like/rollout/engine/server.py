@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
+from typing import BinaryIO
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -65,14 +66,7 @@ class EngineServer:
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._log_begin = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "slime_like.rollout.engine.main"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_environment(self._spec, self._scratch, self._host),
-                start_new_session=True,
-            )
+            self._process = self._spawn(log, child_environment(self._spec, self._scratch, self._host))
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
         self._process.stdin.flush()
@@ -148,6 +142,17 @@ class EngineServer:
 
     def _last_lines(self) -> list[str]:
         return processes.last_lines(self._spec.log_path, self._log_begin)
+
+    def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start ``main.py`` as the leader of a new session, with a pipe as its stdin."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "slime_like.rollout.engine.main"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
 
     def _answers(self, seconds: float) -> bool:
         try:

@@ -29,6 +29,9 @@ async def kv_metrics(pool: EnginePool) -> tuple[list[Metric], list[str]]:
         Last("rollout/running_requests_max", max(usage.running_requests_max for usage in usages)),
         Sum("rollout/retractions", sum(usage.retractions for usage in usages)),
     ]
+    exchanges = [usage.dcp_exchange_s for usage in usages if usage.dcp_exchange_s is not None]
+    if exchanges:
+        metrics.append(Last("rollout/dcp_exchange_time", max(exchanges)))
     return metrics, warnings
 
 

@@ -1,0 +1,141 @@
+"""Time of the exchanges within a DCP group, measured on each rank without waiting for a GPU.
+
+On a CPU an exchange ends when its call returns, so a clock of the host measures all of them. On a GPU, events are recorded before
+and after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold the times of
+its last replay, which stand for all decode steps since the last report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+STRIDE = 7  # no multiple of the 1 to 3 exchanges of a layer, so that each kind is measured equally often
+METHODS = ("all_gather", "all_reduce", "all_to_all_single")
+"""Methods of SGLang's ``GroupCoordinator`` with which DCP exchanges."""
+
+
+class ExchangeClock(Protocol):
+    """Clock of the exchanges on this rank."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Measure the exchange within this context."""
+        ...
+
+    def take(self, decode_steps: int) -> float:
+        """Return the seconds spent in exchanges since the last call, in which the engine made ``decode_steps``."""
+        ...
+
+
+class HostClock:
+    """Clock of the host."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - begin
+
+    def take(self, decode_steps: int) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+@dataclass(slots=True)
+class CapturedExchanges:
+    """Events in one CUDA graph."""
+
+    pairs: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+    replayed_at: float = -1.0  # time of the last replay that was read, in milliseconds after the clock's origin
+
+
+class DeviceClock:
+    """Clock of a GPU. ``device`` is ``torch.cuda``."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._num_exchanges = 0
+        self._is_capturing = False
+        self._eager: list[tuple[Any, Any]] = []
+        self._graphs: list[CapturedExchanges] = []
+        self._origin = device.Event(enable_timing=True)
+        self._origin.record()
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        pairs = self._pairs()
+        self._num_exchanges += 1
+        if self._num_exchanges % STRIDE:
+            yield
+            return
+        begin, end = (self._device.Event(enable_timing=True, external=self._is_capturing) for _ in range(2))
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            pairs.append((begin, end))
+
+    def take(self, decode_steps: int) -> float:
+        ended = [pair for pair in self._eager if pair[1].query()]
+        self._eager = [pair for pair in self._eager if pair not in ended]
+        steps = [step for graph in self._graphs if (step := self._replayed(graph)) is not None]
+        per_step = sum(steps) / len(steps) if steps else 0.0
+        return 1e-3 * STRIDE * (_milliseconds(ended) + decode_steps * per_step)
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Return the list for the next pair of events: that of the graph which is being captured, or of all other exchanges.
+
+        SGLang runs a batch before it captures it, so exchanges outside a capture separate two graphs.
+        """
+        was_capturing, self._is_capturing = self._is_capturing, bool(self._device.is_current_stream_capturing())
+        if not self._is_capturing:
+            return self._eager
+        if not was_capturing:
+            self._graphs.append(CapturedExchanges())
+        return self._graphs[-1].pairs
+
+    def _replayed(self, graph: CapturedExchanges) -> float | None:
+        """Return the milliseconds of a graph's exchanges in its last replay; None if that was read before or has not ended."""
+        if not graph.pairs or not graph.pairs[-1][1].query():
+            return None
+        replayed_at = self._origin.elapsed_time(graph.pairs[-1][1])
+        if replayed_at == graph.replayed_at:
+            return None
+        graph.replayed_at = replayed_at
+        return _milliseconds(graph.pairs)
+
+
+_clocks: list[ExchangeClock] = []  # of this process's DCP group; at most one
+
+
+def take(decode_steps: int) -> float | None:
+    """Return the seconds that this rank spent in exchanges since the last call; None without DCP."""
+    return _clocks[0].take(decode_steps) if _clocks else None
+
+
+def measure(group: Any, clock: ExchangeClock) -> None:
+    """Measure every exchange of ``group`` with ``clock``, which becomes the clock of this process."""
+    for name in METHODS:
+        setattr(group, name, _timed(getattr(group, name), clock))
+    _clocks[:] = [clock]
+
+
+def _timed(exchange: Callable[..., Any], clock: ExchangeClock) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with clock.running():
+            return exchange(*args, **kwargs)
+
+    return timed
+
+
+def _milliseconds(pairs: Sequence[tuple[Any, Any]]) -> float:
+    return sum(begin.elapsed_time(end) for begin, end in pairs)

@@ -1,0 +1,58 @@
+"""Queries of a whole DCP group, computed on each of its ranks (``rollout.dcp_replicate_q``).
+
+In a decode step, a rank attends the query heads of all ranks of its group. The hidden states are the same on all ranks, so a
+rank with copies of the other ranks' query projections computes these queries itself, instead of gathering them. The design is
+that of SGLang's ``dcp_replicate_q_proj``, which exists only for models with multi-head latent attention. There the copies
+are made once; here a push renews them.
+
+Axes: T tokens, A query heads of all ranks of the group, D head dimension, C hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class GroupQueries:
+    """Query projections of all ranks of a group for one attention module."""
+
+    def __init__(self, attention: Any, group: Any) -> None:
+        self._attention, self._group = attention, group
+        self._hidden_TC = torch.empty(0)  # input of the module's own projection in this forward
+        self._weight, self._bias = torch.empty(0), None
+        self._weight_version = -1
+        attention.qkv_proj.register_forward_pre_hook(self._remember)
+
+    def __call__(self, positions_T: Tensor) -> Tensor:
+        """Return the queries [T, A, D] of the tokens whose hidden states the module's projection got last."""
+        self._renew()
+        attention = self._attention
+        tokens, dim = len(self._hidden_TC), attention.head_dim
+        q = F.linear(self._hidden_TC, self._weight, self._bias)
+        if getattr(attention, "q_norm", None) is not None:
+            q = attention.q_norm(q.view(-1, dim)).view(tokens, -1)
+        q, _ = attention.rotary_emb(positions_T, q, q[:, :dim].clone())  # the operator also needs a key
+        return q.view(tokens, -1, dim)
+
+    def _remember(self, projection: Any, inputs: tuple[Tensor, ...]) -> None:
+        self._hidden_TC = inputs[0]
+
+    def _renew(self) -> None:
+        """Gather the projections after a push, which overwrites every parameter on all ranks before any of them decodes."""
+        projection, size = self._attention.qkv_proj, self._attention.q_size
+        if projection.weight._version == self._weight_version:
+            return
+        bias = getattr(projection, "bias", None)
+        self._weight = self._group.all_gather(projection.weight.detach()[:size].contiguous(), dim=0)
+        self._bias = None if bias is None else self._group.all_gather(bias.detach()[:size].contiguous(), dim=0)
+        self._weight_version = projection.weight._version
+
+
+def group_queries(model: Any, group: Any) -> dict[int, GroupQueries]:
+    """Return the queries of each attention layer of ``model`` by its id."""
+    modules = [module for module in model.modules() if hasattr(module, "qkv_proj") and hasattr(module, "attn")]
+    return {module.attn.layer_id: GroupQueries(module, group) for module in modules}
