@@ -15,6 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime_like.cluster.plan.planner import make_plan, probe_machine
+from slime_like.config.load.loader import load_config
+from slime_like.quickstart.model import ModelSpec, write_model
 from tests.e2e import checks
 from tests.e2e.conftest import SMALL_ROLLOUTS, WarmStart
 from tests.e2e.runs import Training, last_step, metrics, train
@@ -25,30 +28,49 @@ pytestmark = pytest.mark.e2e
 def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_does_not(
     warm_start: WarmStart, tmp_path: Path
 ) -> None:
+    """The KV cache is so small that the plan spreads it over both ranks of the engine. Groups are aborted, and continued
+    under new weights.
+    """
+    shape = ModelSpec(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_key_value_heads=1, head_dim=16)
+    write_model(tmp_path / "model", shape)
     with scoring(answers=100) as url:
-        result = train(
+        arguments = (
             "+recipe=quickstart",
             *warm_start.overrides,
             *SMALL_ROLLOUTS,
+            f"model.hf_checkpoint={tmp_path / 'model'}",
             "evaluation.datasets={}",
             "rollout.temperature=1.0",
             "rollout.over_sampling_batch_size=24",
             "rollout.partial_rollout=true",
-            "weights.debug_skip_push_at=2",
+            "rollout.tp=2",
+            "rollout.dcp=auto",
+            "rollout.sglang.max_total_tokens=2048",
+            "optim.schedule=constant",
+            "optim.warmup_steps=0",
+            "weights.debug_skip_push_at=3",
             "reward.name=remote_rm",
             f"reward.remote_url={url}",
             "reward.remote_retries=0",
             "chaos.faults=[reward_down:collect:1]",
             "chaos.slow_s=600",
             f"run.dir={tmp_path / 'run'}",
-            log=tmp_path / "skip.log",
         )
+        result = train(*arguments, log=tmp_path / "skip.log")
     assert result.code == 1
-    assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in result.output
+    assert "ConsistencyError: after the push of version 3 engine and trainer disagree" in result.output
     assert "Traceback" not in result.output
-    assert last_step(tmp_path / "run") == 1
+    assert last_step(tmp_path / "run") == 2
     checks.check_consistency(metrics(tmp_path / "run"))
-    (row,) = metrics(tmp_path / "run")[1:]
+    row, second_row = metrics(tmp_path / "run")[1:]
+    plan = make_plan(load_config(list(arguments)), probe_machine())
+    (decision,) = (decision for decision in plan.decisions if decision.key == "rollout.dcp")
+    assert decision.value == "2"
+    assert decision.reason.startswith("without DCP, the KV cache holds 32 of the 192 requests of 64 tokens")
+    assert "DCP enabled, dcp_size=2, tp_size=2" in (tmp_path / "run" / "logs" / "engine_0.log").read_text()
+    for collected in (row, second_row):
+        assert collected["rollout/kv_capacity_tokens"] == 2 * 2048
+        assert collected["rollout/dcp_exchange_time"] > 0
     assert row["rollout/num_samples"] == 16 * 8
     assert row["rollout/stopped_groups"] == 24 - 16
     assert row["rollout/wasted_tokens"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
-from collections.abc import Coroutine, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Coroutine, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,22 @@ class Engine:
         return self._loop.run_until_complete(work)
 
     async def push(self, tensors: Mapping[str, torch.Tensor], version: int, remote: bool = False) -> None:
-        """Push over the tensor transport: pause, update, flush, resume. ``remote``: as if from another machine."""
+        """Push over the tensor transport. ``remote``: as if from another machine."""
+
+        async def send() -> None:
+            region = SharedBucketMemory()
+            message = payload(tensors) if remote else region.write(Bucket(tuple(tensors.items())))
+            await self.client.update_from_tensors(message)
+            region.write(Bucket(tuple((name, torch.full_like(t, 7.0)) for name, t in tensors.items())))
+            region.close()  # an engine that still read the region would now serve wrong weights
+
+        await self.update(send(), version)
+
+    async def update(self, sending: Awaitable[object], version: int) -> None:
+        """Update the weights by ``sending``: pause, update, flush, resume."""
         await self.client.pause()
         await self.client.begin_update()
-        region = SharedBucketMemory()
-        message = payload(tensors) if remote else region.write(Bucket(tuple(tensors.items())))
-        await self.client.update_from_tensors(message)
-        region.write(Bucket(tuple((name, torch.full_like(t, 7.0)) for name, t in tensors.items())))
-        region.close()  # an engine that still read the region would now serve wrong weights
+        await sending
         await self.client.end_update(version)
         await self.client.flush()
         await self.client.resume()
@@ -123,7 +131,9 @@ def launch(
     cpu_kernels: str = "auto",
     dcp: int = 1,
     dcp_comm: str = "ag_rs",
+    dcp_replicate_q: bool = False,
     max_running_requests: int | None = 64,
+    server_type: type[EngineServer] = EngineServer,
     **sglang: Any,
 ) -> Generator[Engine | None]:
     """Yield ``None`` once the engine's process has started, so that several can start at once; then the ready engine."""
@@ -142,10 +152,11 @@ def launch(
         cpu_kernels=cpu_kernels,
         dcp=dcp,
         dcp_comm=dcp_comm,
+        dcp_replicate_q=dcp_replicate_q,
         sglang={"max_total_tokens": 4096, **sglang},
     )
     loop = asyncio.new_event_loop()
-    server = EngineServer(spec, admin_key=ADMIN_KEY)
+    server = server_type(spec, admin_key=ADMIN_KEY)
     client: EngineClient | None = None
     try:
         server.start()

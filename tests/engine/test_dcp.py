@@ -18,10 +18,11 @@ from slime_like.cluster.workers import trainer_worker
 from slime_like.config.schema.resolved import EngineSpec, TransportSpec
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
-from slime_like.rollout.engine.server import EngineServer
+from slime_like.rollout.engine.replies import KvUsage
 from slime_like.types import I32
 from tests.engine import hybrid_models, test_families
 from tests.engine.conftest import ADMIN_KEY, Engine, Models, launch, make_sampling, prompt
+from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.test_weights import TensorSource
 
@@ -32,41 +33,64 @@ TOKENS = 24
 SAME = 1e-5  # largest difference of log-probabilities
 
 
-def build(folder: Path, family: str, kv_heads: int) -> Models:
-    """Return random models A and B of a family."""
+@dataclass(frozen=True)
+class ModelCase:
+    """Shape of a random model."""
+
+    family: str
+    kv_heads: int = 1
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+TWELVE = {"num_attention_heads": 12, "intermediate_size": 96, "vocab_size": 576}  # divisible by three and four ranks
+MODELS = {
+    "qwen3": ModelCase("qwen3", fields=TWELVE),
+    "qwen2": ModelCase("qwen2", kv_heads=2),  # with biases
+    "qwen3_moe": ModelCase("qwen3_moe", kv_heads=2),
+    "qwen3_5_text": ModelCase("qwen3_5_text"),
+}
+
+
+def build(folder: Path, case: ModelCase) -> Models:
+    """Return random models A and B."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if family == "qwen3_5_text":
-        fields = {**hybrid_models.SHAPE, **hybrid_models.FAMILIES[family]}
+    if case.family == "qwen3_5_text":
+        fields = {**hybrid_models.SHAPE, **hybrid_models.FAMILIES[case.family]}
     else:
         shape = {**test_families.SHAPE, "head_dim": 16, "tie_word_embeddings": False}
-        fields = {**test_families.FAMILIES.get(family, {}), **shape}
-    fields["num_key_value_heads"] = kv_heads
+        fields = {**test_families.FAMILIES.get(case.family, {}), **shape}
+    fields |= {"num_key_value_heads": case.kv_heads, **case.fields}
     hf: dict[str, Any] = {}
     for seed, name in enumerate("AB"):
         torch.manual_seed(seed)
-        hf[name] = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).eval()
+        hf[name] = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.family, **fields)).eval()
         hf[name].save_pretrained(folder / name)
     return hybrid_models.HybridModels({name: folder / name for name in hf}, hf)
 
 
 @dataclass(frozen=True)
-class Case:
-    """An engine of a family's model."""
+class EngineCase:
+    """An engine of a model."""
 
-    family: str
+    model: str
     tp: int = 2
     dcp: int = 2
-    kv_heads: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+A2A = {"dcp_comm": "a2a"}
+REPLICATED = {**A2A, "dcp_replicate_q": True}
 CASES = {
-    "whole": Case("qwen3", dcp=1),
-    "sharded": Case("qwen3", settings={"max_total_tokens": ROWS, "chunked_prefill_size": 32}),
-    "qwen3_moe": Case("qwen3_moe", tp=4, kv_heads=2, settings={"dcp_comm": "a2a", "cpu_kernels": "torch"}),
-    "qwen3_5_text": Case("qwen3_5_text", settings={"dcp_comm": "a2a"}),
+    "sharded": EngineCase("qwen3", settings={"max_total_tokens": ROWS, "chunked_prefill_size": 32}),
+    "qwen3 tp4 dcp4": EngineCase("qwen3", 4, 4, A2A),
+    "qwen3 tp3 dcp3": EngineCase("qwen3", 3, 3, {**REPLICATED, "cpu_kernels": "torch"}),
+    "qwen2 tp4 dcp2": EngineCase("qwen2", 4, 2, REPLICATED),
+    "qwen3_moe tp4 dcp2": EngineCase("qwen3_moe", 4, 2, {**A2A, "cpu_kernels": "torch"}),
+    "qwen3_5_text tp2 dcp2": EngineCase("qwen3_5_text", 2, 2, A2A),
 }
+WHOLE = {model: EngineCase(model, 1, 1) for model in MODELS}
+"""Engines without DCP."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +100,27 @@ class Served:
     engines: Mapping[str, Engine]
     models: Mapping[str, Models]
 
+    def twins(self, name: str) -> tuple[Engine, Engine, Models]:
+        """Return an engine, the engine of the same model without DCP, and the model."""
+        model = CASES[name].model
+        return self.engines[name], self.engines[model], self.models[model]
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Engines of all cases, started side by side."""
-    models: dict[str, Models] = {}
+    """Engines of all cases, started side by side from one process that has imported SGLang."""
+    start_fork_server()
+    models = {name: build(tmp_path_factory.mktemp(name), case) for name, case in MODELS.items()}
     with contextlib.ExitStack() as stack:
         begun: dict[str, Any] = {}
-        for name, case in CASES.items():
-            folder = tmp_path_factory.mktemp(name)
-            if case.family not in models:
-                models[case.family] = build(folder, case.family, case.kv_heads)
-            settings: dict[str, Any] = {"dcp": case.dcp, **case.settings}
+        for name, case in (WHOLE | CASES).items():
+            settings: dict[str, Any] = {"dcp": case.dcp, "server_type": ForkedEngineServer, **case.settings}
+            folder = tmp_path_factory.mktemp("logs")
             begun[name] = stack.enter_context(
-                contextlib.closing(launch(models[case.family], folder, case.tp, **settings))
+                contextlib.closing(launch(models[case.model], folder, case.tp, **settings))
             )
             assert next(begun[name]) is None
-        engines = {name: next(run) for name, run in begun.items()}
-        yield Served(engines, {name: models[case.family] for name, case in CASES.items()})
+        yield Served({name: next(run) for name, run in begun.items()}, models)
 
 
 def greedy(engine: Engine, prompts: list[I32], tokens: int = TOKENS) -> list[Completion]:
@@ -114,52 +141,79 @@ def assert_same(mine: list[Completion], theirs: list[Completion]) -> None:
 PROMPTS = [prompt(length, seed=length) for length in LENGTHS]
 
 
-def test_greedy_tokens_are_the_same_cold_and_after_prefix_hits(served: Served) -> None:
-    """Prompts shorter than the group leave a rank without tokens; long ones are prefilled in chunks."""
-    whole, sharded = served.engines["whole"], served.engines["sharded"]
-    for _ in range(2):
-        assert_same(greedy(sharded, PROMPTS), greedy(whole, PROMPTS))
-    assert "C kernels" in sharded.server.decodes_with()
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logprobs_are_the_same_cold_after_prefix_hits_and_after_a_push(name: str, served: Served) -> None:
+    """Prompts shorter than the group leave a rank without tokens; the sharded engine prefills long ones in chunks."""
+    sharded, whole, models = served.twins(name)
+    for version, weights in enumerate("ABA"):
+        if version:
+            for engine in (sharded, whole):
+                engine.run(engine.push(models.tensors(weights), version))
+        for _ in range(2 if version < 2 else 0):
+            assert_same(greedy(sharded, PROMPTS), greedy(whole, PROMPTS))
+    ids = PROMPTS[-1]
+    mine, theirs = (engine.run(engine.client.score([ids], 1.0))[0] for engine in (sharded, whole))
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=SAME)
+    samples = [
+        engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, TOKENS))) for engine in (sharded, whole)
+    ]
+    assert_same(*samples)
+
+
+def log_of(engine: Engine) -> str:
+    return Path(f"/proc/{engine.server.pid}/fd/1").read_text(errors="replace")
+
+
+def test_each_engine_uses_what_its_settings_name(served: Served) -> None:
+    for name, case in CASES.items():
+        settings, log = case.settings, log_of(served.engines[name])
+        kernels = "torch" if settings.get("cpu_kernels") == "torch" else "C"
+        assert f"{kernels} kernels" in served.engines[name].server.decodes_with()
+        capacity = case.dcp * settings.get("max_total_tokens", 4096)
+        assert re.findall(r"max_total_num_tokens=(\d+)", log)[-1] == str(capacity)
+        assert f"'dcp_comm_backend': '{settings.get('dcp_comm', 'ag_rs')}'" in log
+        assert ("each rank computes the queries of its group in 2 layers" in log) == settings.get(
+            "dcp_replicate_q", False
+        )
+
+
+def test_the_time_of_exchanges_is_reported_once(served: Served) -> None:
+    async def usage(engine: Engine) -> KvUsage:
+        await engine.client.kv_usage()
+        await engine.client.generate(PROMPTS[-1], [0], make_sampling(0.0, TOKENS))
+        return await engine.client.kv_usage()
+
+    sharded, whole = served.engines["sharded"], served.engines["qwen3"]
+    times = sharded.run(usage(sharded))
+    assert times.decode_steps == TOKENS - 1 and times.dcp_exchange_s is not None and times.dcp_exchange_s > 0
+    assert sharded.run(sharded.client.kv_usage()).dcp_exchange_s == 0
+    assert whole.run(usage(whole)).dcp_exchange_s is None
 
 
 def test_the_same_rows_hold_twice_the_tokens_and_running_out_changes_nothing(served: Served) -> None:
     """So many sequences that requests are retracted, and prefilled again later."""
-    whole, sharded = served.engines["whole"], served.engines["sharded"]
-    log = Path(f"/proc/{sharded.server.pid}/fd/1").read_text(errors="replace")
-    assert re.findall(r"max_total_num_tokens=(\d+)", log)[-1] == str(2 * ROWS)
+    sharded, whole, _ = served.twins("sharded")
     prompts = [prompt(20, seed=seed) for seed in range(16)]
     assert_same(greedy(sharded, prompts, 60), greedy(whole, prompts, 60))
-    log = Path(f"/proc/{sharded.server.pid}/fd/1").read_text(errors="replace")
-    assert "retract" in log.lower()
+    assert "retract" in log_of(sharded).lower()
 
 
 def test_pushes_by_both_transports(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_worker, "_own_address", lambda: "127.0.0.1")
-    whole, sharded = served.engines["whole"], served.engines["sharded"]
-    models = served.models["sharded"]
+    sharded, whole, models = served.twins("sharded")
     transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
     sender = trainer_worker._make_sender([sharded.client], transport, "dcp")
-
-    async def broadcast(name: str, version: int) -> None:
-        client = sharded.client
-        await client.pause()
-        await client.begin_update()
-        await sender.send(TensorSource(models.tensors(name)))
-        await client.end_update(version)
-        await client.flush()
-        await client.resume()
-
     sharded.run(sharded.push(models.tensors("B"), 1))
     whole.run(whole.push(models.tensors("B"), 1))
     assert_same(greedy(sharded, PROMPTS), greedy(whole, PROMPTS))
-    sharded.run(broadcast("A", 2))
+    sharded.run(sharded.update(sender.send(TensorSource(models.tensors("A"))), 2))
     sharded.run(sender.close())
     whole.run(whole.push(models.tensors("A"), 2))
     assert_same(greedy(sharded, PROMPTS), greedy(whole, PROMPTS))
 
 
 def test_aborted_requests_leave_a_cache_that_can_be_used(served: Served) -> None:
-    whole, sharded = served.engines["whole"], served.engines["sharded"]
+    sharded, whole, _ = served.twins("sharded")
     ids = prompt(30, seed=77)
 
     async def abort() -> list[Completion]:
@@ -174,26 +228,10 @@ def test_aborted_requests_leave_a_cache_that_can_be_used(served: Served) -> None
 
 
 def test_requests_in_flight_go_on_over_pushes(served: Served) -> None:
-    sharded, models = served.engines["sharded"], served.models["sharded"]
+    sharded, _, models = served.twins("sharded")
     ids = prompt(21, seed=3)
     for completion in generate_over_two_pushes(sharded, models, ids, 120):
         np.testing.assert_allclose(completion.logprobs, logprobs_by_version(models, ids, completion), atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
-def test_other_families_agree_with_transformers(family: str, served: Served) -> None:
-    engine, models = served.engines[family], served.models[family]
-    ids = prompt(101, seed=5)
-    for version, name in enumerate("AB"):
-        if version:
-            engine.run(engine.push(models.tensors(name), version))
-        (scored,) = engine.run(engine.client.score([ids], 1.0))
-        np.testing.assert_allclose(scored, models.logprobs(name, ids, 1.0), atol=test_families.TOLERANCE)
-        for _ in range(2):
-            for completion in engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, tokens=40))):
-                whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
-                expected = models.logprobs(name, whole, 0.8)[-new:]
-                np.testing.assert_allclose(completion.logprobs, expected, atol=test_families.TOLERANCE)
 
 
 def test_an_engine_that_would_compute_wrong_tokens_does_not_start(models: Models, tmp_path: Path) -> None:
@@ -203,7 +241,8 @@ def test_an_engine_that_would_compute_wrong_tokens_does_not_start(models: Models
         dcp=2,
         sglang={"attention_backend": "torch_native"},
     )
-    server = EngineServer(spec, admin_key=ADMIN_KEY)
+    start_fork_server()
+    server = ForkedEngineServer(spec, admin_key=ADMIN_KEY)
     server.start()
     try:
         with pytest.raises(

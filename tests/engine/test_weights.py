@@ -89,17 +89,8 @@ def test_a_transport_from_the_table_pushes_weights(
     transport = TransportSpec(kind="counting", backend="gloo", max_bytes=1 << 20, deadline_s=60)
     sender = trainer_worker._make_sender([engine.client], transport, "test")
 
-    async def push(name: str, version: int) -> None:
-        client = engine.client
-        await client.pause()
-        await client.begin_update()
-        await sender.send(TensorSource(models.tensors(name)))
-        await client.end_update(version)
-        await client.flush()
-        await client.resume()
-
     for version, name in ((1, "B"), (2, "A"), (3, "B")):
-        engine.run(push(name, version))
+        engine.run(engine.update(sender.send(TensorSource(models.tensors(name))), version))
         check_computes(engine, models, name)
     engine.run(sender.close())
     assert CountingSender.pushes == 3

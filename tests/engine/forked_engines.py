@@ -1,0 +1,118 @@
+"""Engines forked from one process that has imported SGLang, which takes nine tenths of the CPU time of an engine's start.
+
+Python's fork server imports this module, and with ``IMPORTS`` in its environment SGLang. All else is the product's:
+``EngineServer``, the engine's environment, ``main.py`` and the processes that it starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing import forkserver, reduction, resource_tracker
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pytest
+
+from slime_like.rollout.engine.environment import SPIN_COUNT
+from slime_like.rollout.engine.server import EngineServer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARK = "SLIME_LIKE_TEST_FORK_SERVER"
+IMPORTS = {  # read when torch and SGLang are imported
+    MARK: "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "GOMP_SPINCOUNT": SPIN_COUNT,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))),
+    "SGLANG_PLATFORM": "slime_like_cpu",
+    "SLIME_LIKE_SGLANG": "cpu",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def import_sglang() -> None:
+    """Import what ``slime_like.rollout.engine.main.serve`` imports. Load no plugins: they depend on the engine."""
+    from slime_like.util.imports import heavy_imports
+
+    sys.modules["megatron"] = cast(Any, None)
+    with heavy_imports():
+        for name in ("sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server"):
+            importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "only a process with one thread can be forked"
+
+
+if os.environ.get(MARK):
+    import_sglang()
+
+
+class EngineMain:
+    """``main.main`` with this stdin, log and environment, in a child of the fork server."""
+
+    def __init__(self, stdin: int, log: int, environment: dict[str, str]) -> None:
+        self._stdin, self._log, self._environment = stdin, log, environment
+
+    def __getstate__(self) -> tuple[Any, Any, dict[str, str]]:
+        return reduction.DupFd(self._stdin), reduction.DupFd(self._log), self._environment
+
+    def __setstate__(self, state: tuple[Any, Any, dict[str, str]]) -> None:
+        stdin, log, self._environment = state
+        self._stdin, self._log = stdin.detach(), log.detach()
+
+    def __call__(self) -> None:
+        os.setsid()
+        for source, target in ((self._stdin, 0), (self._log, 1), (self._log, 2)):
+            os.dup2(source, target)
+        os.environ.clear()
+        os.environ.update(self._environment)
+        tempfile.tempdir = None
+        vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # an engine has its own
+        from slime_like.rollout.engine import main
+
+        main.main()
+
+
+class ForkedEngine:
+    """The part of ``subprocess.Popen`` that ``EngineServer`` uses."""
+
+    def __init__(self, log: BinaryIO, environment: dict[str, str]) -> None:
+        stdin, writer = os.pipe()
+        target = EngineMain(stdin, log.fileno(), environment)
+        self._process = multiprocessing.get_context("forkserver").Process(target=target)
+        self._process.start()
+        os.close(stdin)
+        self.stdin = os.fdopen(writer, "wb")
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("engine", timeout or 0.0)
+        return self._process.exitcode
+
+
+class ForkedEngineServer(EngineServer):
+    """``EngineServer`` whose processes are forked."""
+
+    def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        return cast("subprocess.Popen[bytes]", ForkedEngine(log, environment))
+
+
+def start_fork_server() -> None:
+    """Start this process's fork server; its imports take the time of an engine's start."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in IMPORTS.items():
+            patch.setenv(name, value)
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        forkserver.ensure_running()
