@@ -39,12 +39,13 @@ from slime_like.rollout.engine.replies import KvUsage  # noqa: E402
 from slime_like.rollout.engine.server import EngineServer  # noqa: E402
 
 KEY = "bench"
-ARMS: Mapping[str, tuple[int, str]] = {
-    "TP2": (1, "ag_rs"),
-    "TP2, DCP2, `ag_rs`": (2, "ag_rs"),
-    "TP2, DCP2, `a2a`": (2, "a2a"),
+ARMS: Mapping[str, tuple[int, str, bool]] = {
+    "TP2": (1, "ag_rs", False),
+    "TP2, DCP2, `ag_rs`": (2, "ag_rs", False),
+    "TP2, DCP2, `a2a`": (2, "a2a", False),
+    "TP2, DCP2, `a2a`, replicated Q": (2, "a2a", True),
 }
-"""Engine -> rollout.dcp and rollout.dcp_comm."""
+"""Engine -> rollout.dcp, rollout.dcp_comm and rollout.dcp_replicate_q."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class DcpArm:
 
 def start(name: str, model: Path, case: DcpCase) -> EngineServer:
     """Start an engine of ``ARMS``."""
-    dcp, exchange = ARMS[name]
+    dcp, exchange, replicated = ARMS[name]
     spec = EngineSpec(
         model_path=str(model),
         device="cpu",
@@ -112,12 +113,13 @@ def start(name: str, model: Path, case: DcpCase) -> EngineServer:
         tp=2,
         context_length=case.prompt + case.response + 16,
         seed=0,
-        log_path=str(model.parent / f"engine_{dcp}_{exchange}.log"),
+        log_path=str(model.parent / f"engine_{dcp}_{exchange}_{replicated}.log"),
         start_deadline_s=300,
         max_running_requests=64,
         cpu_kernels="c",
         dcp=dcp,
         dcp_comm=exchange,
+        dcp_replicate_q=replicated,
         sglang={"max_total_tokens": case.rows},
     )
     server = EngineServer(spec, admin_key=KEY)
@@ -151,20 +153,21 @@ def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
     """Return the Markdown table: medians over rounds, and in brackets the medians of ratios to the first engine's same round."""
     base = next(iter(results.values()))
     lines = [
-        "| engine | `max_total_num_tokens` | one request, ms/token | all requests, tokens/s | at once | retractions per round | "
-        "responses equal to the first row's |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | `max_total_num_tokens` | one request, ms/token | all requests, tokens/s | at once | exchanges | retractions per "
+        "round | responses equal to the first row's |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, rounds in results.items():
         pairs = list(zip(rounds, base, strict=True))
         slower = statistics.median(mine.token_s / first.token_s for mine, first in pairs)
         faster = statistics.median(first.requests_s / mine.requests_s for mine, first in pairs)
         rate = statistics.median(sum(map(len, mine.responses)) / mine.requests_s for mine in rounds)
+        exchanges = statistics.median((r.usage.dcp_exchange_s or 0.0) / r.requests_s for r in rounds)
         equal = sum(a == b for mine, first in pairs for a, b in zip(mine.responses, first.responses, strict=True))
         lines.append(
             f"| {name} | {rounds[0].usage.capacity_tokens:,} | {1e3 * statistics.median(r.token_s for r in rounds):.1f} "
             f"({slower:.2f}) | {rate:,.0f} ({faster:.2f}) | {max(r.usage.running_requests_max for r in rounds)} "
-            f"| {statistics.median(r.usage.retractions for r in rounds):g} | {equal} of {sum(len(r.responses) for r in rounds)} |"
+            f"| {exchanges:.0%} | {statistics.median(r.usage.retractions for r in rounds):g} | {equal} of {sum(len(r.responses) for r in rounds)} |"
         )
     return lines
 
@@ -188,7 +191,8 @@ def page(results: Mapping[str, Sequence[DcpRound]], case: DcpCase, machine_line:
             f"of {shape.head_dim}) and a KV cache of {case.rows} tokens per rank. In each of {len(base)} rounds the engines take turns: one "
             f"request of {case.prompt} prompt tokens and {case.response} response tokens, decode steps only; then {case.num_requests} such requests "
             f"at once, which need {needed:,} tokens of KV cache, with the time until the last one has "
-            "ended. Medians over rounds; in brackets the median of the ratios to the first row in the same round.",
+            "ended, and the share of it that rank 0 spent in DCP's exchanges, waiting for the other rank included. Medians over rounds; in "
+            "brackets the median of the ratios to the first row in the same round.",
             "",
             *table(results),
             "",

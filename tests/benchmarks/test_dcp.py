@@ -15,7 +15,7 @@ dcp: Any = importlib.import_module("benchmarks.dcp")
 
 def measured(token_ms: float, seconds: float, *, capacity: int = 384, retractions: int = 0, last: int = 3) -> Any:
     """Return a round with two responses of two tokens each."""
-    usage = KvUsage(capacity, capacity, capacity // 100, retractions)
+    usage = KvUsage(capacity, capacity, capacity // 100, retractions, 9, seconds / 4 if capacity > 384 else None)
     return dcp.DcpRound(token_ms / 1e3, seconds, usage, ((1, 2), (1, last)))
 
 
@@ -27,8 +27,8 @@ RESULTS = {
 
 def test_rows_have_medians_and_ratios_of_the_same_round() -> None:
     _, _, plain, sharded = dcp.table(RESULTS)
-    assert plain == "| TP2 | 384 | 10.0 (1.00) | 1 (1.00) | 3 | 4 | 6 of 6 |"
-    assert sharded == "| DCP2 | 768 | 12.0 (1.10) | 2 (2.00) | 7 | 0 | 5 of 6 |"
+    assert plain == "| TP2 | 384 | 10.0 (1.00) | 1 (1.00) | 3 | 0% | 4 | 6 of 6 |"
+    assert sharded == "| DCP2 | 768 | 12.0 (1.10) | 2 (2.00) | 7 | 25% | 0 | 5 of 6 |"
 
 
 def test_the_page_names_command_load_and_every_round() -> None:
@@ -53,8 +53,9 @@ def test_engines_differ_only_in_dcp(case: Any, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(dcp, "EngineServer", Server)
     for name in dcp.ARMS:
         dcp.start(name, tmp_path / "model", case)
-    assert [(spec.dcp, spec.dcp_comm) for spec in specs] == [(1, "ag_rs"), (2, "ag_rs"), (2, "a2a")]
-    assert len({spec.log_path for spec in specs}) == 3
+    arms = [(spec.dcp, spec.dcp_comm, spec.dcp_replicate_q) for spec in specs]
+    assert arms == [(1, "ag_rs", False), (2, "ag_rs", False), (2, "a2a", False), (2, "a2a", True)]
+    assert len({spec.log_path for spec in specs}) == 4
     assert {(spec.tp, spec.cpu_kernels, spec.sglang["max_total_tokens"]) for spec in specs} == {(2, "c", case.rows)}
     tokens = case.prompt + case.response
     assert tokens < case.rows < 2 * case.rows < case.num_requests * tokens
