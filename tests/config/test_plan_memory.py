@@ -24,6 +24,7 @@ from slime_like.errors import CheckpointError, ConfigError
 from slime_like.planner.hardware import known_gpu
 
 H100 = described_machine("8xH100")
+WIDE = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
 BARS = ("trainer", "engine", "together")
 RECIPES = ("qwen3_4b_gsm8k", "qwen3_4b_gsm8k_async", "qwen3_4b_dapo", "qwen3_4b_dapo_async")
 
@@ -110,8 +111,7 @@ def test_recurrent_states_per_request_are_sglangs(
 
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_max_total_tokens_bounds_the_cache_of_a_gpu_for_each_dcp_rank(dcp: int) -> None:
-    wide = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
-    overrides = (*wide, "placement.actor_num_gpus_per_node=8", "rollout.sglang.max_total_tokens=65536")
+    overrides = (*WIDE, "placement.actor_num_gpus_per_node=8", "rollout.sglang.max_total_tokens=65536")
     memory = plan("qwen3_4b_gsm8k_async", *overrides, f"rollout.dcp={dcp}", machine=described_machine("16xH200")).memory
     assert memory.engine is not None and memory.engine.tokens == 65_536 * dcp
     table = dict(memory.tables)["engine"]
@@ -159,26 +159,27 @@ def test_cuda_graphs_are_those_that_sglangs_fields_name(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "machine", "critic"),
+    ("recipe", "machine", "extra"),
     [
-        ("qwen3_4b_gsm8k", "8xH100", False),
-        ("qwen3_4b_gsm8k", "8xH200", True),
-        ("qwen3_4b_dapo_async", "8xH200", False),
-        ("quickstart", "", False),
+        ("qwen3_4b_gsm8k", "8xH100", ()),
+        ("qwen3_4b_gsm8k", "8xH200", ("algo=ppo",)),
+        ("qwen3_4b_dapo_async", "8xH200", ()),
+        ("qwen3_4b_dapo_async", "16xH200", (*WIDE, "placement.actor_num_gpus_per_node=8")),
+        ("quickstart", "", ("rollout.tp=4",)),
     ],
 )
-def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: str, critic: bool) -> None:
+def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: str, extra: tuple[str, ...]) -> None:
     target = described_machine(machine) if machine else Machine(0, 8, 64 * 2**30, ())
-    algo = ("algo=ppo",) if critic else ()
-    base = plan(recipe, *algo, machine=target)
+    base = plan(recipe, *extra, machine=target)
     assert base.memory.demand is not None
     listed = list(changes(base.memory.demand, base.dcp))
     assert {"recompute", "logits_chunk"} <= {change.setting.split("=")[0].split(".")[1] for change in listed}
+    assert any(change.setting == "rollout.dcp=2" for change in listed) is ("rollout.tp=8" in extra or not machine)
     for change in listed:
         overrides = change.setting.split()
         if change.plan.gpu and change.plan.needed > change.plan.available:
             continue
-        changed = plan(recipe, *algo, *overrides, machine=target)
+        changed = plan(recipe, *extra, *overrides, machine=target)
         assert dict(changed.memory.tables) == dict(change.plan.tables), change.setting
 
 
@@ -287,8 +288,7 @@ def test_a_cpu_run_whose_cache_is_short_is_told_of_dcp() -> None:
 
 
 def test_dcp_is_suggested_if_the_cache_limits_the_rollout_and_ranks_repeat_heads() -> None:
-    wide = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
-    text = show_plan(["+recipe=qwen3_4b_dapo_async", *wide, "placement.actor_num_gpus_per_node=8"], "16xH200")
+    text = show_plan(["+recipe=qwen3_4b_dapo_async", *WIDE, "placement.actor_num_gpus_per_node=8"], "16xH200")
     assert "rollout.dcp=2 would hold" in text
     assert "rollout.dcp" not in show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100")
 
