@@ -107,12 +107,12 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
         max_running=options.max_running,
     )
     check_engine(shape, settings)
-    useful = useful_dcp(shape, settings)
-    if settings.dcp > useful:
+    largest = useful_dcp(shape, settings)
+    if settings.dcp > largest:
         heads = "latent attention has one KV head" if shape.attention is None else f"{shape.kv_heads} KV heads"
         raise ConfigError(
             f"--dcp {settings.dcp}: {settings.attention_tp} ranks share {shape.name}'s KV cache ({heads}), so more than "
-            f"{useful} of them add no capacity: set --dcp {useful}"
+            f"{largest} of them add no capacity: set --dcp {largest}"
         )
     _check_static(shape, settings, hardware)
     return settings
@@ -258,9 +258,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     if not options.model:
         parser.error(f"MODEL is empty: give {models}")
     fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in FLAGS.values()}
-    unread = [flag for flag, field in fields.items() if getattr(options, field) != parser.get_default(field)]
-    if unread and not options.train:
-        parser.error(f"{unread[0]} has no effect without --train: add --train")
+    unused_flags = [flag for flag, field in fields.items() if getattr(options, field) != parser.get_default(field)]
+    if unused_flags and not options.train:
+        parser.error(f"{unused_flags[0]} has no effect without --train: add --train")
     return options
 
 

@@ -56,14 +56,14 @@ def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[
         yield _change(s, ep=2 * s.ep)
     if s.dp % 2:
         return
-    half = replace(s, dp=s.dp // 2, num_micro_batches=s.num_micro_batches and 2 * s.num_micro_batches)
+    half_dp = replace(s, dp=s.dp // 2, num_micro_batches=s.num_micro_batches and 2 * s.num_micro_batches)
     if shape.heads % (2 * s.tp) == 0 and shape.kv_heads % (2 * s.tp) == 0:
         # With tp 1 a run has no sequence parallelism; its default is on.
-        yield _change(replace(half, sequence_parallel=s.sequence_parallel or s.tp == 1), tp=2 * s.tp)
+        yield _change(replace(half_dp, sequence_parallel=s.sequence_parallel or s.tp == 1), tp=2 * s.tp)
     if s.tokens > 1:  # the cp ranks share a micro-batch: with half the tokens each, it is as long as before
-        yield _change(half, cp=2 * s.cp, tokens=s.tokens // 2)
-    if 2 * s.pp <= len(shape.layers) and s.tp * s.cp * half.dp % s.ep == 0:
-        yield _change(replace(half, segments=()), pp=2 * s.pp)
+        yield _change(half_dp, cp=2 * s.cp, tokens=s.tokens // 2)
+    if 2 * s.pp <= len(shape.layers) and s.tp * s.cp * half_dp.dp % s.ep == 0:
+        yield _change(replace(half_dp, segments=()), pp=2 * s.pp)
 
 
 def _change(settings: TrainerSettings, **values: str | float) -> TrainerChange:

@@ -70,8 +70,8 @@ def trainer_lines(
     rows = [("", "per GPU", "change", "")]
     for change in trainer_changes(shape, s):
         total = trainer_memory(shape, change.settings).total
-        fits = "" if total <= memory else "does not fit"
-        rows.append((change.named(FLAGS, " "), gib(total), f"{(total - table.total) / GIB:+.1f} GiB", fits))
+        note = "" if total <= memory else "does not fit"
+        rows.append((change.named(FLAGS, " "), gib(total), f"{(total - table.total) / GIB:+.1f} GiB", note))
     yield from columns(rows)
 
 

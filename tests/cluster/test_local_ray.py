@@ -19,7 +19,11 @@ from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
-from slime_like.cluster.start import local_ray
+from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.ray_cluster import ClusterNode
+from slime_like.cluster.start import local_ray, placement
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, DeadlineExceeded
 
 real_init, real_shutdown = ray.init, ray.shutdown
@@ -222,3 +226,16 @@ def test_rays_message_for_a_late_node_is_unchanged() -> None:
     assert node.__file__ is not None
     with open(node.__file__) as source:
         assert local_ray.TIMEOUT_TEXT in source.read()
+
+
+def test_a_joined_cluster_is_checked_before_anything_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "placement.ray_address=10.0.0.1:6379"
+    cfg = load_config(["+recipe=qwen3_4b_gsm8k", address, "placement.device=cuda"], files=False, machine=False)
+    plan = make_plan(cfg, described_machine("8xH200"))
+    joined: list[str] = []
+    monkeypatch.setattr(local_ray, "join", lambda address, _: joined.append(address))
+    monkeypatch.setattr(local_ray, "nodes", lambda: (ClusterNode("10.0.0.1", 4, 64, 2**40, "H200"),))
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: pytest.fail("nothing may be reserved"))
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs .* the nodes have 4"):
+        placement.Placement(cfg, plan, "stacks").open()
+    assert joined == ["10.0.0.1:6379"]

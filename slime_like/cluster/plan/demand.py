@@ -39,7 +39,7 @@ class MemoryPlan:
         return sum(table.total for role, table in self.tables if role in self.busiest)
 
     @property
-    def together(self) -> MemoryTable:
+    def by_role(self) -> MemoryTable:
         """Memory by role: of the GPU that needs most, or on a CPU of all processes."""
         if self.gpu:
             shares = [(role, table.total, "") for role, table in self.tables if role in self.busiest]

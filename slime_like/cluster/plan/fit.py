@@ -71,16 +71,18 @@ def check_fits(
     num_gpus: int,
     role_bytes: int,
 ) -> None:
-    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is checked once it responds (``joined``)."""
+    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is checked once it responds (``ray_cluster``)."""
     if cfg.placement.ray_address is not None and machine.is_local:
         return
     if device == "cuda":
         if num_gpus > machine.num_gpus:
-            have = f"only {machine.num_gpus} are visible" if machine.is_local else f"the nodes have {machine.num_gpus}"
+            available = (
+                f"only {machine.num_gpus} are visible" if machine.is_local else f"the nodes have {machine.num_gpus}"
+            )
             needs = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in roles)
             split = ", or set placement.mode=colocated" if cfg.placement.mode == "split" else ""
             raise ConfigError(
-                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but {have}: "
+                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but {available}: "
                 "lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines"
                 f"{split}"
             )

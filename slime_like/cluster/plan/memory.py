@@ -49,10 +49,10 @@ def plan_memory(
 
 def _host_warning(plan: MemoryPlan) -> str:
     """Return a warning if the processes on a CPU may need more than main memory. They share pages, which count in each."""
-    total = plan.together.total
+    total = plan.by_role.total
     if total <= plan.available:
         return ""
-    parts = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in plan.together.items)
+    parts = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in plan.by_role.items)
     return (
         f"the processes may need {gib(total)} of memory ({parts}), but this machine has {gib(plan.available)}: lower "
         "rollout.num_engines, rollout.tp or the trainer's ranks (docs/planner.md)"

@@ -40,8 +40,8 @@ def plot_lines(plan: MemoryPlan) -> Iterator[str]:
     if not plan.tables:
         return
     bars = [Bar(role, table) for role, table in plan.tables]
-    if len(plan.together.items) > 1:
-        bars.append(Bar("together", plan.together))
+    if len(plan.by_role.items) > 1:
+        bars.append(Bar("together", plan.by_role))
     yield ""
     yield from text_plot(bars, plan.available)
 

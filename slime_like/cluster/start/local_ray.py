@@ -24,7 +24,7 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
-from slime_like.cluster.plan.joined import ClusterNode, cluster_nodes
+from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
 from slime_like.cluster.supervise import driver_link
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline

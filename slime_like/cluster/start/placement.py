@@ -12,8 +12,8 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from slime_like.cluster.plan.joined import check_cluster
 from slime_like.cluster.plan.planner import Plan
+from slime_like.cluster.plan.ray_cluster import check_cluster
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from slime_like.cluster.plan.joined import ClusterNode, check_cluster, cluster_nodes
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.ray_cluster import ClusterNode, check_cluster, cluster_nodes
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError

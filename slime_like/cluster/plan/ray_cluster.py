@@ -88,15 +88,15 @@ def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
     if plan.device == "cpu":
         cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)
         return Machine(0, cpus, memory, (), is_local=False)
-    used = sorted((node for node in nodes if node.num_gpus), key=lambda node: -node.num_gpus)
+    gpu_nodes = sorted((node for node in nodes if node.num_gpus), key=lambda node: -node.num_gpus)
     total, count = 0, 0
-    while count < len(used) and total < plan.num_gpus:
-        total, count = total + used[count].num_gpus, count + 1
+    while count < len(gpu_nodes) and total < plan.num_gpus:
+        total, count = total + gpu_nodes[count].num_gpus, count + 1
     return Machine(
         num_gpus=total,
-        cpu_count=min((node.num_cpus for node in used), default=0),
-        memory_bytes=min((node.memory_bytes for node in used), default=0),
-        gpu_names=tuple(node.gpu_name for node in used),
+        cpu_count=min((node.num_cpus for node in gpu_nodes), default=0),
+        memory_bytes=min((node.memory_bytes for node in gpu_nodes), default=0),
+        gpu_names=tuple(node.gpu_name for node in gpu_nodes),
         is_local=False,
         nodes=max(1, count),
     )
