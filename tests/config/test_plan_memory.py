@@ -22,6 +22,8 @@ from slime_like.config.rules import foreign
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.planner.hardware import known_gpu
+from slime_like.planner.models import MODELS
+from tests.config.model_folder import write_model
 
 H100 = described_machine("8xH100")
 WIDE = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
@@ -276,6 +278,26 @@ def test_processes_on_a_cpu_that_may_not_fit_are_warned() -> None:
         "the processes may need 18." in warning
         and "but this machine has 16.0 GiB: lower rollout.num_engines" in warning
     )
+
+
+def test_an_engine_on_a_cpu_whose_share_holds_no_sequence_is_refused_and_the_named_key_mends_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **MODELS["Qwen3-0.6B"])
+    argv = ("placement.device=cpu", f"model.hf_checkpoint={folder}", "rollout.max_context_len=1024")
+    laptop = Machine(0, 4, 10 * 2**30, ())
+    with pytest.raises(ConfigError, match="an engine has mem_fraction_static=") as refusal:
+        plan("quickstart", *argv, machine=laptop)
+    message = str(refusal.value)
+    assert "0.3 of 10.0 GiB of main memory for 2.2 GiB of weights" in message
+    assert re.search(r"holds [\d,]+ tokens, less than a sequence of", message)
+    fix = re.findall(r"set (rollout\.sglang\.mem_fraction_static=[\d.]+)", message)[0]
+    memory = plan("quickstart", *argv, fix, machine=laptop).memory
+    assert memory.engine is not None and memory.engine.tokens > 1_000
+
+
+def test_a_limit_below_a_sequence_is_not_blamed_on_the_memory_of_a_cpu() -> None:
+    limit = ("rollout.sglang.max_total_tokens=40", "rollout.max_response_len=32")
+    memory = plan("quickstart", *limit, machine=Machine(0, 4, 16 * 2**30, ())).memory
+    assert memory.engine is not None and memory.engine.tokens == 40
 
 
 def test_a_cpu_run_whose_cache_is_short_is_told_of_dcp() -> None:

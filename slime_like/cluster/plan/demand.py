@@ -121,7 +121,7 @@ class Demand:
             return None
         spec = self.engines[0]
         if self.hardware is None:
-            return host_engine_memory(self.machine, self.shapes.actor, spec)
+            return host_engine_memory(self.machine, self.shapes.actor, spec, self.static)
         return engine_memory(self.shapes.actor, engine_settings(spec, self.static), self.hardware)
 
 

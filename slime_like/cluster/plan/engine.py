@@ -61,9 +61,11 @@ def _smallest_gpu(machine: Machine) -> GpuKind | str:
     return min((kind for kind in kinds.values() if kind is not None), key=lambda kind: kind.memory)
 
 
-def host_engine_memory(machine: Machine, shape: ModelShape, engine: EngineSpec) -> EngineMemory:
+def host_engine_memory(
+    machine: Machine, shape: ModelShape, engine: EngineSpec, static: float | None = None
+) -> EngineMemory:
     """Return the resident memory of one engine on a CPU."""
-    settings = engine_settings(engine)
+    settings = engine_settings(engine, static)
     processes = sum(item.num_bytes for item in host_processes(settings))
     pool = host_pool(shape, settings, machine.memory_bytes - processes, machine.numa_nodes)
     per_token, per_state = token_bytes(shape, settings), state_bytes(shape, settings)

@@ -8,7 +8,7 @@ from slime_like.cluster.plan.demand import Demand, MemoryPlan
 from slime_like.cluster.plan.engine import known_hardware
 from slime_like.cluster.plan.host import check_node_memory, node_memory
 from slime_like.cluster.plan.machine import Machine
-from slime_like.cluster.plan.remedies import engine_refusal, refusal, serves
+from slime_like.cluster.plan.remedies import engine_refusal, host_engine_refusal, refusal, serves
 from slime_like.cluster.plan.types import Role, RoleShapes
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
@@ -31,7 +31,11 @@ def plan_memory(
     if actor.device != "cuda":
         demand = Demand(cfg, shapes, actor, engines, roles, others, machine)
         plan = replace(demand.plan(), demand=demand)
-        return replace(plan, warning="" if cfg.placement.ray_address is not None else _host_warning(plan))
+        if cfg.placement.ray_address is not None:  # the engines may be on other machines
+            return plan
+        if message := host_engine_refusal(demand, plan):
+            raise ConfigError(message)
+        return replace(plan, warning=_host_warning(plan))
     hardware = known_hardware(cfg, machine, shapes)
     if isinstance(hardware, str):
         return MemoryPlan(unknown=hardware)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slime_like.cluster.plan.demand import Demand, MemoryPlan
+from slime_like.cluster.plan.engine import engine_settings
+from slime_like.planner.host import MEMORY_FRACTION
 from slime_like.planner.table import gib
 
-SMALLEST_STATIC = 0.1
+SMALLEST_STATIC, LARGEST_STATIC = 0.1, 0.95
 
 
 def refusal(demand: Demand, plan: MemoryPlan) -> str:
@@ -60,6 +62,32 @@ def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
     return (
         f"an engine with rollout.tp={spec.tp} has {gib(weights)} of weights on each {plan.gpu}, and {problem}: "
         f"{advice} (docs/planner.md)"
+    )
+
+
+def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
+    """Return the message of an engine on a CPU whose static fraction holds no sequence; empty if it holds one.
+
+    A cache that ``max_total_tokens`` makes shorter than a sequence is not refused.
+    """
+    larger = replace(demand, static=LARGEST_STATIC).plan()
+    if (
+        serves(demand, plan)
+        or plan.engine is None
+        or larger.engine is None
+        or larger.engine.tokens <= plan.engine.tokens
+    ):
+        return ""
+    spec = demand.engines[0]
+    statics = (percent / 100 for percent in range(10, 100, 5))
+    enough = next((share for share in statics if serves(demand, replace(demand, static=share).plan())), None)
+    advice = "use a smaller model or a machine with more memory"
+    if enough is not None:
+        advice = f"set rollout.sglang.mem_fraction_static={enough:g}"
+    return (
+        f"an engine has mem_fraction_static={engine_settings(spec).static or MEMORY_FRACTION:g} of {gib(plan.available)} of main "
+        f"memory for {gib(plan.engine.table.of('weights'))} of weights and its KV cache, which holds {plan.engine.tokens:,} "
+        f"tokens, less than a sequence of {spec.context_length:,}: {advice} (docs/planner.md)"
     )
 
 
