@@ -81,7 +81,7 @@ def test_a_model_with_an_unsupported_layer_is_refused() -> None:
 
     from slime_like_plugins.sglang_cpu.attention import require_plain_layers
 
-    def layer(**options: int) -> RadixAttention:
+    def layer(**options: Any) -> RadixAttention:
         return RadixAttention(num_heads=2, head_dim=8, scaling=1.0, num_kv_heads=1, layer_id=5, **options)
 
     require_plain_layers(torch.nn.ModuleList([layer()]))
