@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,17 @@ ENGINE = tuple(
     )
 )
 RANKS = ("tests/train/",)
+# Files that import SGLang or transformers, which takes seconds: in one process if no engine is started.
+HEAVY_IMPORTS = (
+    "tests/engine/",
+    "tests/data/",
+    "tests/cluster/test_inputs.py",
+    "tests/config/test_foreign_code.py",
+    "tests/metrics/test_flops.py",
+    "tests/quickstart/test_prepare.py",
+    "tests/rollout/test_agent_requests.py",
+    "tests/scripts/test_prepare_data.py",
+)
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
     *(*ENGINE, *RANKS),
@@ -36,10 +49,35 @@ LONGEST = (
 )
 
 
-def group_of(nodeid: str) -> str:
-    """Return the group of a test: its file, or one name for all files that share a fixture of the session."""
+MARKS_OF_FILE = re.compile(r"^pytestmark = .*", re.MULTILINE)
+
+
+def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
+    """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
     file = nodeid.partition("::")[0]
-    return next((shared[0] for shared in (ENGINE, RANKS) if file.startswith(shared)), file)
+    groups = (ENGINE, RANKS) if starts_engines else (HEAVY_IMPORTS,)
+    return next((shared[0] for shared in groups if file.startswith(shared)), file)
+
+
+def excluded_marks(expression: str) -> set[str]:
+    """Return the marks that ``-m EXPRESSION`` excludes; empty for anything but marks, ``not`` and ``and``."""
+    terms = expression.split(" and ")
+    if not all(re.fullmatch(r"(not )?\w+", term) for term in terms):
+        return set()
+    return {term.removeprefix("not ") for term in terms if term.startswith("not ")}
+
+
+def is_excluded(text: str, expression: str) -> bool:
+    """Return whether ``-m EXPRESSION`` deselects every test of the file ``text`` by a mark of the entire file."""
+    marks = MARKS_OF_FILE.search(text)
+    return marks is not None and not excluded_marks(expression).isdisjoint(re.findall(r"mark\.(\w+)", marks[0]))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files without a selected test: the imports of tests with engines and ranks take seconds."""
+    if collection_path.suffix == ".py" and is_excluded(collection_path.read_text(), config.option.markexpr):
+        return True
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)  # not known without xdist
@@ -50,9 +88,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """
     from xdist.scheduler import LoadScopeScheduling
 
+    starts_engines = "engine" not in excluded_marks(config.option.markexpr)
+
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
+            return group_of(nodeid, starts_engines=starts_engines)
 
     return Groups(config, log)
 

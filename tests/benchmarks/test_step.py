@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-step: Any = importlib.import_module("benchmarks.step")
 FIGURES = r" (\d+\.\d+) \((\d+\.\d+)\) \|"
 
 
+@pytest.fixture(scope="module")
+def step() -> Any:
+    """Return the benchmark's module, whose imports take seconds."""
+    return importlib.import_module("benchmarks.step")
+
+
 @pytest.mark.ranks
-def test_a_case_becomes_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_case_becomes_a_row(step: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.md"
     argv = ["--tables", "steps", "--cases", "tiny,float32,1", "--rounds", "1", "--sequences", "4", "--output", str(out)]
     assert step.main(argv) == 0
@@ -28,7 +33,7 @@ def test_a_case_becomes_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert plain > 0 and ratio == pytest.approx(plain / fused, rel=0.1)
 
 
-def test_gradients_that_differ_end_the_script() -> None:
+def test_gradients_that_differ_end_the_script(step: Any) -> None:
     case = step.Case.of("tiny,float32,1")
     step.check(case, {"torch": 1.0, "c": 1.00005})
     for norm in (1.01, float("nan")):
@@ -37,7 +42,7 @@ def test_gradients_that_differ_end_the_script() -> None:
 
 
 @pytest.mark.parametrize("part", ["attention", "scores"])
-def test_arms_of_a_part_take_turns(part: str) -> None:
+def test_arms_of_a_part_take_turns(step: Any, part: str) -> None:
     attention = part == "attention"
     arms = (
         step.attention(3, 7, step.SHAPES["tiny"]) if attention else step.scores(9, 17, 8, torch.float32, entropy=True)

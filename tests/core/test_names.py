@@ -22,19 +22,20 @@ def defined_classes(folders: list[Path]) -> dict[str, list[str]]:
     return places
 
 
-def repeated_classes(folders: list[Path]) -> dict[str, list[str]]:
+def repeated_classes(places_by_class: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return the class names that are defined more than once."""
-    return {name: places for name, places in defined_classes(folders).items() if len(places) > 1}
+    return {name: places for name, places in places_by_class.items() if len(places) > 1}
 
 
 def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
-    folders = [REPOSITORY / name for name in PACKAGES]
-    assert len(defined_classes(folders)) > 300
-    assert repeated_classes(folders) == {}
+    classes = defined_classes([REPOSITORY / name for name in PACKAGES])
+    assert len(classes) > 300
+    assert repeated_classes(classes) == {}
 
 
 def test_a_repeated_class_name_is_detected(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "module.py").write_text("class Twice: ...\n")
-    assert repeated_classes([tmp_path / "one", tmp_path / "two"]) == {"Twice": ["one/module.py:1", "two/module.py:1"]}
+    classes = defined_classes([tmp_path / "one", tmp_path / "two"])
+    assert repeated_classes(classes) == {"Twice": ["one/module.py:1", "two/module.py:1"]}

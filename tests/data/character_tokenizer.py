@@ -9,7 +9,6 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.name }}{% endfor %}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
@@ -23,6 +22,8 @@ def characters(*, template: str | None = None, eos: bool = True) -> Any:
 
     Untyped: the signatures of transformers are wider than those of ``interfaces.Tokenizer``.
     """
+    from transformers import PreTrainedTokenizerFast  # takes seconds
+
     alphabet = ["[EOS]", "[UNK]", *string.printable]
     model = Tokenizer(WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="[UNK]"))
     model.pre_tokenizer = Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,19 @@ from slime_like.reward.check import label_rule
 from slime_like.types import Prompt
 from tests.data.character_tokenizer import TEMPLATE, characters
 
-PLAIN_TOKENIZER = characters()
-CHAT = characters(template=TEMPLATE)
 TEN = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(10)]
+
+
+@cache
+def plain_tokenizer() -> Any:
+    """Return the tokenizer of characters without a chat template. Made at the first call, as importing transformers takes seconds."""
+    return characters()
+
+
+@cache
+def chat_tokenizer() -> Any:
+    """Return the tokenizer of characters with a chat template."""
+    return characters(template=TEMPLATE)
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any] | str]) -> Path:
@@ -26,7 +37,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any] | str]) -> Path:
 
 
 def context(path: Path | str, **changes: Any) -> SourceContext:
-    base = SourceContext(str(path), PLAIN_TOKENIZER, max_context_len=64, needs_label=label_rule(RewardConfig()))
+    base = SourceContext(str(path), plain_tokenizer(), max_context_len=64, needs_label=label_rule(RewardConfig()))
     return replace(base, **changes)
 
 

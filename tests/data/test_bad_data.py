@@ -22,11 +22,16 @@ from slime_like.errors import DataError
 from slime_like.reward.check import label_rule, row_rule
 from tests.config.model_folder import write_model
 from tests.data.character_tokenizer import TEMPLATE, characters
-from tests.data.sources import CHAT, TEN, data, source, texts, write
+from tests.data.sources import TEN, chat_tokenizer, data, source, texts, write
 
 REWARD = RewardConfig()
-RULES: dict[str, Any] = {"tokenizer": CHAT, "needs_label": label_rule(REWARD), "row_problem": row_rule(REWARD)}
 GOOD_ROW = TEN[0]
+
+
+def rules() -> dict[str, Any]:
+    """Return the tokenizer and the rules of rows."""
+    return {"tokenizer": chat_tokenizer(), "needs_label": label_rule(REWARD), "row_problem": row_rule(REWARD)}
+
 
 BadRow = tuple[dict[str, Any], str]
 ROWS: dict[str, BadRow] = {
@@ -74,7 +79,7 @@ def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, name: str) -> None:
     row, message = ROWS[name]
     path = write(tmp_path / "bad.jsonl", [GOOD_ROW, row])
     with pytest.raises(DataError) as error:
-        source(path, **RULES)
+        source(path, **rules())
     assert f"{path}, line 2: " in str(error.value) and message in str(error.value)
 
 
@@ -84,7 +89,7 @@ def test_a_bad_row_of_parquet_is_named(tmp_path: Path, name: str) -> None:
     row, message = (ROWS | TYPED)[name]
     path = parquet(tmp_path / "bad.parquet", [row])
     with pytest.raises(DataError) as error:
-        source(path, **RULES)
+        source(path, **rules())
     assert f"{path}, row 0: " in str(error.value) and message in str(error.value)
 
 
@@ -96,7 +101,7 @@ def test_rows_of_several_kinds_in_one_file(tmp_path: Path) -> None:
         {"prompt": "ho", "label": None, "rm_type": "gpqa", "metadata": {"correct_letter": "A"}},
         {"prompt": "hi", "label": 0.5, "rm_type": " f1 ", "metadata": '{"k": 1}'},
     ]
-    prompts = source(write(tmp_path / "mixed.jsonl", rows), shuffle=False, **RULES).next(4)
+    prompts = source(write(tmp_path / "mixed.jsonl", rows), shuffle=False, **rules()).next(4)
     assert [p.text for p in prompts] == ["hi", "<user>hi<assistant>", "ho", "hi"]
     assert [(p.label, p.rm_type) for p in prompts] == [("4", None), ("4.5", None), (None, "gpqa"), ("0.5", "f1")]
     assert prompts[3].metadata == {"k": 1}
@@ -110,7 +115,7 @@ def test_nested_columns_of_verl_are_read_by_dotted_keys(tmp_path: Path) -> None:
         "extra_info": {"index": 0},
     }
     config = data(label_key="reward_model.ground_truth", metadata_key="extra_info")
-    (prompt,) = source(parquet(tmp_path / "a.parquet", [row]), config, **RULES).next(1)
+    (prompt,) = source(parquet(tmp_path / "a.parquet", [row]), config, **rules()).next(1)
     assert (prompt.text, prompt.label, prompt.metadata) == ("<user>2+2=<assistant>", "4", {"index": 0})
 
 
@@ -123,7 +128,7 @@ def test_parquet_types_are_read(tmp_path: Path) -> None:
         }
     )
     pq.write_table(table, tmp_path / "a.parquet")
-    prompts = source(tmp_path / "a.parquet", shuffle=False, **RULES).next(2)
+    prompts = source(tmp_path / "a.parquet", shuffle=False, **rules()).next(2)
     assert [(p.text, p.label, dict(p.metadata)) for p in prompts] == [("a", "1.50", {"k": "1"}), ("b", "2.00", {})]
 
 
@@ -184,7 +189,7 @@ def test_any_lines_are_prompts_or_counted_bad_rows(tmp_path: Path, lines: list[s
     path = tmp_path / "any.jsonl"
     path.write_bytes("".join(f"{line}\n" for line in [json.dumps(GOOD_ROW), *lines]).encode())
     rows = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
-    data_source = source(path, data(on_bad_row="skip"), **RULES)
+    data_source = source(path, data(on_bad_row="skip"), **rules())
     assert len(data_source) + data_source.num_bad_rows == rows
     assert GOOD_ROW["prompt"] in texts(data_source.prompts)
 

@@ -19,13 +19,13 @@ from slime_like.config.schema.rollout import RewardConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.reward.check import label_rule
-from tests.data.sources import CHAT, PLAIN_TOKENIZER, TEN, data, source, texts, write
+from tests.data.sources import TEN, chat_tokenizer, data, plain_tokenizer, source, texts, write
 
 
 def test_a_row_becomes_a_prompt_with_tokens_label_and_reward(tmp_path: Path) -> None:
     row = {"prompt": "2+2=", "label": 4, "metadata": {"source_name": "sums", "rm_type": "exact"}}
     prompt = source(write(tmp_path / "a.jsonl", [row])).next(1)[0]
-    assert PLAIN_TOKENIZER.decode(prompt.token_ids) == prompt.text == "2+2="
+    assert plain_tokenizer().decode(prompt.token_ids) == prompt.text == "2+2="
     assert (prompt.prompt_id, prompt.label, prompt.rm_type, prompt.dataset) == (0, "4", "exact", "train")
     assert prompt.metadata["source_name"] == "sums"
 
@@ -45,7 +45,7 @@ def test_other_column_names(tmp_path: Path) -> None:
 def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     path = write(tmp_path / "a.jsonl", [{"prompt": messages, "label": "1"}])
-    assert source(path, tokenizer=CHAT).next(1)[0].text == "<user>hi<assistant>yo<assistant>"
+    assert source(path, tokenizer=chat_tokenizer()).next(1)[0].text == "<user>hi<assistant>yo<assistant>"
 
 
 @pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]'])
@@ -53,35 +53,35 @@ def test_the_tools_column_is_rendered_and_kept(tools: object, tmp_path: Path) ->
     messages = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": messages, "label": "1", "tools": tools, "metadata": {"a": 1, "tools": "other"}}]
     rows += [{"prompt": messages, "label": "1", "tools": None}, {"prompt": "hi", "label": "1", "tools": tools}]
-    prompts = source(write(tmp_path / "a.jsonl", rows), tokenizer=CHAT, shuffle=False).next(3)
+    prompts = source(write(tmp_path / "a.jsonl", rows), tokenizer=chat_tokenizer(), shuffle=False).next(3)
     assert texts(prompts) == ["<tool>add<user>hi<assistant>", "<user>hi<assistant>", "hi"]
     parsed_tools = [{"name": "add"}]
     assert [p.metadata for p in prompts] == [{"a": 1, "tools": parsed_tools}, {}, {"tools": parsed_tools}]
     table = [{"prompt": messages, "label": "1", "tools": parsed_tools}]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet")
-    assert texts(source(tmp_path / "a.parquet", tokenizer=CHAT).next(1)) == texts(prompts[:1])
+    assert texts(source(tmp_path / "a.parquet", tokenizer=chat_tokenizer()).next(1)) == texts(prompts[:1])
 
 
 @pytest.mark.parametrize("tools", [3, "text", {"name": "add"}, '{"name": "add"}'])
 def test_tools_that_are_no_list_are_a_bad_row(tools: object, tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "hi"}], "label": "1", "tools": tools}
     with pytest.raises(DataError, match=r"line 1: 'tools' is .*; tools must be a list of JSON schemas"):
-        source(write(tmp_path / "a.jsonl", [row]), tokenizer=CHAT)
+        source(write(tmp_path / "a.jsonl", [row]), tokenizer=chat_tokenizer())
 
 
 def test_apply_chat_template_wraps_a_string_as_a_user_turn(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "hi", "label": "1"}])
     config = data(apply_chat_template=True, chat_template_kwargs={"think": True})
-    prompt = source(path, config, tokenizer=CHAT).next(1)[0]
+    prompt = source(path, config, tokenizer=chat_tokenizer()).next(1)[0]
     assert prompt.text == "<user>hi<assistant>?"
-    assert CHAT.decode(prompt.token_ids) == prompt.text
+    assert chat_tokenizer().decode(prompt.token_ids) == prompt.text
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": r["prompt"]}], "label": r["label"]} for r in TEN]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    jsonl = source(write(tmp_path / "a.jsonl", rows), tokenizer=CHAT, shuffle=False)
-    parquet = source(f"{tmp_path}/a.parquet@[-3:]", tokenizer=CHAT, shuffle=False)
+    jsonl = source(write(tmp_path / "a.jsonl", rows), tokenizer=chat_tokenizer(), shuffle=False)
+    parquet = source(f"{tmp_path}/a.parquet@[-3:]", tokenizer=chat_tokenizer(), shuffle=False)
     assert texts(parquet.next(3)) == texts(jsonl.next(10))[-3:]
 
 
@@ -134,7 +134,7 @@ def test_a_bad_row_ends_the_run_with_file_line_and_fix(tmp_path: Path, name: str
     row, message = BAD_ROWS[name]
     path = write(tmp_path / "bad.jsonl", [TEN[0], row, TEN[1]])
     with pytest.raises(DataError, match=message) as error:
-        source(path, tokenizer=CHAT)
+        source(path, tokenizer=chat_tokenizer())
     assert str(path) in str(error.value)
     assert "data.on_bad_row=skip" in str(error.value)
 
@@ -149,7 +149,7 @@ def test_a_prompt_above_max_prompt_len_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_skipped_rows_are_counted_and_their_reasons_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", [TEN[0], *(row for row, _ in BAD_ROWS.values()), TEN[1]])
-    prompts = source(path, data(on_bad_row="skip"), tokenizer=CHAT, shuffle=False)
+    prompts = source(path, data(on_bad_row="skip"), tokenizer=chat_tokenizer(), shuffle=False)
     assert texts(prompts.next(2)) == ["0+1=", "1+1="]
     assert prompts.num_bad_rows == len(BAD_ROWS)
     assert "line 2: is not JSON" in prompts.bad_rows[0]

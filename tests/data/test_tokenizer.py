@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from slime_like.data.tokenizer import PlainTokenizer, open_tokenizer
 from slime_like.quickstart.model import write_tokenizer
@@ -35,6 +34,8 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_ids_text_and_template_equal_those_of_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer  # takes seconds
+
     tokenizer, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     assert isinstance(tokenizer, PlainTokenizer)
     kwargs = {"add_special_tokens": False, "return_attention_mask": False}
@@ -64,6 +65,8 @@ def test_ids_text_and_template_equal_those_of_transformers(folder: Path) -> None
 def test_unsupported_settings_fall_back_to_transformers(
     folder: Path, file: str, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import AutoTokenizer  # takes seconds
+
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: f"asked for {path}")
     edit(folder / file, change)
     assert open_tokenizer(str(folder)) == f"asked for {folder}"
@@ -81,6 +84,8 @@ def test_the_quickstart_tokenizer_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_token_offsets_equal_those_of_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer  # takes seconds
+
     tokenizer, reference = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     assert isinstance(tokenizer, PlainTokenizer)
     kwargs = {"add_special_tokens": False, "return_offsets_mapping": True}

@@ -171,6 +171,7 @@ def test_a_plain_call_runs_no_python_of_the_wrapper(name: str) -> None:
     assert functions == []
 
 
+@pytest.mark.slow
 @needs_c
 def test_repeated_calls_leak_no_reference() -> None:
     """Reference counts of arguments and counters are equal after a few and after many calls."""

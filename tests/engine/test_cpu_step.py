@@ -199,6 +199,7 @@ test_cpu_step.test_a_step_has_the_bits_of_its_parts()
 """
 
 
+@pytest.mark.slow
 def test_a_step_is_one_parallel_region_if_nesting_is_enabled() -> None:
     """Threads of an inner region would write into the buffers of another thread."""
     environment = os.environ | {"OMP_NESTED": "true", "OMP_NUM_THREADS": "3"}

@@ -233,6 +233,7 @@ serve()
 """
 
 
+@pytest.mark.slow
 def test_an_engine_without_an_enabled_plugin_stops() -> None:
     """SGLang skips an entry point that is not registered or not allowed, and one that raises; spawned workers load it again."""
     environment = {**os.environ, engine_environment.SGLANG_PLUGINS: "kv_usage", "SGLANG_PLUGINS": "other"}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.config.schema.algo import GrpoConfig, SftConfig
 from slime_like.config.schema.root import TrainConfig
@@ -26,6 +25,8 @@ def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
 
 @pytest.mark.parametrize("job", [prepare, prepare_gdn, prepare_next])
 def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
+
     cfg = config(tmp_path / "assets" / "sft.jsonl", tmp_path / "assets" / "model")
     job(cfg)
     weights = tmp_path / "assets" / "model" / "model.safetensors"
@@ -46,6 +47,8 @@ def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_p
 
 
 def test_another_job_replaces_the_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig  # takes seconds
+
     cfg = config(tmp_path / "assets" / "sft.jsonl", tmp_path / "assets" / "model")
     for job, kind in ((prepare, "qwen3"), (prepare_gdn, "qwen3_5_text"), (prepare, "qwen3")):
         job(cfg)

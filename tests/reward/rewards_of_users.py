@@ -104,8 +104,8 @@ def hangs_on_x(prompt: Prompt, sample: Sample) -> float:
         return 1.0
     child = subprocess.Popen(["sleep", "600"])
     Path(prompt.metadata["pids"]).write_text(f"{os.getpid()} {child.pid}")
-    while True:
-        pass
+    signal.pause()
+    return 0.0
 
 
 async def coroutine(prompt: Prompt, sample: Sample) -> float:

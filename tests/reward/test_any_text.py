@@ -100,6 +100,7 @@ PUMPED = [
 ]
 
 
+@pytest.mark.slow
 def test_long_repetitions_are_scored_in_time(scorer: Scorer) -> None:
     texts = [piece * (LONG_TEXT_LEN // len(piece)) for piece in PUMPED]
     scorer.assert_scores(

@@ -1,0 +1,36 @@
+"""Selection and grouping of tests in ``tests/conftest.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ENGINE, HEAVY_IMPORTS, RANKS, excluded_marks, group_of, is_excluded
+
+UNIT = "not engine and not ranks and not slow"
+
+
+@pytest.mark.parametrize(
+    ("marks", "expression", "excluded"),
+    [
+        ("pytestmark = pytest.mark.engine", UNIT, True),
+        ("pytestmark = [pytest.mark.upstream, pytest.mark.slow]", UNIT, True),
+        ("pytestmark = pytest.mark.upstream", UNIT, False),
+        ("pytestmark = pytest.mark.engine", "engine and not e2e", False),
+        ("pytestmark = pytest.mark.engine", "not (engine and e2e)", False),
+        ("pytestmark = pytest.mark.engine", "gpu or not engine", False),
+        ("pytestmark = pytest.mark.engine", "", False),
+        ("@pytest.mark.engine\ndef test_one(): ...", UNIT, False),
+    ],
+)
+def test_a_file_is_left_out_if_its_mark_excludes_every_test(marks: str, expression: str, excluded: bool) -> None:
+    assert is_excluded(f"import pytest\n\n{marks}\n", expression) == excluded
+
+
+def test_files_that_share_an_engine_ranks_or_an_import_are_one_group() -> None:
+    assert excluded_marks(UNIT) == {"engine", "ranks", "slow"}
+    for files, starts_engines in ((ENGINE, True), (RANKS, True), (HEAVY_IMPORTS, False)):
+        assert all((Path(__file__).parents[2] / file).exists() for file in files)
+        assert {group_of(f"{file}::test", starts_engines=starts_engines) for file in files} == {files[0]}
+    assert group_of("tests/engine/test_dcp.py::test") == "tests/engine/test_dcp.py"
