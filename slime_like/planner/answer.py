@@ -46,27 +46,27 @@ class Phases:
     kv_bytes: float  # that the engine may have for keys and values without exceeding the GPU
 
 
-LEFT_BY_ENGINE = ("CUDA context", "communicators", "CUDA graphs")
+ENGINE_REMAINDER = ("CUDA context", "communicators", "CUDA graphs")
 """Items that stay on the device after an engine has released its cache and weights."""
-LEFT_BY_TRAINER = ("CUDA context", "communicators")
+TRAINER_REMAINDER = ("CUDA context", "communicators")
 """Items that stay on the device after a trainer rank has moved its tensors to the host."""
 
 
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
     """Return the memory of a shared GPU if both roles stay, if the engine releases its memory for training, and if both do."""
     fixed = engine.table.total - engine.table.of("KV cache")
-    engine_left, trainer_left = engine.table.of(*LEFT_BY_ENGINE), trainer.of(*LEFT_BY_TRAINER)
+    engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
     return tuple(
         Phases(
             name,
-            trainer.total + beside_trainer,
-            engine.table.total + beside_engine,
-            max(0.0, available - fixed - beside_engine),
+            trainer.total + other_training,
+            engine.table.total + other_sampling,
+            max(0.0, available - fixed - other_sampling),
         )
-        for name, beside_trainer, beside_engine in (
+        for name, other_training, other_sampling in (
             ("both stay", engine.table.total, trainer.total),
-            ("the engine releases its memory", engine_left, trainer.total),
-            ("they take turns", engine_left, trainer_left),
+            ("the engine releases its memory", engine_remainder, trainer.total),
+            ("they take turns", engine_remainder, trainer_remainder),
         )
     )
 
