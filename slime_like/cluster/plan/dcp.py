@@ -25,6 +25,11 @@ class DcpPlan:
     largest: int = 1
     largest_tokens: int = 0  # KV capacity of an engine with ``largest``; 0 if it is not predicted
 
+    def applied_to(self, engine: EngineSpec, cfg: TrainConfig) -> EngineSpec:
+        """Return the engine with this parallelism."""
+        replicate = cfg.rollout.dcp_replicate_q and self.size > 1
+        return replace(engine, dcp=self.size, dcp_comm=self.exchange, dcp_replicate_q=replicate)
+
 
 def plan_dcp(
     cfg: TrainConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.roles import role_devices
-from slime_like.cluster.plan.types import Role
+from slime_like.cluster.plan.types import Role, num_gpus
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.weight_files import check_weights
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
@@ -68,21 +68,21 @@ def check_fits(
     roles: tuple[Role, ...],
     *,
     device: str,
-    num_gpus: int,
     role_bytes: int,
 ) -> None:
     """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is checked once it responds (``ray_cluster``)."""
     if cfg.placement.ray_address is not None and machine.is_local:
         return
     if device == "cuda":
-        if num_gpus > machine.num_gpus:
+        needed_gpus = num_gpus(roles)
+        if needed_gpus > machine.num_gpus:
             available = (
                 f"only {machine.num_gpus} are visible" if machine.is_local else f"the nodes have {machine.num_gpus}"
             )
             needs = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in roles)
             split = ", or set placement.mode=colocated" if cfg.placement.mode == "split" else ""
             raise ConfigError(
-                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but {available}: "
+                f"the run needs {needed_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), but {available}: "
                 "lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines"
                 f"{split}"
             )

@@ -17,7 +17,7 @@ from slime_like.cluster.plan.memory import plan_memory
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
-from slime_like.cluster.plan.types import Decision, PlanDecisions, Role
+from slime_like.cluster.plan.types import Decision, PlanDecisions, Role, num_gpus
 from slime_like.config.rules.dcp import check_dcp_device, check_dcp_states, check_flashinfer
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.trained_sampling import check_drafts
@@ -46,7 +46,6 @@ class Plan:
     transport: TransportSpec
     needs_trainer: bool
     colocated: bool  # trainer and engines on the same devices; True also if only one of them runs
-    num_gpus: int
     trainer_threads: int  # per training rank of any role
     engine_threads: int  # per engine rank
     max_context_len: int
@@ -60,6 +59,11 @@ class Plan:
     memory: MemoryPlan
     decisions: tuple[Decision, ...]
     advice: tuple[str, ...] = ()  # valid but probably unintended settings
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of all roles; roles may share them."""
+        return num_gpus(self.roles)
 
     @property
     def summary(self) -> str:
@@ -100,17 +104,12 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
-    num_gpus = len({index for role in roles for devices in role.devices for index in devices})
-    extra_bytes = role_bytes(critic, teacher, PROCESS_BYTES)
-    check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, role_bytes=extra_bytes)
+    check_fits(cfg, machine, model, roles, device=device, role_bytes=role_bytes(critic, teacher, PROCESS_BYTES))
     shapes = role_shapes(cfg, critic, teacher)
     load, dcp = engine_load(cfg, context), DcpPlan()
     if engines:
         dcp = plan_dcp(cfg, machine, model, shapes, engines[0], load, decisions)
-        replicate = cfg.rollout.dcp_replicate_q and dcp.size > 1
-        engines = tuple(
-            replace(engine, dcp=dcp.size, dcp_comm=dcp.exchange, dcp_replicate_q=replicate) for engine in engines
-        )
+        engines = tuple(dcp.applied_to(engine, cfg) for engine in engines)
     memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
     if engines:
         add_admission_decision(cfg.rollout, dcp.size, memory.engine, decisions)
@@ -124,7 +123,6 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         transport=_transport(cfg, device, decisions),
         needs_trainer=needs_trainer,
         colocated=colocated,
-        num_gpus=num_gpus,
         trainer_threads=trainer_threads,
         engine_threads=engine_threads,
         max_context_len=context,

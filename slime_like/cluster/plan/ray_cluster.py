@@ -56,7 +56,7 @@ def check_cluster(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) ->
         _check_gpus(plan, nodes, where)
     machine = _machine(plan, nodes)
     model, extra = model_config(cfg, machine), role_bytes(plan.critic, plan.teacher, PROCESS_BYTES)
-    check_fits(cfg, machine, model, plan.roles, device=plan.device, num_gpus=plan.num_gpus, role_bytes=extra)
+    check_fits(cfg, machine, model, plan.roles, device=plan.device, role_bytes=extra)
     if plan.device == "cpu":
         return ()
     shapes, others = role_shapes(cfg, plan.critic, plan.teacher), (plan.critic, plan.teacher)

@@ -26,6 +26,11 @@ class Role:
     layout: Layout | None = None  # of Megatron ranks
 
 
+def num_gpus(roles: tuple[Role, ...]) -> int:
+    """Return the number of GPUs of all roles; roles may share them."""
+    return len({index for role in roles for devices in role.devices for index in devices})
+
+
 @dataclass(frozen=True, slots=True)
 class RoleShapes:
     """Shapes of the models of a run; None if a folder has no config.json yet."""
