@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,17 @@ ELSEWHERE = re.compile(
     r"slime_like\.test$|slime_like\.distributed\.wrapper\._hot|scripts/run-qwen|docs/measurements/gdn_gpu\.md"
 )
 """Names in shared memory and of a compiled module, a script of slime, a page that a command will write."""
+
+RELATIVE = re.compile(r"(?<!`)(`{1,2})([a-z]\w*(?:\.\w+)+)(?:\([^`]*\))?\1(?!`)")
+"""A dotted name in backticks, with or without arguments; it is ours if it begins with a package or module of ours."""
+DATA_FILE = re.compile(r"\.(?:csv|json|jsonl|yaml|html|npz|log|md|parquet|py|safetensors|so|txt)$")
+OF_VALUES = {
+    *("actor.inject_fault.remote", "config.backend", "engine.generate", "inputs.qkv", "run.assemble", "spec.sglang"),
+    *("spec.start_deadline_s", "spec.wrap", "train.main", "view.sequences"),
+}
+"""Attributes of values whose names are also those of packages or modules."""
+UPSTREAM = ("megatron", "verl")  # packages of others, with the names of folders of ours
+PAGES_ABOUT_VERL = ("docs/coming_from_verl.md", "docs/defaults_verl.md")
 
 
 def texts() -> Iterator[Path]:
@@ -59,6 +72,52 @@ def mentions(module: Path, name: str) -> bool:
     return re.search(rf"\b{name}\b", module.read_text()) is not None
 
 
+@cache
+def places() -> dict[str, list[Path]]:
+    """Return the folder or file of each of our packages and modules by its own name, without those of its parents."""
+    paths: dict[str, list[Path]] = defaultdict(list)
+    for root in ("slime_like", "slime_like_compat", "plugins/slime_like_plugins", "benchmarks", "examples"):
+        for path in (ROOT / root).rglob("*"):
+            if (path / "__init__.py").is_file():
+                paths[path.name].append(path)
+            elif path.suffix == ".py":
+                paths[path.stem].append(path)
+    return paths
+
+
+@cache
+def config_keys() -> tuple[str, ...]:
+    return tuple((ROOT / "tests" / "config" / "keys.txt").read_text().split())
+
+
+def is_config_key(name: str) -> bool:
+    """True for a key, a group of keys, and a key within a free mapping."""
+    return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for key in config_keys())
+
+
+def exists_in(path: Path, names: list[str]) -> bool:
+    """True if ``path``, a package or module of ours, has the module or mentions the first name that is none."""
+    for name in names:
+        if (path / name / "__init__.py").is_file():
+            path /= name
+        elif (path / f"{name}.py").is_file():
+            path /= f"{name}.py"
+        else:
+            return mentions(path / "__init__.py" if path.is_dir() else path, name)
+    return True
+
+
+def missing_relative_names(text: str) -> list[str]:
+    """Return the dotted names of ``text`` that begin with a package or module of ours and do not exist."""
+    missing: list[str] = []
+    for _, name in RELATIVE.findall(text):
+        first, *others = name.split(".")
+        is_ours = first in places() and first not in UPSTREAM and name not in OF_VALUES
+        if is_ours and not DATA_FILE.search(name) and not is_config_key(name):
+            missing += [] if any(exists_in(path, others) for path in places()[first]) else [name]
+    return missing
+
+
 def missing_names(text: str) -> list[str]:
     """Return the modules and files that ``text`` names and that do not exist."""
     modules = (name for name in MODULE.findall(text) if not module_exists(name))
@@ -73,6 +132,28 @@ def test_names_in_text_exist() -> None:
         str(path.relative_to(ROOT)): names for path in texts() if (names := missing_names(path.read_text()))
     }
     assert not missing_by_file, f"modules or files that do not exist: {missing_by_file}"
+
+
+def test_relative_names_in_text_exist() -> None:
+    missing_by_file = {
+        name: names
+        for path in texts()
+        if (name := str(path.relative_to(ROOT))) not in PAGES_ABOUT_VERL
+        and (names := missing_relative_names(path.read_text()))
+    }
+    assert not missing_by_file, f"modules or attributes that do not exist: {missing_by_file}"
+
+
+@pytest.mark.parametrize("name", ["planner." + "moved", "collect.sampler." + "moved", "deadline." + "Moved"])
+def test_a_relative_name_that_is_gone_is_detected(name: str) -> None:
+    assert missing_relative_names(f"see ``{name}`` and `{name}(x)`") == [name, name]
+
+
+@pytest.mark.parametrize(
+    "name", ["planner.engine", "rollout.collect", "rollout.tp", "deadline.Deadline", "report.html"]
+)
+def test_a_relative_name_that_exists_passes(name: str) -> None:
+    assert missing_relative_names(f"see `{name}`") == []
 
 
 @pytest.mark.parametrize(
