@@ -151,7 +151,7 @@ def simulate(
     results: list[Result] = []
     with ThreadPoolExecutor(cp) as threads:
         for s, step in enumerate(batch.steps):
-            rows = [
+            micro_batches = [
                 (row, advantages.get((s, d, m)))
                 for d, rank in enumerate(step.micro_batches)
                 for m, row in enumerate(rank)
@@ -159,7 +159,7 @@ def simulate(
             cp_reduce = ThreadReduce(cp)
             ranks = [(cp_reduce.rank(r) if cp > 1 else LocalReduce(), r) for r in range(cp)]
             parts = threads.map(
-                lambda rank: _step(rows, loss_fn, policies, sequence_reduce(rank[0]), (cp, rank[1])),  # noqa: B023
+                lambda rank: _step(micro_batches, loss_fn, policies, sequence_reduce(rank[0]), (cp, rank[1])),  # noqa: B023
                 ranks,
             )
             results.append(_total(list(parts)))
@@ -183,7 +183,7 @@ def _total(parts: Sequence[_Part]) -> Result:
 
 
 def _step(
-    rows: Sequence[tuple[PackedBatch, Tensor | None]],
+    micro_batches: Sequence[tuple[PackedBatch, Tensor | None]],
     loss_fn: LossFn,
     policies: Policies,
     reduce: Reduce,
@@ -192,7 +192,7 @@ def _step(
     parameters = [policies.actor.embedding, policies.actor.head]
     gradient = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     loss_sum, weight_sum, sums = 0.0, 0.0, dict[str, float]()
-    for row, token_advantages in rows:
+    for row, token_advantages in micro_batches:
         view = loss_view(row, token_advantages, policies, reduce, cp_and_rank, entropy=loss_fn.needs_entropy)
         output = loss_fn(view)
         loss = (output.loss * view.loss_weight).sum()

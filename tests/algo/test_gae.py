@@ -52,28 +52,28 @@ def number(name: str, token: Token) -> float:
     return 2 * math.sin(12.9898 * sum(name.encode()) + 78.233 * token[0] + 37.719 * token[1])
 
 
-def column(rows: PackedBatch, name: str) -> Tensor:
+def column(micro_batch: PackedBatch, name: str) -> Tensor:
     """Return a float64 column [T] of scores."""
-    out = np.zeros(len(rows.token_ids))
-    for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
-        out[start:stop] = [number(name, (int(rows.sample_ids[s]), t)) for t in range(stop - start)]
+    out = np.zeros(len(micro_batch.token_ids))
+    for s, (start, stop) in enumerate(zip(micro_batch.cu_seqlens[:-1], micro_batch.cu_seqlens[1:], strict=True)):
+        out[start:stop] = [number(name, (int(micro_batch.sample_ids[s]), t)) for t in range(stop - start)]
     return torch.tensor(out)
 
 
-def view(rows: PackedBatch) -> TokenView:
+def view(micro_batch: PackedBatch) -> TokenView:
     def f64(values: np.ndarray) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
     return TokenView(
-        cu_seqlens=torch.tensor(rows.cu_seqlens),
-        loss_weight=f64(rows.loss_weight),
-        rewards=f64(rows.rewards),
-        advantages=None if rows.advantages is None else f64(rows.advantages),
-        rollout_logprobs=f64(rows.rollout_logprobs),
-        old_logprobs=column(rows, "old"),
-        ref_logprobs=column(rows, "ref"),
-        teacher_logprobs=column(rows, "teacher"),
-        values=column(rows, "values"),
+        cu_seqlens=torch.tensor(micro_batch.cu_seqlens),
+        loss_weight=f64(micro_batch.loss_weight),
+        rewards=f64(micro_batch.rewards),
+        advantages=None if micro_batch.advantages is None else f64(micro_batch.advantages),
+        rollout_logprobs=f64(micro_batch.rollout_logprobs),
+        old_logprobs=column(micro_batch, "old"),
+        ref_logprobs=column(micro_batch, "ref"),
+        teacher_logprobs=column(micro_batch, "teacher"),
+        values=column(micro_batch, "values"),
     )
 
 
@@ -89,7 +89,7 @@ def on_ranks(batch: TrainBatch, estimator: GeneralisedAdvantage | ReverseKL) -> 
     reduce = ThreadReduce(len(step.micro_batches))
 
     def rank(d: int) -> dict[str, dict[Token, float]]:
-        views = [view(rows) for rows in step.micro_batches[d]]
+        views = [view(micro_batch) for micro_batch in step.micro_batches[d]]
         columns = {"advantages": by_token(step.micro_batches[d], estimator(views, reduce.rank(d)))}
         if isinstance(estimator, GeneralisedAdvantage):
             columns["returns"] = by_token(step.micro_batches[d], estimator.returns(views))
@@ -102,11 +102,11 @@ def on_ranks(batch: TrainBatch, estimator: GeneralisedAdvantage | ReverseKL) -> 
 
 def by_token(micros: Sequence[PackedBatch], columns: Sequence[Tensor]) -> dict[Token, float]:
     out: dict[Token, float] = {}
-    for rows, values in zip(micros, columns, strict=True):
-        assert not values[torch.tensor(rows.loss_weight == 0)].any()
-        for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
-            trained_positions = np.flatnonzero(rows.loss_weight[start:stop] > 0)
-            out |= {(int(rows.sample_ids[s]), int(t)): float(values[start + t]) for t in trained_positions}
+    for micro_batch, values in zip(micros, columns, strict=True):
+        assert not values[torch.tensor(micro_batch.loss_weight == 0)].any()
+        for s, (start, stop) in enumerate(zip(micro_batch.cu_seqlens[:-1], micro_batch.cu_seqlens[1:], strict=True)):
+            trained_positions = np.flatnonzero(micro_batch.loss_weight[start:stop] > 0)
+            out |= {(int(micro_batch.sample_ids[s]), int(t)): float(values[start + t]) for t in trained_positions}
     return out
 
 
@@ -224,10 +224,10 @@ def test_a_bootstrap_across_sequences_is_detected(groups: list[SampleGroup], see
 
 
 def test_without_old_scores_rollout_logprobs_are_used() -> None:
-    rows = replace(_rows(), rollout_logprobs=np.array([0.0, -1.0, -2.0], np.float32))
-    student = replace(view(rows), old_logprobs=None)
+    micro_batch = replace(_rows(), rollout_logprobs=np.array([0.0, -1.0, -2.0], np.float32))
+    student = replace(view(micro_batch), old_logprobs=None)
     (advantages,) = ReverseKL(DistillConfig())([student], LocalReduce())
-    teacher = column(rows, "teacher")
+    teacher = column(micro_batch, "teacher")
     torch.testing.assert_close(advantages, torch.tensor([0.0, 1.0, 2.0]) + torch.where(advantages != 0, teacher, 0.0))
 
 

@@ -177,9 +177,9 @@ def test_a_denominator_per_micro_batch_is_detected() -> None:
     config, models = GrpoConfig(), policies(with_old=False)
     _, gradient = reference(UNEVEN, config, models, MAX_RESPONSE_LEN)
     batch = batch_of(UNEVEN, config, budget=9)
-    rows = batch.steps[0].micro_batches[0]
-    assert len(rows) > 1
-    renormalised = [replace(row, loss_weight=row.loss_weight / (row.loss_weight.sum() * len(rows))) for row in rows]
+    shard = batch.steps[0].micro_batches[0]
+    assert len(shard) > 1
+    renormalised = [replace(row, loss_weight=row.loss_weight / (row.loss_weight.sum() * len(shard))) for row in shard]
     faulty = replace(batch, steps=(replace(batch.steps[0], micro_batches=(tuple(renormalised),)),))
     assert differs(simulate(faulty, config, models)[0], gradient)
 

@@ -21,13 +21,13 @@ def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenT
     """The token table of a group, scored by transformers in the trainer's place."""
     scored = tuple(replace(s, reward=s.reward or Reward(float(i % 2))) for i, s in enumerate(samples))
     group = SampleGroup(samples[0].group_id, prompt, scored)
-    rows = choose_samples(assemble([group], AssembleSpec(grpo, "token_mean", 1, 1, 4096, 256), 0), [group], 4096)
-    assert rows is not None
+    micro_batch = choose_samples(assemble([group], AssembleSpec(grpo, "token_mean", 1, 1, 4096, 256), 0), [group], 4096)
+    assert micro_batch is not None
     logprobs = [
-        np.append(np.float32(0), models.logprobs("A", rows.token_ids[a:b], TEMPERATURE))
-        for a, b in zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)
+        np.append(np.float32(0), models.logprobs("A", micro_batch.token_ids[a:b], TEMPERATURE))
+        for a, b in zip(micro_batch.cu_seqlens[:-1], micro_batch.cu_seqlens[1:], strict=True)
     ]
-    return token_table(rows, np.concatenate(logprobs), 0)
+    return token_table(micro_batch, np.concatenate(logprobs), 0)
 
 
 def check_samples(engine: Engine, models: Models, prompt: Prompt, samples: Sequence[Sample]) -> None:

@@ -96,8 +96,8 @@ class ManagerUnderTest:
         """Run the probe after a push, with transformers in place of the trainer."""
         probe_scores = self.engine.run(self.manager.probe())
         trainer = TrainerScores(probe_scores, max_tokens=100_000)
-        name, (rows,) = name_of(version), trainer.rows
-        sequences = np.split(rows.token_ids, rows.cu_seqlens[1:-1])
+        name, (micro_batch,) = name_of(version), trainer.rows
+        sequences = np.split(micro_batch.token_ids, micro_batch.cu_seqlens[1:-1])
         columns = [np.concatenate([[0], self.models.logprobs(name, ids, 1.0)]) for ids in sequences]
         trainer.set_columns([np.concatenate(columns).astype(np.float32)])
         (scores,) = probe_scores
@@ -167,10 +167,10 @@ def test_partial_rollouts_across_pushes_and_a_resume(
             batch = assemble(
                 collected.groups, AssembleSpec(None, "token_mean", 1, 1, 4096, MAX_RESPONSE_LEN), rollout_id
             )
-            (rows,) = batch.steps[0].micro_batches[0]
-            sampled = rows.loss_weight > 0
-            assert ((rows.versions >= 0) == sampled).all()
-            assert set(rows.versions[sampled].tolist()) <= set(range(rollout_id + 1))
+            (micro_batch,) = batch.steps[0].micro_batches[0]
+            sampled = micro_batch.loss_weight > 0
+            assert ((micro_batch.versions >= 0) == sampled).all()
+            assert set(micro_batch.versions[sampled].tolist()) <= set(range(rollout_id + 1))
         in_flight = side.save(5, tmp_path / "leftover_5.npz")["in_flight"]
         side.check_that_old_keys_are_seen(5, monkeypatch)
     finally:

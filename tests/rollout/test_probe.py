@@ -34,8 +34,8 @@ def trainer(trainer_T: F32 = TRAINER_T, *engines: probe.ProbeScores) -> probe.Tr
 
 
 def test_agreement_is_measured_without_first_tokens() -> None:
-    (rows,) = probe.TrainerScores([SCORES], max_tokens=9).rows
-    assert rows.cu_seqlens.tolist() == [0, 3, 5, 9]
+    (micro_batch,) = probe.TrainerScores([SCORES], max_tokens=9).rows
+    assert micro_batch.cu_seqlens.tolist() == [0, 3, 5, 9]
     assert reduce_metrics(probe.check(SCORES, trainer(), 3, 1e-4)) == {
         "probe/logprob_abs_diff_max": 0,
         "probe/logprob_abs_diff_mean": 0,
@@ -47,8 +47,8 @@ def test_agreement_is_measured_without_first_tokens() -> None:
 
 def test_identical_sequences_of_several_engines_are_scored_once() -> None:
     second_engine = replace(SCORES, continuations=(replace(SCORES.continuations[0], token_ids=ids(5, 6, 1, 3)),))
-    (rows,) = probe.TrainerScores([SCORES, SCORES, second_engine], max_tokens=13).rows
-    assert rows.cu_seqlens.tolist() == [0, 3, 5, 9, 13]
+    (micro_batch,) = probe.TrainerScores([SCORES, SCORES, second_engine], max_tokens=13).rows
+    assert micro_batch.cu_seqlens.tolist() == [0, 3, 5, 9, 13]
     both = trainer(np.concatenate([TRAINER_T, column(0, -1, -4, -9)]), SCORES, second_engine)
     probe.check(SCORES, both, 3, 1e-4)
     with pytest.raises(ConsistencyError, match=r"\|log-probability difference\| 4 over 2 tokens \(continuations: 1"):
@@ -58,7 +58,7 @@ def test_identical_sequences_of_several_engines_are_scored_once() -> None:
 @pytest.mark.parametrize(("max_tokens", "ends"), [(8, [[0, 3, 5], [0, 4]]), (3, [[0, 3], [0, 2], [0, 4]])])
 def test_sequences_are_packed_into_rows_of_max_tokens(max_tokens: int, ends: list[list[int]]) -> None:
     scores = probe.TrainerScores([SCORES], max_tokens)
-    assert [rows.cu_seqlens.tolist() for rows in scores.rows] == ends
+    assert [micro_batch.cu_seqlens.tolist() for micro_batch in scores.rows] == ends
     cuts = np.cumsum([end[-1] for end in ends])[:-1]
     scores.set_columns(np.split(TRAINER_T, cuts))
     probe.check(SCORES, scores, 3, 1e-4)

@@ -52,7 +52,7 @@ def every_algorithm(
     from slime_like.train.megatron.platform.collective import DifferentiableSum
 
     actor = make_actor(world, shared.models["tied"], layout, optim={"lr": 0.0})
-    scores = [actor.score(rows) for rows in batch(1)]
+    scores = [actor.score(micro_batch) for micro_batch in batch(1)]
     with replace_attribute(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
         metrics = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
     metrics["own"] = _own_step(actor, layout)
@@ -65,8 +65,10 @@ def every_algorithm(
 
 def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
     actor.optimizer_step._loss = bind_loss(config)
-    rows = batch(1)
-    return reduce_metrics(actor.train_rollout([rows[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(rows)]))
+    micro_batches = batch(1)
+    return reduce_metrics(
+        actor.train_rollout([micro_batches[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(micro_batches)])
+    )
 
 
 def _own_step(actor: Any, layout: Layout) -> dict[str, float]:
@@ -81,26 +83,26 @@ def _own_step(actor: Any, layout: Layout) -> dict[str, float]:
 def own_reference(scores: list[np.ndarray]) -> float:
     """Return the loss of a step of ``OWN``, from the trainer's log-probabilities."""
     total = 0.0
-    for rows, score in zip(batch(1), scores, strict=True):
-        advantages = np.repeat(rows.rewards - 0.5, np.diff(rows.cu_seqlens)).astype(np.float64)
-        total -= float((rows.loss_weight * advantages * score).sum())
+    for micro_batch, score in zip(batch(1), scores, strict=True):
+        advantages = np.repeat(micro_batch.rewards - 0.5, np.diff(micro_batch.cu_seqlens)).astype(np.float64)
+        total -= float((micro_batch.loss_weight * advantages * score).sum())
     return total
 
 
 def reference(config: PolicyConfig, scores: list[np.ndarray]) -> float:
     """Return the loss of one step from the trainer's log-probabilities, in Python floats, sequence by sequence."""
     total = 0.0
-    for rows, score in zip(batch(1), scores, strict=True):
-        assert rows.advantages is not None
-        for s, (start, stop) in enumerate(itertools.pairwise(rows.cu_seqlens.tolist())):
-            tokens = [t for t in range(start, stop) if rows.loss_weight[t] > 0]
-            drift = [float(score[t]) - float(rows.rollout_logprobs[t]) for t in tokens]
+    for micro_batch, score in zip(batch(1), scores, strict=True):
+        assert micro_batch.advantages is not None
+        for s, (start, stop) in enumerate(itertools.pairwise(micro_batch.cu_seqlens.tolist())):
+            tokens = [t for t in range(start, stop) if micro_batch.loss_weight[t] > 0]
+            drift = [float(score[t]) - float(micro_batch.rollout_logprobs[t]) for t in tokens]
             logs = drift if config.use_rollout_logprobs else [0.0] * len(tokens)
             if isinstance(config, GspoConfig):
                 logs = [math.fsum(logs) / len(logs)] * len(logs)
             keep = is_kept(config, math.fsum(drift), len(drift))
             for i, t in enumerate(tokens):
                 ratio, logprob = torch.tensor(math.exp(logs[i])), torch.tensor(float(score[t]))
-                loss = float(surrogate(config, ratio, logprob, float(rows.advantages[s])))
-                total += float(rows.loss_weight[t]) * keep * importance(config, math.exp(drift[i])) * loss
+                loss = float(surrogate(config, ratio, logprob, float(micro_batch.advantages[s])))
+                total += float(micro_batch.loss_weight[t]) * keep * importance(config, math.exp(drift[i])) * loss
     return total

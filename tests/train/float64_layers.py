@@ -63,12 +63,12 @@ def attribute(world: World, shared: Shared, kind: str, layout: Layout, fault: st
     """Return the mean |difference| from transformers by kind of float64 layers ("": none) on the reporter, None elsewhere."""
     actor = make_actor(world, shared.models[kind], layout, temperature=TEMPERATURE)
     assert set(actor.layer_kinds()) == {"attention", "gdn", "mlp"}
-    rows, expected = batch()[0], shared.references[kind].logprobs[0]
+    micro_batch, expected = batch()[0], shared.references[kind].logprobs[0]
     mean_errors: dict[str, float] = {}
     with ExitStack() as stack:
         plant(actor.model, fault, stack)
         for kind_in_float64 in (None, "attention", "gdn", "mlp", "all", None):
-            scores = actor.score(rows, kind_in_float64)
+            scores = actor.score(micro_batch, kind_in_float64)
             if scores is not None:
                 value = float(np.abs(scores - expected).mean())
                 assert kind_in_float64 or not mean_errors or value == mean_errors[""], "a layer stayed in float64"

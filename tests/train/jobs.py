@@ -175,9 +175,9 @@ def join_and_make_groups(world: World, spec: RankSpec, local_rank: int = 0) -> R
     )
 
 
-def annotated(trainer: RankTrainer, rows: Sequence[PackedBatch]) -> list[MicroBatch]:
+def annotated(trainer: RankTrainer, micro_batches: Sequence[PackedBatch]) -> list[MicroBatch]:
     """Return the micro-batches of ``rows`` with the scores and advantages that the loss reads."""
-    trainer.open_rollout([rows])
+    trainer.open_rollout([micro_batches])
     trainer.compute_advantages({})
     return trainer.close().micros
 

@@ -45,8 +45,8 @@ def train(
 ) -> dict[str, float]:
     """Train on one rollout of ``steps`` optimizer steps. Return the metrics on the reporter, {} elsewhere."""
     batches = [make(seed + k) for k in range(steps)]
-    rows = [b[actor.rank_info.dp_rank :: layout.dp] for b in batches]
-    return reduce_metrics(actor.train_rollout(rows, [count_tokens(b) for b in batches]))
+    micro_batches = [b[actor.rank_info.dp_rank :: layout.dp] for b in batches]
+    return reduce_metrics(actor.train_rollout(micro_batches, [count_tokens(b) for b in batches]))
 
 
 def digest(actor: Any) -> str:
@@ -218,15 +218,15 @@ def export(world: World, shared: Shared, kind: str, layout: Layout, max_bytes: i
     for bucket in source.buckets(max_bytes):
         sent.append([(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in bucket.tensors])
         sizes.append(sum(t.numel() * t.element_size() for _, t in bucket.tensors))
-    rows = batch(1)[0]
+    micro_batch = batch(1)[0]
     return Exported(
         folder=shared.scratch / "hf",
         manifest=[(m.name, m.shape, m.dtype) for m in source.manifest()],
         sent=sent,
         bucket_bytes=sizes,
         is_sender=source.is_sender,
-        rows=rows,
-        scores=actor.score(rows),
+        rows=micro_batch,
+        scores=actor.score(micro_batch),
     )
 
 
@@ -287,9 +287,9 @@ def steps_or_rollouts(world: World, shared: Shared, layout: Layout) -> list[tupl
 def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Train on rollout log-probabilities that are the trainer's plus 0.25; one of the micro-batches has another version."""
     actor = make_actor(world, shared.models["tied"], layout)
-    rows = batch(1)
+    micro_batches = batch(1)
     scored: list[PackedBatch] = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(micro_batches):
         score = _from_reporter(actor.score(row))
         trained = row.loss_weight > 0
         scored.append(
@@ -300,26 +300,32 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
             )
         )
     shard = scored[actor.rank_info.dp_rank :: layout.dp]
-    metrics = actor.train_rollout([shard], [count_tokens(rows)])
-    return {"metrics": reduce_metrics(metrics), "stale": count_tokens(rows[1:2]), "all": count_tokens(rows)}
+    metrics = actor.train_rollout([shard], [count_tokens(micro_batches)])
+    return {
+        "metrics": reduce_metrics(metrics),
+        "stale": count_tokens(micro_batches[1:2]),
+        "all": count_tokens(micro_batches),
+    }
 
 
 def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
     """Train on two micro-batches. With dp=2, the second rank has one without trained tokens and an empty one."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(entropy_coef=0.1))
-    rows = batch(1)
-    untrained = dataclasses.replace(rows[0], loss_weight=np.zeros_like(rows[0].loss_weight))
-    shard = [rows, [untrained, make_rows([], 0)]][actor.rank_info.dp_rank]
-    return reduce_metrics(actor.train_rollout([shard], [count_tokens(rows)]))
+    micro_batches = batch(1)
+    untrained = dataclasses.replace(micro_batches[0], loss_weight=np.zeros_like(micro_batches[0].loss_weight))
+    shard = [micro_batches, [untrained, make_rows([], 0)]][actor.rank_info.dp_rank]
+    return reduce_metrics(actor.train_rollout([shard], [count_tokens(micro_batches)]))
 
 
 def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
     """Return the errors on a token id outside the vocabulary and a NaN advantage, and whether weights changed."""
     actor = make_actor(world, shared.models["tied"], layout)
-    rows, before = batch(1), digest(actor)
+    micro_batches, before = batch(1), digest(actor)
     out: dict[str, str] = {}
-    foreign = dataclasses.replace(rows[0], token_ids=rows[0].token_ids + np.int32(200))
-    nan = dataclasses.replace(rows[0], advantages=np.full(len(rows[0].sample_ids), np.nan, np.float32))
+    foreign = dataclasses.replace(micro_batches[0], token_ids=micro_batches[0].token_ids + np.int32(200))
+    nan = dataclasses.replace(
+        micro_batches[0], advantages=np.full(len(micro_batches[0].sample_ids), np.nan, np.float32)
+    )
     for name, bad in {"foreign token": foreign, "nan": nan}.items():
         try:
             actor.train_rollout([[bad]], [count_tokens([bad])])
@@ -381,19 +387,19 @@ def _from_reporter(score: np.ndarray | None) -> np.ndarray:
 def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bool]:
     """Return checks that the reference keeps the scores of the initial weights, and the policy is restored bit for bit."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1))
-    rows = batch(5)[0]
-    first = actor.score(rows)
+    micro_batch = batch(5)[0]
+    first = actor.score(micro_batch)
     train(actor, layout, 1)
-    before, trained = digest(actor), actor.score(rows)
+    before, trained = digest(actor), actor.score(micro_batch)
     assert actor.reference is not None
     with actor.swap_weights(actor.reference):
-        swapped_digest, referenced = digest(actor), actor.score(rows)
-    (micro,) = annotated(actor, [rows])
+        swapped_digest, referenced = digest(actor), actor.score(micro_batch)
+    (micro,) = annotated(actor, [micro_batch])
     assert micro.ref_logprobs is not None
-    column = np.where(rows.loss_weight > 0, micro.ref_logprobs.numpy(), 0.0)
+    column = np.where(micro_batch.loss_weight > 0, micro.ref_logprobs.numpy(), 0.0)
     return {
         "scores of the loss are the reference's": first is None
-        or bool(np.allclose(column, np.where(rows.loss_weight > 0, first, 0.0), rtol=0, atol=1e-5)),
+        or bool(np.allclose(column, np.where(micro_batch.loss_weight > 0, first, 0.0), rtol=0, atol=1e-5)),
         "policy restored": digest(actor) == before,
         "weights differ while swapped": swapped_digest != before,
         "reference scores kept": first is None or bool(np.array_equal(referenced, first)),  # pyright: ignore[reportArgumentType]

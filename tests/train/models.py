@@ -235,19 +235,19 @@ def join_rows(first: PackedBatch, second: PackedBatch) -> PackedBatch:
     return PackedBatch(cu_seqlens=bounds, **columns)
 
 
-def normalise(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
+def normalise(micro_batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     """Return the rows with loss weights that sum to 1 over all rows."""
     import dataclasses
 
-    total = np.float32(sum(float(r.loss_weight.sum()) for r in rows))
-    return [dataclasses.replace(r, loss_weight=r.loss_weight / total) for r in rows]
+    total = np.float32(sum(float(r.loss_weight.sum()) for r in micro_batches))
+    return [dataclasses.replace(r, loss_weight=r.loss_weight / total) for r in micro_batches]
 
 
-def shard(rows: Sequence[PackedBatch], dp: int) -> list[list[PackedBatch]]:
+def shard(micro_batches: Sequence[PackedBatch], dp: int) -> list[list[PackedBatch]]:
     """Return micro-batches distributed to dp ranks in turn."""
-    return [list(rows[rank::dp]) for rank in range(dp)]
+    return [list(micro_batches[rank::dp]) for rank in range(dp)]
 
 
-def count_tokens(rows: Sequence[PackedBatch]) -> int:
+def count_tokens(micro_batches: Sequence[PackedBatch]) -> int:
     """Return the number of trained tokens."""
-    return sum(int((r.loss_weight > 0).sum()) for r in rows)
+    return sum(int((r.loss_weight > 0).sum()) for r in micro_batches)

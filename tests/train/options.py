@@ -57,8 +57,8 @@ def gradients(actor: Any) -> dict[str, Tensor]:
     """Return this rank's reduced gradients of one optimizer step."""
     from slime_like.train.megatron.model.model import named_weights
 
-    rows = pairs(parity_batch())[actor.rank_info.dp_rank :: actor.rank_info.layout.dp]
-    actor.optimizer_step.backward(annotated(actor, rows), count_tokens(parity_batch()), None)
+    micro_batches = pairs(parity_batch())[actor.rank_info.dp_rank :: actor.rank_info.layout.dp]
+    actor.optimizer_step.backward(annotated(actor, micro_batches), count_tokens(parity_batch()), None)
     return {key: p.main_grad.clone() for key, p in named_weights(actor.model)}  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -167,10 +167,10 @@ def near(
 
     ref = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, **HALF, model=model or {})
-    rows = pairs(parity_batch())
-    scores = [actor.score(r) for r in rows]
-    micros = annotated(actor, rows[actor.rank_info.dp_rank :: layout.dp])
-    actor.optimizer_step.backward(micros, count_tokens(rows), None)
+    micro_batches = pairs(parity_batch())
+    scores = [actor.score(r) for r in micro_batches]
+    micros = annotated(actor, micro_batches[actor.rank_info.dp_rank :: layout.dp])
+    actor.optimizer_step.backward(micros, count_tokens(micro_batches), None)
     grad = max(gradient_errors(actor, ref.grads).values())
     if not actor.rank_info.is_reporter:
         return Rounded(grad, None)
@@ -248,8 +248,8 @@ def adamw(world: World, shared: Shared) -> dict[str, float]:
     moments = {key: (torch.zeros_like(w), torch.zeros_like(w)) for key, w in weights.items()}
     out = {"norm": 0.0, "largest norm": 0.0, "rate": 0.0}
     for t in range(1, 5):
-        rows = batch(t)
-        micros = [actor.lay_out(r) for r in rows]
+        micro_batches = batch(t)
+        micros = [actor.lay_out(r) for r in micro_batches]
         grads: dict[str, Tensor] = {}
 
         def step(update: Any = actor.optimizer.step, grads: dict[str, Tensor] = grads) -> Any:
@@ -257,7 +257,7 @@ def adamw(world: World, shared: Shared) -> dict[str, float]:
             return update()  # clips the gradients in place
 
         with replace_attribute(actor.optimizer, "step", step):
-            metrics = reduce_metrics(actor.optimizer_step(micros, count_tokens(rows), None))
+            metrics = reduce_metrics(actor.optimizer_step(micros, count_tokens(micro_batches), None))
         norm = _adamw_float64(weights, moments, grads, t)
         out["norm"] = max(out["norm"], abs(metrics["train/grad_norm"] / norm - 1))
         out["rate"] = max(out["rate"], abs(metrics["train/lr"] / _rate(t) - 1))

@@ -37,9 +37,9 @@ def batch() -> list[PackedBatch]:
     return normalise([make_rows(row, seed) for seed, row in enumerate(lengths)])
 
 
-def pairs(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
+def pairs(micro_batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     """Return the rows in half as many micro-batches, which need fewer collectives and so less time."""
-    return [join_rows(first, second) for first, second in itertools.batched(rows, 2)]
+    return [join_rows(first, second) for first, second in itertools.batched(micro_batches, 2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,11 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
     columns: list[np.ndarray] = []
     logits: list[np.ndarray] = []  # [T, V] per sequence
     router_logits: list[list[tuple[Tensor, ...]]] = []  # [micro-batch][sequence][layer] -> [T, E]
-    for rows in batch():
+    for micro_batch in batch():
         router_logits.append([])
-        column = np.zeros(len(rows.token_ids), np.float32)
-        for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
-            ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
+        column = np.zeros(len(micro_batch.token_ids), np.float32)
+        for s, (start, stop) in enumerate(zip(micro_batch.cu_seqlens[:-1], micro_batch.cu_seqlens[1:], strict=True)):
+            ids = torch.from_numpy(micro_batch.token_ids[start:stop].astype(np.int64))[None]
             with without_fla(model):
                 out = model(input_ids=ids, **({"output_router_logits": True} if coefficient else {}))
             router_logits[-1] += [out.router_logits] if coefficient else []
@@ -81,9 +81,9 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
             log_p = torch.log_softmax(out.logits[0, :-1].float() / TEMPERATURE, -1)
             logprobs = log_p.gather(1, ids[0, 1:, None])[:, 0]
             entropy = -(log_p.exp() * log_p).sum(-1)
-            assert rows.advantages is not None
-            losses = -(logprobs - logprobs.detach()).exp() * float(rows.advantages[s]) - ENTROPY * entropy
-            total = total + (torch.from_numpy(rows.loss_weight[start + 1 : stop]) * losses).sum()
+            assert micro_batch.advantages is not None
+            losses = -(logprobs - logprobs.detach()).exp() * float(micro_batch.advantages[s]) - ENTROPY * entropy
+            total = total + (torch.from_numpy(micro_batch.loss_weight[start + 1 : stop]) * losses).sum()
             column[start + 1 : stop] = logprobs.detach().numpy()
         columns.append(column)
     balance, load = (
@@ -179,13 +179,13 @@ def compare(
 def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any]) -> Comparison | None:
     ref: Reference = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, algo=ALGO, temperature=TEMPERATURE, model=model)
-    rows = batch()
-    shard = rows[actor.rank_info.dp_rank :: layout.dp]
+    micro_batches = batch()
+    shard = micro_batches[actor.rank_info.dp_rank :: layout.dp]
     if layout.vpp > 1 and layout.dp == 1:  # an odd number, which the interleaved schedule pads
         shard = [join_rows(shard[0], shard[1]), *shard[2:]]
-    count = count_tokens(rows)
-    scores = [actor.score(r) for r in pairs(rows)]
-    logits = _logits_error(actor, rows[0], ref) if layout.world_size == 1 else None
+    count = count_tokens(micro_batches)
+    scores = [actor.score(r) for r in pairs(micro_batches)]
+    logits = _logits_error(actor, micro_batches[0], ref) if layout.world_size == 1 else None
     errors: dict[str, float] = {}
     update = actor.optimizer.step
 
@@ -213,13 +213,13 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
     )
 
 
-def _logits_error(actor: Any, rows: PackedBatch, ref: Reference) -> float:
-    logits = logits_of(actor, rows)
+def _logits_error(actor: Any, micro_batch: PackedBatch, ref: Reference) -> float:
+    logits = logits_of(actor, micro_batch)
     assert logits.shape == ref.logits.shape
     return float(np.abs(logits - ref.logits).max() / np.abs(ref.logits).max())
 
 
-def logits_of(actor: Any, rows: PackedBatch) -> Any:
+def logits_of(actor: Any, micro_batch: PackedBatch) -> Any:
     """Return the logits [T, V] of the tokens in ``rows`` at temperature 1, on the last pipeline stage."""
     from megatron.core.tensor_parallel import (
         gather_from_sequence_parallel_region,
@@ -235,11 +235,11 @@ def logits_of(actor: Any, rows: PackedBatch) -> Any:
             hidden = gather_from_sequence_parallel_region(hidden)
         tied = policy.share_embeddings_and_output_weights
         weight: Any = policy.shared_embedding_or_output_weight() if tied else policy.output_layer.weight
-        logits_TV: Any = gather_from_tensor_model_parallel_region(hidden[: len(rows.token_ids), 0] @ weight.T)
+        logits_TV: Any = gather_from_tensor_model_parallel_region(hidden[: len(micro_batch.token_ids), 0] @ weight.T)
         return logits_TV[:, :VOCAB].numpy()
 
     with torch.no_grad():
-        logits = run_schedule(actor.wrapped, [make_micro(rows, actor.rank_info)], after, train=False)
+        logits = run_schedule(actor.wrapped, [make_micro(micro_batch, actor.rank_info)], after, train=False)
     return logits[0] if logits else None
 
 
