@@ -34,8 +34,8 @@ def record_loaded(name: str) -> None:
 def load_all() -> None:
     """Load SGLang's plugins in this process. Stop it if a plugin that is enabled is not in place afterwards.
 
-    SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``, and logs
-    and swallows an exception in one.
+    SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``. It
+    logs an exception of the others and continues without the plugin.
     """
     from sglang.srt.plugins import load_plugins
 

@@ -1,4 +1,4 @@
-"""KV capacity and resident memory of running engines beside the planner's prediction."""
+"""KV capacity and resident memory of running engines compared with the planner's prediction."""
 
 from __future__ import annotations
 
