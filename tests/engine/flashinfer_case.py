@@ -164,10 +164,12 @@ class OnDevice:
 
 def use_torch(patch: pytest.MonkeyPatch, backend: Any, group: Group) -> None:
     """Replace FlashInfer, Triton kernels and the all-to-all on GPUs by torch."""
+    from slime_like_plugins.dcp import flashinfer_plans
+
     for name, wrapper in WRAPPERS.items():
         patch.setattr(backend.upstream, name, wrapper, raising=False)
     patch.setattr(backend.upstream, "torch", OnDevice("cpu"))
-    patch.setattr(backend, "create_triton_kv_indices_for_dcp_triton", RowsKernel())
+    patch.setattr(flashinfer_plans, "create_triton_kv_indices_for_dcp_triton", RowsKernel())
     patch.setattr(backend, "dcp_a2a_lse_reduce", lambda out, lse, group, **options: all_to_all(out, lse, group)[0])
 
 
