@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from slime_like.config.rules.hf import GDNShape, gdn_shape, num_experts
 from slime_like.config.schema.names import FAMILIES
+from slime_like.planner.shapes import LatentAttention
 
 GDN_EVERY = 4  # Qwen3-Next without layer_types in config.json: every fourth layer is attention
 
@@ -39,6 +40,7 @@ class DecoderShape:
     expert_mlp: int
     shared_mlp: int  # 0: no shared expert
     shared_gate: bool
+    latent: LatentAttention | None = None  # in all attention layers, in place of heads, kv_heads and head_dim
 
 
 def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
@@ -50,6 +52,7 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     experts = num_experts(text)
     dense = _dense_layers(text, layers) if experts else layers
     family = FAMILIES.get(str(text.get("model_type")))
+    expert_mlp, shared = (int(text.get(k) or 0) for k in ("moe_intermediate_size", "shared_expert_intermediate_size"))
     return DecoderShape(
         hidden=int(text["hidden_size"]),
         vocab=int(text["vocab_size"]),
@@ -65,9 +68,10 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
         expert_layers=layers - dense,
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 0),
-        expert_mlp=int(text.get("moe_intermediate_size") or 0),
-        shared_mlp=int(text.get("shared_expert_intermediate_size") or 0),
-        shared_gate=bool(text.get("shared_expert_intermediate_size")),
+        expert_mlp=expert_mlp,
+        shared_mlp=shared or int(text.get("n_shared_experts") or 0) * expert_mlp,
+        shared_gate=bool(shared),
+        latent=_latent(text) if text.get("kv_lora_rank") else None,
     )
 
 
@@ -76,7 +80,7 @@ def forward_flops(shape: DecoderShape, lengths: Iterable[int], *, logits: bool =
     sizes = list(lengths)
     tokens = sum(sizes)
     pairs = sum(length * (length + 1) // 2 for length in sizes)
-    attention = tokens * _attention_projections(shape) + pairs * 4 * shape.heads * shape.head_dim
+    attention = tokens * _attention_projections(shape) + pairs * _pair_flops(shape)
     total = shape.attention_layers * attention
     total += shape.gdn_layers * tokens * gdn_token_flops(shape)
     total += tokens * (shape.dense_layers * 6 * shape.hidden * shape.mlp + shape.expert_layers * _experts(shape))
@@ -102,9 +106,21 @@ def gdn_token_flops(shape: DecoderShape) -> int:
 
 def _attention_projections(shape: DecoderShape) -> int:
     """Return the FLOPs per token of the projections of an attention layer."""
+    if (m := shape.latent) is not None:
+        query = m.heads * (m.nope_dim + m.rope_dim)
+        queries = m.query_rank * (shape.hidden + query) if m.query_rank else shape.hidden * query
+        keys = shape.hidden * (m.kv_rank + m.rope_dim) + m.kv_rank * m.heads * (m.nope_dim + m.value_dim)
+        return 2 * (queries + keys + m.heads * m.value_dim * shape.hidden)
     queries = shape.heads * shape.head_dim
     gate = queries if shape.output_gate else 0
     return 2 * shape.hidden * (2 * queries + gate + 2 * shape.kv_heads * shape.head_dim)
+
+
+def _pair_flops(shape: DecoderShape) -> int:
+    """Return the FLOPs of an attention layer per pair of a query and a key: score, and product with the value."""
+    if (m := shape.latent) is not None:
+        return 2 * m.heads * (m.nope_dim + m.rope_dim + m.value_dim)
+    return 4 * shape.heads * shape.head_dim
 
 
 def _experts(shape: DecoderShape) -> int:
@@ -125,4 +141,17 @@ def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
 def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
     """Return the number of layers with a dense MLP in a model that has experts."""
     step, dense = int(text.get("decoder_sparse_step") or 1), cast("list[int]", text.get("mlp_only_layers") or [])
-    return sum(1 for layer in range(layers) if layer in dense or (layer + 1) % step)
+    first, every = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
+    is_dense = (layer in dense or (layer + 1) % step or layer < first or layer % every for layer in range(layers))
+    return sum(map(bool, is_dense))
+
+
+def _latent(text: Mapping[str, Any]) -> LatentAttention:
+    return LatentAttention(
+        heads=int(text["num_attention_heads"]),
+        query_rank=int(text.get("q_lora_rank") or 0),
+        kv_rank=int(text["kv_lora_rank"]),
+        nope_dim=int(text["qk_nope_head_dim"]),
+        rope_dim=int(text["qk_rope_head_dim"]),
+        value_dim=int(text["v_head_dim"]),
+    )

@@ -67,6 +67,21 @@ def test_active_experts_by_hand() -> None:
     assert forward_flops(larger, [4]) == dense - 4 * 480 + 4 * 2 * (256 + 240)
 
 
+def test_latent_attention_by_hand() -> None:
+    latent = {"kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    shape = decoder_shape(DENSE | latent | {"model_type": "deepseek_v3"})
+    # q 8x5 and 5x20, latent of k and v 8x8, k and v 6x28, o 16x8: 40 + 100 + 64 + 168 + 128 = 500 multiply-adds.
+    # A pair: 4 heads of 5 multiply-adds for the score and 4 for the value.
+    assert forward_flops(shape, [3, 1]) == 2 * (2 * (4 * (500 + 240) + 7 * 36) + 4 * 8 * 100)
+    direct = decoder_shape(DENSE | latent | {"q_lora_rank": None})
+    assert forward_flops(shape, [1]) - forward_flops(direct, [1]) == 2 * 2 * (140 - 8 * 20)
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "n_shared_experts": 2}
+    sparse = decoder_shape(DENSE | latent | experts | {"first_k_dense_replace": 1})
+    assert (sparse.dense_layers, sparse.expert_layers) == (1, 1)
+    # Router 8x16, two of sixteen experts and two shared ones of 3*8*5, without a gate.
+    assert forward_flops(sparse, [1]) - forward_flops(shape, [1]) == 2 * (128 + 4 * 120 - 240)
+
+
 def test_published_shapes() -> None:
     """Qwen3-Next 80B with 3B active parameters: about 2 FLOPs per active parameter and token."""
     next_80b = DecoderShape(

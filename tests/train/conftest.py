@@ -9,7 +9,15 @@ import pytest
 from tests.train import parity
 from tests.train.float8 import dequantising, quantise
 from tests.train.jobs import SECONDS_PER_JOB, Job, Results, Shared
-from tests.train.models import SHARED, add_mtp, make_model, make_qwen3, make_vision
+from tests.train.models import (
+    SHARED,
+    add_mtp,
+    add_mtp_layer,
+    make_model,
+    make_qwen3,
+    make_vision,
+    rename_to_kimi,
+)
 from tests.train.ranks import run_ranks
 
 BALANCE = {"qwen3_moe balanced": 0.05}  # kind -> coefficient of the routers' auxiliary loss; others have none
@@ -43,6 +51,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 make_model(
                     folder / "float8", "qwen3_next", tied=False, seed=11, changes={**SHARED, "mlp_only_layers": []}
                 )
+            )
+        ),
+        "deepseek_v2": make_model(folder / "deepseek_v2", "deepseek_v2", tied=False, seed=11, rope="yarn"),
+        "deepseek_v3": add_mtp_layer(
+            make_model(folder / "deepseek_v3", "deepseek_v3", tied=False, seed=12, rope="yarn")
+        ),
+        "kimi_k2": rename_to_kimi(
+            make_model(
+                folder / "kimi_k2",
+                "deepseek_v3",
+                tied=False,
+                seed=13,
+                rope="yarn",
+                changes={"n_group": 1, "topk_group": 1, "qk_nope_head_dim": 24},  # heads that fit the C kernel
             )
         ),
         "vision": make_vision(folder / "vision", seed=7),

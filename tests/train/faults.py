@@ -195,7 +195,34 @@ def unscaled_float8() -> Any:
     return replace_attribute(hf, "dequantise", lambda weight, *_: weight.float())
 
 
+def keys_of_own_heads() -> Any:
+    """Skip the sum, over the heads of other ranks, of the gradient of the rotated key that all heads share."""
+    from megatron.core.transformer import multi_latent_attention as upstream
+
+    stock = upstream.gather_from_sequence_parallel_region
+    return replace_attribute(
+        upstream,
+        "gather_from_sequence_parallel_region",
+        lambda x, **kwargs: stock(x, **kwargs, tensor_parallel_output_grad=False),
+    )
+
+
+def groups_ranked_by_megatron() -> Any:
+    """Rank groups of experts as megatron does, whatever the score function."""
+    from slime_like.train.megatron.model.moe import GroupLimitedChoice
+
+    return replace_attribute(
+        GroupLimitedChoice,
+        "get_replay_topk",
+        lambda self, scores, topk, num_groups, group_topk, default: default(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        ),
+    )
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
+    "keys_of_own_heads": keys_of_own_heads,
+    "groups_ranked_by_megatron": groups_ranked_by_megatron,
     "gradient_of_own_range": gradient_of_own_range,
     "swapped_experts": swapped_experts,
     "unnormalised_router": unnormalised_router,

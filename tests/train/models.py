@@ -23,6 +23,14 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "llama3": {"rope_type": "llama3", **LLAMA3},
+    # Sequences are longer than the original positions; mscale and mscale_all_dim differ, so that angles are scaled.
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+    },
 }
 # Different for each family and from every default of a library, so that a test detects a constant in their place.
 THETA = {
@@ -33,6 +41,8 @@ THETA = {
     "qwen3_next": 4e6,
     "qwen3_5_text": 1e7,
     "qwen3_5_moe_text": 6e6,
+    "deepseek_v2": 7e5,
+    "deepseek_v3": 8e5,
 }
 EPSILON = {
     "qwen2": 3e-5,
@@ -42,6 +52,8 @@ EPSILON = {
     "qwen3_next": 6e-5,
     "qwen3_5_text": 1e-4,
     "qwen3_5_moe_text": 8e-5,
+    "deepseek_v2": 7e-5,
+    "deepseek_v3": 9e-5,
 }
 
 
@@ -56,7 +68,24 @@ HYBRID: dict[str, Any] = {
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 32}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.7,
+}
 EXTRA: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1},
     "qwen3": {"head_dim": 16},
     "qwen3_5_text": HYBRID,
     "qwen3_next": {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]},
@@ -94,7 +123,6 @@ def make_model(
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
         rms_norm_eps=EPSILON[family],
@@ -103,7 +131,7 @@ def make_model(
             "rope_theta": THETA[family],
             **({"partial_rotary_factor": 0.5} if family in HYBRIDS else {}),
         },
-        **{**EXTRA.get(family, {}), **(changes or {})},
+        **{"num_key_value_heads": 2, **EXTRA.get(family, {}), **(changes or {})},
     )
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -124,6 +152,9 @@ def randomise_constants(model: Any) -> None:
                 parameter.copy_(0.3 * torch.randn_like(parameter))  # initialised to 0
             else:
                 parameter.mul_(2.0)  # so that logits are far from uniform
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.02 * torch.randn_like(buffer))  # so that it changes choices, and groups
 
 
 def make_vision(folder: Path, seed: int, *, experts: bool = False) -> Path:
@@ -159,6 +190,21 @@ def add_mtp(folder: Path) -> Path:
     names += tuple(f"layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(2) for part in ("gate", "up", "down"))
     more = {f"mtp.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in names}
     rewrite(folder, lambda tensors: tensors | more)
+    return folder
+
+
+def add_mtp_layer(folder: Path) -> Path:
+    """Add a layer for multi-token prediction to the DeepSeek-V3 in ``folder``, numbered after its decoder's layers."""
+    names = ("enorm.weight", "eh_proj.weight", "self_attn.q_a_proj.weight", "shared_head.norm.weight")
+    more = {f"model.layers.4.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in names}
+    rewrite(folder, lambda tensors: tensors | more)
+    return folder
+
+
+def rename_to_kimi(folder: Path) -> Path:
+    """Give the model in ``folder`` the model_type of Kimi K2, which transformers has no class for."""
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"'))
     return folder
 
 

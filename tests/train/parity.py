@@ -20,6 +20,7 @@ from slime_like.batch import PackedBatch
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
+from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.faults import FAULTS, replace_attribute
 from tests.train.jobs import Results, Shared, make_actor
 from tests.train.models import VOCAB, count_tokens, join_rows, make_rows, normalise
@@ -64,7 +65,9 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
     """Return HF's loss and gradients of ``batch()``. Gradients include the routers' auxiliary loss with ``coefficient``."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=HFFolder(folder).config(), dtype=torch.float32, attn_implementation="sdpa"
+    )
     total = torch.zeros(())
     columns: list[np.ndarray] = []
     logits: list[np.ndarray] = []  # [T, V] per sequence
@@ -257,6 +260,8 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
         _gather_gradients(trainer.wrapped)
     errors: dict[str, float] = {}
     for key, parameter in named_weights(trainer.model):
+        if not isinstance(parameter, torch.nn.Parameter):
+            continue  # a bias of a router
         weight = trainer.table[key]
         full_grads = [grads[name.replace("model.language_model.", "model.")] for name in weight.names]
         expected = weight.split(full_grads, rank_info.layout.tp, rank_info.tp_rank)

@@ -29,6 +29,7 @@ def stage_ranks(cfg: TrainConfig, world: int) -> int:
 def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``ConfigError`` if the layout does not fit the model's experts, or the model has no experts to lay out."""
     p, experts = cfg.parallel, model.num_experts
+    check_sequence_parallel("parallel.tp", p.tp, cfg, model)
     if not experts:
         if p.ep > 1:
             raise ConfigError(
@@ -47,13 +48,19 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
         raise ConfigError(
             f"parallel.ep={p.ep} does not divide the {experts} experts of the model in {model.folder}: set parallel.ep to one of {fits}"
         )
-    check_sequence_parallel("parallel.tp", p.tp, cfg, model)
 
 
 def check_sequence_parallel(key: str, tp: int, cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``ConfigError`` if ``tp`` > 1 tensor parallel ranks (set by ``key``) would not shard the tokens."""
-    if model.num_experts and tp > 1 and not cfg.parallel.sequence_parallel:
-        raise ConfigError(
-            f"{key}={tp} with parallel.sequence_parallel=false and a model with experts ({model.folder}): every tensor "
-            "parallel rank would send the same tokens to the experts; set parallel.sequence_parallel=true"
-        )
+    if tp == 1 or cfg.parallel.sequence_parallel:
+        return
+    if model.num_experts:
+        kind, reason = "experts", "would send the same tokens to the experts"
+    elif model.latent:
+        kind, reason = "latent attention", "would have the gradient of a part of the heads in the keys that they share"
+    else:
+        return
+    raise ConfigError(
+        f"{key}={tp} with parallel.sequence_parallel=false and a model with {kind} ({model.folder}): every tensor "
+        f"parallel rank {reason}; set parallel.sequence_parallel=true"
+    )

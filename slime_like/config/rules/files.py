@@ -107,6 +107,17 @@ def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
         )
 
 
+def check_engine_device(device: str, model: HfConfig | None) -> None:
+    """Raise ``ConfigError`` if the engines of a run would be on a CPU, on which they cannot serve the model."""
+    family = names.FAMILIES.get(model.model_type) if model is not None and device == "cpu" else None
+    if model is not None and family is not None and not family.cpu_engine:
+        raise ConfigError(
+            f"model.hf_checkpoint={model.folder!r}: engines cannot serve model_type {model.model_type!r} on a CPU, where SGLang's "
+            "attention does not read its cache of latents; run on a machine with a GPU (placement.device=cuda), or without "
+            "engines (algo=sft, or run.mode=train_only)"
+        )
+
+
 def _divides(key: str, size: int, total: int, unit: str, model: HfConfig) -> None:
     if total % size:
         fits = [str(n) for n in range(1, total + 1) if total % n == 0]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypedDict, cast
 from msgspec import Meta
 
 from slime_like.config.rules.quantised import Float8, read_float8
+from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import CheckpointError
 from slime_like.util.reading import InputFile
 
@@ -17,6 +18,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),  # of families that have FamilyEntry.yarn
 }
 """Supported rope_type -> numbers that config.json must contain for it."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # each family uses at most one of these keys
@@ -65,6 +67,18 @@ class Sizes(TypedDict, total=False):
     decoder_sparse_step: Amount | None
     mlp_only_layers: list[Amount] | None
     norm_topk_prob: bool | None
+    n_shared_experts: Amount | None
+    first_k_dense_replace: Amount | None
+    moe_layer_freq: Few | None
+    n_group: Few | None
+    topk_group: Few | None
+    routed_scaling_factor: Positive | None
+    num_nextn_predict_layers: Amount | None
+    q_lora_rank: Size | None
+    kv_lora_rank: Size | None
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size | None
 
 
 class ModelFields(TypedDict, total=False):
@@ -106,6 +120,8 @@ class HfConfig:
     tied: bool  # tie_word_embeddings of config.json; False if absent
     gdn: GDNShape | None = None  # None: attention in every layer
     windowed: bool = False  # some layers attend to a sliding window
+    latent: bool = False  # latent attention in every layer
+    mtp_layers: int = 0  # for multi-token prediction; their weights are numbered after those of the decoder's layers
     rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
     float8: Float8 | None = None  # None: no weight is quantised
@@ -152,6 +168,8 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         tied=bool(top.get("tie_word_embeddings")),
         gdn=gdn_shape(text),
         windowed=bool(text.get("use_sliding_window")) or "sliding_attention" in (text.get("layer_types") or ()),
+        latent=bool(text.get("kv_lora_rank")),
+        mtp_layers=text.get("num_nextn_predict_layers") or 0,
         rope_key=rope_key,
         rope=cast("dict[str, Any]", text.get(rope_key) or {}),
     )
@@ -168,9 +186,9 @@ def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
 
 
 def num_experts(text: Mapping[str, Any]) -> int:
-    """Return the number of routed experts per layer; 0 if mlp_only_layers makes every layer dense."""
+    """Return the number of routed experts per layer; 0 if every layer is dense."""
     dense = set(cast("list[int]", text.get("mlp_only_layers") or ()))
-    if dense.issuperset(range(int(text["num_hidden_layers"]))):
+    if dense.issuperset(range(int(text.get("first_k_dense_replace") or 0), int(text["num_hidden_layers"]))):
         return 0
     return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0)
 
@@ -201,9 +219,11 @@ def check_rope(key: str, model: HfConfig) -> None:
     """Raise ``CheckpointError`` on a scaling of rotary frequencies that is unsupported or incomplete."""
     kind = model.rope.get("rope_type", model.rope.get("type", "default"))
     setting = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
-    if kind not in ROPE_TYPES:
+    family = FAMILIES.get(model.model_type)
+    supported = [name for name in ROPE_TYPES if name != "yarn" or (family is not None and family.yarn)]
+    if kind not in supported:
         raise CheckpointError(
-            f"{setting}, which is not supported (supported: {', '.join(ROPE_TYPES)}); "
+            f"{setting}, which is not supported (supported: {', '.join(supported)}); "
             "remove the scaling to train within the model's original positions"
         )
     if missing := [name for name in ROPE_TYPES[kind] if not isinstance(model.rope.get(name), (int, float))]:

@@ -68,7 +68,7 @@ def check_shapes(key: str, model: HfConfig) -> None:
             f"{key}={model.folder!r}: config.json has num_hidden_layers {model.num_layers}, but the weights have no layer "
             f"{min(missing)}: are config.json and the weights from the same model?"
         )
-    if layers and max(layers) >= model.num_layers:
+    if layers and max(layers) >= model.num_layers + model.mtp_layers:
         raise CheckpointError(
             f"{key}={model.folder!r}: the weights have a layer {max(layers)}, but config.json has num_hidden_layers "
             f"{model.num_layers}, so it would be ignored: are config.json and the weights from the same model?"

@@ -16,3 +16,6 @@ class FamilyEntry:
         ""  # SGLang's class, if sglang_cpu's fused forward can replace its forward; empty: SGLang's forward runs
     )
     bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise
+    config_class: str = ""  # model_type whose transformers config reads the folder, if the family's own has none
+    yarn: bool = False  # rope_type=yarn is supported
+    cpu_engine: bool = True  # an engine on a CPU can serve the model

@@ -73,6 +73,14 @@ SINKS = {
     "wandb": "slime_like.metrics.wandb_sink:WandbSink",
 }
 FAMILIES = {
+    "deepseek_v2": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV2", yarn=True, cpu_engine=False),
+    "deepseek_v3": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV3", yarn=True, cpu_engine=False),
+    "kimi_k2": FamilyEntry(
+        "slime_like.train.megatron.families.deepseek:DeepseekV3",
+        yarn=True,
+        cpu_engine=False,
+        config_class="deepseek_v3",
+    ),
     "llama": FamilyEntry("slime_like.train.megatron.families.llama:Llama", fused_engine_model="LlamaForCausalLM"),
     "qwen2": FamilyEntry("slime_like.train.megatron.families.qwen2:Qwen2", fused_engine_model="Qwen2ForCausalLM"),
     "qwen3": FamilyEntry(

@@ -125,7 +125,7 @@ def family_class(name: str) -> type[Family]:
 class Family(ABC):
     """Mapping of an HF ``model_type`` to megatron. One instance per model."""
 
-    carried: ClassVar[tuple[str, ...]] = ()
+    carried: tuple[str, ...] = ()
     """Prefixes of HF tensors that are not trained and that an export copies from the source folder."""
     shape_keys: ClassVar[tuple[str, ...]] = ()
     """Additional keys of the HF config in which two models of the family may differ."""
@@ -162,9 +162,9 @@ class Family(ABC):
         """Raise ``ConfigError`` about an unsupported ``variant``."""
         raise ConfigError(f"config.json: {variant} of a {self.hf.model_type} model is not supported; only {allowed}")
 
-    def require_divisible(self, key: str) -> None:
-        """Raise ``ConfigError`` unless tensor parallelism divides the HF config's ``key``."""
-        value = int(getattr(self.hf, key))
+    def require_divisible(self, key: str, size: int | None = None) -> None:
+        """Raise ``ConfigError`` unless tensor parallelism divides ``size``; None: the HF config's ``key``."""
+        value = int(getattr(self.hf, key)) if size is None else size
         if value % self.tp:
             raise ConfigError(
                 f"parallel.tp={self.tp} does not divide the model's {key}={value}: set parallel.tp to a divisor of {value}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,12 +53,15 @@ class Experts(DenseDecoder):
     Names are those of transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
     """
 
+    shared_name: ClassVar[str] = "shared_expert"
+    shared_gate: ClassVar[bool] = True  # True: a sigmoid gate scales the output of the shared expert
+
     def check_mlp(self) -> None:
-        if not all(self._sparse):
+        if not all(self.sparse):
             super().check_mlp()
-        if not any(self._sparse):
+        if not any(self.sparse):
             return
-        top_k, num_experts = int(self.hf.num_experts_per_tok), int(self.hf.num_experts)
+        top_k, num_experts = int(self.hf.num_experts_per_tok), self.num_experts
         if not 0 < top_k <= num_experts:
             raise ConfigError(
                 f"config.json: num_experts_per_tok={top_k} of {num_experts} experts: choose 1 to {num_experts}"
@@ -69,15 +72,15 @@ class Experts(DenseDecoder):
                 "router would learn nothing; set norm_topk_prob=false"
             )
         if self.shared_size:
-            self.require_divisible("shared_expert_intermediate_size")
+            self.require_divisible("shared expert size", self.shared_size)
 
     @property
     def num_experts(self) -> int:
-        return int(self.hf.num_experts) if any(self._sparse) else 0
+        return int(self.hf.num_experts) if any(self.sparse) else 0
 
     @property
     def mlp_size(self) -> int:
-        return int(self.hf.moe_intermediate_size) if all(self._sparse) else super().mlp_size
+        return int(self.hf.moe_intermediate_size) if all(self.sparse) else super().mlp_size
 
     @property
     def shared_size(self) -> int:
@@ -95,29 +98,37 @@ class Experts(DenseDecoder):
         return block not in (getattr(self.hf, "mlp_only_layers", None) or ()) and (block + 1) % step == 0
 
     @cached_property  # cached because it is read for every expert of every block
-    def _sparse(self) -> tuple[bool, ...]:
+    def sparse(self) -> tuple[bool, ...]:
+        """Result of ``is_sparse`` for each block."""
         return tuple(self.is_sparse(block) for block in range(int(self.hf.num_hidden_layers)))
 
     def blocks(self) -> tuple[str, ...]:
-        pairs = zip(super().blocks(), self._sparse, strict=True)
+        pairs = zip(super().blocks(), self.sparse, strict=True)
         return tuple(f"{block[0]}E" if sparse else block for block, sparse in pairs)
 
     def transformer_fields(self) -> dict[str, Any]:
-        hf, fields = self.hf, super().transformer_fields()
+        fields = super().transformer_fields()
         if not self.num_experts:
             return fields
-        fields |= {
+        fields |= self.router_fields()
+        if self.shared_size:
+            fields |= {
+                "moe_shared_expert_intermediate_size": self.shared_size,
+                "moe_shared_expert_gate": self.shared_gate,
+            }
+        return fields
+
+    def router_fields(self) -> dict[str, Any]:
+        """Return the fields of megatron's TransformerConfig for the router and the routed experts."""
+        return {
             "num_moe_experts": self.num_experts,
-            "moe_router_topk": int(hf.num_experts_per_tok),
-            "moe_ffn_hidden_size": int(hf.moe_intermediate_size),
+            "moe_router_topk": int(self.hf.num_experts_per_tok),
+            "moe_ffn_hidden_size": int(self.hf.moe_intermediate_size),
             "moe_router_score_function": "softmax",
             # The softmax over the chosen experts equals the renormalised softmax over all experts.
             "moe_router_pre_softmax": not self.renormalises,
             "moe_token_dropping": False,
         }
-        if self.shared_size:
-            fields |= {"moe_shared_expert_intermediate_size": self.shared_size, "moe_shared_expert_gate": True}
-        return fields
 
     def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
         if not self.is_sparse(block):
@@ -140,13 +151,16 @@ class Experts(DenseDecoder):
         return ExpertMatrix(names, shapes, f"{mlp}.experts.{fused}", e, self.num_experts)
 
     def _shared(self, mlp: str) -> dict[str, Weight]:
-        hidden, size, expert = int(self.hf.hidden_size), self.shared_size, f"{mlp}.shared_expert"
+        hidden, size, expert = int(self.hf.hidden_size), self.shared_size, f"{mlp}.{self.shared_name}"
         gate_up = (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
-        return {
+        out: dict[str, Weight] = {
             "mlp.shared_experts.linear_fc1.weight": Stacked(gate_up, ((size, hidden),) * 2),
             "mlp.shared_experts.linear_fc2.weight": RowParallel((f"{expert}.down_proj.weight",), ((hidden, size),)),
-            "mlp.shared_experts.gate_weight": Replicated((f"{mlp}.shared_expert_gate.weight",), ((1, hidden),)),
         }
+        if self.shared_gate:
+            gate = Replicated((f"{mlp}.{self.shared_name}_gate.weight",), ((1, hidden),))
+            out["mlp.shared_experts.gate_weight"] = gate
+        return out
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 from slime_like.config.rules.hf import downloaded, read_json, refuse_code
 from slime_like.config.rules.quantised import Scales, read_float8, read_scales
 from slime_like.config.rules.weight_files import INDEX, SINGLE, TensorEntry, read_header, read_index
+from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.float8 import dequantise
 from slime_like.util.imports import without_model_classes
@@ -41,8 +42,11 @@ class HFFolder:
         """Return the transformers config object."""
         from transformers import AutoConfig
 
+        family = FAMILIES.get(str(self.raw_config.get("model_type")))
         try:
             with without_model_classes():
+                if family is not None and family.config_class:
+                    return AutoConfig.for_model(**{**self.raw_config, "model_type": family.config_class})
                 return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
             # Fault boundary: transformers' config classes raise errors of many types.
         except Exception as error:

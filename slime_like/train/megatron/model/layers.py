@@ -29,6 +29,7 @@ from torch import Tensor
 
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.model import sdpa
+from slime_like.train.megatron.model.latent import latent_attention
 from slime_like.train.megatron.model.layout import AttentionPieces
 from slime_like.train.megatron.model.moe import moe_builder
 from slime_like.train.megatron.model.norms import RMSNorm
@@ -226,9 +227,44 @@ MIXER_FIELDS = {"G": "gdn_layer"}
 """Layer symbol -> field of megatron's ``HybridStackSubmodules``."""
 
 
-def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """Return the spec of the hybrid stack: token mixers, MLPs and experts, each with its norm and residual."""
-    attention = ModuleSpec(
+def stack_spec(config: TransformerConfig, parts: LayerParts, rotary_scale: float) -> ModuleSpec:
+    """Return the spec of the hybrid stack: token mixers, MLPs and experts, each with its norm and residual.
+
+    ``rotary_scale`` multiplies cosines and sines of the rotary angles.
+    """
+    residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
+
+    def mixer(attention: ModuleSpec) -> ModuleSpec:
+        submodules = TransformerLayerSubmodules(
+            input_layernorm=parts.norm, self_attention=attention, self_attn_bda=residual
+        )
+        return ModuleSpec(TransformerLayer, submodules=submodules)
+
+    def after_norm(mlp: Any) -> ModuleSpec:
+        submodules = TransformerLayerSubmodules(pre_mlp_layernorm=parts.norm, mlp=mlp, mlp_bda=residual)
+        return ModuleSpec(MLPLayer, submodules=submodules)
+
+    if config.multi_latent_attention:
+        attention = {"mla_layer": mixer(latent_attention(parts.core_attention, parts.norm, rotary_scale))}
+    else:
+        assert rotary_scale == 1.0, f"attention without latents has no rotary scale {rotary_scale}"
+        attention = {"attention_layer": mixer(_attention(config, parts))}
+    sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        parts.stack,
+        submodules=HybridStackSubmodules(
+            mlp_layer=after_norm(partial(parts.mlp.as_mlp_submodule, submodules=linears)),
+            **attention,
+            **sparse,
+            **{MIXER_FIELDS[symbol]: spec for symbol, spec in parts.mixers.items()},
+        ),
+    )
+
+
+def _attention(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
+    """Return the spec of grouped-query attention."""
+    return ModuleSpec(
         parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -237,27 +273,5 @@ def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
             linear_proj=RowParallelLinear,
             q_layernorm=parts.norm if config.qk_layernorm else None,
             k_layernorm=parts.norm if config.qk_layernorm else None,
-        ),
-    )
-    residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
-
-    def after_norm(mlp: Any) -> ModuleSpec:
-        submodules = TransformerLayerSubmodules(pre_mlp_layernorm=parts.norm, mlp=mlp, mlp_bda=residual)
-        return ModuleSpec(MLPLayer, submodules=submodules)
-
-    sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(
-        parts.stack,
-        submodules=HybridStackSubmodules(
-            attention_layer=ModuleSpec(
-                TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=parts.norm, self_attention=attention, self_attn_bda=residual
-                ),
-            ),
-            mlp_layer=after_norm(partial(parts.mlp.as_mlp_submodule, submodules=linears)),
-            **sparse,
-            **{MIXER_FIELDS[symbol]: spec for symbol, spec in parts.mixers.items()},
         ),
     )

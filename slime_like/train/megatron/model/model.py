@@ -28,6 +28,7 @@ from slime_like.train.megatron.platform.device import current_device
 from slime_like.train.megatron.platform.groups import RankInfo
 
 OUTPUT = "output_layer.weight"
+ROUTER_BIAS = ".router.expert_bias"  # end of a buffer's name: a bias that chooses experts and has no gradient
 VALUE_HEAD = "value_head."  # prefix of a critic's parameters that the HF checkpoint lacks
 
 
@@ -48,9 +49,10 @@ class PolicyModel(HybridModel):
         parts: LayerParts | None = None,
     ) -> None:
         parts = parts or LayerParts()
+        rotary = Rotary(family.hf, family.head_dim, current_device())
         super().__init__(
             config,
-            stack_spec(config, parts),
+            stack_spec(config, parts, rotary.scale),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
             hybrid_layer_pattern=pipeline_pattern(family.blocks(), rank_info.layout),
@@ -62,7 +64,7 @@ class PolicyModel(HybridModel):
         )
         self.rank_info = rank_info
         self.vocab_scores = parts.scores
-        self.rotary = Rotary(family.hf, family.head_dim, current_device())
+        self.rotary = rotary
         size = family.padded_vocabulary // rank_info.layout.tp
         start = size * rank_info.tp_rank
         real = max(0, min(size, int(family.hf.vocab_size) - start))
@@ -182,15 +184,19 @@ def _core_attention(name: str, *, is_batch_invariant: bool) -> type:
     return resolve("model.attention", "torch" if name == "auto" else name, ATTENTIONS)
 
 
-def named_weights(model: ModelSegments) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (slime_like's key, parameter) of this pipeline rank, in export order.
+def named_weights(model: ModelSegments) -> Iterator[tuple[str, Tensor]]:
+    """Yield (slime_like's key, weight) of this pipeline rank, in export order: parameters, and biases of routers.
 
     Apart from ``optim.mark_experts``, no other function depends on megatron's parameter names.
     """
-    by_key = {
-        _key(policy, name): parameter for policy in model.policies for name, parameter in policy.named_parameters()
-    }
+    by_key = {_key(policy, name): weight for policy in model.policies for name, weight in _tensors(policy)}
     yield from sorted(by_key.items(), key=lambda item: _order(item[0]))
+
+
+def _tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (megatron's name, weight): parameters, then buffers that a checkpoint of the model holds."""
+    yield from policy.named_parameters()
+    yield from ((name, buffer) for name, buffer in policy.named_buffers() if name.endswith(ROUTER_BIAS))
 
 
 def _key(model: PolicyModel, name: str) -> str:
@@ -214,14 +220,12 @@ def _order(key: str) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_hf(model: ModelSegments, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
-    """Load this rank's parameters from an HF folder. Raises ``CheckpointError`` on a missing tensor or a wrong shape."""
-    for key, parameter in named_weights(model):
+    """Load this rank's weights from an HF folder. Raises ``CheckpointError`` on a missing tensor or a wrong shape."""
+    for key, target in named_weights(model):
         if key.startswith(VALUE_HEAD):
             continue
         weight = table[key]
-        tensors = [tensor.to(parameter.dtype) for tensor in weight.read(folder)]
+        tensors = [tensor.to(target.dtype) for tensor in weight.read(folder)]
         shard = weight.split(tensors, rank_info.layout.tp, rank_info.tp_rank)
-        assert shard.shape == parameter.shape, (
-            f"{key}: shard {tuple(shard.shape)} for parameter {tuple(parameter.shape)}"
-        )
-        parameter.copy_(shard)
+        assert shard.shape == target.shape, f"{key}: shard {tuple(shard.shape)} for weight {tuple(target.shape)}"
+        target.copy_(shard)

@@ -33,6 +33,8 @@ class ExpertRouter(TopKRouter):
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
+        if config.moe_router_group_topk:
+            self.router_replay: Any = GroupLimitedChoice(2 if self.score_function == "sigmoid" else 1)
         self._load_E = torch.zeros(0)
         self._balance = torch.zeros(0)
 
@@ -43,6 +45,13 @@ class ExpertRouter(TopKRouter):
             counted_LE = chosen_LE if padding_mask is None else chosen_LE & ~padding_mask.reshape(-1, 1)
             self._load_E = _add(self._load_E, counted_LE.sum(0).double())
         return probs, chosen_LE
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens per expert of the optimizer step, with which megatron updates the expert bias.
+
+        megatron reads a mask [L] along the experts; this passes [L, 1].
+        """
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def _apply_aux_loss(
         self,
@@ -67,6 +76,28 @@ class ExpertRouter(TopKRouter):
         balance = self._balance.sum()
         self._load_E, self._balance = torch.zeros(0), torch.zeros(0)
         return load_E.to(self.weight.device), balance.to(self.weight.device).double()
+
+
+class GroupLimitedChoice:
+    """Choice of experts within the best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2; V3, arXiv:2412.19437, 2.1.2).
+
+    The sum of its best ``ranked`` scores ranks a group; megatron's own choice sums topk / group_topk scores. It takes the
+    place of megatron's replay of choices, which is called for each choice.
+    """
+
+    layer_number: int | None = None  # set by megatron
+
+    def __init__(self, ranked: int) -> None:
+        self.ranked = ranked
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices [L, topk] of the experts chosen by ``scores`` [L, E]."""
+        by_group = scores.unflatten(-1, (num_groups, -1))
+        best = by_group.topk(self.ranked, -1).values.sum(-1).topk(group_topk, -1, sorted=False).indices
+        outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, value=False)
+        return by_group.masked_fill(outside[..., None], float("-inf")).flatten(-2).topk(topk, -1)
 
 
 def _add(total: Tensor, value: Tensor) -> Tensor:

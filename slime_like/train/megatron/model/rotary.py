@@ -14,7 +14,8 @@ from slime_like.errors import ConfigError
 class Rotary(torch.nn.Module):
     """Rotary angles at positions, for the first ``partial_rotary_factor`` of a head's channels.
 
-    Raises ``ConfigError`` on unsupported scaling.
+    ``scale`` multiplies their cosines and sines; only YaRN (https://arxiv.org/abs/2309.00071) has another than 1. Raises
+    ``ConfigError`` on unsupported scaling.
     """
 
     def __init__(self, hf: Any, head_dim: int, device: torch.device) -> None:
@@ -26,12 +27,11 @@ class Rotary(torch.nn.Module):
         if kind == "default":
             rotated = int(head_dim * float(parameters.get("partial_rotary_factor", 1.0)))
             exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-            frequencies, factor = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
+            frequencies, self.scale = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
-        assert factor == 1.0, f"{kind} scales attention by {factor}"
+            frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
         self.frequencies = frequencies.to(device)  # [dim / 2]; a plain tensor: never cast to bfloat16
 
     def forward(self, position_ids: Tensor) -> Tensor:

@@ -48,11 +48,12 @@ def choose_family(spec: RankSpec, hf: Any) -> Family:
 
 def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     """Return the TransformerConfig of one rank. Raises ``ConfigError`` on unknown or unusable ``model.megatron`` fields."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    layout, dtype = spec.layout, dtype_of(spec)
+    layout, dtype, fields = spec.layout, dtype_of(spec), family.transformer_fields()
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     derived: dict[str, Any] = {
-        **family.transformer_fields(),
+        **fields,
         "num_layers": sum(len(block) for block in family.blocks()),
         "is_hybrid_model": True,
         "tensor_model_parallel_size": layout.tp,
@@ -73,13 +74,14 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     chosen: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default rejects rows of different lengths, even without experts
         "moe_router_dtype": "fp32",
+        "moe_router_bias_update_rate": 0.0,  # an expert bias is not trained, but can be updated to balance the load
         # With virtual stages on two ranks, one batch would pair messages of opposite directions (see patches).
         "batch_p2p_comm": spec.device == "cuda" and layout.vpp == 1,
         "perform_initialization": False,  # every weight is loaded
         **_UNFUSED,
         **_recompute(spec, family),
     }
-    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    names = {field.name for field in dataclasses.fields(kind)}
     for key, value in spec.model.megatron.items():
         if key not in names:
             raise ConfigError(
@@ -93,7 +95,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     try:
         with warnings.catch_warnings():  # megatron warns about defaults of its CUDA graph fields
             warnings.filterwarnings("ignore", message="full scope is deprecated")
-            return TransformerConfig(**{**derived, **chosen, **spec.model.megatron})
+            return kind(**{**derived, **chosen, **spec.model.megatron})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"model/parallel: megatron-core rejects parallel.* or model.megatron: {error}; change the values it names"
