@@ -130,6 +130,16 @@ RULES = {
         "rollout.tp=3",
         "rollout.num_engines",
     ),
+    "static fraction": (
+        "rollout.sglang.mem_fraction_static=2",
+        "rollout.sglang.mem_fraction_static=2 is not between 0 and 1",
+        "remove it",
+    ),
+    "token limit of an engine": (
+        "rollout.sglang.max_total_tokens=0",
+        "rollout.sglang.max_total_tokens=0 must be above 0",
+        "remove it",
+    ),
     "transport": ("weights.transport=broadcast", "weights.transport=broadcast", "weights.transport=tensor"),
     "idle ranks": (
         "rollout.batch_size=2 rollout.n_samples_per_prompt=2 placement.actor_num_gpus_per_node=8",

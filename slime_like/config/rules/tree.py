@@ -9,6 +9,7 @@ from slime_like.config.rules.agents import check_agent
 from slime_like.config.rules.attention import check_attention
 from slime_like.config.rules.dcp import check_dcp
 from slime_like.config.rules.deterministic import check_seeds
+from slime_like.config.rules.engine_sizes import check_engine_sizes
 from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
 from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_ranks
 from slime_like.config.rules.gdn import check_gdn
@@ -61,19 +62,9 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     check_gdn(cfg, machine=machine)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
-    _dp_attention(cfg)
+    check_engine_sizes(cfg.rollout)
     check_dcp(cfg)
     check_seeds(cfg)
-
-
-def _dp_attention(cfg: TrainConfig) -> None:
-    """Check attn_dp_size, which splits the attention within one engine."""
-    size = cfg.rollout.sglang.get("attn_dp_size", 1)
-    if size < 1 or cfg.rollout.tp % size:
-        raise ConfigError(
-            f"rollout.sglang.attn_dp_size={size} does not divide the rollout.tp={cfg.rollout.tp} GPUs of an engine, over "
-            "which it splits the attention: set a divisor of rollout.tp; to add engines, set rollout.num_engines"
-        )
 
 
 def samples_per_rollout(cfg: TrainConfig) -> int:

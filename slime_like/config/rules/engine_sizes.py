@@ -1,0 +1,29 @@
+"""Ranges of the sizes in ``rollout.sglang`` that the capacity planner reads; SGLang itself does not check most of them."""
+
+from __future__ import annotations
+
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.errors import ConfigError
+
+COUNTS = ("max_total_tokens", "max_prefill_tokens", "max_mamba_cache_size")
+"""Fields of ``rollout.sglang`` with a number of tokens or states."""
+
+
+def check_engine_sizes(rollout: RolloutConfig) -> None:
+    """Raise ``ConfigError`` on a size of an engine that is out of range, or that does not divide ``rollout.tp``."""
+    share = rollout.sglang.get("mem_fraction_static")
+    if share is not None and not 0 < share < 1:
+        raise ConfigError(
+            f"rollout.sglang.mem_fraction_static={share} is not between 0 and 1: set the share of an engine's memory for "
+            "weights and KV cache, or remove it"
+        )
+    for field in COUNTS:
+        count = rollout.sglang.get(field)
+        if count is not None and count < 1:
+            raise ConfigError(f"rollout.sglang.{field}={count} must be above 0: raise it, or remove it")
+    groups = rollout.sglang.get("attn_dp_size", 1)
+    if groups < 1 or rollout.tp % groups:
+        raise ConfigError(
+            f"rollout.sglang.attn_dp_size={groups} does not divide the rollout.tp={rollout.tp} GPUs of an engine, over "
+            "which it splits the attention: set a divisor of rollout.tp; to add engines, set rollout.num_engines"
+        )
