@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from slime_like.cluster.plan.demand import Demand, MemoryPlan
 from slime_like.cluster.plan.engine import engine_settings
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.planner.host import MEMORY_FRACTION
 from slime_like.planner.table import gib
 
@@ -52,6 +53,8 @@ def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
     """Return the message of an engine that cannot hold one sequence, with the changes that make it hold one."""
     assert plan.engine is not None, "serves accepts a plan without engines"
     spec = demand.engines[0]
+    if serves(unlimited := _without_limit(demand), unlimited.plan()):
+        return _limit_refusal(spec)
     weights, pool = plan.engine.table.of(*_WEIGHTS), plan.engine.pool
     fixes = [key for key, _ in _engine_remedies(demand)]
     advice = f"set {' or '.join(fixes)}" if fixes else "raise rollout.tp, or use more or larger GPUs"
@@ -62,6 +65,23 @@ def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
     return (
         f"an engine with rollout.tp={spec.tp} has {gib(weights)} of weights on each {plan.gpu}, and {problem}: "
         f"{advice} (docs/planner.md)"
+    )
+
+
+def _without_limit(demand: Demand) -> Demand:
+    """Return the demand whose engine has no ``max_total_tokens``."""
+    spec = demand.engines[0]
+    options = {field: value for field, value in spec.sglang.items() if field != "max_total_tokens"}
+    return replace(demand, engines=(replace(spec, sglang=options), *demand.engines[1:]))
+
+
+def _limit_refusal(spec: EngineSpec) -> str:
+    """Return the message of an engine whose memory holds a sequence, but whose ``max_total_tokens`` does not."""
+    ranks = f" on each of {spec.dcp} ranks (rollout.dcp)" * (spec.dcp > 1)
+    return (
+        f"rollout.sglang.max_total_tokens={spec.sglang['max_total_tokens']} limits the KV cache to that many tokens{ranks}, "
+        f"which hold no sequence of {spec.context_length:,} tokens (rollout.max_context_len): set "
+        f"rollout.sglang.max_total_tokens={-(-spec.context_length // spec.dcp)} or more, or remove it (docs/planner.md)"
     )
 
 
