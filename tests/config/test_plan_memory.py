@@ -120,6 +120,22 @@ def test_max_total_tokens_bounds_the_cache_of_a_gpu_for_each_dcp_rank(dcp: int) 
     assert table.of("KV cache") == memory.engine.tokens * memory.engine.token_bytes
 
 
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_a_limit_below_a_sequence_is_named_and_the_named_value_mends_it(dcp: int) -> None:
+    limit = "rollout.sglang.max_total_tokens"
+    keys = (*WIDE, "placement.actor_num_gpus_per_node=8", f"rollout.dcp={dcp}")
+    machine = described_machine("16xH200")
+    with pytest.raises(ConfigError) as refusal:
+        plan("qwen3_4b_gsm8k_async", *keys, f"{limit}=512", machine=machine)
+    message = str(refusal.value)
+    assert message.startswith(f"{limit}=512 ") and "no sequence of 1,536 tokens" in message
+    assert "rollout.tp" not in message
+    fix = re.findall(rf"set ({limit}=\d+)", message)[0]
+    assert fix == f"{limit}={1_536 // dcp}"
+    memory = plan("qwen3_4b_gsm8k_async", *keys, fix, machine=machine).memory
+    assert memory.engine is not None and memory.engine.requests(1_536) == 1
+
+
 class RecordingOptions(dict[str, object]):
     """Options of an engine that record the fields read."""
 
@@ -351,6 +367,26 @@ def test_another_machine_is_planned_in_an_empty_folder(
     text = show_plan(["+recipe=qwen3_4b_gsm8k", *overrides], machine)
     assert re.search(r"^memory     \d+\.\d GiB of \d+\.\d GiB on each GPU with trainer \+ engine", text, re.MULTILINE)
     assert "sequences of 1,536 tokens" in text and "weights, tokenizer, data and main memory are not checked" in text
+
+
+def test_a_plan_for_several_nodes_names_the_cluster_that_the_run_joins() -> None:
+    for machine, several in (("8xH100", False), ("2x4xH100", True)):
+        advice = plan("qwen3_4b_gsm8k", machine=described_machine(machine)).advice
+        assert any("2 nodes" in line and "set placement.ray_address=auto" in line for line in advice) is several
+    joined = plan("qwen3_4b_gsm8k", "placement.ray_address=auto", machine=described_machine("2x4xH100"))
+    assert joined.advice == ()
+
+
+@pytest.mark.parametrize("address", ["placement.ray_address=auto", "placement.ray_address=null"])
+def test_an_engine_wider_than_a_described_node_is_refused(address: str) -> None:
+    wide = ("rollout.tp=8", "rollout.num_engines=1", address)
+    with pytest.raises(ConfigError, match=r"rollout\.tp=8: .* nodes of --plan-for have at most 4 .*rollout\.tp=4"):
+        plan("qwen3_4b_gsm8k", *wide, machine=described_machine("2x4xH100"))
+
+
+def test_the_largest_machine_that_can_be_described_is_planned() -> None:
+    machine = described_machine("9999x99999xH100")
+    assert machine.num_gpus == 9_999 * 99_999 and len(machine.gpu_names) == 1
 
 
 def test_a_model_without_folder_or_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,18 @@ from slime_like.data.heldout import eval_sets
 
 
 def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str) -> tuple[str, ...]:
-    """Return one sentence per finding, each with the key to change. The devices of a joined Ray cluster are unknown."""
+    """Return one sentence per problem, each with the key to change. The devices of a joined Ray cluster are unknown."""
     check_gpus = device == "cuda" and cfg.placement.ray_address is None
-    return (*(_idle_gpus(cfg, machine, roles) if check_gpus else ()), *_evaluation(cfg))
+    return (*_nodes(cfg, machine), *(_idle_gpus(cfg, machine, roles) if check_gpus else ()), *_evaluation(cfg))
+
+
+def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
+    """Report a plan for several nodes whose run would use one."""
+    if machine.nodes > 1 and cfg.placement.ray_address is None:
+        yield (
+            f"placement.ray_address=null starts Ray on one machine, but the plan is for {machine.nodes} nodes: start Ray on "
+            "them and set placement.ray_address=auto or its address"
+        )
 
 
 def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> Iterator[str]:

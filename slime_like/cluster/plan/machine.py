@@ -21,7 +21,7 @@ class Machine:
     num_gpus: int  # of all nodes
     cpu_count: int  # of one node
     memory_bytes: int  # of one node
-    gpu_names: tuple[str, ...]
+    gpu_names: tuple[str, ...]  # of each GPU, or one for GPUs of the same kind
     kernels: Runtime | None = None  # of optional kernels; None: not probed
     is_local: bool = True  # False: only described, memory_bytes is not a limit
     nodes: int = 1
@@ -57,7 +57,7 @@ def described_machine(text: str) -> Machine:
             "four nodes"
         )
     nodes, gpus = int(match[1] or 1), int(match[2])
-    names = (match[3] or "GPU",) * (nodes * gpus)
+    names = (match[3] or "GPU",)
     return Machine(nodes * gpus, CORES_PER_GPU * gpus, 2**62, names, is_local=False, nodes=nodes)
 
 

@@ -10,7 +10,7 @@ from slime_like.cluster.plan.admission import EngineLoad, add_admission_decision
 from slime_like.cluster.plan.advice import advice
 from slime_like.cluster.plan.dcp import DcpPlan, plan_dcp
 from slime_like.cluster.plan.demand import MemoryPlan
-from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
+from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, check_one_node, rank_roles
 from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
 from slime_like.cluster.plan.memory import plan_memory
@@ -103,7 +103,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     needs_engines = cfg.run.mode != "train_only" and not supervised
     if needs_engines:
         check_engine_device(device, model)
-    engines = _engines(cfg, device, dtype, context) if needs_engines else ()
+    engines = _engines(cfg, machine, device, dtype, context) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
@@ -179,8 +179,13 @@ def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions)
     return model.max_positions
 
 
-def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
-    """Return the engines without decode context parallelism, which is planned from their memory."""
+def _engines(cfg: TrainConfig, machine: Machine, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
+    """Return the engines without decode context parallelism, which is planned from their memory.
+
+    Raises ``ConfigError`` if an engine does not fit one of several described nodes.
+    """
+    if device == "cuda" and machine.nodes > 1:
+        check_one_node(cfg.rollout.tp, machine.num_gpus // machine.nodes, "of --plan-for")
     rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
     max_running = fixed_limit(rollout)
     return tuple(

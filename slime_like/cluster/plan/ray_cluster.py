@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits
+from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits, check_one_node
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.memory import plan_memory
 from slime_like.cluster.plan.planner import Plan
@@ -70,11 +70,8 @@ def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], where: str) -> None:
     """Raise ``ConfigError`` if an engine does not fit a node, or if Ray cannot reserve a CPU with each GPU."""
     largest = max((node.num_gpus for node in nodes), default=0)
     sizes = {engine.tp for engine in plan.engines}
-    if largest and sizes and max(sizes) > largest:
-        raise ConfigError(
-            f"rollout.tp={max(sizes)}: an engine runs on one node, and the nodes of {where} have at most {largest} GPUs: "
-            f"set rollout.tp={largest} or less"
-        )
+    if largest and sizes:
+        check_one_node(max(sizes), largest, f"of {where}")
     pairs = sum(min(node.num_gpus, node.num_cpus) for node in nodes)
     if pairs < plan.num_gpus <= sum(node.num_gpus for node in nodes):
         raise ConfigError(
