@@ -316,6 +316,21 @@ def test_a_limit_below_a_sequence_is_not_blamed_on_the_memory_of_a_cpu() -> None
     assert memory.engine is not None and memory.engine.tokens == 40
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("quickstart", "rollout.tp=2 rollout.dcp=2", r"rollout\.dcp=2 for the model in .*the model has 2"),
+        ("quickstart_next", "rollout.tp=4", r"rollout\.tp=4 does not divide the 2 linear attention key heads"),
+    ],
+)
+def test_a_plan_checks_a_model_that_the_run_will_make(
+    recipe: str, overrides: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        show_plan([f"+recipe={recipe}", "placement.device=cpu", *overrides.split()])
+
+
 def test_a_cpu_run_whose_cache_is_short_is_told_of_dcp() -> None:
     ranks = ("rollout.tp=4", "rollout.sglang.max_total_tokens=2048")
     cfg = load_config(["+recipe=quickstart", *ranks], files=False, machine=False)

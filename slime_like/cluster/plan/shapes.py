@@ -41,6 +41,14 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
     return read_hf_config(KEY, folder) if values is None else hf_config(KEY, folder, values)
 
 
+def prepared_config(cfg: TrainConfig) -> HfConfig | None:
+    """Return the config.json that ``run.prepare`` of a default job will write; None for any other function."""
+    spec = PREPARED.get(cfg.run.prepare or "")
+    if spec is None:
+        return None
+    return hf_config(KEY, cfg.model.hf_checkpoint, {"model_type": spec.model_type, **config_fields(spec)})
+
+
 def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpec | None) -> RoleShapes:
     """Return the shapes of the actor's, the critic's and the teacher's model, as far as they are known."""
     try:
