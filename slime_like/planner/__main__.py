@@ -31,6 +31,7 @@ from slime_like.planner.trainer_changes import FLAGS
 from slime_like.planner.view import engine_lines, model_line, phase_lines, trainer_lines
 from slime_like.printable import print_output, visible
 
+MAX_COUNT = 2**31  # of tokens, ranks or requests
 EXAMPLES = """examples:
   python -m slime_like.planner DeepSeek-R1 --on 8xH20 --weights fp8 --static most --input 1024 --output 2048
   python -m slime_like.planner Qwen3-235B-A22B --on 8xH20 --input 32768 --output 4096 --uniform
@@ -194,8 +195,8 @@ def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware)
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_COUNT}")
     return int(text)
 
 
@@ -212,6 +213,7 @@ def _share(text: str) -> float:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m slime_like.planner",
+        usage="%(prog)s MODEL --on [NODESx]GPUSxNAME [options]; --help lists them",
         description="Memory of SGLang engines and Megatron ranks on GPUs, the batch that fits, what limits it, and the effect "
         "of each change. Needs no weights. docs/planner.md compares it with published and traced runs.",
         epilog=EXAMPLES,
