@@ -67,6 +67,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 changes={"n_group": 1, "topk_group": 1, "qk_nope_head_dim": 24},  # heads that fit the C kernel
             )
         ),
+        "glm4": make_model(folder / "glm4", "glm4", tied=False, seed=14),
+        "glm4_moe": add_mtp_layer(make_model(folder / "glm4_moe", "glm4_moe", tied=False, seed=15)),
         "vision": make_vision(folder / "vision", seed=7),
         "vision experts": make_vision(folder / "vision_experts", seed=10, experts=True),
     }

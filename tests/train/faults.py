@@ -207,6 +207,22 @@ def keys_of_own_heads() -> Any:
     )
 
 
+def channels_paired_in_halves() -> Any:
+    """Rotate the first half of a head's channels with the second half, as most families do, instead of neighbours."""
+    from slime_like.train.megatron.model import transformer_config
+
+    stock = transformer_config.transformer_config
+
+    def halves(*args: Any) -> Any:
+        config = stock(*args)
+        config.rotary_interleaved = False
+        return config
+
+    from slime_like.train.megatron.rank import rank_model
+
+    return replace_attribute(rank_model, "transformer_config", halves)
+
+
 def groups_ranked_by_megatron() -> Any:
     """Rank groups of experts as megatron does, whatever the score function."""
     from slime_like.train.megatron.model.moe import GroupLimitedChoice
@@ -222,6 +238,7 @@ def groups_ranked_by_megatron() -> Any:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "keys_of_own_heads": keys_of_own_heads,
+    "channels_paired_in_halves": channels_paired_in_halves,
     "groups_ranked_by_megatron": groups_ranked_by_megatron,
     "gradient_of_own_range": gradient_of_own_range,
     "swapped_experts": swapped_experts,

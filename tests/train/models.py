@@ -43,6 +43,8 @@ THETA = {
     "qwen3_5_moe_text": 6e6,
     "deepseek_v2": 7e5,
     "deepseek_v3": 8e5,
+    "glm4": 9e5,
+    "glm4_moe": 3e6,
 }
 EPSILON = {
     "qwen2": 3e-5,
@@ -54,6 +56,8 @@ EPSILON = {
     "qwen3_5_moe_text": 8e-5,
     "deepseek_v2": 7e-5,
     "deepseek_v3": 9e-5,
+    "glm4": 2.5e-5,
+    "glm4_moe": 3.5e-5,
 }
 
 
@@ -68,11 +72,7 @@ HYBRID: dict[str, Any] = {
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 32}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+GROUPED: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
     "n_group": 4,
@@ -80,12 +80,21 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
     "routed_scaling_factor": 1.7,
+}
+LATENT: dict[str, Any] = {
+    **GROUPED,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1},
+    "glm4": {"head_dim": 16, "pad_token_id": None},
+    "glm4_moe": {**GROUPED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
     "qwen3": {"head_dim": 16},
     "qwen3_5_text": HYBRID,
     "qwen3_next": {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]},
@@ -129,7 +138,7 @@ def make_model(
         rope_parameters={
             **ROPE[rope],
             "rope_theta": THETA[family],
-            **({"partial_rotary_factor": 0.5} if family in HYBRIDS else {}),
+            **({"partial_rotary_factor": 0.5} if family in (*HYBRIDS, "glm4", "glm4_moe") else {}),
         },
         **{"num_key_value_heads": 2, **EXTRA.get(family, {}), **(changes or {})},
     )

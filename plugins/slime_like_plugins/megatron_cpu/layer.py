@@ -81,7 +81,7 @@ class FusedAttention(SelfAttention):
     """Attention with split, norms, rotation and cast of queries, keys and values in one pass.
 
     Megatron's own steps run with context parallelism, a KV head shared by tensor parallel ranks, output gates,
-    zero-centred norms, or a rotation of part of a head.
+    zero-centred norms, or a rotation of part of a head or of neighbouring channels.
     """
 
     _cos_sin: Tensor | None = None
@@ -114,7 +114,8 @@ class FusedAttention(SelfAttention):
     def _fits(self, packed: PackedRows, angles: Any) -> bool:
         config = self.config
         rotates_whole_heads = isinstance(angles, Tensor) and angles.shape[-1] == self.hidden_size_per_attention_head
-        is_plain = not config.attention_output_gate and not config.layernorm_zero_centered_gamma
+        variants = (config.attention_output_gate, config.layernorm_zero_centered_gamma, config.rotary_interleaved)
+        is_plain = not any(variants)
         return rotates_whole_heads and is_plain and packed.key_index is None and self._query_groups() >= self.world_size
 
     def _query_groups(self) -> int:

@@ -75,6 +75,8 @@ SINKS = {
 FAMILIES = {
     "deepseek_v2": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV2", yarn=True, cpu_engine=False),
     "deepseek_v3": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV3", yarn=True, cpu_engine=False),
+    "glm4": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4"),
+    "glm4_moe": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4Moe"),
     "kimi_k2": FamilyEntry(
         "slime_like.train.megatron.families.deepseek:DeepseekV3",
         yarn=True,

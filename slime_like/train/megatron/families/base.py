@@ -127,6 +127,8 @@ class Family(ABC):
 
     carried: tuple[str, ...] = ()
     """Prefixes of HF tensors that are not trained and that an export copies from the source folder."""
+    output_norms: ClassVar[bool] = False
+    """True if a norm follows attention and MLP, before the residual is added."""
     shape_keys: ClassVar[tuple[str, ...]] = ()
     """Additional keys of the HF config in which two models of the family may differ."""
 

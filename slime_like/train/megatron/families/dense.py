@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 
@@ -12,8 +12,8 @@ from slime_like.train.megatron.families.base import QKV, Family, Replicated, Row
 class DenseDecoder(Family):
     """Base class of dense families. Tensor names are those of transformers' ``*ForCausalLM``."""
 
-    qk_norm: ClassVar[bool] = False  # True: a norm on every query and key head
-    qkv_bias: ClassVar[bool] = False  # True: biases on query, key and value, but not on the output projection
+    qk_norm: bool = False  # True: a norm on every query and key head
+    qkv_bias: bool = False  # True: biases on query, key and value, but not on the output projection
 
     def __init__(self, hf: Any, tp: int) -> None:
         super().__init__(hf, tp)

@@ -32,7 +32,7 @@ from slime_like.train.megatron.model import sdpa
 from slime_like.train.megatron.model.latent import latent_attention
 from slime_like.train.megatron.model.layout import AttentionPieces
 from slime_like.train.megatron.model.moe import moe_builder
-from slime_like.train.megatron.model.norms import RMSNorm
+from slime_like.train.megatron.model.norms import NormedOutput, RMSNorm
 from slime_like.train.megatron.model.vocab import VocabScores, vocab_scores
 
 
@@ -227,12 +227,15 @@ MIXER_FIELDS = {"G": "gdn_layer"}
 """Layer symbol -> field of megatron's ``HybridStackSubmodules``."""
 
 
-def stack_spec(config: TransformerConfig, parts: LayerParts, rotary_scale: float) -> ModuleSpec:
+def stack_spec(
+    config: TransformerConfig, parts: LayerParts, rotary_scale: float, *, output_norms: bool = False
+) -> ModuleSpec:
     """Return the spec of the hybrid stack: token mixers, MLPs and experts, each with its norm and residual.
 
-    ``rotary_scale`` multiplies cosines and sines of the rotary angles.
+    ``rotary_scale`` multiplies cosines and sines of the rotary angles. ``output_norms``: a norm follows attention and MLP.
     """
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
+    output: Any = partial(NormedOutput, norm=parts.norm) if output_norms else RowParallelLinear
 
     def mixer(attention: ModuleSpec) -> ModuleSpec:
         submodules = TransformerLayerSubmodules(
@@ -248,9 +251,9 @@ def stack_spec(config: TransformerConfig, parts: LayerParts, rotary_scale: float
         attention = {"mla_layer": mixer(latent_attention(parts.core_attention, parts.norm, rotary_scale))}
     else:
         assert rotary_scale == 1.0, f"attention without latents has no rotary scale {rotary_scale}"
-        attention = {"attention_layer": mixer(_attention(config, parts))}
+        attention = {"attention_layer": mixer(_attention(config, parts, output))}
     sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output)
     return ModuleSpec(
         parts.stack,
         submodules=HybridStackSubmodules(
@@ -262,15 +265,15 @@ def stack_spec(config: TransformerConfig, parts: LayerParts, rotary_scale: float
     )
 
 
-def _attention(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """Return the spec of grouped-query attention."""
+def _attention(config: TransformerConfig, parts: LayerParts, output: Any) -> ModuleSpec:
+    """Return the spec of grouped-query attention with the class ``output`` of its output projection."""
     return ModuleSpec(
         parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=parts.core_attention,
-            linear_proj=RowParallelLinear,
+            linear_proj=output,
             q_layernorm=parts.norm if config.qk_layernorm else None,
             k_layernorm=parts.norm if config.qk_layernorm else None,
         ),

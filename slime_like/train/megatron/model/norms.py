@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -35,6 +35,22 @@ class RMSNorm(torch.nn.Module):
         if x.dtype in _HALF:
             return _HalfNorm.apply(x, scale, None, self.eps)
         return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.eps)
+
+
+class NormedOutput(RowParallelLinear):
+    """Output projection of attention or MLP, followed by ``norm``."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, norm: type[RMSNorm], **kwargs: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.output_norm = norm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map [L, 1, input_size] to [L, 1, output_size]; there is no bias."""
+        out, bias = super().forward(input_)
+        assert bias is None
+        return self.output_norm(out), None
 
 
 class GatedHeadNorm(torch.nn.Module):

@@ -18,8 +18,9 @@ class Rotary(torch.nn.Module):
     ``ConfigError`` on unsupported scaling.
     """
 
-    def __init__(self, hf: Any, head_dim: int, device: torch.device) -> None:
+    def __init__(self, hf: Any, head_dim: int, device: torch.device, *, interleaved: bool = False) -> None:
         super().__init__()
+        self.interleaved = interleaved  # True: channels 0 and 1 are a pair; False: channels 0 and dim / 2
         parameters: dict[str, Any] = getattr(hf, "rope_parameters", None) or {}
         kind = parameters.get("rope_type", "default")
         if kind not in ROPE_TYPES:
@@ -37,4 +38,5 @@ class Rotary(torch.nn.Module):
     def forward(self, position_ids: Tensor) -> Tensor:
         """Map position_ids [P] to angles [P, 1, 1, dim]."""
         angles = torch.outer(position_ids.to(self.frequencies.dtype), self.frequencies)
-        return torch.cat((angles, angles), -1)[:, None, None, :]
+        of_channels = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return of_channels[:, None, None, :]

@@ -1,0 +1,106 @@
+"""Experts in groups, chosen by softmax scores (DeepSeek-V2) or by sigmoid scores with a bias (DeepSeek-V3, Kimi K2, GLM-4.5)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from slime_like.errors import ConfigError
+from slime_like.train.megatron.families.base import Replicated, Weight
+from slime_like.train.megatron.families.experts import Experts
+
+
+class GroupedExperts(Experts):
+    """Mix-in for a decoder family: experts after the first layers, with shared experts. A softmax over all experts weights the chosen.
+
+    With topk_method=group_limited_greedy, a token's experts are in the topk_group groups whose best experts are best.
+    """
+
+    shared_name = "shared_experts"
+    shared_gate = False
+    shape_keys = ("n_routed_experts", "n_shared_experts", "first_k_dense_replace")
+    score_function: ClassVar[str] = "softmax"
+    topk_methods: ClassVar[tuple[str, ...]] = ("greedy", "group_limited_greedy")
+    ranked: ClassVar[int] = 1
+    """Number of experts whose scores rank a group; megatron's router has the same number for this score function."""
+
+    def __init__(self, hf: Any, tp: int) -> None:
+        super().__init__(hf, tp)
+        first, extra = int(hf.num_hidden_layers), int(getattr(hf, "num_nextn_predict_layers", None) or 0)
+        self.carried = tuple(f"model.layers.{layer}." for layer in range(first, first + extra))
+        self.require("scoring_func", self.score_function)
+        self.require("topk_method", *self.topk_methods)
+        self.require("norm_topk_prob", self.renormalises)
+        if self.num_experts and self.groups is not None:
+            self._check_groups(*self.groups)
+
+    def _check_groups(self, groups: int, chosen: int) -> None:
+        size, top_k = self.num_experts // max(1, groups), int(self.hf.num_experts_per_tok)
+        if groups < 1 or self.num_experts % groups or not 0 < chosen <= groups:
+            problem = "n_group must divide the experts, and topk_group be between 1 and n_group"
+        elif size < self.ranked or chosen * size < top_k:
+            problem = f"a group has {size} experts, too few to rank groups or to choose {top_k} experts"
+        else:
+            return
+        raise ConfigError(
+            f"config.json: n_group={groups}, topk_group={chosen} of {self.num_experts} experts: {problem}; "
+            "use the config.json that belongs to these weights"
+        )
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.hf.n_routed_experts) if any(self.sparse) else 0
+
+    @property
+    def shared_size(self) -> int:
+        return int(self.hf.n_shared_experts or 0) * int(self.hf.moe_intermediate_size)
+
+    @property
+    def renormalises(self) -> bool:
+        return False
+
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """Number of groups, and of groups with a token's experts; None if all experts are in one group."""
+        if getattr(self.hf, "topk_method", None) == "greedy" or int(self.hf.n_group or 1) == 1:
+            return None
+        return int(self.hf.n_group), int(self.hf.topk_group or 0)
+
+    def is_sparse(self, block: int) -> bool:
+        every = int(getattr(self.hf, "moe_layer_freq", None) or 1)
+        return block >= int(self.hf.first_k_dense_replace or 0) and block % every == 0
+
+    def router_fields(self) -> dict[str, Any]:
+        groups, chosen = self.groups or (None, None)
+        return {
+            **super().router_fields(),
+            "moe_router_score_function": self.score_function,
+            "moe_router_topk_scaling_factor": float(self.hf.routed_scaling_factor),
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
+        }
+
+
+class BiasedExperts(GroupedExperts):
+    """Mix-in with a bias per expert (https://arxiv.org/abs/2408.15664).
+
+    Sigmoid scores plus the biases choose the experts; the scores alone, which are normalised over the chosen experts, weight
+    their outputs. Two experts rank a group.
+    """
+
+    score_function = "sigmoid"
+    topk_methods = ("noaux_tc",)
+    ranked = 2
+
+    @property
+    def renormalises(self) -> bool:
+        return True
+
+    def router_fields(self) -> dict[str, Any]:
+        return {**super().router_fields(), "moe_router_enable_expert_bias": True}
+
+    def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
+        weights = super().mlp(block, prefix)
+        if self.is_sparse(block):
+            name = f"{prefix}.mlp.gate.e_score_correction_bias"
+            weights["mlp.router.expert_bias"] = Replicated((name,), ((self.num_experts,),))
+        return weights
