@@ -14,7 +14,6 @@ _BUFFER = "there is no external rollout buffer: write a data source (data.source
 _OUTPUT = "see metrics.jsonl and the report of a run"
 _MEMORY = "memory is measured by guard.memory and the report"
 _ROUTER = "engines are addressed directly"
-_FAMILY = "no supported model family has it"
 _DEADLINES = "every wait has its own deadline: rollout.start_deadline_s, rollout.request_deadline_s"
 
 MODEL_SHAPE: dict[str, str] = dict.fromkeys(
@@ -41,6 +40,7 @@ MODEL_SHAPE: dict[str, str] = dict.fromkeys(
         "--max-position-embeddings",
         "--seq-length",
         "--make-vocab-size-divisible-by",
+        "--multi-latent-attention",
         "--kv-lora-rank",
         "--q-lora-rank",
         "--qk-head-dim",
@@ -145,7 +145,6 @@ NOT_HERE: dict[str, str] = {
         ],
         _ROUTER,
     ),
-    "--multi-latent-attention": _FAMILY,
     "--save-retain-interval": "run.keep_checkpoints keeps the newest checkpoints",
     "--train-memory-margin-bytes": _MEMORY,
     "--use-miles-dashboard": _OUTPUT,

@@ -208,16 +208,6 @@ def _num_layers(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     )
 
 
-def _post_norm(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    del item, flags
-    return "refused", "no supported model family normalises after attention or feed-forward layers"
-
-
-def _router_scores(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    del flags
-    return None if item.text in ("softmax", "") else ("refused", "routers of the supported model families use softmax")
-
-
 def _balancing(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     if item.text in ("none", "aux_loss") or not flags.is_positive("--moe-aux-loss-coeff"):
         return "dropped", "has no effect without --moe-aux-loss-coeff above 0"
@@ -254,9 +244,6 @@ VERDICT_FUNCTIONS: dict[str, VerdictFunction] = {
     "--spec": _spec,
     "--num-layers": _num_layers,
     "--position-embedding-type": _positions,
-    "--post-self-attn-layernorm": _post_norm,
-    "--post-mlp-layernorm": _post_norm,
-    "--moe-router-score-function": _router_scores,
     "--moe-router-load-balancing-type": _balancing,
     "--save-debug-rollout-data": _save_rollouts,
     "--advantage-estimator": lambda item, flags: (

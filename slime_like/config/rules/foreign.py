@@ -85,6 +85,8 @@ OWNED: dict[str, dict[str, str]] = {
         "add_bias_linear": SHAPE,
         "add_qkv_bias": SHAPE,
         "qk_layernorm": SHAPE,
+        "multi_latent_attention": SHAPE,
+        "rotary_interleaved": SHAPE,
         "num_moe_experts": SHAPE,
         "moe_router_topk": SHAPE,
         "moe_ffn_hidden_size": SHAPE,
