@@ -59,6 +59,18 @@ _DEEPSEEK = {
     "max_position_embeddings": 163_840,
     "tie_word_embeddings": False,
 }
+_GLM = {
+    "model_type": "glm4_moe",
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151_552,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(1_024, 3_072, 28, 16, tied=True),
     "Qwen3-1.7B": _qwen3(2_048, 6_144, 28, 16, tied=True),
@@ -119,6 +131,42 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "DeepSeek-R1": _DEEPSEEK,
     "DeepSeek-V3": _DEEPSEEK,
+    "Kimi-K2": {
+        **_DEEPSEEK,
+        "model_type": "kimi_k2",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "first_k_dense_replace": 1,
+        "vocab_size": 163_840,
+        "max_position_embeddings": 131_072,
+    },
+    "GLM-4-9B-0414": {
+        **_qwen3(4_096, 13_696, 40, 32, tied=False, kv_heads=2),
+        "model_type": "glm4",
+        "attention_bias": True,
+        "vocab_size": 151_552,
+        "max_position_embeddings": 32_768,
+    },
+    "GLM-4.5": {
+        **_GLM,
+        "hidden_size": 5_120,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 1_536,
+        "num_hidden_layers": 92,
+        "n_routed_experts": 160,
+        "first_k_dense_replace": 3,
+        "use_qk_norm": True,
+    },
+    "GLM-4.5-Air": {
+        **_GLM,
+        "hidden_size": 4_096,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1_408,
+        "num_hidden_layers": 46,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+    },
 }
 """Name on Hugging Face, without the owner -> fields of config.json."""
 

@@ -76,7 +76,7 @@ FAMILIES = {
     "deepseek_v2": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV2", yarn=True, cpu_engine=False),
     "deepseek_v3": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV3", yarn=True, cpu_engine=False),
     "glm4": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4"),
-    "glm4_moe": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4Moe"),
+    "glm4_moe": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4Moe", engine_ties=False),
     "kimi_k2": FamilyEntry(
         "slime_like.train.megatron.families.deepseek:DeepseekV3",
         yarn=True,

@@ -46,7 +46,7 @@ class NormedOutput(RowParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.output_norm = norm(config, output_size, config.layernorm_epsilon)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
         """Map [L, 1, input_size] to [L, 1, output_size]; there is no bias."""
         out, bias = super().forward(input_)
         assert bias is None
