@@ -118,12 +118,15 @@ def test_any_mix_of_lengths_over_ranks(
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM)
     layer.scaling, layer.sliding_window_size, layer.is_cross_attention = DIM**-0.5, -1, False
     parallel = SimpleNamespace(dcp_group=group, attn_dcp_size=size, dcp_comm_backend=form, dcp_replicate_q_proj=False)
+    released: list[int] = []  # ranks that released the hidden states of a prefill
 
     def run(rank: int) -> Tensor:
         table = SimpleNamespace(req_to_token=case.table)
         runner = SimpleNamespace(req_to_token_pool=table, token_to_kv_pool=pools[rank])
         backend = attention.ShardedAttention(runner, CKernels(build.build().path) if in_c else None)  # each its buffers
         backend._rank = rank
+        if not decode:
+            backend._queries = {0: SimpleNamespace(release=lambda: released.append(rank))}
         backend.init_forward_metadata(batch)
         q = case.q_THD[:, rank * heads : (rank + 1) * heads].reshape(num_new, -1)
         return backend.forward_extend(q, case.keys[case.fresh_L], case.values[case.fresh_L], layer, batch)
@@ -133,6 +136,7 @@ def test_any_mix_of_lengths_over_ranks(
         patch.setattr(attention, "get_parallel", lambda: parallel)
         out = torch.cat([part.view(num_new, heads, DIM) for part in by_threads(group, run)], 1)
     torch.testing.assert_close(out.double(), case.exact(), atol=3e-6, rtol=1e-5)
+    assert sorted(released) == ([] if decode else list(range(size)))
     for rank, pool in enumerate(pools):  # each token is stored once
         assert int(pool.keys.isfinite().all(-1).sum()) == int((case.slots_L % size == rank).sum())
 
@@ -147,7 +151,10 @@ class Rope:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> None:
-    """Also after a push, which overwrites the projections in place; the loader's write is not counted by torch."""
+    """Also after a push, which overwrites the projections in place, and with a new parameter.
+
+    The loader's write is not counted by torch. No hidden states are kept after an attention.
+    """
     from slime_like_plugins.dcp.group_queries import group_queries
 
     size, heads, hidden = 3, 2, 8
@@ -167,12 +174,20 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
         module: Any = models[rank]
         queries = group_queries(module, group)[4]
         results: list[tuple[Tensor, Tensor]] = []
-        for _ in range(2):
+        for push in range(3):
             q = module.qkv_proj(hidden_TC)[:, : heads * DIM].reshape(-1, DIM)
             own, _ = module.rotary_emb(positions_T, (q if norm is None else norm(q)).view(5, -1), torch.zeros(5, DIM))
             results.append((group.all_gather(own.view(5, heads, DIM), dim=1), queries(positions_T)))
-            module.qkv_proj.weight.fill_(math.nan)
-            module.qkv_proj.weight.data.copy_(normal(10 + rank, (heads + 2) * DIM, hidden))
+            assert queries._hidden_TC is None
+            if push == 1:  # a parameter with the same version, of other values
+                version = module.qkv_proj.weight._version
+                module.qkv_proj.weight = torch.nn.Parameter(normal(20 + rank, (heads + 2) * DIM, hidden))
+                while module.qkv_proj.weight._version < version:
+                    module.qkv_proj.weight.mul_(1)
+                continue
+            for seed, parameter in enumerate(module.qkv_proj.parameters(), 10 + 2 * rank):
+                parameter.fill_(math.nan)
+                parameter.data.copy_(normal(seed, *parameter.shape))
         return tuple(torch.stack(tensors) for tensors in zip(*results, strict=True))  # pyright: ignore
 
     for gathered, computed in by_threads(group, run):

@@ -115,11 +115,13 @@ class ShardedAttention(BatchedAttention):
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
+        replicated = self._queries.get(layer.layer_id)
         if forward_batch.forward_mode.is_decode():
-            replicated = self._queries.get(layer.layer_id)
             q_TAD = self._gathered(q_THD) if replicated is None else replicated(forward_batch.positions)
             out_THD, _ = self._attend_cached(q_TAD, (keys, values), layer.scaling, self._c)
         else:
+            if replicated is not None:
+                replicated.release()
             out_THD = self._prefill(q_THD, (k_TKD, v_TKD), (keys, values), layer.scaling)
         return out_THD.to(q.dtype).reshape(len(q_THD), -1)
 

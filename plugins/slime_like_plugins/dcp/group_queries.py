@@ -22,21 +22,28 @@ class GroupQueries:
 
     def __init__(self, attention: Any, group: Any) -> None:
         self._attention, self._group = attention, group
-        self._hidden_TC = torch.empty(0)  # input of the module's own projection in this forward
+        self._hidden_TC: Tensor | None = None  # input of the module's projection, from there to its attention
         self._weight, self._bias = torch.empty(0), None
-        self._weight_version = -1
+        self._source: Tensor | None = None  # the module's own weight at the last gather, with its version
+        self._source_version = -1
         attention.qkv_proj.register_forward_pre_hook(self._remember)
 
     def __call__(self, positions_T: Tensor) -> Tensor:
-        """Return the queries [T, A, D] of the tokens whose hidden states the module's projection got last."""
+        """Return the queries [T, A, D] of the tokens whose hidden states the module's projection got last, and release these."""
         self._renew()
-        attention = self._attention
-        tokens, dim = len(self._hidden_TC), attention.head_dim
-        q = F.linear(self._hidden_TC, self._weight, self._bias)
+        attention, hidden_TC = self._attention, self._hidden_TC
+        assert hidden_TC is not None, "the module's projection runs before its attention"
+        self.release()
+        tokens, dim = len(hidden_TC), attention.head_dim
+        q = F.linear(hidden_TC, self._weight, self._bias)
         if getattr(attention, "q_norm", None) is not None:
             q = attention.q_norm(q.view(-1, dim)).view(tokens, -1)
         q, _ = attention.rotary_emb(positions_T, q, q[:, :dim].clone())  # the operator also needs a key
         return q.view(tokens, -1, dim)
+
+    def release(self) -> None:
+        """Release the hidden states, which in all layers of a prefill would take as much memory as its KV cache."""
+        self._hidden_TC = None
 
     def _remember(self, projection: Any, inputs: tuple[Tensor, ...]) -> None:
         self._hidden_TC = inputs[0]
@@ -44,12 +51,13 @@ class GroupQueries:
     def _renew(self) -> None:
         """Gather the projections after a push, which overwrites every parameter on all ranks before any of them decodes."""
         projection, size = self._attention.qkv_proj, self._attention.q_size
-        if projection.weight._version == self._weight_version:
+        source = projection.weight
+        if source is self._source and source._version == self._source_version:
             return
         bias = getattr(projection, "bias", None)
-        self._weight = self._group.all_gather(projection.weight.detach()[:size].contiguous(), dim=0)
+        self._weight = self._group.all_gather(source.detach()[:size].contiguous(), dim=0)
         self._bias = None if bias is None else self._group.all_gather(bias.detach()[:size].contiguous(), dim=0)
-        self._weight_version = projection.weight._version
+        self._source, self._source_version = source, source._version
 
 
 def group_queries(model: Any, group: Any) -> dict[int, GroupQueries]:
