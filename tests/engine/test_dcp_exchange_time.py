@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from slime_like.rollout.engine.replies import kv_usage
 from slime_like_plugins.dcp import exchange_time
 from slime_like_plugins.dcp.exchange_time import METHODS, STRIDE, DeviceClock, HostClock
+from slime_like_plugins.kv_capacity import usage
 
 
 class Gpu:
@@ -21,15 +23,17 @@ class Gpu:
         class Event:
             def __init__(self, *, enable_timing: bool, external: bool = False) -> None:
                 assert enable_timing and external == gpu.is_capturing
-                self.time = 0.0
+                self.time: float | None = None
 
             def record(self) -> None:
-                self.time = gpu.now
+                self.time = None if gpu.is_capturing else gpu.now
 
             def query(self) -> bool:
                 return gpu.has_ended
 
             def elapsed_time(self, end: Any) -> float:
+                if self.time is None or end.time is None:
+                    raise RuntimeError("invalid resource handle")
                 return end.time - self.time
 
         self.Event = Event
@@ -75,7 +79,7 @@ def test_eager_exchanges_on_a_gpu_are_sampled_and_read_when_they_have_ended(grou
     assert exchange_time.take(0) == 0
 
 
-def test_the_last_replays_of_graphs_stand_for_all_decode_steps(group: Any) -> None:
+def test_the_last_replays_of_graphs_stand_for_all_replays(group: Any) -> None:
     clock = DeviceClock(group.gpu)
     exchange_time.measure(group, clock)
     for _ in range(2):  # graphs
@@ -85,7 +89,7 @@ def test_the_last_replays_of_graphs_stand_for_all_decode_steps(group: Any) -> No
             group.all_reduce(0.0)
         group.gpu.is_capturing = False
     first, second = clock._graphs
-    clock.take(0)
+    assert clock.take(3) == 0, "no graph was replayed yet"
 
     def replay(graph: Any, milliseconds: float) -> None:
         for begin, end in graph.pairs:
@@ -103,3 +107,18 @@ def test_the_last_replays_of_graphs_stand_for_all_decode_steps(group: Any) -> No
     replay(first, 2.0)
     replay(second, 4.0)
     assert exchange_time.take(10) == pytest.approx(15 * per_step)
+
+
+def test_only_decode_steps_that_replayed_a_graph_count_as_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events outside graphs measure the exchanges of all other steps."""
+    monkeypatch.setattr(usage, "counts", usage.Counts())
+    monkeypatch.setattr(exchange_time, "_clocks", [SimpleNamespace(take=float)])  # a second per replay
+    stats = SimpleNamespace(full_capacity=8, get_kv_token_stats=lambda: (4, 0.5))
+    scheduler = SimpleNamespace(pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: stats))
+    for is_decode, replays in ((False, True), (True, True), (True, False), (True, True), (True, False)):
+        result = SimpleNamespace(can_run_cuda_graph=replays)
+        mode = SimpleNamespace(is_decode=lambda answer=is_decode: answer)
+        batch = SimpleNamespace(forward_mode=mode, batch_size=lambda: 3)
+        assert usage.run_batch(lambda *_, reply=result: reply, scheduler, batch) is result
+    reports = [kv_usage({"internal_states": [{usage.STATE: usage.counts.report()}]}) for _ in range(2)]
+    assert [(report.decode_steps, report.dcp_exchange_s) for report in reports] == [(4, 2.0), (0, 0.0)]

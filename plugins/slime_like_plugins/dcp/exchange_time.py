@@ -2,14 +2,14 @@
 
 On a CPU an exchange ends when its call returns, so a clock of the host measures all of them. On a GPU, events are recorded before
 and after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold the times of
-its last replay, which stand for all decode steps since the last report.
+its last replay, which stand for all replays since the last report.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ class ExchangeClock(Protocol):
         """Measure the exchange within this context."""
         ...
 
-    def take(self, decode_steps: int) -> float:
-        """Return the seconds spent in exchanges since the last call, in which the engine made ``decode_steps``."""
+    def take(self, num_replays: int) -> float:
+        """Return the seconds spent in exchanges since the last call, in which the engine replayed graphs ``num_replays`` times."""
         ...
 
 
@@ -44,7 +44,7 @@ class HostClock:
         finally:
             self._seconds += time.perf_counter() - begin
 
-    def take(self, decode_steps: int) -> float:
+    def take(self, num_replays: int) -> float:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -84,12 +84,17 @@ class DeviceClock:
             end.record()
             pairs.append((begin, end))
 
-    def take(self, decode_steps: int) -> float:
-        ended = [pair for pair in self._eager if pair[1].query()]
-        self._eager = [pair for pair in self._eager if pair not in ended]
-        steps = [step for graph in self._graphs if (step := self._replayed(graph)) is not None]
-        per_step = sum(steps) / len(steps) if steps else 0.0
-        return 1e-3 * STRIDE * (_milliseconds(ended) + decode_steps * per_step)
+    def take(self, num_replays: int) -> float:
+        pairs, self._eager = self._eager, []
+        milliseconds = 0.0
+        for begin, end in pairs:
+            if end.query():
+                milliseconds += begin.elapsed_time(end)
+            else:
+                self._eager.append((begin, end))
+        replays = [replay for graph in self._graphs if (replay := self._replayed(graph)) is not None]
+        per_replay = sum(replays) / len(replays) if replays else 0.0
+        return 1e-3 * STRIDE * (milliseconds + num_replays * per_replay)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """Return the list for the next pair of events: that of the graph which is being captured, or of all other exchanges.
@@ -107,19 +112,24 @@ class DeviceClock:
         """Return the milliseconds of a graph's exchanges in its last replay; None if that was read before or has not ended."""
         if not graph.pairs or not graph.pairs[-1][1].query():
             return None
-        replayed_at = self._origin.elapsed_time(graph.pairs[-1][1])
+        try:
+            replayed_at = self._origin.elapsed_time(graph.pairs[-1][1])
+        except RuntimeError:  # CUDA refuses an event that only a capture recorded: the graph was never replayed
+            if graph.replayed_at >= 0:
+                raise
+            return None
         if replayed_at == graph.replayed_at:
             return None
         graph.replayed_at = replayed_at
-        return _milliseconds(graph.pairs)
+        return sum(begin.elapsed_time(end) for begin, end in graph.pairs)
 
 
 _clocks: list[ExchangeClock] = []  # of this process's DCP group; at most one
 
 
-def take(decode_steps: int) -> float | None:
+def take(num_replays: int) -> float | None:
     """Return the seconds that this rank spent in exchanges since the last call; None without DCP."""
-    return _clocks[0].take(decode_steps) if _clocks else None
+    return _clocks[0].take(num_replays) if _clocks else None
 
 
 def measure(group: Any, clock: ExchangeClock) -> None:
@@ -135,7 +145,3 @@ def _timed(exchange: Callable[..., Any], clock: ExchangeClock) -> Callable[..., 
             return exchange(*args, **kwargs)
 
     return timed
-
-
-def _milliseconds(pairs: Sequence[tuple[Any, Any]]) -> float:
-    return sum(begin.elapsed_time(end) for begin, end in pairs)

@@ -26,13 +26,15 @@ class Counts:
     running_requests_max: int = 0
     retractions: int = 0
     decode_steps: int = 0
+    graph_replays: int = 0  # decode steps that replayed a CUDA graph
 
     def report(self) -> dict[str, float]:
         """Return the counts and the time of DCP exchanges, and reset all but the capacity."""
         values: dict[str, float] = asdict(self)
-        if (seconds := exchange_time.take(self.decode_steps)) is not None:
+        del values["graph_replays"]
+        if (seconds := exchange_time.take(self.graph_replays)) is not None:
             values["dcp_exchange_s"] = seconds
-        self.used_tokens_max = self.running_requests_max = self.retractions = self.decode_steps = 0
+        self.used_tokens_max = self.running_requests_max = self.retractions = self.decode_steps = self.graph_replays = 0
         return values
 
 
@@ -48,7 +50,10 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
     if batch.forward_mode.is_decode():
         counts.running_requests_max = max(counts.running_requests_max, batch.batch_size())
         counts.decode_steps += 1
-    return original(scheduler, batch, *args, **kwargs)
+    result = original(scheduler, batch, *args, **kwargs)
+    if batch.forward_mode.is_decode():
+        counts.graph_replays += bool(getattr(result, "can_run_cuda_graph", False))
+    return result
 
 
 def retract_decode(result: tuple[Any, ...], batch: Any) -> None:
