@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from slime_like.planner.shapes import ModelShape
+from slime_like.planner.stages import even_sizes
 from slime_like.planner.trainer import TrainerSettings
 
 FLAGS = {
@@ -37,8 +38,10 @@ class TrainerChange:
 def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
     """Yield every single change that applies. Parallel sizes double, and the data-parallel size halves."""
     s = settings
-    recompute = "none" if s.recompute == "full" else "full"
-    yield _change(s, recompute=recompute)
+    if s.recompute != "full":
+        yield _change(s, recompute="full")
+    elif s.recompute_method == "uniform":  # another method has no effect without recompute, so a run with it is refused
+        yield _change(s, recompute="none")
     if s.dtype == "bfloat16" and s.distributed_optimizer and s.offload < 1:
         yield _change(s, offload=1.0)
     if s.dp * s.cp > 1 and not s.offload:
@@ -62,8 +65,10 @@ def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[
         yield _change(replace(half_dp, sequence_parallel=s.sequence_parallel or s.tp == 1), tp=2 * s.tp)
     if s.tokens > 1:  # the cp ranks share a micro-batch: with half the tokens each, it is as long as before
         yield _change(half_dp, cp=2 * s.cp, tokens=s.tokens // 2)
-    if 2 * s.pp <= len(shape.layers) and s.tp * s.cp * half_dp.dp % s.ep == 0:
-        yield _change(replace(half_dp, segments=()), pp=2 * s.pp)
+    num_segments = 2 * max(len(s.segments), s.pp)  # as many per rank as before
+    if num_segments <= len(shape.layers) and s.tp * s.cp * half_dp.dp % s.ep == 0:
+        segments = even_sizes(len(shape.layers), num_segments) if len(s.segments) > s.pp else ()
+        yield _change(replace(half_dp, segments=segments), pp=2 * s.pp)
 
 
 def _change(settings: TrainerSettings, **values: str | float) -> TrainerChange:

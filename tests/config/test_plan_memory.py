@@ -27,6 +27,7 @@ from tests.config.model_folder import write_model
 
 H100 = described_machine("8xH100")
 WIDE = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
+BY_BLOCK = "model.recompute_method=block"
 BARS = ("trainer", "engine", "together")
 RECIPES = ("qwen3_4b_gsm8k", "qwen3_4b_gsm8k_async", "qwen3_4b_dapo", "qwen3_4b_dapo_async")
 
@@ -181,6 +182,8 @@ def test_cuda_graphs_are_those_that_sglangs_fields_name(
     [
         ("qwen3_4b_gsm8k", "8xH100", ()),
         ("qwen3_4b_gsm8k", "8xH200", ("algo=ppo",)),
+        ("qwen3_4b_gsm8k", "8xH200", ("parallel.pp=2", "parallel.vpp=2", "parallel.tp=1")),
+        ("qwen3_4b_gsm8k", "8xH200", (BY_BLOCK, "model.recompute_num_layers=12")),
         ("qwen3_4b_dapo_async", "8xH200", ()),
         ("qwen3_4b_dapo_async", "16xH200", (*WIDE, "placement.actor_num_gpus_per_node=8")),
         ("quickstart", "", ("rollout.tp=4",)),
@@ -191,7 +194,8 @@ def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: s
     base = plan(recipe, *extra, machine=target)
     assert base.memory.demand is not None
     listed = list(changes(base.memory.demand, base.dcp))
-    assert {"recompute", "logits_chunk"} <= {change.setting.split("=")[0].split(".")[1] for change in listed}
+    names = {change.setting.split("=")[0] for change in listed}
+    assert "model.logits_chunk" in names and ("model.recompute" in names) is (BY_BLOCK not in extra)
     assert any(change.setting == "rollout.dcp=2" for change in listed) is ("rollout.tp=8" in extra or not machine)
     for change in listed:
         overrides = change.setting.split()

@@ -137,6 +137,7 @@ def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> Tr
         tokens=spec.max_tokens_per_rank,
         dtype=spec.dtype,
         recompute=model.recompute,
+        recompute_method=model.recompute_method,
         recompute_layers=model.recompute_num_layers or 1,
         logits_chunk=model.logits_chunk,
         offload=spec.optim.cpu_offload_fraction if spec.optim.cpu_offload and spec.device == "cuda" else 0.0,
