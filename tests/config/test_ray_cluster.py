@@ -60,6 +60,7 @@ def test_a_run_that_fits_the_nodes_is_accepted() -> None:
         (("model.recompute=none",), [H100], r"each H100 has 79\.6 GiB: set model\.recompute=full"),
         ((), [H100, ClusterNode("b", 8, 64, 512 * GIB, "L4")], r"each L4 has 22\.5 GiB"),
         ((), [ClusterNode("a", 8, 64, 100 * GIB, "H100")], r"GiB of main memory on a node .*has 100\.0 GiB"),
+        ((), [H100, ClusterNode("b", 8, 64, 100 * GIB, "H100")], r"GiB of main memory on a node .*has 100\.0 GiB"),
         (
             ("rollout.tp=4", "rollout.num_engines=2"),
             [ClusterNode(name, 2, 64, 512 * GIB, "H100") for name in "abcd"],
