@@ -126,7 +126,8 @@ def test_any_mix_of_lengths_over_ranks(
         backend = attention.ShardedAttention(runner, CKernels(build.build().path) if in_c else None)  # each its buffers
         backend._rank = rank
         if not decode:
-            backend._queries = {0: SimpleNamespace(release=lambda: released.append(rank))}
+            queries: Any = SimpleNamespace(release=lambda: released.append(rank))
+            backend._queries = {0: queries}
         backend.init_forward_metadata(batch)
         q = case.q_THD[:, rank * heads : (rank + 1) * heads].reshape(num_new, -1)
         return backend.forward_extend(q, case.keys[case.fresh_L], case.values[case.fresh_L], layer, batch)
