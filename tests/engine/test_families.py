@@ -18,7 +18,7 @@ import torch
 from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
 from tests.engine.hybrid_models import HybridModels
 from tests.train.float8 import dequantising, quantise
-from tests.train.models import EPSILON, THETA
+from tests.train.models import EPSILON, GROUPED, THETA
 from tests.train.parity import by_expert
 
 pytestmark = pytest.mark.engine
@@ -37,6 +37,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+HALF_ROTATED = {"rope_type": "default", "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "rope_parameters": {"rope_type": "llama3", "rope_theta": THETA["llama"], **LLAMA3},
@@ -52,6 +53,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
+    },
+    "glm4": {
+        "rope_parameters": {**HALF_ROTATED, "rope_theta": THETA["glm4"]},
+        "rms_norm_eps": EPSILON["glm4"],
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "pad_token_id": None,
+    },
+    "glm4_moe": {
+        "rope_parameters": {**HALF_ROTATED, "rope_theta": THETA["glm4_moe"]},
+        "rms_norm_eps": EPSILON["glm4_moe"],
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        **GROUPED,
     },
     "qwen2": {
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA["qwen2"]},
@@ -88,6 +105,9 @@ def build(folder: Any, family: str) -> Models:
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("bias"):
                     parameter.copy_(0.3 * torch.randn_like(parameter))  # transformers initialises biases to 0
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.1 * torch.randn_like(buffer))
         model.eval().save_pretrained(folder / name)
         hf[name] = model
     if family == FLOAT8:
