@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
 from slime_like.cluster.workers.peaks import MemoryPeaks
@@ -10,12 +12,17 @@ from slime_like.util.gpus import visible_gpus
 MIB = 2**20
 
 
+def _touch(num_bytes: int) -> None:
+    """Use memory for a moment. malloc could take it from its free, but resident, memory."""
+    with mmap.mmap(-1, num_bytes) as memory:
+        for start in range(0, num_bytes, mmap.PAGESIZE):
+            memory[start] = 1
+
+
 def test_a_phase_has_its_own_peak() -> None:
     peaks = MemoryPeaks(cuda=False)
     with peaks("push"):
-        buffer = bytearray(256 * MIB)
-        buffer[::4096] = b"x" * len(buffer[::4096])
-        del buffer
+        _touch(256 * MIB)
     with peaks("step"):
         pass
     peak = {metric.name: metric.value for metric in peaks.drain()}
@@ -27,9 +34,7 @@ def test_the_higher_of_two_peaks_is_reported() -> None:
     peaks = MemoryPeaks(cuda=False)
     for size in (128, 1):
         with peaks("score"):
-            buffer = bytearray(size * MIB)
-            buffer[::4096] = b"x" * len(buffer[::4096])
-            del buffer
+            _touch(size * MIB)
     (first,) = peaks.drain()
     with peaks("score"):
         pass

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime_like_plugins.qwen_gdn.backend import NORM_EPS, GDNBackend
+from slime_like_plugins.qwen_gdn.backend import NORM_EPS, GatedDeltaRule, GDNBackend
 
 LAYER_F32 = ("g", "beta", "initial")
 """Inputs of a rule that the Gated DeltaNet layer passes in float32 for any dtype of the other inputs."""
@@ -141,7 +141,7 @@ def oracle(case: Case) -> Answer:
     return answer(fresh, recurrence(fresh))
 
 
-def of_backend(backend: GDNBackend, case: Case) -> Answer:
+def of_backend(backend: GatedDeltaRule, case: Case) -> Answer:
     """Return a backend's result for ``case``, in its dtype and on its device."""
     out, final = backend.chunk_rule(
         case.q,

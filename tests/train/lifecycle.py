@@ -359,7 +359,8 @@ def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
-        "yarn": {"factor": 4.0},
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+        "longrope": {"factor": 4.0},
     }
     out: dict[str, float | str] = {}
     for kind, parameters in kinds.items():

@@ -45,7 +45,7 @@ class HFExport:
         table = family.weights()
         tied = bool(family.hf.tie_word_embeddings)
         # An expert's parameter has one weight per expert parallel rank, other parameters have one weight.
-        self._weights: list[tuple[tuple[Weight, ...], torch.nn.Parameter]] = [
+        self._weights: list[tuple[tuple[Weight, ...], Tensor]] = [
             (tuple(table[peer] for peer in keys_of_peers(key, family.num_experts, rank_info.layout.ep)), parameter)
             for key, parameter in named_weights(model)
             if not (tied and key == OUTPUT)
@@ -82,7 +82,7 @@ class HFExport:
                 yield (name, tensors[i]) if self.is_sender else None, num_bytes
 
     @torch.no_grad()
-    def _gather(self, weights: tuple[Weight, ...], parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
+    def _gather(self, weights: tuple[Weight, ...], parameter: Tensor) -> tuple[Tensor, ...]:
         """Return the complete HF tensors, in order, on the sender; () on the other ranks."""
         rank_info = self._rank_info
         local = parameter.detach().contiguous()
