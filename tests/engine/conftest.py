@@ -104,7 +104,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=16,
         tie_word_embeddings=True,
         max_position_embeddings=512,
         rms_norm_eps=2e-5,  # like rope_theta not a default of any library, so that a hard-coded constant is detected

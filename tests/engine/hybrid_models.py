@@ -42,25 +42,16 @@ def rope(family: str, rotary_fraction: float) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        **EXPERTS,
-        "linear_num_value_heads": 4,
-        "norm_topk_prob": False,
-        "rope_parameters": rope("qwen3_next", 0.5),
-        "rms_norm_eps": EPSILON["qwen3_next"],
-    },
+    "qwen3_next": {**EXPERTS, "linear_num_value_heads": 4, "rope_parameters": rope("qwen3_next", 0.25)},
     "qwen3_5_text": {
         "linear_num_value_heads": 4,
         "tie_word_embeddings": True,
-        "linear_conv_kernel_dim": 3,
         "rope_parameters": rope("qwen3_5_text", 0.5),
-        "rms_norm_eps": EPSILON["qwen3_5_text"],
     },
     "qwen3_5_moe_text": {
         **EXPERTS,
         "linear_num_value_heads": 6,  # SGLang has a separate code path for this ratio
-        "rope_parameters": rope("qwen3_5_moe_text", 0.75),
-        "rms_norm_eps": EPSILON["qwen3_5_moe_text"],
+        "rope_parameters": rope("qwen3_5_moe_text", 0.25),
     },
 }
 
@@ -87,7 +78,7 @@ def config(family: str) -> Any:
     from transformers import AutoConfig
 
     if family != WITH_VISION:
-        return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family])
+        return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family], rms_norm_eps=EPSILON[family])
     text_family = f"{WITH_VISION}_text"
     rotary = {
         "rope_parameters": rope(text_family, 0.5)
@@ -96,6 +87,7 @@ def config(family: str) -> Any:
         **SHAPE,
         **FAMILIES[text_family],
         **rotary,
+        "rms_norm_eps": EPSILON[text_family],
         "tie_word_embeddings": False,
     }
     return AutoConfig.for_model(family, text_config=text, vision_config=VISION, tie_word_embeddings=False, **TOKENS)

@@ -25,7 +25,6 @@ from tests.engine.conftest import ADMIN_KEY, Engine, Models, launch, make_sampli
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.test_weights import TensorSource
-from tests.train.models import EPSILON, THETA
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROWS = 256  # of each rank's pool
@@ -60,9 +59,7 @@ def build(folder: Path, case: ModelCase) -> Models:
         fields = {**hybrid_models.SHAPE, **hybrid_models.FAMILIES[case.family]}
     else:
         shape = {**test_families.SHAPE, "head_dim": 16, "tie_word_embeddings": False}
-        rope = {"rope_type": "default", "rope_theta": THETA[case.family]}
-        constants = {"rope_parameters": rope, "rms_norm_eps": EPSILON[case.family]}
-        fields = {**constants, **test_families.FAMILIES.get(case.family, {}), **shape}
+        fields = {**test_families.FAMILIES.get(case.family, {}), **shape}
     fields |= {"num_key_value_heads": case.kv_heads, **case.fields}
     hf: dict[str, Any] = {}
     for seed, name in enumerate("AB"):

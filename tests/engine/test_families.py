@@ -42,14 +42,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "rope_parameters": {"rope_type": "llama3", "rope_theta": THETA["llama"], **LLAMA3},
         "rms_norm_eps": EPSILON["llama"],
-        "head_dim": 24,
         "tie_word_embeddings": False,
     },
     "qwen3_moe": {
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA["qwen3_moe"]},
         "rms_norm_eps": EPSILON["qwen3_moe"],
         "tie_word_embeddings": False,
-        "head_dim": 32,
+        "head_dim": 16,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
@@ -72,7 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **GROUPED,
     },
     "qwen2": {
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": THETA["qwen2"]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA["qwen2"]},
         "rms_norm_eps": EPSILON["qwen2"],
         "tie_word_embeddings": True,
     },

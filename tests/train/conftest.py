@@ -21,11 +21,6 @@ from tests.train.models import (
 from tests.train.ranks import run_ranks
 
 BALANCE = {"qwen3_moe balanced": 0.05}  # kind -> coefficient of the routers' auxiliary loss; others have none
-MIXED = {
-    **SHARED,
-    "mlp_only_layers": [2],
-    "norm_topk_prob": False,
-}  # experts in some blocks, weights that do not sum to 1
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     folders = qwen3 | {
         "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
-        "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3, changes={"head_dim": None}),
-        "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4, rope="linear"),
+        "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),
+        "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4),
         "qwen3_5": make_model(folder / "qwen3_5", "qwen3_5_text", tied=True, seed=5),
         "qwen3_5 two key heads": make_model(
             folder / "qwen3_5_two", "qwen3_5_text", tied=True, seed=10, changes={"linear_num_key_heads": 2}
@@ -52,7 +47,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
         "qwen3_moe": make_model(folder / "qwen3_moe", "qwen3_moe", tied=False, seed=7),
         "float8": quantise(
-            add_mtp(make_model(folder / "float8", "qwen3_next", tied=False, seed=11, changes=MIXED)),
+            add_mtp(
+                make_model(
+                    folder / "float8", "qwen3_next", tied=False, seed=11, changes={**SHARED, "mlp_only_layers": []}
+                )
+            )
         ),
         "deepseek_v2": make_model(folder / "deepseek_v2", "deepseek_v2", tied=False, seed=11, rope="yarn"),
         "deepseek_v3": add_mtp_layer(

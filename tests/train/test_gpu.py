@@ -35,7 +35,6 @@ WIDE: dict[str, Any] = {  # FlashQLA supports only heads of 128
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
 }
 
 
