@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_like.config.schema.names import REWARDS
@@ -70,6 +70,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join) | st.text(st
     label=TEXTS,
     texts=st.lists(TEXTS | TEXTS.map(lambda text: rf"</think>Answer: \boxed{{{text}}}"), min_size=1, max_size=2),
 )
+@example(label=":", texts=["\N{MODI DIGIT ZERO}"])
 def test_any_text_is_scored(scorer: Scorer, label: str, texts: list[str]) -> None:
     scorer.assert_scores(label, texts)
 
