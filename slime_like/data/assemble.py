@@ -167,7 +167,7 @@ def column(
     """Return the per-token arrays of a sample.
 
     A sample with a status in ``masked`` is not trained on; with ``newest_only``, only tokens of the sample's newest weight
-    version are trained on. Raises ``EngineError`` if a sampled token has no log-probability.
+    version are trained on. Raises ``EngineError`` if a trained token has no finite log-probability.
     """
     lengths = [span.stop - span.start for span in sample.spans]
     sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)
@@ -176,11 +176,11 @@ def column(
     if newest_only:
         trained &= versions == versions.max(initial=-1)
     trained[:1] = False  # no token precedes the first one, so nothing predicts it
-    unknown = int(np.isnan(sample.logprobs[trained]).sum())
+    unknown = int((~np.isfinite(sample.logprobs[trained])).sum())
     if unknown:
         raise EngineError(
             f"sample {sample.sample_id} of group {sample.group_id}: {unknown} of its {int(trained.sum())} sampled "
-            f"tokens have no log-probability; a generate function must keep the engine's log-probability of every Source.MODEL token"
+            f"tokens have no finite log-probability; a generate function must keep the engine's log-probability of every Source.MODEL token"
         )
     logprobs = np.where(sampled, np.nan_to_num(sample.logprobs, nan=0.0), 0.0).astype(np.float32)
     return SequenceColumns(sample, advantage, trained, versions.astype(np.int32), logprobs, int(trained.sum()))

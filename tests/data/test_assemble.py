@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -195,10 +196,11 @@ def test_an_empty_rollout_has_no_steps() -> None:
     assert (batch.rollout_id, batch.steps, batch.num_tokens) == (2, (), 0)
 
 
-def test_a_sampled_token_without_logprob_is_refused() -> None:
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_sampled_token_without_a_finite_logprob_is_refused(value: float) -> None:
     group = groups_of([[shape(1.0)]])[0]
-    sample_without_logprobs = replace(group.samples[0], logprobs=np.full(3, np.nan, dtype=np.float32))
-    with pytest.raises(EngineError, match="sample 0 of group 0: 2 of its 2 sampled tokens have no log-probability"):
+    sample_without_logprobs = replace(group.samples[0], logprobs=np.full(3, value, dtype=np.float32))
+    with pytest.raises(EngineError, match="sample 0 of group 0: 2 of its 2 sampled tokens have no finite log-prob"):
         assemble([replace(group, samples=(sample_without_logprobs,))], SPEC, 0)
 
 
