@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.checkpoint.files import replacing
 from slime_like.printable import visible
 
 GSM8K_HINT = "Let's think step by step and give the final answer after ####, in \\boxed{}."
@@ -73,10 +74,8 @@ def convert(name: str, target: Path, source: str | None) -> list[Path]:
             except UnusableRow as error:
                 raise UnusableRow(f"{name}, split {split}, row {index} {error}") from error
         path = target / name / f"{split}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(lines))
-        partial.replace(path)
+        with replacing(path) as scratch:
+            scratch.write_text("".join(lines))
         written.append(path)
     return written
 

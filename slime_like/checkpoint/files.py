@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slime_like.errors import CheckpointError
@@ -112,15 +114,32 @@ def other_iterations(folder: Path) -> str:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-def write_text(path: Path, text: str) -> None:
-    """Replace the file atomically."""
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yield a path to write to; at the end of the block, its file replaces ``path``.
+
+    After an error the incomplete file is removed, since it would keep a full disk full. An ``OSError`` that names no file, as
+    that of a write to a full disk, gets the name of ``path``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + SCRATCH)
-    with scratch.open("w", encoding="utf-8") as file:
+    try:
+        yield scratch
+        scratch.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            scratch.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file atomically."""
+    with replacing(path) as scratch, scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    scratch.replace(path)
     fsync_path(path.parent)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slime_like.checkpoint.files import replacing
 from slime_like.errors import DataError
 from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 from slime_like.util.reading import Count, InputFile, Int64, parse_json, shown, typed
@@ -102,12 +103,13 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
     }
     for index, sample in enumerate(samples):
         columns |= {f"extra/{index}/{name}": value for name, value in sample.extras.items()}
-    columns[DIGEST] = np.array(digest(columns))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **columns)
-    partial.replace(path)
+    write_columns(path, columns)
+
+
+def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
+    """Write arrays and their digest to ``path`` atomically."""
+    with replacing(path) as scratch, scratch.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **columns, **{DIGEST: np.array(digest(columns))})
 
 
 def load_groups(path: Path) -> tuple[SampleGroup, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.data.assemble import FILLER_ID
-from slime_like.data.dump import DIGEST, check_digest, digest
+from slime_like.data.dump import check_digest, write_columns
 from slime_like.types import F32, I32, I64, Reward, SampleGroup
 from slime_like.util.reading import InputFile, reason, shown
 
@@ -120,12 +120,7 @@ def save_table(path: Path, table: TokenTable) -> None:
     columns = {item.name: np.asarray(getattr(table, item.name)) for item in fields(table)} | {
         "format": np.array(FORMAT)
     }
-    columns[DIGEST] = np.array(digest(columns))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **columns)
-    partial.replace(path)
+    write_columns(path, columns)
 
 
 def load_table(path: Path) -> TokenTable:

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from slime_like.checkpoint.files import replacing
 from slime_like.printable import visible
 
 
@@ -57,12 +58,9 @@ class Appended:
 
     def _restore(self) -> None:
         """Write the lines of the open file to the path again."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        with os.fdopen(os.dup(self._fd), "rb") as removed:
+        with os.fdopen(os.dup(self._fd), "rb") as removed, replacing(self._path) as scratch:
             removed.seek(0)
-            partial.write_bytes(removed.read())
-        partial.replace(self._path)
+            scratch.write_bytes(removed.read())
         os.close(self._fd)
         self._fd = self._open(self._path)
         _say(f"{self._path} was removed or replaced during the run: it was written again, with all its lines")

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from slime_like.checkpoint.files import replacing
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.appended import Appended
@@ -103,15 +104,14 @@ class JsonlSink:
     def __post_init__(self) -> None:
         retained = read_kept_lines(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")
         self.damage = retained.note
-        partial = self.path.with_suffix(".partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if retained.damaged:
                 with self.path.with_name(DAMAGED).open("ab") as file:
                     file.writelines(line + b"\n" for line in retained.damaged)
             _move_dropped_lines(self.path, {*retained.lines, *retained.damaged})
-            partial.write_bytes(b"".join(line + b"\n" for line in retained.lines))
-            partial.replace(self.path)  # atomic, as no other file has the earlier steps
+            with replacing(self.path) as scratch:  # atomic, as no other file has the earlier steps
+                scratch.write_bytes(b"".join(line + b"\n" for line in retained.lines))
             self._file = Appended(self.path)
         except OSError as error:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slime_like.checkpoint.files import replacing
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.report.record import RunRecord, read_record
 from slime_like.report.run_page import run_page, tokenizer_folder
@@ -22,10 +23,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     sampled = sampled_rollouts(run_dir / "rollouts")
     html = run_page(record, sampled, decoder(record) if sampled else _ids_as_text)
     path = out or run_dir / REPORT
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(html, encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    with replacing(path) as scratch:
+        scratch.write_text(html, encoding="utf-8", errors="backslashreplace")
     return path
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.checkpoint.files import (
+    SCRATCH,
     iteration_folder,
     iterations,
     prune,
@@ -29,11 +30,24 @@ def test_only_leftovers_are_removed(tmp_path: Path) -> None:
     for name in ("checkpoints/iter_0000006.tmp", "checkpoints/critic/iter_0000006.tmp", "hf_iter_0000006.tmp"):
         (run_dir / name).mkdir(parents=True)
         (run_dir / name / "__0_0.distcp").write_text("half")
-    (run_dir / "checkpoints" / "rollout" / "state_6.json.tmp").write_text("half")
+    for name in ("checkpoints/rollout/state_6.json.tmp", "rollouts/rollout_0000006.npz.tmp"):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).write_text("half")
     remove_leftovers(run_dir)
-    (run_dir / "checkpoints" / "critic").rmdir()
+    for name in ("checkpoints/critic", "rollouts"):
+        (run_dir / name).rmdir()
     assert sorted(run_dir.rglob("*")) == before
     assert first_rollout(config(run_dir), run_dir) == 4
+
+
+def test_a_failed_replacement_names_the_file_and_keeps_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "state_1.json"
+    path.write_text("old")
+    path.with_name(path.name + SCRATCH).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as error:
+        write_text(path, "new")
+    assert error.value.filename == str(path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state_1.json", "old")]
 
 
 def test_pruning_keeps_the_newest_and_the_latest_iteration(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.checkpoint.files import SCRATCH
 from slime_like.cluster.run.control import Control, Request
 from slime_like.cluster.run.control_client import send_request, wait_for_answer
 from slime_like.cluster.run.status import STATUS, ControlReply, RunStatus, read_status, write_status
@@ -120,7 +121,7 @@ def test_a_lost_control_folder_is_recreated_and_a_file_in_its_place_is_tolerated
     assert control.read(2) == () == control.read(3)
     assert len(messages) == 1 and "cannot be read" in messages[0]
     control.folder.unlink()
-    (control.run_dir / f"{Path(STATUS).stem}.partial").mkdir()
+    (control.run_dir / f"{STATUS}{SCRATCH}").mkdir()
     stop_request = control.folder / "stop"
     control.folder.mkdir()
     stop_request.touch()

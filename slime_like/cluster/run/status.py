@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from slime_like.checkpoint.files import replacing
 from slime_like.cluster.supervise.stacks import start_time
 from slime_like.util.reading import Count, InputFile
 
@@ -64,10 +65,8 @@ class RunStatus:
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
     """Replace the file atomically. Raises ``OSError`` if it cannot be written."""
-    path = run_dir / STATUS
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(replace(status, time=time.time())), indent=1) + "\n")
-    partial.replace(path)
+    with replacing(run_dir / STATUS) as scratch:
+        scratch.write_text(json.dumps(asdict(replace(status, time=time.time())), indent=1) + "\n")
 
 
 def read_status(run_dir: Path) -> RunStatus | None:

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slime_like.checkpoint.files import replacing
 from slime_like.config.load.loader import to_yaml
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -38,10 +39,9 @@ def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
             raise ConfigError(
                 f"run.dir={cfg.run.dir!r} is in use by an active run: wait until that run ends, or choose another run.dir"
             ) from error
-        partial = run_dir / "config.yaml.partial"
         try:
-            partial.write_text(to_yaml(cfg))
-            partial.replace(run_dir / "config.yaml")
+            with replacing(run_dir / "config.yaml") as scratch:
+                scratch.write_text(to_yaml(cfg), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{run_dir / 'config.yaml'} cannot be written ({reason(error)}): move it away") from error
         yield

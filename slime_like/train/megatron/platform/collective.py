@@ -25,7 +25,8 @@ def on_rank_zero(action: Callable[[], None]) -> None:
         except CheckpointError as error:
             outcome = [str(error)]
         except OSError as error:
-            outcome = [f"{error.filename}: {error.strerror}; choose a folder on a writable disk"]
+            # The error of a write to a full disk names no file.
+            outcome = [f"{error.filename or 'the disk'}: {error.strerror}; choose a folder on a writable disk"]
     dist.broadcast_object_list(outcome)
     if outcome[0] is not None:
         raise CheckpointError(outcome[0])
