@@ -105,6 +105,11 @@ class Sample:
         assert edges[-1] == n, f"spans end at {edges[-1]} of {n} tokens"
 
     @property
+    def trained_reward(self) -> Reward | None:
+        """Return the reward that enters baselines; None for a failed or aborted sample, or before it is scored."""
+        return None if self.status in UNTRAINED else self.reward
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Return the weight versions of the model spans, oldest first."""
         return tuple(sorted(s.version for s in self.spans if s.source is Source.MODEL))
@@ -136,6 +141,11 @@ class SampleGroup:
     group_id: int
     prompt: Prompt
     samples: tuple[Sample, ...]
+
+    @property
+    def trained_scores(self) -> set[float]:
+        """Return the distinct scores that enter the group's baseline; with fewer than two, every group advantage is 0."""
+        return {reward.score for sample in self.samples if (reward := sample.trained_reward) is not None}
 
     @property
     def oldest_version(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.types import UNTRAINED, SampleGroup, Status
+from slime_like.types import SampleGroup, Status
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
@@ -10,8 +10,7 @@ def nonzero_std(group: SampleGroup) -> str | None:
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
-    scores = {s.reward.score for s in group.samples if s.reward is not None and s.status not in UNTRAINED}
-    return None if len(scores) > 1 else "zero_std"
+    return None if len(group.trained_scores) > 1 else "zero_std"
 
 
 def completed(group: SampleGroup) -> str | None:

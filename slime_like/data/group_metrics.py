@@ -16,7 +16,7 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return []
-    scored = [sample.reward for sample in samples if sample.reward is not None]
+    scored = [reward for sample in samples if (reward := sample.trained_reward) is not None]
     accuracies = [reward.accuracy for reward in scored if reward.accuracy is not None]
     lengths = np.array([sample.num_response_tokens for sample in samples], dtype=np.float64)
     metrics: list[Metric] = [
@@ -32,8 +32,9 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
     generated = any(group.oldest_version >= 0 for group in groups)  # demonstrations have no meaningful reward
     if scored and generated:
         metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in scored]))))
-        spread = [np.std([s.reward.score for s in group.samples if s.reward is not None]) for group in groups]
-        metrics.append(Mean("rollout/zero_std_ratio", float(np.mean(np.array(spread) == 0.0))))
+        metrics.append(
+            Mean("rollout/zero_std_ratio", float(np.mean([len(group.trained_scores) < 2 for group in groups])))
+        )
     metrics += [Mean(f"rollout/reward/{metric_part(name)}", score) for reward in scored for name, score in reward.parts]
     if accuracies:
         metrics.append(Mean("rollout/accuracy", float(np.mean(accuracies))))

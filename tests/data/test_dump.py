@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slime_like.checkpoint.files import SCRATCH
 from slime_like.data.dump import load_groups, rollout_path, save_groups
 from slime_like.data.group_metrics import group_metrics
 from slime_like.errors import DataError
@@ -101,3 +103,23 @@ def test_demonstrations_report_no_reward() -> None:
     values = reduce_metrics(group_metrics([group(0, [1, 3], version=-1)], trainer_version=2))
     assert "rollout/num_samples" in values
     assert "rollout/raw_reward" not in values
+
+
+def test_a_failed_sample_enters_no_mean_reward() -> None:
+    scored = group(0, [2, 2, 2, 2])
+    rewards = (0.1, 0.1, 0.1, 0.0)  # three times 0.1 has a standard deviation of 1e-17
+    samples = [replace(s, reward=Reward(r)) for s, r in zip(scored.samples, rewards, strict=True)]
+    samples[3] = replace(samples[3], status=Status.FAILED)
+    values = reduce_metrics(group_metrics([replace(scored, samples=tuple(samples))], trainer_version=2))
+    assert values["rollout/raw_reward"] == pytest.approx(0.1)
+    assert values["rollout/zero_std_ratio"] == 1.0
+
+
+def test_a_dump_that_fails_names_its_file_and_leaves_none(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(path.name + SCRATCH).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as error:
+        save_groups(path, [group(0, [3, 4])])
+    assert error.value.filename == str(path)
+    assert list(path.parent.iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime_like.reward.shuffle import shuffle_rewards
-from slime_like.types import Reward, SampleGroup
+from slime_like.types import Reward, SampleGroup, Status
 from tests.reward.scored import group
 
 
@@ -40,3 +40,13 @@ def test_samples_without_a_reward_keep_none() -> None:
     shuffled = shuffle_rewards(original, seed=0)
     assert shuffled[1].samples[0].reward is None
     assert sorted(flat(shuffled)) == sorted(flat(original))
+
+
+def test_failed_samples_keep_their_zero() -> None:
+    original = groups()
+    failed = replace(original[1].samples[0], status=Status.FAILED, reward=Reward(0.0))
+    original[1] = replace(original[1], samples=(failed, *original[1].samples[1:]))
+    for seed in range(10):
+        shuffled = shuffle_rewards(original, seed)
+        assert shuffled[1].samples[0].reward == Reward(0.0)
+        assert sorted(flat(shuffled)) == sorted(flat(original))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from slime_like.config.schema.rollout import RolloutConfig
@@ -9,7 +11,7 @@ from slime_like.errors import UserCodeError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.collect.group_filters import MAX_REASONS, GroupFilters
-from slime_like.types import SampleGroup
+from slime_like.types import SampleGroup, Status
 from tests.rollout.scored import group
 
 HERE = "tests.rollout.test_group_filters"
@@ -57,6 +59,14 @@ def test_means_are_taken_over_all_generated_groups() -> None:
     assert values["rollout/generated/raw_reward"] == pytest.approx(5 / 6)
     assert values["rollout/generated/zero_std_ratio"] == pytest.approx(2 / 3)
     assert "rollout/generated/accuracy" not in values, "these rewards have no accuracy"
+
+
+def test_failed_samples_enter_no_mean() -> None:
+    chosen, failed = filters(), group([1.0, 0.0])
+    chosen.keep(replace(failed, samples=(failed.samples[0], replace(failed.samples[1], status=Status.FAILED))))
+    values = reduce_metrics(chosen.report().metrics)
+    assert values["rollout/generated/raw_reward"] == 1
+    assert values["rollout/generated/zero_std_ratio"] == 1
 
 
 def test_reasons_beyond_the_maximum_are_counted_together() -> None:

@@ -11,7 +11,7 @@ from slime_like.data.overlong import OverlongPenalty
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import RunWarning, reduce_metrics
 from slime_like.rollout.collect.learning_signal import LearningSignal
-from slime_like.types import SampleGroup, Source, Span
+from slime_like.types import SampleGroup, Source, Span, Status
 from tests.rollout.scored import group
 
 GOOD = (group([0.0, 1.0]), group([1.0, 1.0]))
@@ -89,3 +89,9 @@ def test_rewards_that_differ_by_overlong_penalty_give_no_warning() -> None:
     penalty = OverlongPenalty(max_len=longer.num_response_tokens, buffer_len=4, factor=1.0)
     assert not any(observe(LearningSignal("group", penalty), *[unequal_lengths] * 5))
     assert any(observe(LearningSignal("group"), *[unequal_lengths] * 5))
+
+
+def test_the_reward_of_a_failed_sample_is_no_learning_signal() -> None:
+    failed = group([1.0, 0.0])
+    failed = replace(failed, samples=(failed.samples[0], replace(failed.samples[1], status=Status.FAILED)))
+    assert [bool(warnings) for warnings in observe(LearningSignal("group"), *[(failed,)] * 3)] == [False, False, True]

@@ -34,11 +34,11 @@ class _GroupStats:
 
     def add(self, group: SampleGroup) -> None:
         self.num_groups, self.first = self.num_groups + 1, self.first or group
-        rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+        rewards = [reward for sample in group.samples if (reward := sample.trained_reward) is not None]
         self.scores += [reward.score for reward in rewards]
         self.accuracies += [reward.accuracy for reward in rewards if reward.accuracy is not None]
         if rewards:
-            self.spreads.append(len({reward.score for reward in rewards}) > 1)
+            self.spreads.append(len(group.trained_scores) > 1)
 
     def metrics(self) -> list[Metric]:
         """Return ``rollout/generated/*``, leaving out means without values."""

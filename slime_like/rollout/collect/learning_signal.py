@@ -68,7 +68,7 @@ class LearningSignal:
             return False
         if len(_scores(groups)) == 1:
             return True
-        return self.baseline == "group" and all(len(_scores([group])) < 2 for group in groups)
+        return self.baseline == "group" and all(len(group.trained_scores) < 2 for group in groups)
 
     def _flatness(self, groups: Sequence[SampleGroup]) -> str:
         scores = _scores(groups)
@@ -86,7 +86,7 @@ class LearningSignal:
 
 
 def _scores(groups: Sequence[SampleGroup]) -> set[float]:
-    return {sample.reward.score for group in groups for sample in group.samples if sample.reward is not None}
+    return set[float]().union(*(group.trained_scores for group in groups))
 
 
 def _is_due(streak: int, first: int) -> bool:
