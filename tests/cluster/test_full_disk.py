@@ -89,3 +89,28 @@ def test_a_closed_stderr_does_not_end_the_run() -> None:
     process.stderr = None
     stdout, _ = process.communicate("go\n", timeout=60)
     assert (process.returncode, stdout) == (7, "0\n1\n2\n")
+
+
+CLOSED = """
+import os, subprocess, sys
+os.close(int(sys.argv[1]))
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[2]])
+"""
+OPENS = """
+import os, subprocess, sys
+from slime_like.cluster.supervise.streams import tolerate_write_errors
+tolerate_write_errors()
+file = os.open(sys.executable, os.O_RDONLY)
+print("printed", flush=True)
+subprocess.run(["sh", "-c", "echo child; echo error >&2"], check=True)
+print("also printed", file=sys.stderr)
+sys.exit(0 if file > 2 else 9)
+"""
+
+
+@pytest.mark.parametrize(("number", "seen"), [(0, 4), (1, 2), (2, 2)])
+def test_a_stream_closed_by_the_caller_does_not_end_the_run(number: int, seen: int) -> None:
+    argv = [sys.executable, "-c", CLOSED, str(number), OPENS]
+    result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert len((result.stdout + result.stderr).splitlines()) == seen

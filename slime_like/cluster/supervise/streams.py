@@ -15,11 +15,27 @@ FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def tolerate_write_errors() -> None:
-    """Make stdout and stderr tolerate write errors, unless the program has replaced them."""
+    """Make stdout and stderr tolerate write errors, unless the program has replaced them. Closed streams are opened."""
+    _open_closed_streams()
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _tolerant(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
         sys.stderr = _tolerant(sys.stderr)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null as each standard stream that the caller of the program has closed, such as stdout by ``>&-``.
+
+    Otherwise the next file or socket would get the number of the stream, and children would print into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _tolerant(stream: TextIO) -> TextIO:

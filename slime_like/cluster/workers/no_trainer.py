@@ -17,7 +17,7 @@ class FrozenTrainer:
     version: int
 
     def step(self, batch: object) -> StepStats:
-        """Advance the version; the weights do not change."""
+        """Return no metrics. ``version`` stays that of the engines, whose weights do not change."""
         del batch
         return StepStats(self.version + 1, ())
 
