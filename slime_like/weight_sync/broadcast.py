@@ -39,6 +39,7 @@ class BroadcastSender:
         self._host = host
         self._store: dist.Store | None = None  # rendezvous of the group; must outlive the group
         self._group: dist.ProcessGroup | None = None
+        self._timeout = datetime.timedelta(seconds=transport.deadline_s * scale())  # of the store and of each broadcast
         self._pending: set[asyncio.Task[None]] = set()  # unfinished calls of a bucket that failed on one engine
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
@@ -82,8 +83,7 @@ class BroadcastSender:
         Raises ``EngineLost`` as soon as an engine is lost. The other engines, which wait for it, are released first.
         """
         world = 1 + sum(receiver.tp for receiver in self._receivers)
-        timeout = datetime.timedelta(seconds=self._transport.deadline_s)
-        self._store = join_store(address, world, is_master=True, timeout=timeout)
+        self._store = join_store(address, world, is_master=True, timeout=self._timeout)
         offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
         joins = [
             asyncio.create_task(
@@ -128,12 +128,11 @@ class BroadcastSender:
 
         Remove when torch can create a process group with another store than the default group's.
         """
-        timeout = datetime.timedelta(seconds=self._transport.deadline_s)
         # A client of its own: with the server's store object, this thread would keep the server alive.
-        store: Any = join_store(address, world, is_master=False, timeout=timeout)
+        store: Any = join_store(address, world, is_master=False, timeout=self._timeout)
         helper: Any = distributed_c10d._new_process_group_helper
         prefixed = dist.PrefixStore(self._name, store)
-        group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=timeout)
+        group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=self._timeout)
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         install.label_group(self._name, "weights")
         return group

@@ -1,15 +1,21 @@
+import asyncio
 import io
 import pickle
+from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.util.by_bytes import by_bytes
-from slime_like.weight_sync import manifest
+from slime_like.util.deadline import FACTOR_VARIABLE
+from slime_like.util.ports import RendezvousAddress
+from slime_like.weight_sync import broadcast, manifest
 from slime_like.weight_sync.manifest import meta_of
 from slime_like.weight_sync.tensor import serialize
 
@@ -65,3 +71,31 @@ def test_a_replaced_storage_loader_keeps_its_name(monkeypatch: pytest.MonkeyPatc
     payload = serialize(Bucket((("w", torch.ones(2)),)))
     assert b"torch.storage" in payload
     assert b"test_weights" not in payload
+
+
+def test_the_factor_of_deadlines_scales_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[timedelta] = []
+
+    def refuse(address: RendezvousAddress, world: int, *, is_master: bool, timeout: timedelta) -> None:
+        limits.append(timeout)
+        raise ConnectionError
+
+    monkeypatch.setenv(FACTOR_VARIABLE, "3")
+    monkeypatch.setattr(broadcast, "join_store", refuse)
+    transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1, deadline_s=20)
+    sender = broadcast.BroadcastSender([], transport=transport, group_name="scaled", host="127.0.0.1")
+    with pytest.raises(ConnectionError):
+        asyncio.run(sender.send(Stage()))
+    assert limits == [timedelta(seconds=60)]
+
+
+class Stage:
+    """Weights of a sending rank, without tensors."""
+
+    is_sender = True
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        return ()
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        return iter(())
