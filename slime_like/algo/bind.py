@@ -66,17 +66,33 @@ class UserLoss:
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """Return the loss. Raises ``UserCodeError`` if the user's loss raises or does not return one loss per token."""
+        """Return the loss. Raises ``UserCodeError`` if the user's loss raises or does not return one number per token."""
         subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"
         with errors_named(LOSS, self.name, subject):
             output = cast(object, self.loss(view))  # user code may return anything
-        shape = tuple(output.loss.shape) if isinstance(output, LossOutput) else type(output).__name__
-        if not isinstance(output, LossOutput) or shape != tuple(view.logprobs.shape):
+            columns = _columns_of(output) if isinstance(output, LossOutput) else {}
+            expected = tuple(view.logprobs.shape)
+            wrong = [f"{name} {shape}" for name, shape in columns.items() if shape != expected]
+        if wrong or not isinstance(output, LossOutput):
             raise UserCodeError(
-                f"{LOSS}={self.name} returned {shape} for {subject}: return LossOutput(loss, means, maxima) with one loss "
-                "per token, neither weighted nor summed"
+                f"{LOSS}={self.name} returned {', '.join(wrong) or type(output).__name__} for {subject}: return "
+                "LossOutput(loss, means, maxima) with one loss per token, neither weighted nor summed, and tensors of the "
+                "same shape in means and maxima"
             )
         return output
+
+
+def _columns_of(output: LossOutput) -> dict[str, object]:
+    """Return name -> shape of each column of a loss, or the type of a column that is not a tensor."""
+    columns: dict[str, object] = {"loss": output.loss}
+    columns |= {f"means[{name!r}]": column for name, column in output.means.items()}
+    columns |= {f"maxima[{name!r}]": column for name, column in output.maxima.items()}
+    return {name: _shape(column) for name, column in columns.items()}
+
+
+def _shape(column: object) -> object:
+    """Return the shape of a tensor, otherwise the name of the type."""
+    return tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +129,14 @@ class UserCorrection:
         subject = f"a micro-batch of {len(old_logprobs)} tokens on this rank"
         with errors_named(CORRECTION, self.name, subject):
             output = cast(object, self.correct(config, old_logprobs, rollout_logprobs, sequences))
-        factors = (output.weight, output.keep) if isinstance(output, Correction) else None
-        if factors is None or any(factor is not None and tuple(factor.shape) != shape for factor in factors):
-            description = (
-                type(output).__name__ if factors is None else [None if f is None else tuple(f.shape) for f in factors]
-            )
+        factors = (output.weight, output.keep) if isinstance(output, Correction) else ()
+        shapes = [None if factor is None else _shape(factor) for factor in factors]
+        if not isinstance(output, Correction) or any(actual not in (None, shape) for actual in shapes):
             raise UserCodeError(
-                f"{CORRECTION}={self.name} returned {description} for {subject}: return Correction(weight, keep, means), weight and "
-                f"keep with shape {shape} or None"
+                f"{CORRECTION}={self.name} returned {shapes or type(output).__name__} for {subject}: return Correction(weight, "
+                f"keep, means), weight and keep with shape {shape} or None"
             )
-        return cast(Correction, output)
+        return output
 
 
 def token_advantages(

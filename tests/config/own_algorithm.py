@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -63,6 +64,11 @@ def unweighted(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Se
 def one_weight(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Correction:
     """A correction with one weight for all tokens."""
     return Correction(weight=torch.tensor(0.5), keep=None, means={})
+
+
+def number(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Correction:
+    """A correction whose weight is no tensor."""
+    return Correction(weight=cast(Any, 0.5), keep=None, means={})
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -81,10 +82,19 @@ def test_a_user_correction_weighs_the_loss(argv: list[str]) -> None:
 
 def test_a_loss_of_another_shape_is_named(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     loss = bind_loss(load_config([*argv, f"algo.loss={OWN}:Reinforce"], files=False).algo)
-    total = LossOutput(torch.tensor(1.0), {}, {})
-    monkeypatch.setattr("tests.config.own_algorithm.Reinforce.__call__", lambda self, view: total)
-    with pytest.raises(UserCodeError, match=r"algo\.loss=.*returned \(\) .*one loss per token"):
-        loss(loss_view(torch.tensor([1.0, 1.0])))
+    total, per_token = torch.tensor(1.0), torch.ones(2)
+    for returned, words in (
+        (LossOutput(total, {}, {}), r"loss \(\) .*one loss per token"),
+        (LossOutput(cast(Any, 1.0), {}, {}), "loss float"),
+        (LossOutput(per_token, {"kl": total}, {"ratio": total}), r"means\['kl'\] \(\), maxima\['ratio'\] \(\) for"),
+        (
+            LossOutput(per_token, {"kl": cast(Any, 0.5)}, {}),
+            r"means\['kl'\] float .*tensors of the same shape in means",
+        ),
+    ):
+        monkeypatch.setattr("tests.config.own_algorithm.Reinforce.__call__", lambda self, view, out=returned: out)
+        with pytest.raises(UserCodeError, match=rf"algo\.loss=.*returned {words}"):
+            loss(loss_view(torch.tensor([1.0, 1.0])))
     with pytest.raises(UserCodeError, match=r"algo\.group_advantage=.*one finite number per reward"):
         bind_group_advantage(f"{OWN}:one_number")(np.array([0, 1], dtype=np.float32))
 
@@ -95,6 +105,7 @@ def test_a_loss_of_another_shape_is_named(argv: list[str], monkeypatch: pytest.M
         ("broken", r"raised ValueError: no ratio \(.*own_algorithm.py:\d+\), for a micro-batch of 2 tokens"),
         ("unweighted", r"returned Tensor for .*: return Correction\(weight, keep, means\), .*shape \(2,\) or None"),
         ("one_weight", r"returned \[\(\), None\] for .*: return Correction"),
+        ("number", r"returned \['float', None\] for .*: return Correction"),
     ],
 )
 def test_an_error_in_a_correction_names_key_and_function(name: str, words: str, argv: list[str]) -> None:
