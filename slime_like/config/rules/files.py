@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from slime_like.checkpoint.files import LATEST, megatron_folder
@@ -12,7 +11,7 @@ from slime_like.config.rules.experts import check_experts
 from slime_like.config.rules.gdn import check_has_gdn
 from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config
 from slime_like.config.rules.pipeline import segments
-from slime_like.config.rules.roles import check_role_files
+from slime_like.config.rules.roles import check_role_files, contradiction
 from slime_like.config.rules.trained_sampling import check_replayed_sampling
 from slime_like.config.rules.weight_files import check_shapes
 from slime_like.config.schema import names
@@ -21,8 +20,8 @@ from slime_like.config.schema.gdn import gdn_cp_mode
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import nearest
+from slime_like.util.row_count import SLICE
 
-_SLICE = re.compile(r"(?P<path>.*?)(@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?", re.DOTALL)
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -185,12 +184,17 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
                 f"model.ref_checkpoint={folder!r} has {field} {actual}, model.hf_checkpoint has {expected}: "
                 "the reference runs on the actor's ranks by swapping weights, so both models must have the same shape"
             )
+    if name := contradiction(cfg.model.hf_checkpoint, folder):
+        raise CheckpointError(
+            f"model.ref_checkpoint={folder!r}: its config.json has another {name} than that of model.hf_checkpoint, by which "
+            "the actor's ranks would compute the reference: use a reference with the same config.json"
+        )
     check_shapes("model.ref_checkpoint", reference)
 
 
 def check_data_file(key: str, text: str) -> None:
     """Raise ``DataError`` unless ``text`` names a data file, with an optional slice."""
-    match = _SLICE.fullmatch(text)
+    match = SLICE.match(text)
     path = Path(match["path"] if match else text)
     if "@[" in path.name:
         raise DataError(

@@ -36,14 +36,33 @@ SHAPE = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
     "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "scoring_func",
+    "routed_scaling_factor",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "use_qk_norm",
     "hidden_act",
     "rms_norm_eps",
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "rope_interleave",
+    "partial_rotary_factor",
     "attention_bias",
     "layer_types",
+    "full_attention_interval",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
@@ -213,9 +232,21 @@ def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg
 
 def shape_difference(folder: str, other_folder: str) -> str | None:
     """Return the first key of ``SHAPE`` in which two models differ, with both values; None if they match."""
-    configs = [read_json("config.json", Path(path) / "config.json") for path in (folder, other_folder)]
-    first, second = (values | values.get("text_config", {}) for values in configs)
-    for name in SHAPE:
-        if first.get(name) != second.get(name):
-            return f"{name} ({second.get(name)} and {first.get(name)})"
-    return None
+    first, second = _decoder_values(folder), _decoder_values(other_folder)
+    name = next((name for name in SHAPE if first.get(name) != second.get(name)), None)
+    return None if name is None else f"{name} ({second.get(name)} and {first.get(name)})"
+
+
+def contradiction(folder: str, other_folder: str) -> str | None:
+    """Return the first key of ``SHAPE`` that two models both set, to different values; None if there is none.
+
+    Unlike ``shape_difference``, it accepts a key that one of the files leaves to the model class.
+    """
+    first, second = _decoder_values(folder), _decoder_values(other_folder)
+    return next((name for name in SHAPE if None not in (a := first.get(name), b := second.get(name)) and a != b), None)
+
+
+def _decoder_values(folder: str) -> dict[str, Any]:
+    """Return the values of a config.json that describe the decoder."""
+    values = read_json("config.json", Path(folder) / "config.json")
+    return values | (values.get("text_config") or {})
