@@ -161,7 +161,11 @@ def launch(
     try:
         server.start()
         yield None
-        server.wait_ready()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("http_proxy", "http://127.0.0.1:9")  # requests to an engine do not go through a proxy
+            patch.delenv("no_proxy", raising=False)
+            patch.delenv("NO_PROXY", raising=False)
+            server.wait_ready()
         client = EngineClient(server.url, admin_key=ADMIN_KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60)
         yield Engine(server, client, loop)
     finally:

@@ -16,8 +16,7 @@ from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO
-from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
@@ -31,6 +30,7 @@ POLL_S = 0.05
 HEALTH_S = 5.0  # limit for one health request to a starting server
 EXIT_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 REPLACED_EXIT_S = 1.0  # for the exit code of a server that is about to be replaced
+_DIRECT = build_opener(ProxyHandler({}))  # http_proxy is for other hosts
 DECODE_LINE = "slime_like decodes with "
 
 
@@ -156,7 +156,7 @@ class EngineServer:
 
     def _answers(self, seconds: float) -> bool:
         try:
-            with urlopen(f"{self.url}/health", timeout=seconds) as reply:
+            with _DIRECT.open(f"{self.url}/health", timeout=seconds) as reply:
                 return reply.status == 200
-        except (URLError, OSError, HTTPException):
+        except (OSError, HTTPException):
             return False
