@@ -32,7 +32,8 @@ def recipe_path(script: Path, out: Path | None, project: str) -> Path:
 def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> None:
     """Compose the recipe as a check, and write it.
 
-    Raises ``ConfigError`` if the file exists and ``force`` is false, or if the recipe composes to another configuration.
+    Raises ``ConfigError`` if the file exists and ``force`` is false, if the recipe composes to another configuration,
+    or if the file cannot be written.
     """
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: give another --out, or --force to replace it")
@@ -45,8 +46,11 @@ def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, for
             raise ConfigError(
                 f"{path} does not compose to the configuration of {launch.script}, which is a bug: please report it"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def plan_command(path: Path) -> str:

@@ -13,6 +13,7 @@ from slime_like_compat.shell.words import MAX_WORDS, Array, Operator, Token, Wor
 
 DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?(\+?)=")
+_ELEMENT = re.compile(r"([A-Za-z_]\w*)\[(?!\d+\])[^]]*\]\+?=")
 READ = ("read", "mapfile", "readarray", "getopts")
 _COMPUTED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _SET_IF_UNSET = re.compile(r"([A-Za-z_]\w*)(:?)=")  # ${NAME:=word}
@@ -44,6 +45,9 @@ class Assignments:
                 self.scope.taint(item.name, f"is set {self.condition_text}")
             else:
                 self.scope.assign_array(item, self.script)
+            return
+        if element := _computed_element(item):
+            self.scope.taint(element, f"has an element set at {item.file_line}")
             return
         match = _ASSIGNMENT.match(item.parts[0].text) if item.parts and item.parts[0].kind == "text" else None
         if match is None:  # export NAME
@@ -133,7 +137,7 @@ class Assignments:
         if problem := next((value.problem for value in values if value.problem), ""):
             self.scope.values[ARGUMENTS] = (Value("", words[0].file_line, problem),)
         elif words[0].literal == "shift":
-            number = int(texts[0]) if texts and texts[0].isdigit() else 1
+            number = int(texts[0]) if texts and texts[0].isdecimal() else 1
             if self.condition_text and arguments:
                 self.scope.taint(ARGUMENTS, f"is set {self.condition_text}")
             elif arguments and not arguments[0].problem and number <= len(arguments):
@@ -171,7 +175,15 @@ def _is_assignment(item: Word | Array) -> bool:
     if isinstance(item, Array):
         return True
     first = item.parts[0] if item.parts else None
-    return first is not None and first.kind == "text" and not first.quoted and bool(_ASSIGNMENT.match(first.text))
+    is_plain = first is not None and first.kind == "text" and not first.quoted and bool(_ASSIGNMENT.match(first.text))
+    return is_plain or bool(_computed_element(item))
+
+
+def _computed_element(item: Word) -> str:
+    """Return NAME of ``NAME[$I]=word``, an element with a computed index; empty for any other word."""
+    written = "".join(part.text if part.kind == "text" and not part.quoted else "$" for part in item.parts)
+    match = _ELEMENT.match(written)
+    return match[1] if match else ""
 
 
 def plain_words(items: Sequence[Token]) -> list[Word]:

@@ -84,7 +84,7 @@ def _test(words: Sequence[Word], scope: Scope, script: Path, *, patterns: bool) 
     if sign in ("=", "==", "!="):
         is_equal = matches(values[0], words[2], scope, script) if patterns else lhs == rhs
         return is_equal if sign != "!=" else negated(is_equal)
-    if sign in _NUMBERS and all(text.lstrip("+-").isdigit() for text in (lhs, rhs)):
+    if sign in _NUMBERS and all(re.fullmatch(r"[+-]?\d+", text) for text in (lhs, rhs)):
         a, b = int(lhs), int(rhs)
         return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[sign]
     return None

@@ -5,16 +5,15 @@ A value that only a command prints (``$(nvidia-smi ...)``), or that is set under
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from slime_like.errors import ConfigError
+from slime_like_compat.shell import arithmetic
 from slime_like_compat.shell.lexer import text_parts
 from slime_like_compat.shell.output import file_command, named_file, seq
 from slime_like_compat.shell.words import MAX_WORDS, Array, Part, Word
@@ -24,13 +23,6 @@ _PARAMETER = re.compile(
     r"(?P<sign>[#!]?)(?P<name>[A-Za-z_]\w*|[@*0-9#?$!-])(\[(?P<index>[^\]]*)\])?(?P<rest>.*)", re.DOTALL
 )
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b),
-    ast.Mod: lambda a, b: a - b * int(a / b),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +180,15 @@ class Scope:
         if values is None and several and not self.incomplete:
             return ()  # as in bash; an array cannot be inherited
         if values is None:
-            problem = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
-            return (Value("", file_line, f"{name} {problem}: give --set {name}=VALUE"),)
+            return (self._unset_value(name, file_line),)
         if several and values and (name in self.user_values or name in self.unknown_reasons):
             return values if values[0].problem else tuple(Value(w, file_line) for w in values[0].text.split())
         return values
+
+    def _unset_value(self, name: str, file_line: str) -> Value:
+        """Return the value of a variable that the script does not set, but the environment may."""
+        problem = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
+        return Value("", file_line, f"{name} {problem}: give --set {name}=VALUE")
 
     def _positional(self, name: str, operation: str, place: Place) -> tuple[Value, ...] | None:
         """Return the value of ``$1``, ``$@``, ``$*`` or ``$#``; None for an unsupported form or without arguments."""
@@ -235,33 +231,26 @@ class Scope:
                 return (word,) if is_set else (Value("", place.file_line),)
             case "?":
                 return values if is_set else (Value("", place.file_line, f"{name} must be given: --set {name}=VALUE"),)
-            case _ if values and not values[0].problem and not word.problem:
-                return (Value(_cut(values[0].text, word.text, sign), place.file_line),)
+            case _ if values and not values[0].problem:
+                cut = _cut(values[0].text, word.text, sign)
+                return (word if word.problem else Value(cut, place.file_line),)
             case _:
                 return values
 
     def _arithmetic(self, text: str, file_line: str) -> Value:
-        plain = re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
-        for name in re.findall(r"[A-Za-z_]\w*", plain):
-            if problem := next((value.problem for value in self.lookup(name, file_line) or () if value.problem), ""):
+        expression = arithmetic.plain(text)
+        texts: dict[str, str] = {}
+        for name in arithmetic.variables(expression):
+            values = self.lookup(name, file_line)
+            if values is None:
+                return self._unset_value(name, file_line)
+            if problem := next((value.problem for value in values if value.problem), ""):
                 return Value("", file_line, problem)
-        try:
-            return Value(str(self._number(ast.parse(plain, mode="eval").body, file_line)), file_line)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            texts[name] = values[0].text if values else ""
+        number = arithmetic.evaluate(expression, texts.__getitem__)
+        if number is None:
             return Value("", file_line, f"$(({text})) is not read here: write its value")
-
-    def _number(self, node: ast.expr, file_line: str) -> int:
-        match node:
-            case ast.Constant(value=int(value)):
-                return value
-            case ast.Name(id=name):
-                return int(next((v.text for v in self.lookup(name, file_line) or ()), "0"))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return int(_OPERATORS[type(op)](self._number(left, file_line), self._number(right, file_line)))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._number(operand, file_line)
-            case _:
-                raise ValueError(node)
+        return Value(str(number), file_line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
         convert_script(FIXTURE, out, variables={"MODEL_ROOT": str(root)})
     with pytest.raises(ConfigError, match="folder named recipe"):
         convert_script(FIXTURE, tmp_path / "a.yaml", variables={"MODEL_ROOT": str(root)})
+    with pytest.raises(ConfigError, match=r"--out \S+a\.yaml cannot be written \(Not a directory\): name another file"):
+        convert_script(FIXTURE, out / "recipe" / "a.yaml", variables={"MODEL_ROOT": str(root)})
 
 
 def test_every_flag_of_a_script_has_one_row() -> None:

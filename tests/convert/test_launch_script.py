@@ -68,6 +68,12 @@ REFUSED_ARGUMENTS = {
     "cat <<EOF\npython3 train.py": ["run.sh:2", "add a line 'EOF'"],
     "A[99999]=1\npython3 train.py": ["run.sh:1", "A[99999]", "below 10000"],
     "read N\npython3 train.py $N": ["N is read at", "run.sh:1"],
+    "python3 train.py --n $((NODES * 8))": ["run.sh:1", "NODES is not set", "--set NODES=VALUE"],
+    "N=abc\npython3 train.py ${N%$SUFFIX}": ["run.sh:2", "SUFFIX is not set", "--set SUFFIX=VALUE"],
+    'A=(--a 1)\nI=0\nA[$I]=--b\npython3 train.py "${A[@]}"': ["A has an element set at", "run.sh:3"],
+    'A=(--a 1)\nA[${#A[@]}]="--b"\npython3 train.py "${A[@]}"': ["A has an element set at", "run.sh:2"],
+    "A=(--a 1)\nA[1+1]+=--b\npython3 train.py ${A[@]}": ["A has an element set at", "run.sh:2"],
+    'if [ "$X" -eq 1 ]; then N=2; fi\nX=²\nif [ $X -eq +-5 ]; then N=1; fi\npython3 train.py $N': ["N is set inside"],
     "source run.sh": ["more than 32 files", "--skip FILE"],
 }
 

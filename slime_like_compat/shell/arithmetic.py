@@ -1,0 +1,48 @@
+"""Arithmetic expansions of bash, ``$((...))``, of integers and variables."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: int(a / b),
+    ast.Mod: lambda a, b: a - b * int(a / b),
+}
+
+
+def plain(text: str) -> str:
+    """Return the expression with ``$X`` and ``${X}`` as ``X``."""
+    return re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
+
+
+def variables(expression: str) -> list[str]:
+    """Return the variables of an expression that ``plain`` returned."""
+    return re.findall(r"\b[A-Za-z_]\w*", expression)
+
+
+def evaluate(expression: str, value_of: Callable[[str], str]) -> int | None:
+    """Return the value of an expression that ``plain`` returned; None if it has another form or another kind of value."""
+    try:
+        return _number(ast.parse(expression, mode="eval").body, value_of)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def _number(node: ast.expr, value_of: Callable[[str], str]) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name):
+            return int(value_of(name) or "0")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return int(_OPERATORS[type(op)](_number(left, value_of), _number(right, value_of)))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, value_of)
+        case _:
+            raise ValueError(node)
