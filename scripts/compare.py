@@ -18,7 +18,8 @@ from slime_like.report.record import read_record
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 if all metrics agree, 1 if one differs, 2 if a run cannot be read."""
+    """Return the exit code: 0 if all metrics agree, 1 if one differs, 2 if a run cannot be read or nothing
+    can be compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run.dir of a run")
     parser.add_argument("--rtol", type=float, default=1e-6, help="relative tolerance (1e-6)")
@@ -32,9 +33,13 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--rtol {args.rtol} --atol {args.atol}: a tolerance is 0 or more")
         a, b = (read_record(folder) for folder in args.runs)
         comparison = compare(a, b, relative=args.rtol, absolute=args.atol, times=args.times)
-        if not select_metrics(comparison, args.metrics):
+        selected = select_metrics(comparison, args.metrics)
+        if not selected:
             requested = f"none like {', '.join(args.metrics)}" if comparison.metrics else "none"
             raise ConfigError(f"metrics in both runs: {requested}; A has {', '.join(a.metrics)}")
+        if not any(metric.num_common for metric in selected):
+            steps = ", ".join(f"{run.folder} has steps {run.rows[0].step} to {run.rows[-1].step}" for run in (a, b))
+            raise ConfigError(f"no metric has a value of both runs at the same step: {steps}")
         print_comparison(comparison, args.metrics, sys.stdout)
         if args.html is not None:
             args.html.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +48,7 @@ def main(argv: list[str]) -> int:
     except (SlimeLikeError, OSError) as error:
         sys.stderr.write(complaint(error))
         return 2
-    return 0 if all(metric.step is None for metric in select_metrics(comparison, args.metrics)) else 1
+    return 0 if all(metric.step is None for metric in selected) else 1
 
 
 if __name__ == "__main__":

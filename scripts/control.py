@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait for the answer, at most this long")
     args = parser.parse_args(argv)
+    if args.wait is not None and not args.wait >= 0:
+        parser.error(f"--wait {args.wait}: a time is 0 or more")
     try:
         if args.request == "status":
             return show(args.run)

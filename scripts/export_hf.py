@@ -8,6 +8,7 @@ python scripts/export_hf.py /models/Qwen3-4B_torch_dist --hf-checkpoint /models/
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--max-shard-gb", type=float, default=4.0, help="size of one safetensors file")
     args = parser.parse_args(argv)
+    if not 0 < args.max_shard_gb < math.inf:
+        parser.error(f"--max-shard-gb {args.max_shard_gb}: a size is above 0")
     try:
         source = find(args.checkpoint)
         hf = args.hf_checkpoint or model_of(source)

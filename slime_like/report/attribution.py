@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
@@ -100,8 +99,8 @@ def _staleness(record: RunRecord, tables: Sequence[TokenTable]) -> DifferenceCau
 
 
 def _temperature(record: RunRecord, tables: Sequence[TokenTable]) -> DifferenceCause:
-    rollout = cast("Mapping[str, Any]", record.config.get("rollout") or {})
-    setting = f"both compute at rollout.temperature={rollout.get('temperature', '?')}"
+    temperature = record.setting("rollout.temperature")
+    setting = f"both compute at rollout.temperature={'?' if temperature is None else temperature}"
     fit = slope(tables)
     if fit is None:
         return DifferenceCause("temperature", setting, "run.dump_rollouts=true compares it on samples")

@@ -69,9 +69,10 @@ def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, tim
     rates are compared too.
     """
     names_a, names_b = ([name for name in run.metrics if times or not is_time(name)] for run in (a, b))
-    divergences = [_divergence(name, a, b, relative, absolute) for name in names_a if name in set(names_b)]
+    set_a, set_b = set(names_a), set(names_b)
+    divergences = [_divergence(name, a, b, relative, absolute) for name in names_a if name in set_b]
     divergences.sort(key=lambda item: math.inf if item.step is None else item.step)
-    only = (tuple(n for n in names_a if n not in set(names_b)), tuple(n for n in names_b if n not in set(names_a)))
+    only = (tuple(n for n in names_a if n not in set_b), tuple(n for n in names_b if n not in set_a))
     return Comparison(a, b, relative, absolute, tuple(divergences), only, config_difference(a.config, b.config))
 
 

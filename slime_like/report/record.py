@@ -26,12 +26,16 @@ class RunRecord:
     @property
     def name(self) -> str:
         """Return ``run.name``, or the name of the folder."""
-        return str(cast("dict[str, Any]", self.config.get("run") or {}).get("name") or self.folder.name)
+        return str(self.setting("run.name") or self.folder.name)
 
     @property
     def metrics(self) -> list[str]:
         """Return all metric names in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row.values))
+
+    def setting(self, key: str) -> Any:
+        """Return the value of a dotted key of the configuration; None if it has no such key."""
+        return flat(self.config).get(key)
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Return (step, value) for each row that has ``metric``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
 
 from slime_like.data import faults
 from slime_like.metrics import dictionary
@@ -272,6 +271,5 @@ def _metrics(record: RunRecord) -> Iterator[str]:
 
 def tokenizer_folder(record: RunRecord) -> str | None:
     """Return the folder of the run's tokenizer, if its configuration names one."""
-    model = cast("Mapping[str, Any]", record.config.get("model") or {})
-    folder = model.get("hf_checkpoint")
+    folder = record.setting("model.hf_checkpoint")
     return folder if isinstance(folder, str) else None

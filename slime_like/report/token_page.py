@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -47,10 +48,9 @@ class Token:
 COLUMNS = ("engine", "trainer", "difference", "advantage", "weight", "version", "span")
 
 
-def tokens_of(sample: Sample, token_table: TokenTable | None, decode: Decode) -> list[Token]:
-    """Return the tokens of a sample, with the trainer's columns if ``token_table`` has the sample."""
+def _tokens_of(sample: Sample, token_table: TokenTable | None, decode: Decode) -> Iterator[Token]:
+    """Yield the tokens of a sample, with the trainer's columns if ``token_table`` has the sample."""
     first_row = _first_row(sample, token_table)
-    tokens: list[Token] = []
     for span in sample.spans:
         for index in range(span.start, span.stop):
             text = visible(decode([int(sample.token_ids[index])]))
@@ -59,8 +59,7 @@ def tokens_of(sample: Sample, token_table: TokenTable | None, decode: Decode) ->
             if token_table is not None and first_row is not None:
                 columns = (token_table.trainer_logprobs, token_table.advantages, token_table.loss_weight)
                 trainer, advantage, weight = (float(column[first_row + index]) for column in columns)
-            tokens.append(Token(text, logprob, trainer, advantage, weight, span.version, span.source))
-    return tokens
+            yield Token(text, logprob, trainer, advantage, weight, span.version, span.source)
 
 
 def group_html(group: SampleGroup, token_table: TokenTable | None, decode: Decode, rollout_id: int) -> Iterator[str]:
@@ -70,13 +69,13 @@ def group_html(group: SampleGroup, token_table: TokenTable | None, decode: Decod
         reward = "not scored" if sample.reward is None else f"reward {number(sample.reward.score)}"
         label = "" if group.prompt.label is None else f", label {visible(group.prompt.label)}"
         title = f"rollout {rollout_id}, group {group.group_id}, sample {sample.sample_id}: {reward}{label}"
-        tokens = tokens_of(sample, token_table, decode)
+        tokens = list(islice(_tokens_of(sample, token_table, decode), MAX_TOKENS))
         yield f"<details open><summary>{html(title)} <small>{html(_facts(sample))}</small></summary>"
-        yield f'<p class="tokens">{"".join(map(_span, tokens[:MAX_TOKENS]))}</p>'
-        if len(tokens) > MAX_TOKENS:
-            yield f"<p class=note>{len(tokens) - MAX_TOKENS} more tokens are not shown</p>"
+        yield f'<p class="tokens">{"".join(map(_span, tokens))}</p>'
+        if num_hidden := len(sample.token_ids) - len(tokens):
+            yield f"<p class=note>{num_hidden} more tokens are not shown</p>"
         yield "<details><summary>every token</summary>"
-        rows = ((index, repr(token.text), *token.cells()) for index, token in enumerate(tokens[:MAX_TOKENS]))
+        rows = ((index, repr(token.text), *token.cells()) for index, token in enumerate(tokens))
         yield table(("", "token", *COLUMNS), rows, numbers=(0, 2, 3, 4, 5, 6, 7))
         yield "</details></details>"
 

@@ -135,5 +135,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert (result.returncode, page.is_file()) == (1, True), result.stderr
     assert "first difference at step 1: train/loss" in result.stdout
     assert run(a, b, "--metrics", "train/lr").returncode == 0
+    later = write_run(tmp_path / "later", [{"train/lr": 1.0}, {"train/lr": 1.0}, {"train/loss": 1.0}])
+    result = run(a, later, "--metrics", "train/loss")
+    assert result.returncode == 2 and "no metric has a value of both runs at the same step" in result.stderr
     result = run(a, tmp_path / "none")
     assert result.returncode == 2 and "is not a folder" in result.stderr

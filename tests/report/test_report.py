@@ -18,6 +18,7 @@ from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.token_table import TokenTable, save_table, table_path
 from slime_like.errors import DataError
 from slime_like.printable import visible
+from slime_like.report import token_page
 from slime_like.report.attribution import attribute, by_age, slope
 from slime_like.report.chart import Series, chart, ticks
 from slime_like.report.record import read_record
@@ -265,6 +266,20 @@ def test_missing_measurements_are_named(tmp_path: Path) -> None:
     half = [{"probe/logprob_abs_diff_mean": 1e-3}]
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "b", half)), [])}
     assert "weights.probe_layers" in parts["precision, kernel"].source
+
+
+def test_a_group_that_is_no_mapping_is_shown_as_it_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [{"x": 1.0}], "{run: 5, rollout: [], model: text}")
+    assert "<h1>a</h1>" in page_of(folder) and "rollout.temperature=?" in page_of(folder)
+
+
+def test_tokens_beyond_the_maximum_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    monkeypatch.setattr(token_page, "MAX_TOKENS", 2)
+    group = SampleGroup(0, Prompt(0, np.arange(3, dtype=np.int32), "2+2=", "4", None), (sample(0, SPANS),))
+    lines = token_page.group_html(group, None, lambda ids: decoded.extend(ids) or "x", 0)
+    assert "7 more tokens are not shown" in "".join(lines)
+    assert len(decoded) == 2, "the others are not decoded"
 
 
 @settings(deadline=None)
