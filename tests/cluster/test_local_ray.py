@@ -191,6 +191,7 @@ folder = pathlib.Path(node.get_temp_dir_path()).parent
 assert folder.stat().st_mode & 0o777 == 0o700, "Ray's sockets are this user's"
 assert all(pathlib.Path(path).parents[3] == folder for path in (node.plasma_store_socket_name, node.raylet_socket_name))
 token = os.environ["RAY_AUTH_TOKEN"].encode()
+assert set(node.all_processes) == set(local_ray.ESSENTIAL), node.all_processes
 for infos in node.all_processes.values():
     for info in infos:
         proc = pathlib.Path(f"/proc/{info.process.pid}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
@@ -39,6 +40,7 @@ SHORT_FOLDER = "/tmp"  # for Ray's files if TMPDIR is too long for a unix socket
 SOCKET_BYTES = 107
 ADDED_BYTES = len(f"/{PREFIX}12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 REMOVE_S = 5.0  # for Ray processes that still write logs
+UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's node
 TIMEOUT_TEXT = "timed out during startup"  # message of a plain Exception: Ray gives its node 30 s, not configurable
 
 _folders: list[Path] = []  # private folders of the Ray that this process has started
@@ -66,7 +68,8 @@ def start(namespace: str) -> None:
     )
     try:
         within = Deadline("driver", "placement", SECONDS + TRY_S)
-        with keep_sigterm(), driver_link.bounded_call(within, "Ray to start on this machine", at_once=True):
+        bounded = driver_link.bounded_call(within, "Ray to start on this machine", at_once=True)
+        with keep_sigterm(), without_unused_processes(), bounded:
             retrying(
                 ray.init,
                 address="local",
@@ -137,6 +140,26 @@ def keep_sigterm() -> Generator[None]:
     finally:
         ray_utils.set_sigterm_handler = original
         signal.signal(signal.SIGTERM, handler)  # also removes the handler in C
+
+
+@contextmanager
+def without_unused_processes() -> Generator[None]:
+    """Start Ray's node without autoscaler, log monitor and API server: no run uses them, and they take 2.5 s of CPU time.
+
+    ``ray.init`` starts the API server even with ``include_dashboard=False``, waits for it, and has no option for the others.
+    Remove when it has.
+    """
+    node: Any = ray_node.Node
+    missing = [name for name in UNUSED if not hasattr(node, name)]
+    assert not missing, f"ray moved Node.{missing}: find how it starts these processes now"
+    originals = {name: getattr(node, name) for name in UNUSED}
+    for name in UNUSED:
+        setattr(node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(node, name, original)
 
 
 def log_dir() -> Path | None:
