@@ -8,13 +8,10 @@ Exit code: 0, the recipe is the same job; 1, it will be once the functions that 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
-from slime_like.errors import ConfigError, SlimeLikeError
-from slime_like.printable import complaint, visible
-from slime_like_compat.conversion import NONE
+from slime_like_compat.conversion import Conversion, parse_assignments, print_conversion
 from slime_like_compat.slime.check import check_folder
 from slime_like_compat.slime.job import convert_script
 
@@ -30,23 +27,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--drop", action="append", default=[], metavar="FLAG", help="a flag to leave out: --drop=--lr")
     parser.add_argument("--force", action="store_true", help="replace an existing recipe")
     args = parser.parse_args(argv)
-    try:
-        if malformed := [text for text in args.set if not re.match(r"[A-Za-z_]\w*=", text)]:
-            raise ConfigError(f"--set {malformed[0]}: write a variable of the script as NAME=VALUE")
-        variables = dict(text.split("=", 1) for text in args.set)
+
+    def convert() -> Conversion | str:
+        variables = parse_assignments("--set", args.set)
         if args.check:
-            sys.stdout.write(visible(check_folder(args.script, variables=variables)))
-            return 0
-        conversion = convert_script(
+            return check_folder(args.script, variables=variables)
+        return convert_script(
             args.script, args.out, variables=variables, skip=args.skip, drop=args.drop, force=args.force
         )
-    except SlimeLikeError as error:
-        sys.stderr.write(complaint(error))
-        return NONE
-    sys.stdout.write(visible(conversion.report))
-    if conversion.problem:
-        sys.stderr.write(visible(f"ConfigError: {conversion.problem}\n"))
-    return conversion.code
+
+    return print_conversion(convert)
 
 
 if __name__ == "__main__":

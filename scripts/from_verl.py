@@ -9,13 +9,10 @@ python scripts/from_verl.py --check FOLDER [--set NAME=VALUE] [--with KEY=VALUE]
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
-from slime_like.errors import ConfigError, SlimeLikeError
-from slime_like.printable import visible
-from slime_like_compat.conversion import NONE
+from slime_like_compat.conversion import Conversion, parse_assignments, print_conversion
 from slime_like_compat.verl.check import check_verl
 from slime_like_compat.verl.convert import VerlSource, convert_verl
 
@@ -38,25 +35,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--drop", action="append", default=[], metavar="KEY", help="a key of verl to leave out")
     parser.add_argument("--force", action="store_true", help="replace an existing recipe")
     args = parser.parse_intermixed_args(argv)
-    try:
-        for name, texts in (("--set", args.set), ("--with", args.user_overrides)):
-            if malformed := [text for text in texts if not re.match(r"[A-Za-z_][\w.]*=", text)]:
-                raise ConfigError(f"{name} {malformed[0]}: write NAME=VALUE")
-        variables = dict(text.split("=", 1) for text in args.set)
+
+    def convert() -> Conversion | str:
+        variables = parse_assignments("--set", args.set)
+        parse_assignments("--with", args.user_overrides, dotted=True)
         if args.check:
-            sys.stdout.write(visible(check_verl(args.job, variables=variables, user_overrides=args.user_overrides)))
-            return 0
+            return check_verl(args.job, variables=variables, user_overrides=args.user_overrides)
         source = VerlSource(args.job, args.overrides, variables, args.skip, args.config)
-        conversion = convert_verl(
-            source, args.out, user_overrides=args.user_overrides, drop=args.drop, force=args.force
-        )
-    except SlimeLikeError as error:
-        sys.stderr.write(visible(f"{type(error).__name__}: {error}\n"))
-        return NONE
-    sys.stdout.write(visible(conversion.report))
-    if conversion.problem:
-        sys.stderr.write(visible(f"ConfigError: {conversion.problem}\n"))
-    return conversion.code
+        return convert_verl(source, args.out, user_overrides=args.user_overrides, drop=args.drop, force=args.force)
+
+    return print_conversion(convert)
 
 
 if __name__ == "__main__":

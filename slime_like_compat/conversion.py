@@ -1,15 +1,18 @@
-"""Last steps of a conversion of slime's or verl's job: compose the configuration, write the recipe, report."""
+"""Last steps of a conversion of slime's or verl's job: compose the configuration, write the recipe, report; and the end of
+its command."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.printable import complaint, visible
 from slime_like_compat.conversion_rows import Mapped, Row, refusal_message
 from slime_like_compat.recipe_file import plan_command, report, save_recipe
 from slime_like_compat.shell.launch_script import Launch
@@ -57,3 +60,32 @@ def save_conversion(mapped: Mapped, launch: Launch, path: Path, project: str, *,
     save_recipe(mapped, launch, path, project, force=force)
     text = f"{report(mapped, launch, path)}\n{plan_command(path)}"
     return Conversion(CODE if mapped.rows_with(["code"]) else SAME, text, mapped.rows)
+
+
+def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) -> dict[str, str]:
+    """Return the assignments given with ``flag``: name -> value. ``dotted`` allows dots in names.
+
+    Raises ``ConfigError`` for a text that is no assignment.
+    """
+    name = re.compile(r"[A-Za-z_][\w.]*" if dotted else r"[A-Za-z_]\w*")
+    assignments = [text.partition("=") for text in texts]
+    for key, equals, value in assignments:
+        if not equals or not name.fullmatch(key):
+            raise ConfigError(f"{flag} {key}{equals}{value}: write {'KEY' if dotted else 'NAME'}=VALUE")
+    return {key: value for key, _, value in assignments}
+
+
+def print_conversion(convert: Callable[[], Conversion | str]) -> int:
+    """Print the report of a conversion, or the table of a check of many jobs, and return the exit code."""
+    try:
+        outcome = convert()
+    except SlimeLikeError as error:
+        sys.stderr.write(complaint(error))
+        return NONE
+    if isinstance(outcome, str):
+        sys.stdout.write(visible(outcome))
+        return SAME
+    sys.stdout.write(visible(outcome.report))
+    if outcome.problem:
+        sys.stderr.write(visible(f"ConfigError: {outcome.problem}\n"))
+    return outcome.code
