@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from slime_like.config.load.explain import explain
 from slime_like.config.load.paths import config_folder
@@ -95,7 +95,7 @@ def read_override(text: str) -> tuple[str, Any]:
     Raises ``ConfigError`` if Hydra cannot parse the text, and on ``~key`` and sweeps, which set no value.
     """
     try:
-        parsed = OverridesParser.create().parse_override(text)
+        parsed = _parser().parse_override(text)
     except HydraException as error:
         raise ConfigError(f"{text} cannot be read as key=value in Hydra's grammar: quote the value") from error
     if parsed.is_delete() or parsed.is_sweep_override():
@@ -155,13 +155,14 @@ def _completed(tree: Any) -> DictConfig:
 
 
 def _values(tree: DictConfig, values: dict[str, str]) -> TrainConfig:
-    algo = _algo(tree)
     try:
-        if missing := sorted(OmegaConf.missing_keys(tree)):
-            raise ConfigError("; ".join(_missing(key) for key in missing) + ". +recipe=quickstart is a complete run")
         return cast("TrainConfig", OmegaConf.to_object(tree))
+    except MissingMandatoryValue as error:
+        missing = sorted(OmegaConf.missing_keys(tree))
+        text = "; ".join(_missing(key) for key in missing)
+        raise ConfigError(f"{text}. +recipe=quickstart is a complete run") from error
     except OmegaConfBaseException as error:
-        raise explain(error, values, algo) from error
+        raise explain(error, values, _algo(tree)) from error
 
 
 def _finish(
@@ -272,11 +273,16 @@ def _sort(argv: Sequence[str]) -> _Overrides:
     return result
 
 
+@functools.cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
 def _parse(key: str, value: str) -> Any:
     """Parse ``value`` in Hydra's grammar. Raises ``ConfigError`` on invalid text and on sweeps."""
     text = f"{key}={_quote(value) if is_text(key) else value}"
     try:
-        parsed = OverridesParser.create().parse_override(text)
+        parsed = _parser().parse_override(text)
     except HydraException as error:
         raise ConfigError(f"{key}={value} cannot be read: quote the value, as in {key}=\"'...'\"") from error
     if parsed.is_sweep_override():
