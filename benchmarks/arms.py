@@ -50,9 +50,9 @@ class ArmRecord:
 
     def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
         """Add one run without its warm-up steps."""
-        measured = list(steps[WARM_UP:])
-        self.step_s += measured
-        self.runs.append(statistics.median(measured))
+        measured_steps = list(steps[WARM_UP:])
+        self.step_s += measured_steps
+        self.runs.append(statistics.median(measured_steps))
         for name, values in parts.items():
             self.parts_s.setdefault(name, []).extend(values[WARM_UP:])
         third = max(1, len(rewards) // 3)

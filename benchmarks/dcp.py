@@ -159,11 +159,13 @@ def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
     ]
     for name, rounds in results.items():
         pairs = list(zip(rounds, base, strict=True))
-        slower = statistics.median(mine.token_s / first.token_s for mine, first in pairs)
-        faster = statistics.median(first.requests_s / mine.requests_s for mine, first in pairs)
-        rate = statistics.median(sum(map(len, mine.responses)) / mine.requests_s for mine in rounds)
+        slower = statistics.median(round_.token_s / base_round.token_s for round_, base_round in pairs)
+        faster = statistics.median(base_round.requests_s / round_.requests_s for round_, base_round in pairs)
+        rate = statistics.median(sum(map(len, round_.responses)) / round_.requests_s for round_ in rounds)
         exchanges = statistics.median((r.usage.dcp_exchange_s or 0.0) / r.requests_s for r in rounds)
-        equal = sum(a == b for mine, first in pairs for a, b in zip(mine.responses, first.responses, strict=True))
+        equal = sum(
+            a == b for round_, base_round in pairs for a, b in zip(round_.responses, base_round.responses, strict=True)
+        )
         lines.append(
             f"| {name} | {rounds[0].usage.capacity_tokens:,} | {1e3 * statistics.median(r.token_s for r in rounds):.1f} "
             f"({slower:.2f}) | {rate:,.0f} ({faster:.2f}) | {max(r.usage.running_requests_max for r in rounds)} "
@@ -174,11 +176,11 @@ def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
 
 def page(results: Mapping[str, Sequence[DcpRound]], case: DcpCase, machine_line: str, command: str) -> str:
     """Return the page."""
-    base, *others = results.values()
-    shape, needed = case.shape, case.num_requests * (case.prompt + case.response)
+    base, *other_results = results.values()
+    shape, needed_tokens = case.shape, case.num_requests * (case.prompt + case.response)
     by_round = "; ".join(
-        f"{name} {', '.join(f'{first.requests_s / mine.requests_s:.2f}' for mine, first in zip(rounds, base, strict=True))}"
-        for name, rounds in zip(list(results)[1:], others, strict=True)
+        f"{name} {', '.join(f'{base_round.requests_s / round_.requests_s:.2f}' for round_, base_round in zip(rounds, base, strict=True))}"
+        for name, rounds in zip(list(results)[1:], other_results, strict=True)
     )
     size = f"{shape.layers} layers, hidden {shape.hidden}, MLP {shape.mlp}, {shape.heads} query heads and {shape.kv_heads} KV head"
     return "\n".join(
@@ -190,7 +192,7 @@ def page(results: Mapping[str, Sequence[DcpRound]], case: DcpCase, machine_line:
             f"Command: `{command}`. Engines of two ranks, one thread each, C kernels, float32, over gloo, with a random Qwen3 ({size} "
             f"of {shape.head_dim}) and a KV cache of {case.rows} tokens per rank. In each of {len(base)} rounds the engines take turns: one "
             f"request of {case.prompt} prompt tokens and {case.response} response tokens, decode steps only; then {case.num_requests} such requests "
-            f"at once, which need {needed:,} tokens of KV cache, with the time until the last one has "
+            f"at once, which need {needed_tokens:,} tokens of KV cache, with the time until the last one has "
             "ended, and the share of it that rank 0 spent in DCP's exchanges, waiting for the other rank included. Medians over rounds; in "
             "brackets the median of the ratios to the first row in the same round.",
             "",

@@ -161,8 +161,8 @@ def cost(rounds: int) -> Iterator[str]:
                 install.remove()
         raw = times["raw"]
         over = [statistics.median(a - b for a, b in zip(times[arm], raw, strict=True)) for arm in ARMS]
-        added = [min(times[arm]) - min(raw) for arm in ARMS]
-        figures = (statistics.median(raw), *over, min(raw), *added)
+        overhead = [min(times[arm]) - min(raw) for arm in ARMS]
+        figures = (statistics.median(raw), *over, min(raw), *overhead)
         yield f"| {name} | {wrapped_calls(call)} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |"
 
 

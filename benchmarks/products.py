@@ -97,8 +97,8 @@ def measure(
 def _torch_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     library = OneDnn()
     if library.packs(weight):
-        packed, unused = library.pack(weight), torch.empty(0)
-        return lambda: library.product(x, packed, None, unused)
+        packed, no_bias = library.pack(weight), torch.empty(0)
+        return lambda: library.product(x, packed, None, no_bias)
     return lambda: torch.mm(x, weight.t())
 
 

@@ -174,7 +174,7 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
     base: list[float] = []
     for arm in arms:
         total = {key: sum(row.get(key, 0.0) for row in arm.rows) for key in ("seconds", "samples", "tokens")}
-        wasted = sum(row.get("rollout/wasted_tokens", 0.0) for row in arm.rows)
+        wasted_tokens = sum(row.get("rollout/wasted_tokens", 0.0) for row in arm.rows)
         rates = [total["samples"] / total["seconds"], total["tokens"] / total["seconds"]]
         base = base or rates
         gains = [f"{rate:,.0f} ({rate / first:.2f})" for rate, first in zip(rates, base, strict=True)]
@@ -183,7 +183,7 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
             f"{statistics.median(row['seconds'] for row in arm.rows):.2f}",
             *gains,
             f"{total['tokens'] / total['samples']:.1f}",
-            f"{wasted / (total['tokens'] + wasted):.0%}",
+            f"{wasted_tokens / (total['tokens'] + wasted_tokens):.0%}",
             f"{max(row['rollout/staleness_max'] for row in arm.rows):.0f}",
             f"{statistics.mean(row['rollout/mixed_version_ratio'] for row in arm.rows):.0%}",
             f"{statistics.mean(row['rollout/engine_load_max'] for row in arm.rows):.2f}",

@@ -60,11 +60,11 @@ def main() -> int:
         seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for k in range(options.rounds + 1):
             for kind, run in runs.items():
-                measured = _rollouts(
+                measured_rollouts = _rollouts(
                     actor, run, range(k * options.rollouts, (k + 1) * options.rollouts), options.tokens
                 )
                 if k:  # the first round warms up
-                    seconds[kind].append(measured)
+                    seconds[kind].append(measured_rollouts)
         size = sum(path.stat().st_size for path in (folder / "synchronous").rglob("*.distcp"))
     print(
         visible(
@@ -80,14 +80,14 @@ def main() -> int:
 
 def _rollouts(actor: Any, run: Any, numbers: range, tokens: int) -> tuple[float, float]:
     """Return the seconds per rollout, and the seconds per rollout for which training waits for the save."""
-    start, waited = time.perf_counter(), 0.0
+    start, waited_s = time.perf_counter(), 0.0
     for k in numbers:
         _step(actor, tokens, k)
         save_start = time.perf_counter()
         if run is not None:
             run.save(k + 1, final=k == numbers[-1])
-        waited += time.perf_counter() - save_start
-    return (time.perf_counter() - start) / len(numbers), waited / len(numbers)
+        waited_s += time.perf_counter() - save_start
+    return (time.perf_counter() - start) / len(numbers), waited_s / len(numbers)
 
 
 def _step(actor: Any, tokens: int, seed: int) -> None:

@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
         comparison = compare(a, b, relative=args.rtol, absolute=args.atol, times=args.times)
         selected = select_metrics(comparison, args.metrics)
         if not selected:
-            requested = f"none like {', '.join(args.metrics)}" if comparison.metrics else "none"
-            raise ConfigError(f"metrics in both runs: {requested}; A has {', '.join(a.metrics)}")
+            no_metrics = f"none like {', '.join(args.metrics)}" if comparison.metrics else "none"
+            raise ConfigError(f"metrics in both runs: {no_metrics}; A has {', '.join(a.metrics)}")
         if not any(metric.num_common for metric in selected):
             steps = ", ".join(f"{run.folder} has steps {run.rows[0].step} to {run.rows[-1].step}" for run in (a, b))
             raise ConfigError(f"no metric has a value of both runs at the same step: {steps}")

@@ -87,21 +87,21 @@ def annotated_groups(annotation: ast.expr) -> Iterator[str]:
 def keys_read(source: str) -> set[str]:
     """Return the dotted keys that a file reads, as ``<group>.<key>`` or through a name bound to the group."""
     tree = ast.parse(source)
-    named = aliases(tree)
+    alias_names = aliases(tree)
     read_keys: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            read_keys |= {f"{group}.{node.attr}" for group in named.get(last_name(node.value), set())}
+            read_keys |= {f"{group}.{node.attr}" for group in alias_names.get(last_name(node.value), set())}
     return read_keys
 
 
 def dead_keys(package: Path, keys: Collection[str]) -> list[str]:
     """Return the ``keys`` that no file of ``package`` outside its ``config`` reads."""
-    read: set[str] = set()
+    keys_of_files: set[str] = set()
     for path in package.rglob("*.py"):
         if "config" not in path.relative_to(package).parts:
-            read |= keys_read(path.read_text())
-    return sorted(set(keys) - read)
+            keys_of_files |= keys_read(path.read_text())
+    return sorted(set(keys) - keys_of_files)
 
 
 def main(argv: list[str]) -> int:

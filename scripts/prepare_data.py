@@ -64,7 +64,7 @@ def convert(name: str, target: Path, source: str | None) -> list[Path]:
     from datasets import load_dataset
 
     form = FORMATS[name]
-    written: list[Path] = []
+    written_files: list[Path] = []
     for split in form.splits:
         dataset: Any = load_dataset(source or form.repository, None if source else form.config, split=split)
         lines: list[str] = []
@@ -76,8 +76,8 @@ def convert(name: str, target: Path, source: str | None) -> list[Path]:
         path = target / name / f"{split}.jsonl"
         with replacing(path) as scratch:
             scratch.write_text("".join(lines))
-        written.append(path)
-    return written
+        written_files.append(path)
+    return written_files
 
 
 def main(argv: list[str]) -> int:

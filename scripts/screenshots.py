@@ -71,12 +71,12 @@ def main(argv: list[str]) -> int:
             return 1
         written = (run_dir / TERMINAL).read_bytes().decode()
         write_report(run_dir)
-        matching = [frame for frame in frames(written) if REQUIRED_TEXT in frame]
-        if not matching:
+        matching_frames = [frame for frame in frames(written) if REQUIRED_TEXT in frame]
+        if not matching_frames:
             sys.stderr.write(visible(f"no frame of the live view contains {REQUIRED_TEXT!r}\n"))
             return 1
         live = Path(scratch) / "live.html"
-        write_page(matching[0], live)
+        write_page(matching_frames[0], live)
         report = run_dir / "report.html"
         args.out.mkdir(parents=True, exist_ok=True)
         pictures = (

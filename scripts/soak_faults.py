@@ -239,9 +239,9 @@ class FaultSoak:
         self.parts.append(part)
         with self._results_file.open("a") as file:
             file.write(json.dumps(asdict(part)) + "\n")
-        ended = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(leftovers)} leftovers"
+        summary = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(leftovers)} leftovers"
         print(
-            visible(f"part {number} ({layout}): {len(part.injected)} faults, {ended}; {self.num_faults} in all"),
+            visible(f"part {number} ({layout}): {len(part.injected)} faults, {summary}; {self.num_faults} in all"),
             flush=True,
         )
         if not hung:
@@ -281,11 +281,11 @@ class FaultSoak:
         """Return Markdown: the counts, the outcomes of each kind of fault, then each part."""
         lines = ["# Fault soak", "", setting(), "", *self._counts(), ""]
         lines += ["| fault | injected | result |", "|---|---|---|"]
-        injected = [(part, outcome) for part in self.parts for outcome in part.injected]
+        injections = [(part, outcome) for part in self.parts for outcome in part.injected]
         for kind in (*SURVIVED, *FATAL, STARTING):
             kind_outcomes = [
                 (p, o)
-                for p, o in injected
+                for p, o in injections
                 if o[0].partition(":")[0] == kind or (kind == STARTING and o[0].startswith("SIG"))
             ]
             if kind_outcomes:
@@ -306,29 +306,29 @@ class FaultSoak:
     def section(self) -> str:
         """Return Markdown: numbers of tried, handled and unhandled faults by kind."""
         rows = ["| fault | tried | handled | not |", "|---|---|---|---|"]
-        injected = [(part, outcome[0]) for part in self.parts for outcome in part.injected]
+        injections = [(part, outcome[0]) for part in self.parts for outcome in part.injected]
         for kind in (*SURVIVED, *FATAL, STARTING):
-            kind_parts = [part for part, fault in injected if _kind(fault) == kind]
-            handled = sum(part.clean and not part.leftovers for part in kind_parts)
+            kind_parts = [part for part, fault in injections if _kind(fault) == kind]
+            num_handled = sum(part.clean and not part.leftovers for part in kind_parts)
             if kind_parts:
                 rows.append(
-                    f"| {FAULTS.get(kind, 'signals at the start')} | {len(kind_parts)} | {handled} | {len(kind_parts) - handled} |"
+                    f"| {FAULTS.get(kind, 'signals at the start')} | {len(kind_parts)} | {num_handled} | {len(kind_parts) - num_handled} |"
                 )
         return "\n".join([HEADING, "", setting(), "", MEANING, "", *rows, "", *self._counts()]) + "\n"
 
     def _counts(self) -> list[str]:
-        injected = [outcome for part in self.parts for *_, outcome in part.injected]
-        engine_losses = [outcome for outcome in injected if "noticed after" in outcome]
+        outcomes = [outcome for part in self.parts for *_, outcome in part.injected]
+        engine_losses = [outcome for outcome in outcomes if "noticed after" in outcome]
         further_losses = [
             outcome for part in self.parts for outcome in part.outcomes if outcome not in (*part.injected, *part.missed)
         ]
-        ended = [part for part in self.parts if part.end]
-        failed = [part for part in self.parts if part.code == 1]
+        ended_parts = [part for part in self.parts if part.end]
+        failed_parts = [part for part in self.parts if part.code == 1]
         num_done = self.rollouts if self.finished else max(0, last_step(self.run))
-        different = self._differences()
+        differences = self._differences()
         compared = "samples, losses and weights" if self.finished else "samples so far"
         counts = {
-            "faults": len(injected),
+            "faults": len(outcomes),
             "planned faults whose target was not running, not counted": sum(len(part.missed) for part in self.parts),
             "parts of the run": len(self.parts),
             "rollouts": f"{num_done} of {self.rollouts}",
@@ -336,18 +336,18 @@ class FaultSoak:
             "of them serving again before the part ended": sum("serves" in outcome for outcome in engine_losses),
             "further engines lost, as a consequence": len(further_losses),
             "of these serving again before the part ended": sum("serves" in outcome for *_, outcome in further_losses),
-            "parts that ended as their final fault requires": f"{sum(part.clean for part in ended)} of {len(ended)}",
-            "crash bundles of parts that ended with exit code 1, naming the target": f"{sum(part.explained for part in failed)} of "
-            f"{len(failed)}",
-            "crash bundles of other parts": sum(len(part.causes) for part in self.parts if part not in failed),
+            "parts that ended as their final fault requires": f"{sum(part.clean for part in ended_parts)} of {len(ended_parts)}",
+            "crash bundles of parts that ended with exit code 1, naming the target": f"{sum(part.explained for part in failed_parts)} of "
+            f"{len(failed_parts)}",
+            "crash bundles of other parts": sum(len(part.causes) for part in self.parts if part not in failed_parts),
             "hangs past the deadline": sum(part.hung for part in self.parts),
-            f"samples lost, doubled or different from the undisturbed run's ({compared} compared)": len(different),
+            f"samples lost, doubled or different from the undisturbed run's ({compared} compared)": len(differences),
             "leftovers (processes with their ports, shared memory, scratch folders)": sum(
                 len(part.leftovers) for part in self.parts
             ),
         }
         lines = ["| | |", "|---|---|", *(f"| {label} | {count} |" for label, count in counts.items())]
-        return [*lines, *(f"- {text}" for text in different[:5])]
+        return [*lines, *(f"- {text}" for text in differences[:5])]
 
 
 def _kind(fault: str) -> str:

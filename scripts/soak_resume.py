@@ -93,8 +93,8 @@ class ResumeSoak:
                     self.kills.append(Kill(**fields))
                 else:
                     self.verdicts.append(Verdict(**fields))
-            ended = {verdict.run for verdict in self.verdicts}
-            self.kills = [kill for kill in self.kills if kill.run in ended]  # an interrupted run is repeated
+            ended_runs = {verdict.run for verdict in self.verdicts}
+            self.kills = [kill for kill in self.kills if kill.run in ended_runs]  # an interrupted run is repeated
 
     @property
     def good(self) -> bool:

@@ -28,5 +28,5 @@ def train(cfg: TrainConfig) -> None:
             with run.timer("train"):
                 stats = run.trainer.step(run.assemble(rollout_id, collected))
             with run.timer("update_weights"):
-                probed = run.sync.push(stats.version)
-            run.finish_rollout(rollout_id, collected, stats, probed)
+                probe_metrics = run.sync.push(stats.version)
+            run.finish_rollout(rollout_id, collected, stats, probe_metrics)

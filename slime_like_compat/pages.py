@@ -50,8 +50,8 @@ def _mapped() -> Iterator[str]:
 
 def _always() -> Iterator[str]:
     yield from _table("flag", "reason")
-    for flag, (only, reason) in ALWAYS.items():
-        yield _row(f"`{flag}`" if only is None else f"`{flag} {only}`", reason)
+    for flag, (required_value, reason) in ALWAYS.items():
+        yield _row(f"`{flag}`" if required_value is None else f"`{flag} {required_value}`", reason)
 
 
 def _refused() -> Iterator[str]:
@@ -64,8 +64,8 @@ def _refused() -> Iterator[str]:
 def _defaults() -> Iterator[str]:
     yield from _table("flag", "slime without it", "here", "what `from_slime.py` writes")
     for item in DEFAULTS:
-        written = f"`{item.key}={item.override}`" if item.override is not None else "nothing"
-        yield _row(f"`{item.flag}`", item.value, item.note or f"`{item.key}` has another default", written)
+        written_key = f"`{item.key}={item.override}`" if item.override is not None else "nothing"
+        yield _row(f"`{item.flag}`", item.value, item.note or f"`{item.key}` has another default", written_key)
 
 
 def _slime_metrics() -> Iterator[str]:

@@ -12,17 +12,17 @@ note() {
 
 # stage NAME COMMAND...: run it and note its seconds and result.
 stage() {
-    local name=$1 begun code=0
-    begun=$(now)
+    local name=$1 start code=0
+    start=$(now)
     shift
     say "$name ..."
     "$@" || code=$?
-    note "$name" "$(seconds_since "$begun")" "$code"
+    note "$name" "$(seconds_since "$start")" "$code"
 }
 
 # aside NAME COMMAND...: start it in the background; its output is printed by join.
 aside() {
-    aside_name=$1 aside_begun=$(now) aside_output=$(mktemp)
+    aside_name=$1 aside_start=$(now) aside_output=$(mktemp)
     shift
     say "$aside_name, in the background ..."
     env --default-signal=INT "$@" >"$aside_output" 2>&1 & # bash would make it ignore SIGINT
@@ -37,7 +37,7 @@ join() {
     trap 'rm -f "$aside_output"' EXIT
     say "$aside_name:"
     cat "$aside_output"
-    note "$aside_name" "$(($(stat -c %Y "$aside_output") - aside_begun / 1000000))" "$code" # time of its last line of output
+    note "$aside_name" "$(($(stat -c %Y "$aside_output") - aside_start / 1000000))" "$code" # time of its last line of output
 }
 
 # lint: checks of less than a second each.
@@ -61,7 +61,7 @@ parallel_pytest() {
         "$PYTHON" -m pytest -n "$((processes < 8 ? processes : 8))" --dist loadscope --no-loadscope-reorder "$@"
 }
 
-# summary BEGUN: print the noted lines and the seconds since BEGUN; exit with 1 if a stage failed.
+# summary START: print the noted lines and the seconds since BEGUN; exit with 1 if a stage failed.
 summary() {
     say "$(printf '%s\n' '' "${results[@]}")"
     say "total: $(seconds_since "$1") s$( ((failed == 0)) || printf ', with failures')"

@@ -95,8 +95,8 @@ def megatron_folder(folder: Path) -> Path | None:
         return folder
     if not (folder / LATEST).is_file():
         return None
-    released = InputFile(folder / LATEST, CheckpointError).text().strip() == RELEASE
-    iteration_path = folder / RELEASE if released else iteration_folder(folder, latest_iteration(folder))
+    is_release = InputFile(folder / LATEST, CheckpointError).text().strip() == RELEASE
+    iteration_path = folder / RELEASE if is_release else iteration_folder(folder, latest_iteration(folder))
     return iteration_path if (iteration_path / "metadata.json").is_file() else None
 
 
@@ -157,12 +157,12 @@ def publish(scratch: Path, target: Path) -> None:
     for path in sorted(scratch.rglob("*")):
         fsync_path(path)
     fsync_path(scratch)
-    replaced = target.with_name(f"{target.name}.replaced{SCRATCH}")
+    replaced_path = target.with_name(f"{target.name}.replaced{SCRATCH}")
     if target.exists():
-        target.rename(replaced)
+        target.rename(replaced_path)
     scratch.rename(target)
     fsync_path(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(replaced_path, ignore_errors=True)
 
 
 def side_files(folder: Path, iteration: int) -> list[str]:

@@ -158,9 +158,9 @@ def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], 
             f"{error.filename}: cannot be read ({error.strerror}); {other_iterations(folder)}"
         ) from error
     if changed:
-        further = f" (and so are {', '.join(path.name for path in changed[1:4])})" if changed[1:] else ""
+        suffix = f" (and so are {', '.join(path.name for path in changed[1:4])})" if changed[1:] else ""
         raise CheckpointError(
-            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{further}; "
+            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{suffix}; "
             f"{other_iterations(folder)}, or "
             "load it as it is with run.verify_checkpoint=size"
         )

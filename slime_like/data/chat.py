@@ -73,11 +73,11 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[I32]:
     if not texts:
         return []
     try:
-        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+        encodings = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     # Fault boundary of the tokenizer's code, which fails on a vocabulary without unk token, for example.
     except Exception as error:
         folder = tokenizer.name_or_path or "model.hf_checkpoint"
         raise ConfigError(
             f"the tokenizer in {folder!r} cannot encode the data ({reason(error)}); copy the tokenizer files there again"
         ) from error
-    return [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], encoded["input_ids"])]
+    return [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], encodings["input_ids"])]

@@ -55,11 +55,11 @@ class Conversations:
         pieces = (
             self._turns(messages, tools, location) if self.method == "turns" else self._whole(messages, tools, location)
         )
-        encoded = self._encode([text for text, _ in pieces])
+        encodings = self._encode([text for text, _ in pieces])
         ids: list[int] = []
         trained: list[bool] = []
         for (_, ranges), token_ids, offsets in zip(
-            pieces, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            pieces, encodings["input_ids"], encodings["offset_mapping"], strict=True
         ):
             ids += token_ids
             trained += [any(a < stop and b > start for start, stop in ranges) and b > a for a, b in offsets]
@@ -88,13 +88,13 @@ class Conversations:
     def _frame(self) -> tuple[int, str]:
         """Return the length of the template's prefix of a conversation, and its generation prompt."""
         user_turn = {"role": "user", "content": PLACEHOLDER}
-        twice = self._render([user_turn, user_turn], "data.conversation=turns")
-        first, second = twice.find(PLACEHOLDER), twice.rfind(PLACEHOLDER)
+        two_turns = self._render([user_turn, user_turn], "data.conversation=turns")
+        first, second = two_turns.find(PLACEHOLDER), two_turns.rfind(PLACEHOLDER)
         if not 0 <= first < second:
             raise ConfigError(
                 "data.conversation=turns: the chat template leaves out a message; set data.conversation=whole"
             )
-        suffix_len = len(twice) - second - len(PLACEHOLDER)
+        suffix_len = len(two_turns) - second - len(PLACEHOLDER)
         header_len = (second - first) - suffix_len - len(PLACEHOLDER)
         once = self._render([user_turn], "data.conversation=turns")
         open_turn = self._render([user_turn], "data.conversation=turns", generation=True)

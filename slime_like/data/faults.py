@@ -99,15 +99,20 @@ def newest(recoveries: Sequence[Recovery]) -> list[Recovery]:
 
 def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
     """Return the result of each injected fault, then losses that no injected fault explains."""
-    unmatched = list(recoveries)
+    unmatched_recoveries = list(recoveries)
     results: list[Outcome] = []
     for index, injection in enumerate(injections):
         next_time = min((s.time for s in injections[index + 1 :] if s.target == injection.target), default=float("inf"))
         effect = next(
-            (r for r in unmatched if r.engine == injection.target and injection.time <= r.noticed < next_time), None
+            (
+                r
+                for r in unmatched_recoveries
+                if r.engine == injection.target and injection.time <= r.noticed < next_time
+            ),
+            None,
         )
         if effect is not None:
-            unmatched.remove(effect)
+            unmatched_recoveries.remove(effect)
         result = (
             _describe_recovery(effect, injection.time)
             if effect is not None
@@ -116,7 +121,7 @@ def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]
         results.append(Outcome(injection.fault, injection.target, result))
     results += [
         Outcome(_first_line(recovery.cause), recovery.engine, _describe_recovery(recovery, recovery.noticed))
-        for recovery in unmatched
+        for recovery in unmatched_recoveries
     ]
     return results
 

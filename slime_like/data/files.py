@@ -124,8 +124,8 @@ def _parse(index: int, location: str, line: bytes) -> RawRow:
 def _nearest_file(path: Path) -> str:
     """Return a hint: similar or existing data files of the folder, or the missing part of its path."""
     if not path.parent.is_dir():
-        existing = next((p for p in path.parents if p.is_dir()), Path("."))
-        return f"the folder {path.parent} does not exist (but {existing} does)"
+        existing_parent = next((p for p in path.parents if p.is_dir()), Path("."))
+        return f"the folder {path.parent} does not exist (but {existing_parent} does)"
     names = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES)
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.3)
     if close:

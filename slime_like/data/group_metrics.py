@@ -16,8 +16,8 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return []
-    scored = [reward for sample in samples if (reward := sample.trained_reward) is not None]
-    accuracies = [reward.accuracy for reward in scored if reward.accuracy is not None]
+    rewards = [reward for sample in samples if (reward := sample.trained_reward) is not None]
+    accuracies = [reward.accuracy for reward in rewards if reward.accuracy is not None]
     lengths = np.array([sample.num_response_tokens for sample in samples], dtype=np.float64)
     metrics: list[Metric] = [
         Last("rollout/num_samples", len(samples)),
@@ -30,12 +30,14 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
         Mean("rollout/aborted_ratio", float(np.mean([sample.status is Status.ABORTED for sample in samples]))),
     ]
     generated = any(group.oldest_version >= 0 for group in groups)  # demonstrations have no meaningful reward
-    if scored and generated:
-        metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in scored]))))
+    if rewards and generated:
+        metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in rewards]))))
         metrics.append(
             Mean("rollout/zero_std_ratio", float(np.mean([len(group.trained_scores) < 2 for group in groups])))
         )
-    metrics += [Mean(f"rollout/reward/{metric_part(name)}", score) for reward in scored for name, score in reward.parts]
+    metrics += [
+        Mean(f"rollout/reward/{metric_part(name)}", score) for reward in rewards for name, score in reward.parts
+    ]
     if accuracies:
         metrics.append(Mean("rollout/accuracy", float(np.mean(accuracies))))
     staleness = [trainer_version - group.oldest_version for group in groups if group.oldest_version >= 0]

@@ -33,5 +33,5 @@ def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, poli
     while count < len(groups) and (count == 0 or total + sizes[count] <= samples_per_rollout):
         total += sizes[count]
         count += 1
-    first, others = tuple(groups[:count]), tuple(groups[count:])
-    return GroupSplit(first, others, 0) if policy == "carry" else GroupSplit(first, (), sum(sizes[count:]))
+    first, remaining = tuple(groups[:count]), tuple(groups[count:])
+    return GroupSplit(first, remaining, 0) if policy == "carry" else GroupSplit(first, (), sum(sizes[count:]))

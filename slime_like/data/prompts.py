@@ -62,16 +62,16 @@ def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
     At least ``len(previous)`` places then separate a row from its place in ``previous``. Rows move by the fewest places
     possible. ``previous`` must be shorter than ``order``.
     """
-    earliest = {row: place for place, row in enumerate(previous, 1)}
-    remaining, delayed, free, moved = iter(order), set[int](), deque[int](), list[int]()
+    earliest_places = {row: place for place, row in enumerate(previous, 1)}
+    remaining, delayed_rows, free_rows, moved_rows = iter(order), set[int](), deque[int](), list[int]()
     for place in range(len(order)):
-        if 0 < place <= len(previous) and previous[place - 1] in delayed:
-            free.append(previous[place - 1])
-        while not free:
+        if 0 < place <= len(previous) and previous[place - 1] in delayed_rows:
+            free_rows.append(previous[place - 1])
+        while not free_rows:
             row = next(remaining)
-            (free.append if earliest.get(row, 0) <= place else delayed.add)(row)
-        moved.append(free.popleft())
-    return moved
+            (free_rows.append if earliest_places.get(row, 0) <= place else delayed_rows.add)(row)
+        moved_rows.append(free_rows.popleft())
+    return moved_rows
 
 
 class _Cursor(TypedDict):

@@ -149,8 +149,8 @@ def load_table(path: Path) -> TokenTable:
 def _candidates(groups: Sequence[SampleGroup]) -> Iterator[int]:
     """Yield the ids of the best and the worst sample of each group; unscored samples count as 0."""
     for group in groups:
-        ordered = sorted(group.samples, key=lambda s: -_score(s.reward))
-        yield from dict.fromkeys(sample.sample_id for sample in (*ordered[:1], *ordered[-1:]))
+        ordered_samples = sorted(group.samples, key=lambda s: -_score(s.reward))
+        yield from dict.fromkeys(sample.sample_id for sample in (*ordered_samples[:1], *ordered_samples[-1:]))
 
 
 def _score(reward: Reward | None) -> float:

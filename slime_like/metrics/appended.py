@@ -58,9 +58,9 @@ class Appended:
 
     def _restore(self) -> None:
         """Write the lines of the open file to the path again."""
-        with os.fdopen(os.dup(self._fd), "rb") as removed, replacing(self._path) as scratch:
-            removed.seek(0)
-            scratch.write_bytes(removed.read())
+        with os.fdopen(os.dup(self._fd), "rb") as file, replacing(self._path) as scratch:
+            file.seek(0)
+            scratch.write_bytes(file.read())
         os.close(self._fd)
         self._fd = self._open(self._path)
         _say(f"{self._path} was removed or replaced during the run: it was written again, with all its lines")

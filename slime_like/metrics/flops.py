@@ -98,10 +98,10 @@ def gdn_token_flops(shape: DecoderShape) -> int:
     if gdn is None:
         return 0
     keys, values = gdn.key_heads * gdn.key_dim, gdn.value_heads * gdn.value_dim
-    projected = 2 * keys + 2 * values + 2 * gdn.value_heads  # q, k; v, z; beta, alpha
-    convolved = 2 * keys + values
+    projection_size = 2 * keys + 2 * values + 2 * gdn.value_heads  # q, k; v, z; beta, alpha
+    convolution_size = 2 * keys + values
     state = 6 * gdn.value_heads * gdn.key_dim * gdn.value_dim
-    return 2 * shape.hidden * (projected + values) + 2 * gdn.conv_width * convolved + state
+    return 2 * shape.hidden * (projection_size + values) + 2 * gdn.conv_width * convolution_size + state
 
 
 def _attention_projections(shape: DecoderShape) -> int:
@@ -134,15 +134,17 @@ def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
     kinds = text.get("layer_types")
     if kinds:
         return list(kinds).count("linear_attention")
-    every = int(text.get("full_attention_interval") or GDN_EVERY)
-    return layers - layers // every
+    attention_interval = int(text.get("full_attention_interval") or GDN_EVERY)
+    return layers - layers // attention_interval
 
 
 def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
     """Return the number of layers with a dense MLP in a model that has experts."""
     step, dense = int(text.get("decoder_sparse_step") or 1), cast("list[int]", text.get("mlp_only_layers") or [])
-    first, every = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
-    is_dense = (layer in dense or (layer + 1) % step or layer < first or layer % every for layer in range(layers))
+    first, moe_interval = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
+    is_dense = (
+        layer in dense or (layer + 1) % step or layer < first or layer % moe_interval for layer in range(layers)
+    )
     return sum(map(bool, is_dense))
 
 

@@ -142,11 +142,11 @@ class JsonlSink:
 
 def _move_dropped_lines(path: Path, retained: Set[bytes]) -> None:
     """Append the lines of ``path`` that are not in ``retained`` to metrics_dropped.jsonl."""
-    dropped = (
+    dropped_lines = (
         [line for line in path.read_bytes().split(b"\n") if line.strip() and line not in retained]
         if path.exists()
         else []
     )
-    if dropped:
+    if dropped_lines:
         with path.with_name("metrics_dropped.jsonl").open("ab") as file:
-            file.writelines(line + b"\n" for line in dropped)
+            file.writelines(line + b"\n" for line in dropped_lines)

@@ -94,7 +94,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
     gpus = options.tp or hardware.gpus
     if gpus > hardware.num_gpus:
         raise ConfigError(f"--tp {gpus} is above the {hardware.num_gpus} GPUs of --on {hardware}: lower --tp")
-    static, tuned = _static(options.static)
+    static, is_tuned = _static(options.static)
     settings = EngineSettings(
         gpus=gpus,
         dp_attention=options.dp_attention,
@@ -103,7 +103,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
         weights=options.weights,
         kv_bytes={"bf16": 2, "fp8": 1, "float32": 4}[options.kv],
         static=static,
-        tuned=tuned,
+        tuned=is_tuned,
         replicated_head=options.dp_attention > 1,
         max_running=options.max_running,
     )
@@ -125,15 +125,15 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))
     memory = engine_memory(shape, settings, hardware)
-    usable = (weights + memory.pool) / settings.static
-    if settings.static * usable <= weights < usable:
+    usable_bytes = (weights + memory.pool) / settings.static
+    if settings.static * usable_bytes <= weights < usable_bytes:
         raise ConfigError(
-            f"--static {settings.static} gives the engine {gib(settings.static * usable)} of a GPU, less than its "
-            f"{gib(weights)} of weights: set --static above {math.ceil(1000 * weights / usable) / 1000:g}"
+            f"--static {settings.static} gives the engine {gib(settings.static * usable_bytes)} of a GPU, less than its "
+            f"{gib(weights)} of weights: set --static above {math.ceil(1000 * weights / usable_bytes) / 1000:g}"
         )
     excess = memory.table.total - hardware.gpu.memory
     if memory.pool > 0 and excess > 0:
-        fits = math.floor(1000 * (settings.static - excess / usable)) / 1000
+        fits = math.floor(1000 * (settings.static - excess / usable_bytes)) / 1000
         advice = f"set --static {fits:g} or less" if fits > 0 else "raise --tp, or use larger GPUs"
         raise ConfigError(
             f"--static {settings.static}: with context, graphs and activations the engine needs {gib(memory.table.total)} "

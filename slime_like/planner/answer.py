@@ -54,14 +54,14 @@ TRAINER_REMAINDER = ("CUDA context", "communicators")
 
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
     """Return the memory of a shared GPU if both roles stay, if the engine releases its memory for training, and if both do."""
-    fixed = engine.table.total - engine.table.of("KV cache")
+    fixed_bytes = engine.table.total - engine.table.of("KV cache")
     engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
     return tuple(
         Phases(
             name,
             trainer.total + other_training,
             engine.table.total + other_sampling,
-            max(0.0, available - fixed - other_sampling),
+            max(0.0, available - fixed_bytes - other_sampling),
         )
         for name, other_training, other_sampling in (
             ("both stay", engine.table.total, trainer.total),

@@ -94,10 +94,10 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
     mlp = dense_layers * shape.dense_parameters + shape.sparse_layers * shape.shared_parameters
     small = shape.sparse_layers * shape.router_parameters + (2 * len(shape.layers) + 1) * shape.hidden
     attention = linear * _attention_weights(shape, s)
-    saved = linear * flow_saving(shape, s)
+    saved_bytes = linear * flow_saving(shape, s)
     slots = linear * _flow_slots(shape, s)
     return items(
-        ("attention", attention - saved - slots, f"tensor parallel over {s.attention_tp}"),
+        ("attention", attention - saved_bytes - slots, f"tensor parallel over {s.attention_tp}"),
         ("FlowMLA slots", slots, "two gathered layers"),
         ("experts", linear * shape.routed_parameters / s.gpus, f"over {s.gpus} ranks"),
         ("MLP", linear * mlp / s.gpus, "dense layers and shared experts" if shape.experts else ""),
@@ -176,13 +176,13 @@ def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
     num_weights = sum(item.num_bytes for item in weights)
     memory, s = hardware.gpu.memory, settings
     runtime = runtime_items(shape, s, hardware)
-    fixed = sum(item.num_bytes for item in runtime if item.name in ("CUDA context", "communicators"))
+    fixed_bytes = sum(item.num_bytes for item in runtime if item.name in ("CUDA context", "communicators"))
     if s.tuned:
         reserve = constants.LEAST_RESERVE.value + constants.SGLANG_PARALLEL.value * s.gpus
         pool = memory - reserve - num_weights
         runtime = items(("reserve", reserve, "context, graphs and activations of a tuned engine"))
     else:
-        pool = (memory - fixed) * static_fraction(shape, s, hardware.gpu) - num_weights
+        pool = (memory - fixed_bytes) * static_fraction(shape, s, hardware.gpu) - num_weights
     slot, slots, states = state_bytes(shape, s), 0, 0.0
     if slot and pool > 0:
         slots = state_slots(s, pool, slot)

@@ -22,7 +22,7 @@ def offload_items(shape: ModelShape, settings: TrainerSettings, num_copies: int 
     megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
     weights and moments from the device to pinned memory, and clones those that are on the host.
     """
-    s, pinned = settings, constants.PINNED.value
+    s, pinned_share = settings, constants.PINNED.value
     stages = [stage_parameters(shape, s, stage) for stage in range(s.pp)]
     total = sum(parameters.total for parameters in stages) / s.pp
     shard = sum(parameters.shard(s) for parameters in stages) / s.pp
@@ -32,12 +32,12 @@ def offload_items(shape: ModelShape, settings: TrainerSettings, num_copies: int 
         return MemoryTable(items(process))
     state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
-    snapshot = pinned * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
+    snapshot = pinned_share * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
     return MemoryTable(
         items(
             process,
             ("offloaded optimizer", state * on_host, "float32 weights and moments"),
-            ("pinned gradients", pinned * GRADIENT_BYTES * on_host, "float32"),
+            ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
             ("copies of weights", num_copies * weights * total, "reference, teacher, and those that they replace"),
             ("checkpoint", snapshot, "snapshot during a save"),
         )

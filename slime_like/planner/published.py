@@ -62,12 +62,12 @@ def _steady(name: str, on: str, settings: EngineSettings, workload: Workload, cl
 
 
 def _flow_h20() -> Iterator[PublishedRun]:
-    load, on = Workload(1_024, 2_048), "8xH20"
+    load, machine = Workload(1_024, 2_048), "8xH20"
     tensor = EngineSettings(8, weights="fp8", tuned=True)
     spread = replace(tensor, dp_attention=8, replicated_head=True)
     flow = replace(spread, flow_mla="output")
-    name, shape, hardware = H20, find_shape("MODEL", "DeepSeek-R1"), parse_hardware("--on", on)
-    base, changed = (_steady("DeepSeek-R1", on, settings, load) for settings in (tensor, flow))
+    name, shape, hardware = H20, find_shape("MODEL", "DeepSeek-R1"), parse_hardware("--on", machine)
+    base, changed = (_steady("DeepSeek-R1", machine, settings, load) for settings in (tensor, flow))
     plain = engine_memory(shape, spread, hardware).requests(load.held_tokens)
     yield PublishedRun(name, "batch, TP (fitted)", 52, base.running, "requests", 0.02, FLOW_SOURCE)
     yield PublishedRun(name, "batch, DP attention (out of memory)", 0, plain, "requests", 0.0, FLOW_SOURCE)
@@ -77,10 +77,10 @@ def _flow_h20() -> Iterator[PublishedRun]:
 
 
 def _flow_h800() -> Iterator[PublishedRun]:
-    load, on = Workload(1_024, 2_048), "4x8xH800"
+    load, machine = Workload(1_024, 2_048), "4x8xH800"
     spread = EngineSettings(32, dp_attention=32, tuned=True, replicated_head=True)
     name, shape = H800, find_shape("MODEL", "DeepSeek-R1")
-    base, changed = (_steady("DeepSeek-R1", on, s, load) for s in (spread, replace(spread, flow_mla="output")))
+    base, changed = (_steady("DeepSeek-R1", machine, s, load) for s in (spread, replace(spread, flow_mla="output")))
     # The article counts each projection once; an engine also keeps kv_up in its absorbed form.
     attention = 2 * shape.count("latent") * shape.mixer_parameters("latent") / 1e9
     yield PublishedRun(name, "attention weights per GPU", 22, attention, "GB", 0.05, FLOW_SOURCE)
@@ -95,42 +95,44 @@ def _gains(name: str, base: Throughput, changed: Throughput, published: float) -
     yield PublishedRun(
         name, f"throughput gain, {CALIBRATED}", 100 * published, 100 * calibrated, "%", 1 / 3, FLOW_SOURCE
     )
-    alone = changed.tokens_per_second / base.tokens_per_second - 1
-    yield PublishedRun(name, f"throughput gain, {PURE}", 100 * published, 100 * alone, "%", None, FLOW_SOURCE)
+    single_speedup = changed.tokens_per_second / base.tokens_per_second - 1
+    yield PublishedRun(name, f"throughput gain, {PURE}", 100 * published, 100 * single_speedup, "%", None, FLOW_SOURCE)
 
 
 def _dcp() -> Iterator[PublishedRun]:
-    name, on, shape = "Qwen3-235B BF16, 8xH20", "8xH20", find_shape("MODEL", "Qwen3-235B-A22B")
+    name, machine, shape = "Qwen3-235B BF16, 8xH20", "8xH20", find_shape("MODEL", "Qwen3-235B-A22B")
     plain = EngineSettings(8, prefill_graphs=0)  # SGLang captured none when the pull request was written
     shared = replace(plain, dcp=2)
-    tokens = [engine_memory(shape, s, parse_hardware("--on", on)).tokens for s in (plain, shared)]
+    tokens = [engine_memory(shape, s, parse_hardware("--on", machine)).tokens for s in (plain, shared)]
     yield PublishedRun(name, "KV capacity, DCP 2 against TP", 2, tokens[1] / tokens[0], "x", 0.02, DCP_SOURCE)
     short = Workload(32_768, 4_096, uniform=True)
-    for clients, published, tolerance in (
+    for clients, published_rate, tolerance in (
         (32, 0.2, None),
         (48, 5.6, None),
         (64, 9.6, None),
         (80, 12.0, 1 / 3),
         (96, 16.0, 1 / 3),
     ):
-        base, changed = (_steady("Qwen3-235B-A22B", on, s, short, clients) for s in (plain, shared))
+        base, changed = (_steady("Qwen3-235B-A22B", machine, s, short, clients) for s in (plain, shared))
         fitted = " (fitted)" if clients == 96 else ""
         gain = 100 * (changed.tokens_per_second / base.tokens_per_second - 1)
         yield PublishedRun(
-            name, f"32k/4k, gain at concurrency {clients}{fitted}", published, gain, "%", tolerance, DCP_SOURCE
+            name, f"32k/4k, gain at concurrency {clients}{fitted}", published_rate, gain, "%", tolerance, DCP_SOURCE
         )
         if clients == 96:
             scale = (short.mean_input + short.mean_output) / short.mean_output
-            for label, measured, steady in (("TP", 4_897, base), ("DCP 2", 5_679, changed)):
+            for label, measured_rate, steady in (("TP", 4_897, base), ("DCP 2", 5_679, changed)):
                 speed = scale * steady.tokens_per_second
-                yield PublishedRun(name, f"32k/4k, all tokens, {label}", measured, speed, "tokens/s", 0.25, DCP_SOURCE)
+                yield PublishedRun(
+                    name, f"32k/4k, all tokens, {label}", measured_rate, speed, "tokens/s", 0.25, DCP_SOURCE
+                )
     long = Workload(32_768, 8_192, uniform=True)
-    base, changed = (_steady("Qwen3-235B-A22B", on, s, long, 80) for s in (plain, shared))
+    base, changed = (_steady("Qwen3-235B-A22B", machine, s, long, 80) for s in (plain, shared))
     gain = 100 * (changed.tokens_per_second / base.tokens_per_second - 1)
     yield PublishedRun(name, "32k/8k, gain at concurrency 80", 24.7, gain, "%", 1 / 3, DCP_SOURCE)
-    one = [_steady("Qwen3-235B-A22B", on, s, short, 1).step.total for s in (plain, shared)]
-    yield PublishedRun(name, "time per token at batch 1, TP", 10.18, 1e3 * one[0], "ms", None, DCP_SOURCE)
-    yield PublishedRun(name, "time per token at batch 1, DCP 2", 10.86, 1e3 * one[1], "ms", None, DCP_SOURCE)
+    one_request = [_steady("Qwen3-235B-A22B", machine, s, short, 1).step.total for s in (plain, shared)]
+    yield PublishedRun(name, "time per token at batch 1, TP", 10.18, 1e3 * one_request[0], "ms", None, DCP_SOURCE)
+    yield PublishedRun(name, "time per token at batch 1, DCP 2", 10.86, 1e3 * one_request[1], "ms", None, DCP_SOURCE)
 
 
 def traced() -> tuple[Traced, ...]:

@@ -138,8 +138,8 @@ def calibrated_gain(base: Throughput, changed: Throughput, tokens_per_second: fl
     The measured time per request includes what the model leaves out (scheduling, slow prefill kernels); it is the same
     in both, so that only the modelled difference counts.
     """
-    measured = base.output_tokens / tokens_per_second
-    return measured / (measured - (base.request_seconds - changed.request_seconds)) - 1
+    measured_step = base.output_tokens / tokens_per_second
+    return measured_step / (measured_step - (base.request_seconds - changed.request_seconds)) - 1
 
 
 def _weights_read(shape: ModelShape, settings: EngineSettings, tokens: float) -> float:

@@ -223,12 +223,12 @@ def _head_bytes(shape: ModelShape, settings: TrainerSettings) -> tuple[float, fl
     Backward, the weight's gradient is float32, and a chunk's gradient lives while the next chunk's logits are computed.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
-    scored = s.tokens * s.trained_share
-    first = min(s.logits_chunk, scored)
-    second = min(s.logits_chunk, scored - first)
+    num_scored = s.tokens * s.trained_share
+    first = min(s.logits_chunk, num_scored)
+    second = min(s.logits_chunk, num_scored - first)
     rows = padded_vocabulary(shape.vocabulary, s.tp) / s.tp
     cast = 4 + (element if element < 4 else 0)
-    hidden = element * scored * shape.hidden * 2 + element * s.tokens * shape.hidden * 2
+    hidden = element * num_scored * shape.hidden * 2 + element * s.tokens * shape.hidden * 2
     forward = rows * max(8 * first, 8 * first + cast * second)
     backward = rows * (4 * shape.hidden + max(cast * first, element * first + cast * second))
     return forward + hidden, backward + hidden

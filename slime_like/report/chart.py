@@ -98,11 +98,11 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
         return list(points)
-    thinned: list[tuple[float, float]] = []
+    thinned_points: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         interval = [point for point in points[start : start + size] if _is_drawn(point[1])] or [points[start]]
-        thinned += sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})
-    return thinned
+        thinned_points += sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})
+    return thinned_points
 
 
 def _pieces(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:

@@ -72,8 +72,8 @@ def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, tim
     set_a, set_b = set(names_a), set(names_b)
     divergences = [_divergence(name, a, b, relative, absolute) for name in names_a if name in set_b]
     divergences.sort(key=lambda item: math.inf if item.step is None else item.step)
-    only = (tuple(n for n in names_a if n not in set_b), tuple(n for n in names_b if n not in set_a))
-    return Comparison(a, b, relative, absolute, tuple(divergences), only, config_difference(a.config, b.config))
+    only_names = (tuple(n for n in names_a if n not in set_b), tuple(n for n in names_b if n not in set_a))
+    return Comparison(a, b, relative, absolute, tuple(divergences), only_names, config_difference(a.config, b.config))
 
 
 def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:

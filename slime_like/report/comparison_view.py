@@ -79,8 +79,8 @@ def summary(comparison: Comparison) -> Iterator[str]:
         yield f"{same} metrics agree at every common step within {tolerance}"
     else:
         names = [metric.metric for metric in comparison.metrics if metric.step == comparison.first.step]
-        further = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        yield f"first difference at step {comparison.first.step}: {', '.join(names[:4])}{further} (tolerance {tolerance}; {same} metrics agree)"
+        suffix = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield f"first difference at step {comparison.first.step}: {', '.join(names[:4])}{suffix} (tolerance {tolerance}; {same} metrics agree)"
     for letter, one_sided in zip("AB", comparison.only, strict=True):
         if one_sided:
             yield f"only {letter} has {', '.join(one_sided)}"

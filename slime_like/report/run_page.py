@@ -98,8 +98,8 @@ def _head(record: RunRecord) -> Iterator[str]:
     last = rows[-1].step
     seconds = rows[-1].time - rows[0].time
     duration = f", {seconds:.0f} s from its first line to its last" if len(rows) > 1 and math.isfinite(seconds) else ""
-    planned = config.get("loop.num_rollout")
-    total = f" of {html(str(planned))}" if planned is not None else ""
+    num_planned = config.get("loop.num_rollout")
+    total = f" of {html(str(num_planned))}" if num_planned is not None else ""
     trained = sum(row.values.get("train/num_tokens", 0.0) > 0 for row in rows)
     trained_text = "" if config.get("run.mode") == "rollout_only" else f", {trained} of them trained on"
     yield f"<h1>{html(record.name)}</h1>"

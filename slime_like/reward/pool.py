@@ -91,16 +91,18 @@ class RewardPool:
         await self._remote.close()
 
     async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
-        unscored = [s for s in group.samples if s.reward is None and s.status not in UNTRAINED]
+        unscored_samples = [s for s in group.samples if s.reward is None and s.status not in UNTRAINED]
         weights = components(self._config, group.prompt.rm_type, unshaped=unshaped)
         parts = (
-            await gather_or_cancel([self._part(name, group.prompt, unscored) for name in weights]) if unscored else []
+            await gather_or_cancel([self._part(name, group.prompt, unscored_samples) for name in weights])
+            if unscored_samples
+            else []
         )
-        scored = {
+        scored_samples = {
             id(sample): self._with_reward(sample, None if None in rewards else composed(weights, rewards))
-            for sample, rewards in zip(unscored, zip(*parts, strict=True), strict=True)
+            for sample, rewards in zip(unscored_samples, zip(*parts, strict=True), strict=True)
         }
-        return replace(group, samples=tuple(scored.get(id(s)) or _prescored(s) for s in group.samples))
+        return replace(group, samples=tuple(scored_samples.get(id(s)) or _prescored(s) for s in group.samples))
 
     def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
         """Return the sample with its reward or, without one, with ``reward.fallback``."""
@@ -207,8 +209,8 @@ class RewardPool:
 
     def _death(self, error: WorkerDied) -> str:
         limit = self._config.memory_gb
-        allowed = "has no limit" if limit is None else f"is {limit:g}"
-        return f"a process of the reward pool {error} (reward.memory_gb, the memory it may take, {allowed})"
+        limit_text = "has no limit" if limit is None else f"is {limit:g}"
+        return f"a process of the reward pool {error} (reward.memory_gb, the memory it may take, {limit_text})"
 
     def _fallback(self) -> str:
         value = self._config.fallback

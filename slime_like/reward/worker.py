@@ -117,9 +117,9 @@ def limit_memory(num_bytes: int) -> None:
 
 def limit_cpu(seconds: float) -> None:
     """Limit the CPU time of this process and its children to ``seconds`` on every core; then SIGXCPU ends it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = int(used.ru_utime + used.ru_stime + seconds * (os.cpu_count() or 1)) + 1
+    soft = int(usage.ru_utime + usage.ru_stime + seconds * (os.cpu_count() or 1)) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 

@@ -50,10 +50,10 @@ def parse(line: str) -> Gpu:
         return Gpu(line.strip())
     name, memory, capability = fields
     major, dot, minor = capability.partition(".")
-    known = dot and major.isdigit() and minor.isdigit()
+    is_known = dot and major.isdigit() and minor.isdigit()
     number, _, unit = memory.partition(" ")
     num_bytes = int(number) * 2**20 if number.isdigit() and unit == "MiB" else None
-    return Gpu(name, (int(major), int(minor)) if known else None, num_bytes)
+    return Gpu(name, (int(major), int(minor)) if is_known else None, num_bytes)
 
 
 def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:

@@ -72,7 +72,7 @@ class SharedBucketMemory:
             self._bytes, self._fd = None, -1
 
     def _memory_of(self, size: int) -> Tensor:
-        """Return at least ``size`` bytes of memory, allocated again if there are fewer."""
+        """Return memory of at least ``size`` bytes, which is allocated again if it is smaller."""
         if self._bytes is None or len(self._bytes) < size:
             self.close()
             self._fd = os.memfd_create("slime_like-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -59,7 +59,7 @@ def number(flag: str, text: str) -> float:
 def word(flag: str, text: str) -> str:
     """Return a non-empty text."""
     if not text:
-        raise ConfigError(f"{flag} is empty: expected a name or path")
+        raise ConfigError(f"{flag} is empty: give a name or path")
     return text
 
 

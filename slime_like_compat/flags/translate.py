@@ -48,7 +48,7 @@ def translate(argv: Sequence[str]) -> Command:
     """
     tokens = _Tokens(list(argv))
     overrides: list[str] = []
-    combined: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     action, topic, config_dir, machine = "train", None, None, None
     for token in tokens:
         if not token.startswith("-"):
@@ -65,13 +65,13 @@ def translate(argv: Sequence[str]) -> Command:
         elif token == "--config-dir":
             config_dir = tokens.value(token)
         elif token in COMBINED:
-            combined[token] = _combined_values(token, tokens)
+            sources[token] = _combined_values(token, tokens)
         else:
             overrides += _simple_overrides(token, tokens)
         if token in VALUES or token in SWITCHES:
-            combined[token] = [tokens.current_token]
+            sources[token] = [tokens.current_token]
     # Overrides of combined flags come first, so that an explicit key wins.
-    return Command(action, (*combine(combined), *overrides), topic, config_dir, machine)
+    return Command(action, (*combine(sources), *overrides), topic, config_dir, machine)
 
 
 def flag_of(key: str) -> str | None:
@@ -141,9 +141,9 @@ def _simple_overrides(flag: str, tokens: _Tokens) -> list[str]:
             raise ConfigError(f"{flag} {path}: rollouts are written to run.dir/rollouts; give the flag without a path")
         return [f"{key}={render(value)}"]
     if flag in ALWAYS:
-        only, reason = ALWAYS[flag]
-        if only is not None and (value_text := tokens.value(flag)) != only:
-            raise ConfigError(f"{flag} {value_text} is not supported yet: {reason}; remove it or give {only}")
+        required_value, reason = ALWAYS[flag]
+        if required_value is not None and (value_text := tokens.value(flag)) != required_value:
+            raise ConfigError(f"{flag} {value_text} is not supported yet: {reason}; remove it or give {required_value}")
         return []
     if flag in REFUSED:
         raise ConfigError(f"{flag} is not supported yet: {REFUSED[flag] or 'remove it'}")

@@ -141,44 +141,44 @@ class _Lexer:
 
     def parts(self, stop: str) -> tuple[Part, ...]:
         """Return the parts up to an unquoted character of ``stop``."""
-        collected: list[Part] = []
+        parts: list[Part] = []
         while self.at < len(self.text) and self.text[self.at] not in (stop or "\0"):
             char = self.text[self.at]
             if char == "'":
                 end = self._find("'", self.at + 1)
-                collected.append(Part("text", self.text[self.at + 1 : end], True))
+                parts.append(Part("text", self.text[self.at + 1 : end], True))
                 self.at = end + 1
             elif char == '"':
-                collected += self._double_quoted()
+                parts += self._double_quoted()
             elif self.text.startswith("$'", self.at):
-                collected.append(self._ansi_quoted())
+                parts.append(self._ansi_quoted())
             elif char == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
-                collected += [] if escaped == "\n" else [Part("text", escaped, True)]
+                parts += [] if escaped == "\n" else [Part("text", escaped, True)]
                 self.at += 2
             elif char in "$`":
-                collected.append(self._expansion(quoted=False))
+                parts.append(self._expansion(quoted=False))
             else:
-                collected.append(Part("text", char, False))
+                parts.append(Part("text", char, False))
                 self.at += 1
-        return tuple(_merged(collected))
+        return tuple(_merged(parts))
 
     def _double_quoted(self) -> list[Part]:
-        file_line, collected = self.file_line, list[Part]()
+        file_line, parts = self.file_line, list[Part]()
         self.at += 1
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == '"':
                 self.at += 1
-                return collected or [Part("text", "", True)]
+                return parts or [Part("text", "", True)]
             if char == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('$`"\\\n'):
                 escaped = self.text[self.at + 1]
-                collected.append(Part("text", "" if escaped == "\n" else escaped, True))
+                parts.append(Part("text", "" if escaped == "\n" else escaped, True))
                 self.at += 2
             elif char in "$`":
-                collected.append(self._expansion(quoted=True))
+                parts.append(self._expansion(quoted=True))
             else:
-                collected.append(Part("text", char, True))
+                parts.append(Part("text", char, True))
                 self.at += 1
         raise ConfigError(f"{file_line}: the double quote that begins here never ends: close it")
 

@@ -225,8 +225,8 @@ class _Parser:
 
     def _coprocess(self) -> CommandGroup:
         self.at += 1
-        following = self.tokens[self.at + 1] if not self.at_end else None
-        self.at += isinstance(following, Word) and following.keyword == "{"  # coproc NAME { ...; }
+        next_token = self.tokens[self.at + 1] if not self.at_end else None
+        self.at += isinstance(next_token, Word) and next_token.keyword == "{"  # coproc NAME { ...; }
         return CommandGroup((AndOr(Pipeline((self._command(),), negated=False), (), background=True),), subshell=True)
 
     def _test(self) -> SimpleCommand:

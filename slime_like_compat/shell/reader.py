@@ -150,25 +150,25 @@ class ScriptReader:
                 f"{word.file_line}: the sourced file {value.text} does not exist: put it there; {skip_hint}"
             )
         arguments = [value for word in words[2:] if isinstance(word, Word) for value in self.scope.expand(word, script)]
-        saved = {name: self.scope.values.get(name) for name in names_of(assignments)}
+        saved_values = {name: self.scope.values.get(name) for name in names_of(assignments)}
         if arguments:
-            saved[ARGUMENTS] = self.scope.values.get(ARGUMENTS)
+            saved_values[ARGUMENTS] = self.scope.values.get(ARGUMENTS)
             self.scope.assign(ARGUMENTS, tuple(arguments))
         for item in assignments:
             Assignments(self.scope, script, "").assign(item)
         self.read(path)
-        for name, values in saved.items():
+        for name, values in saved_values.items():
             self.scope.values.pop(name, None)
             if values is not None:
                 self.scope.values[name] = values
 
     def _sourced(self, value: Value, script: Path) -> Path | None:
         """Return the file that ``source`` names: its path as written, or its last parts in a folder above the script."""
-        named = Path(value.text)
-        path = named if named.is_absolute() else script.parent / named
+        sourced_path = Path(value.text)
+        path = sourced_path if sourced_path.is_absolute() else script.parent / sourced_path
         if not value.problem and path.is_file():
             return path
-        names = [name for name in named.parts if name not in ("/", ".", "..")]
+        names = [name for name in sourced_path.parts if name not in ("/", ".", "..")]
         folders = [script.resolve().parent, *script.resolve().parents]
         for length in range(len(names), 1, -1):
             for folder in folders:

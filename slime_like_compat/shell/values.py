@@ -46,11 +46,11 @@ class Scope:
     @contextmanager
     def subshell(self) -> Generator[None]:
         """Restore all variables at the end of the block."""
-        saved = dict(self.values), dict(self.unknown_reasons), self.incomplete
+        snapshot = dict(self.values), dict(self.unknown_reasons), self.incomplete
         try:
             yield
         finally:
-            self.values, self.unknown_reasons, self.incomplete = saved
+            self.values, self.unknown_reasons, self.incomplete = snapshot
 
     def assign(self, name: str, values: tuple[Value, ...], *, append: bool = False) -> None:
         """Set a variable (one value) or an array."""
@@ -64,8 +64,8 @@ class Scope:
             return
         old = self.values.get(name, ())
         first = old[0] if append and old else Value("", value.file_line)
-        joined = Value(first.text + value.text, value.file_line, first.problem or value.problem)
-        self.assign(name, (joined, *(old[1:] if append else ())))
+        joined_value = Value(first.text + value.text, value.file_line, first.problem or value.problem)
+        self.assign(name, (joined_value, *(old[1:] if append else ())))
 
     def assign_array(self, array: Array, script: Path) -> None:
         """Set ``NAME=(...)``, or append to it."""
@@ -170,18 +170,18 @@ class Scope:
         if name in "@*#" or name.isdigit():
             return self._positional(name, operation, Place(file_line, script)) or (() if name in "@*" else unknown)
         values = self.lookup(name, file_line)
-        several = index in ("@", "*")
-        if index and not several and values is not None:
+        is_array = index in ("@", "*")
+        if index and not is_array and values is not None:
             values = values[int(index) : int(index) + 1] if index.isdigit() else unknown
-        elif values is not None and not several:
+        elif values is not None and not is_array:
             values = values[:1]
         if operation:
             return self._with_operation(name, values, operation, Place(file_line, script)) or unknown
-        if values is None and several and not self.incomplete:
+        if values is None and is_array and not self.incomplete:
             return ()  # as in bash; an array cannot be inherited
         if values is None:
             return (self._unset_value(name, file_line),)
-        if several and values and (name in self.user_values or name in self.unknown_reasons):
+        if is_array and values and (name in self.user_values or name in self.unknown_reasons):
             return values if values[0].problem else tuple(Value(w, file_line) for w in values[0].text.split())
         return values
 

@@ -117,8 +117,8 @@ def _kept_flags(
     items: Sequence[FlagOccurrence], flags: Flags, drop: Sequence[str]
 ) -> tuple[list[FlagOccurrence], list[Row]]:
     """Return the flags that a recipe can express, and a row for every flag."""
-    if absent := sorted(set(drop) - {item.flag for item in items} - {*NEEDED, *ENVIRONMENT}):
-        raise ConfigError(f"--drop {absent[0]}: the script does not give it: remove this --drop")
+    if unknown_flags := sorted(set(drop) - {item.flag for item in items} - {*NEEDED, *ENVIRONMENT}):
+        raise ConfigError(f"--drop {unknown_flags[0]}: the script does not give it: remove this --drop")
     kept_flags: list[FlagOccurrence] = []
     rows: list[Row] = []
     for item in items:

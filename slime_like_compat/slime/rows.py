@@ -105,9 +105,9 @@ def _translation_error(item: FlagOccurrence, values: list[str]) -> str:
         overrides = translate([item.flag, *values]).overrides
     except ConfigError as error:
         return str(error)
-    if stray := [value for value in item.values if value.text in overrides]:
+    if values_as_overrides := [value for value in item.values if value.text in overrides]:
         raise ConfigError(
-            f"{stray[0].file_line}: {stray[0].text!r} belongs to no flag, as {item.flag} takes fewer values: remove it"
+            f"{values_as_overrides[0].file_line}: {values_as_overrides[0].text!r} belongs to no flag, as {item.flag} takes fewer values: remove it"
         )
     return ""
 

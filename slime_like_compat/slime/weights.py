@@ -51,11 +51,11 @@ def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
     config = Path(item.text) / "config.json"
     try:
-        stored = InputFile(config, ConfigError).json_object() if config.is_file() else None
+        fields = InputFile(config, ConfigError).json_object() if config.is_file() else None
     except (OSError, ConfigError):
         return None  # load_config refuses the file and names the place
     quantised = (
-        "quantization_config" in stored if stored is not None else bool(QUANTISED.search(_model_name(item.text)))
+        "quantization_config" in fields if fields is not None else bool(QUANTISED.search(_model_name(item.text)))
     )
     if not quantised or item.problem:
         return None

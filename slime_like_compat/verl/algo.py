@@ -71,14 +71,14 @@ def _choose(job: Job) -> None:
 
 
 def _clip(job: Job) -> None:
-    low, high, both = (f"{ACTOR}.clip_ratio{end}" for end in ("_low", "_high", ""))
-    plain = job.number(both) if job.sets(both) else 0.2
+    low, high, symmetric = (f"{ACTOR}.clip_ratio{end}" for end in ("_low", "_high", ""))
+    plain = job.number(symmetric) if job.sets(symmetric) else 0.2
     for our_key, key in (("algo.eps_clip", low), ("algo.eps_clip_high", high)):
         if job.value(key) is None:
             job.set(our_key, float(plain), key, "clip_ratio")
         else:
             job.set(our_key, float(job.number(key)), key)
-    job.leave_out("verl reads it only where clip_ratio_low or clip_ratio_high is null", both)
+    job.leave_out("verl reads it only where clip_ratio_low or clip_ratio_high is null", symmetric)
     bound = f"{ACTOR}.clip_ratio_c"
     if job.algo in ("gspo", "cispo"):
         job.leave_out(f"verl's {job.algo} does not read it", bound)
@@ -114,14 +114,14 @@ def _aggregate(job: Job, max_response_len: int) -> None:
 
 
 def _kl_in_loss(job: Job) -> None:
-    coef, kind, on = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", f"{ACTOR}.use_kl_loss"
-    if not job.switch(on) or not job.number(coef):
-        off = "use_kl_loss=True" if not job.switch(on) else "a kl_loss_coef above 0"
-        job.leave_out(f"has no effect without {off}, in verl as well", coef, kind)
-        job.report(on, "mapped", "no KL to the reference in the loss", "algo.kl_loss_coef")
+    coef, kind, switch = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", f"{ACTOR}.use_kl_loss"
+    if not job.switch(switch) or not job.number(coef):
+        reason = "use_kl_loss=True" if not job.switch(switch) else "a kl_loss_coef above 0"
+        job.leave_out(f"has no effect without {reason}, in verl as well", coef, kind)
+        job.report(switch, "mapped", "no KL to the reference in the loss", "algo.kl_loss_coef")
         return
     job.set("algo.kl_loss_coef", float(job.number(coef)), coef)
-    job.report(on, "mapped", "", "algo.kl_loss_coef")
+    job.report(switch, "mapped", "", "algo.kl_loss_coef")
     estimator = KL.get(str(job.value(kind)))
     if estimator is None:
         job.refuse(kind, f"the estimator is not supported: one of {', '.join(KL)}")
@@ -130,20 +130,22 @@ def _kl_in_loss(job: Job) -> None:
 
 
 def _kl_in_reward(job: Job) -> None:
-    on, coef, kind, control = (
+    switch, coef, kind, control = (
         "algorithm.use_kl_in_reward",
         "algorithm.kl_ctrl.kl_coef",
         "algorithm.kl_penalty",
         "algorithm.kl_ctrl.type",
     )
     other_keys = (kind, control, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
-    if not job.switch(on) or not job.number(coef):
-        off = "use_kl_in_reward=True" if not job.switch(on) else "a kl_coef above 0"
-        job.leave_out(f"has no effect without {off}, in verl as well", coef, *other_keys)
-        job.leave_out("no KL in the reward", on)
+    if not job.switch(switch) or not job.number(coef):
+        reason = "use_kl_in_reward=True" if not job.switch(switch) else "a kl_coef above 0"
+        job.leave_out(f"has no effect without {reason}, in verl as well", coef, *other_keys)
+        job.leave_out("no KL in the reward", switch)
         return
     if job.algo not in ("ppo", "reinforce_pp"):
-        job.refuse(on, f"algo={job.algo} does not subtract a KL from the reward: use_kl_loss=True adds it to the loss")
+        job.refuse(
+            switch, f"algo={job.algo} does not subtract a KL from the reward: use_kl_loss=True adds it to the loss"
+        )
     else:
         job.set("algo.kl_coef", float(job.number(coef)), coef)
         estimator = KL.get(str(job.value(kind)).removesuffix("+"))
@@ -151,7 +153,7 @@ def _kl_in_reward(job: Job) -> None:
             job.refuse(kind, f"the estimator is not supported: one of {', '.join(KL)}")
         else:
             job.set("algo.kl_reward_type", estimator, kind)
-        job.report(on, "mapped", "", "algo.kl_coef")
+        job.report(switch, "mapped", "", "algo.kl_coef")
     if job.value(control) != "fixed":
         job.refuse(control, "the KL coefficient is constant: kl_ctrl.type=fixed")
     job.leave_out("part of use_kl_in_reward", coef, *other_keys)
@@ -167,8 +169,8 @@ def _correct(job: Job) -> None:
     if not has_logprobs and job.switch(bypass):
         raise job.wrong(bypass, f"needs {logprobs}=True")
     if not has_logprobs:
-        off = f"has no effect with {logprobs}=False, in verl as well"
-        job.leave_out(off, bypass, kind, weight, limit, normal, reject, bounds)
+        reason = f"has no effect with {logprobs}=False, in verl as well"
+        job.leave_out(reason, bypass, kind, weight, limit, normal, reject, bounds)
         return
     if job.switch(bypass):
         _bypass(job, bypass, kind, reject)

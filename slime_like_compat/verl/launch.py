@@ -57,8 +57,10 @@ def _hydra_flags(launch: Launch) -> tuple[dict[str, str], list[Any]]:
     for value in words:
         flag, equals, text = value.text.partition("=")
         if flag in ("--config-path", "--config-name", "--config-dir", "-cn", "-cp"):
-            following = value if equals else next(words, value)
-            flags[{"-cn": "--config-name", "-cp": "--config-path"}.get(flag, flag)] = text if equals else following.text
+            config_name = value if equals else next(words, value)
+            flags[{"-cn": "--config-name", "-cp": "--config-path"}.get(flag, flag)] = (
+                text if equals else config_name.text
+            )
         elif value.text.startswith("--"):
             raise ConfigError(
                 f"{value.file_line}: {value.text} is not a setting of verl: remove it in a copy of the script"

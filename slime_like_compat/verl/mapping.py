@@ -95,8 +95,10 @@ def translate_settings(
     by_key = {setting.key: setting for setting in settings}
     unknown = set(drop) - {setting.name for setting in settings} - set(by_key)
     job = Job(by_key, frozenset(drop), user_keys)
-    if absent := sorted(name for name in unknown if not _is_known(name)):
-        raise ConfigError(f"--drop {absent[0]}: the job does not give it, and verl has no such key: remove this --drop")
+    if unknown_keys := sorted(name for name in unknown if not _is_known(name)):
+        raise ConfigError(
+            f"--drop {unknown_keys[0]}: the job does not give it, and verl has no such key: remove this --drop"
+        )
     for setting in settings:
         if setting.name in job.drop:
             job.rows.append(Row(setting.name, setting.text, setting.file_line, "dropped", note="by --drop"))

@@ -59,8 +59,10 @@ def map_optimizer(job: Job) -> None:
             key = f"{OPTIM}.override_optimizer_config.{name}"
             if job.sets(key):
                 job.set("optim.cpu_offload_fraction", float(job.number(key)), key)
-    off = "read only with optimizer_cpu_offload=True"
-    job.leave_out(off, offload, *(f"{OPTIM}.override_optimizer_config.{n}offload_fraction" for n in ("", "optimizer_")))
+    reason = "read only with optimizer_cpu_offload=True"
+    job.leave_out(
+        reason, offload, *(f"{OPTIM}.override_optimizer_config.{n}offload_fraction" for n in ("", "optimizer_"))
+    )
 
 
 def _warm_up(job: Job) -> None:

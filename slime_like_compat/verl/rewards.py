@@ -45,8 +45,8 @@ def map_rewards(job: Job, max_response_len: int) -> None:
 
 def penalizes_length(job: Job) -> bool:
     """Return whether verl subtracts a penalty from the rewards of long answers."""
-    on = f"{OVERLONG}.enable"
-    return job.sets(on) and job.switch(on) and (_is_dapo_recipe(job) or job.value(_MANAGER) == "dapo")
+    switch = f"{OVERLONG}.enable"
+    return job.sets(switch) and job.switch(switch) and (_is_dapo_recipe(job) or job.value(_MANAGER) == "dapo")
 
 
 def _is_dapo_recipe(job: Job) -> bool:
@@ -55,18 +55,18 @@ def _is_dapo_recipe(job: Job) -> bool:
 
 
 def _overlong(job: Job, max_response_len: int) -> None:
-    on, size, factor = f"{OVERLONG}.enable", f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor"
+    switch, size, factor = f"{OVERLONG}.enable", f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor"
     max_len = "reward.reward_kwargs.max_resp_len"
     if not penalizes_length(job):
         reason = f"read only with overlong_buffer_cfg.enable=True and {_MANAGER}=dapo, in verl as well"
-        job.leave_out(reason, on, size, factor, max_len)
+        job.leave_out(reason, switch, size, factor, max_len)
         return
     for key, example in ((size, 512), (factor, 1.0), (max_len, max_response_len)):
         if not job.sets(key) and not (key == max_len and _is_dapo_recipe(job)):
-            raise job.needs(on, key, example)
+            raise job.needs(switch, key, example)
     if job.sets(max_len) and job.integer(max_len) != max_response_len:
         job.refuse(max_len, f"the penalty ends at rollout.max_response_len: give {max_response_len}")
     job.set("reward.overlong_buffer_len", job.count(size), size)
     job.set("reward.overlong_penalty_factor", float(job.number(factor)), factor)
-    job.report(on, "mapped", "the penalty affects advantages only", "reward.overlong_buffer_len")
+    job.report(switch, "mapped", "the penalty affects advantages only", "reward.overlong_buffer_len")
     job.report(max_len, "mapped", "", "rollout.max_response_len")

@@ -155,16 +155,16 @@ def test_metric_names_are_slimes() -> None:
 
 def test_every_metric_of_a_loss_is_in_the_dictionary() -> None:
     tokens = in_sequences(replace(view([1.0], [-1.0]), entropy=torch.zeros(1, dtype=torch.float64)), [0])
-    everything: dict[str, Any] = {
+    options: dict[str, Any] = {
         "kl_loss_coef": 0.1,
         "entropy_coef": 0.1,
         "rejection": "product",
         "rejection_low": 0.5,
     }
     for config in (
-        GrpoConfig(use_tis=True, eps_clip_c=2.0, **everything),
-        GspoConfig(use_mis=True, **everything),
-        CispoConfig(**everything),
+        GrpoConfig(use_tis=True, eps_clip_c=2.0, **options),
+        GspoConfig(use_mis=True, **options),
+        CispoConfig(**options),
         SftConfig(),
     ):
         output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(tokens)

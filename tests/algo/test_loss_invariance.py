@@ -166,8 +166,8 @@ def test_normalising_across_groups_is_detected(config: PolicyGradientConfig) -> 
     """Planted fault, known in the field: uneven groups are normalised as one."""
     models = policies(with_old=False)
     _, gradient = reference(UNEVEN, config, models, MAX_RESPONSE_LEN)
-    everyone = tuple(replace(s, group_id=0, episode_id=s.sample_id) for g in UNEVEN for s in g.samples)
-    faulty_result = simulate(batch_of([replace(UNEVEN[0], samples=everyone)], config), config, models)[0]
+    samples = tuple(replace(s, group_id=0, episode_id=s.sample_id) for g in UNEVEN for s in g.samples)
+    faulty_result = simulate(batch_of([replace(UNEVEN[0], samples=samples)], config), config, models)[0]
     correct_result = simulate(batch_of(UNEVEN, config), config, models)[0]
     assert differs(faulty_result, gradient)
     assert not differs(correct_result, gradient)

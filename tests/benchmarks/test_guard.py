@@ -42,8 +42,8 @@ def test_the_page_shows_the_simulation(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_cost_table_has_the_rows_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     guard.main(["cost", "--rounds", "1"])
     printed, page = rows(capsys.readouterr().out), rows(PAGE[PAGE.index("| op | wrapped calls |") :].split("\n\n")[0])
-    wrapped = {op: row["wrapped calls"] for op, row in printed.items()}
-    assert wrapped == {op: row["wrapped calls"] for op, row in page.items()}
+    num_wrapped_calls = {op: row["wrapped calls"] for op, row in printed.items()}
+    assert num_wrapped_calls == {op: row["wrapped calls"] for op, row in page.items()}
     assert printed["all_reduce"].keys() == page["all_reduce"].keys()
 
 
@@ -73,11 +73,11 @@ def test_calls_of_the_wrapper_per_op_are_bounded(arm: str) -> None:
     spec = replace(spec, default=replace(spec.default, budget=1e-12))
     with guard.world():
         ops = guard.ops()
-        wrapped = {name: guard.wrapped_calls(op) for name, op in ops.items()}
+        num_wrapped_calls = {name: guard.wrapped_calls(op) for name, op in ops.items()}
         install.install(spec, guard.CPU, 0, in_c=in_c)
         try:
             for name, op in ops.items():
                 op()
-                assert count_calls(op) <= MAX_CALLS[arm] * wrapped[name], name
+                assert count_calls(op) <= MAX_CALLS[arm] * num_wrapped_calls[name], name
         finally:
             install.remove()

@@ -71,19 +71,19 @@ def test_a_phase_that_fails_gets_no_fault_at_its_end(tmp_path: Path) -> None:
 
 
 def test_a_slow_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
+    waits: list[float] = []
 
     class Timer:
         """Timer that fires immediately."""
 
         def __init__(self, seconds: float, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
-            waited.append(seconds)
+            waits.append(seconds)
             self.start = lambda: work(*arguments)
 
     injector, engine = chaos(tmp_path, "slow_engine:step:3:0")
     monkeypatch.setattr(chaos_module.threading, "Timer", Timer)
     injector._inject(injector.pending[0])
-    assert (engine.signals, waited) == (["SIGSTOP", "SIGCONT"], [injector.config.slow_s])
+    assert (engine.signals, waits) == (["SIGSTOP", "SIGCONT"], [injector.config.slow_s])
 
 
 def test_reward_down_blocks_the_reward_server_for_slow_s(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def messages() -> list[str]:
 
 @pytest.fixture
 def control(tmp_path: Path, messages: list[str]) -> Iterator[Control]:
-    opened = Control(tmp_path, messages.append)
-    opened.open(2, 9)
-    yield opened
-    opened.close()
+    control = Control(tmp_path, messages.append)
+    control.open(2, 9)
+    yield control
+    control.close()
 
 
 def answers(folder: Path) -> list[tuple[str, str, int]]:
@@ -197,8 +197,8 @@ def test_an_ended_run_is_not_reported_as_alive(tmp_path: Path) -> None:
         tmp_path,
         this_run.with_answer(ControlReply("save", 1.0, "seen", 1)).with_answer(ControlReply("save", 1.0, "done", 1)),
     )
-    written = read_status(tmp_path)
-    assert written is not None and [answer.state for answer in written.requests] == ["done"]
+    status = read_status(tmp_path)
+    assert status is not None and [answer.state for answer in status.requests] == ["done"]
     with pytest.raises(DataError, match="ended without an answer"):
         write_status(tmp_path, replace(this_run, running=False))
         wait_for_answer(tmp_path, Request.EVAL, 0.0, Deadline("test", "ask", 5))
@@ -209,8 +209,10 @@ def test_the_command(control: Control, tmp_path: Path) -> None:
         line = [sys.executable, "scripts/control.py", *map(str, argv)]
         return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    requested = run(tmp_path, "stop")
-    assert (requested.returncode, "the run is at rollout 3 of 9" in requested.stdout) == (0, True), requested.stderr
+    stop_request = run(tmp_path, "stop")
+    assert (stop_request.returncode, "the run is at rollout 3 of 9" in stop_request.stdout) == (0, True), (
+        stop_request.stderr
+    )
     assert control.read(4) == (Request.STOP,)
     control.answer(Request.STOP, "ends")
     shown = run(tmp_path, "status")

@@ -21,13 +21,13 @@ def test_bundle_files_have_no_terminal_control_sequences(tmp_path: Path) -> None
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rollout_manager.log").write_bytes(f"a user printed {HOSTILE}\n".encode() + b"\xff\n")
     bundle = write_bundle(tmp_path, raised(f"a reward said {HOSTILE}"), [f"engine 0: {HOSTILE}"])
-    written = {path.name: path.read_text() for path in bundle.iterdir()}
-    assert {"cause.txt", "traceback.txt", "rollout_manager.tail.txt"} <= written.keys()
-    for name, text in written.items():
+    texts = {path.name: path.read_text() for path in bundle.iterdir()}
+    assert {"cause.txt", "traceback.txt", "rollout_manager.tail.txt"} <= texts.keys()
+    for name, text in texts.items():
         assert not {char for char in text if not (char.isprintable() or char in "\n\t\ufffd")}, name
     for name in ("cause.txt", "traceback.txt", "rollout_manager.tail.txt"):
-        assert r"\u001b]0;owned\u0007" in written[name], name
-    assert "in raised" in written["traceback.txt"], "lines are kept"
+        assert r"\u001b]0;owned\u0007" in texts[name], name
+    assert "in raised" in texts["traceback.txt"], "lines are kept"
 
 
 def test_a_bundle_has_the_logs_of_rays_processes(tmp_path: Path) -> None:

@@ -127,11 +127,11 @@ def test_a_damaged_checkpoint_is_named_before_anything_starts(name: str, tmp_pat
     run_dir = used_folder(tmp_path / "run")
     damage, message = DAMAGES[name]
     damage(run_dir)
-    with unchanged(tmp_path), pytest.raises(CheckpointError, match=message) as raised, launch(config(run_dir)):
+    with unchanged(tmp_path), pytest.raises(CheckpointError, match=message) as error_info, launch(config(run_dir)):
         pass
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error_info.value)
     if name in ("shard cut", "shard lost", "folder lost"):
-        assert "write an earlier iteration (2)" in str(raised.value)
+        assert "write an earlier iteration (2)" in str(error_info.value)
         (run_dir / "checkpoints" / LATEST).write_text("2")  # as the message says
         assert first_rollout(config(run_dir), run_dir) == 2
 
@@ -163,8 +163,8 @@ def test_a_changed_input_is_refused_unless_resume_names_the_checkpoint(
     with unchanged(tmp_path), pytest.raises(ConfigError, match=message), launch(config(run_dir)):
         pass
     assert first_rollout(config(run_dir, resume=str(run_dir / "checkpoints")), run_dir) == 4
-    warned = capsys.readouterr().err
-    assert warned.count("is not what the checkpoint was trained with") == (name != "data")
+    warning = capsys.readouterr().err
+    assert warning.count("is not what the checkpoint was trained with") == (name != "data")
 
 
 def test_verify_checkpoint_size_compares_sizes_only(tmp_path: Path) -> None:

@@ -97,12 +97,12 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
         supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S))
         pool = EnginePool([supervisor], HealthConfig(max_restarts=2), receives_pushes=True)
         pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0: connection broke"))
-        with pytest.raises(EngineError) as raised:
+        with pytest.raises(EngineError) as error_info:
             await pool.wait_for_reachable()
         assert handle.tries == 2
         assert pool.slots[0].is_restarting
         await pool.stop()
-        return raised.value
+        return error_info.value
 
     try:
         message = str(asyncio.run(lost()))
@@ -112,10 +112,10 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
         actor.stop()
     limit = START_S * scale()
     assert "engine 0 was lost once more than health.max_restarts=2 within a rollout, the last time by" in message
-    waited = re.search(
+    match = re.search(
         r"rollout waited (\d+) s for engine at http://\S+ \(log: \S+engine.log\) in phase 'engine start'", message
     )
-    assert waited is not None, message
-    assert int(waited[1]) < limit + 30
+    assert match is not None, message
+    assert int(match[1]) < limit + 30
     assert f"(limit {limit:.0f} s" in message
     assert log.count("was asked") == 1

@@ -13,17 +13,17 @@ from slime_like.errors import ConfigError, SlimeLikeError
 
 def message(argv: list[str], extra: str, *, files: bool, error: type[SlimeLikeError] = ConfigError) -> str:
     """Return the error that a command line ends in."""
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as error_info:
         load_config([*argv, *extra.split()], files=files)
-    return str(caught.value)
+    return str(error_info.value)
 
 
 @contextmanager
 def refusal(words: Iterable[str], error: type[SlimeLikeError] = ConfigError) -> Generator[None]:
     """Assert that the block raises ``error`` with a message that holds ``words``."""
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as error_info:
         yield
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert all(word in str(error_info.value) for word in words), error_info.value
 
 
 def each_rule(rules: Mapping[str, tuple[str, ...]]) -> pytest.MarkDecorator:

@@ -43,8 +43,8 @@ def test_the_engine_gets_a_number_or_admits_by_its_cache(
     assert "kv_usage" in plugins
     assert ("kv_admission" in plugins) == engine.admits_by_kv
     assert ("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION" in environment) == engine.admits_by_kv
-    decided = {decision.key for decision in planned.decisions}
-    assert ("rollout.max_running_requests" in decided) == engine.admits_by_kv
+    decision_keys = {decision.key for decision in planned.decisions}
+    assert ("rollout.max_running_requests" in decision_keys) == engine.admits_by_kv
 
 
 def reason(planned: Plan) -> str:

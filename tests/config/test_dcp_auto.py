@@ -91,9 +91,9 @@ def test_a_model_with_sliding_windows_is_not_sharded(tmp_path: Path, plan: Calla
 def test_a_configured_cache_counts_for_each_rank(plan: Callable[..., Plan]) -> None:
     by_cache = ("rollout.max_running_requests=auto", "rollout.max_response_len=500", "rollout.max_context_len=600")
     planned = plan(*COPIES, "rollout.sglang.max_total_tokens=300", AUTO, *by_cache)
-    decided = {decision.key: decision.reason for decision in planned.decisions}
+    reasons = {decision.key: decision.reason for decision in planned.decisions}
     assert planned.engines[0].dcp == 2
-    assert "the KV cache of 600 tokens" in decided["rollout.max_running_requests"]
+    assert "the KV cache of 600 tokens" in reasons["rollout.max_running_requests"]
 
 
 def test_nothing_is_decided_without_engines(plan: Callable[..., Plan], tmp_path: Path) -> None:
@@ -139,12 +139,12 @@ def test_gpus_that_keep_whole_sequences(machine: str, overrides: tuple[str, ...]
 def test_recurrent_states_that_limit_a_hybrid_model_are_not_sharded(plan: Callable[..., Plan], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", **(HYBRID | {"num_key_value_heads": 1}))
     hybrid = (f"model.hf_checkpoint={folder}", "rollout.tp=2", AUTO, "rollout.max_context_len=100")
-    many = ("rollout.max_response_len=50", "rollout.batch_size=1000")
-    states = plan(*hybrid, *many, "rollout.sglang.max_total_tokens=1000000")
+    many_requests = ("rollout.max_response_len=50", "rollout.batch_size=1000")
+    states = plan(*hybrid, *many_requests, "rollout.sglang.max_total_tokens=1000000")
     assert states.engines[0].dcp == 1 and "the recurrent states hold" in reason(states)
-    cache = plan(*hybrid, *many, SMALL)
+    cache = plan(*hybrid, *many_requests, SMALL)
     assert cache.engines[0].dcp == 2 and "without DCP, the KV cache holds 20 of the" in reason(cache)
-    cached = plan(*hybrid, *many, SMALL, "rollout.sglang.disable_radix_cache=false")
+    cached = plan(*hybrid, *many_requests, SMALL, "rollout.sglang.disable_radix_cache=false")
     assert cached.engines[0].dcp == 1 and "disable_radix_cache=False for the hybrid model" in reason(cached)
 
 

@@ -246,8 +246,8 @@ def test_flashinfer_has_both_exchanges(exchange: str, plan: Callable[..., Plan])
 def test_engines_are_started_with_it(setting: str, exchange: str, plan: Callable[..., Plan]) -> None:
     planned = plan(*ON.split(), f"rollout.dcp_comm={setting}")
     assert (planned.engines[0].tp, planned.engines[0].dcp, planned.engines[0].dcp_comm) == (8, 2, exchange)
-    resolved = {decision.key: decision.value for decision in planned.decisions}
-    assert resolved.get("rollout.dcp_comm") == (exchange if setting == "auto" else None)
+    values = {decision.key: decision.value for decision in planned.decisions}
+    assert values.get("rollout.dcp_comm") == (exchange if setting == "auto" else None)
 
 
 def test_the_exchange_on_a_gpu_is_chosen(plan: Callable[..., Plan]) -> None:

@@ -222,9 +222,9 @@ def test_a_line_in_the_table_of_families_adds_a_family(argv: list[str], folder: 
     model = write_model(folder / "model", model_type="mine")
     assert "model_type 'mine', which is not supported" in message(argv, f"model.hf_checkpoint={model}", files=True)
     command = [sys.executable, "-c", ADD_FAMILY, str(model), *argv]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[:2] == ["True Mine True", "True"], done.stderr
-    assert "SGLang's mine does not read: its output layer would stay uninitialised" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.stdout.splitlines()[:2] == ["True Mine True", "True"], process.stderr
+    assert "SGLang's mine does not read: its output layer would stay uninitialised" in process.stdout
 
 
 OWN_ALGORITHM = """

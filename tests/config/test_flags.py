@@ -220,8 +220,8 @@ def test_flags_map_to_existing_keys() -> None:
 
 
 def test_flags_of_fixed_behaviour_set_no_key() -> None:
-    for flag, (only, _) in ALWAYS.items():
-        assert translate([flag] if only is None else [flag, only]).overrides == ()
+    for flag, (required_value, _) in ALWAYS.items():
+        assert translate([flag] if required_value is None else [flag, required_value]).overrides == ()
 
 
 def test_an_explicit_key_wins_over_combined_flags(argv: list[str]) -> None:

@@ -74,6 +74,6 @@ def test_a_folder_with_code_is_refused(tmp_path: Path) -> None:
 def test_sglang_gets_trust_remote_code_false() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.trust_remote_code=True belongs to the run itself"):
         check_foreign("rollout.sglang", {"trust_remote_code": True})
-    requested = {"trust_remote_code": True}
-    spec = EngineSpec("m", "cpu", "float32", 1, 64, 0, "log", start_deadline_s=1, sglang=requested)
+    options = {"trust_remote_code": True}
+    spec = EngineSpec("m", "cpu", "float32", 1, 64, 0, "log", start_deadline_s=1, sglang=options)
     assert server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1))["trust_remote_code"] is False

@@ -36,8 +36,8 @@ LATENT: dict[str, Any] = {
 
 
 def load(argv: list[str], folder: Path, *extra: str) -> Any:
-    kept = [arg for arg in argv if not arg.startswith("model.hf_checkpoint=")]
-    return load_config([*kept, f"model.hf_checkpoint={folder}", *extra], files=True)
+    other_arguments = [arg for arg in argv if not arg.startswith("model.hf_checkpoint=")]
+    return load_config([*other_arguments, f"model.hf_checkpoint={folder}", *extra], files=True)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "kimi_k2"])

@@ -74,9 +74,9 @@ def test_user_functions_are_used(source: str, argv: list[str]) -> None:
 
 def test_a_user_correction_weighs_the_loss(argv: list[str]) -> None:
     plain = load_config(argv, files=False).algo
-    corrected = load_config([*argv, f"algo.off_policy={OWN}:halved"], files=False).algo
-    assert isinstance(corrected, PolicyConfig)
-    losses = [bind_loss(algo)(loss_view(torch.tensor([2.0, -1.0]))).loss for algo in (plain, corrected)]
+    with_correction = load_config([*argv, f"algo.off_policy={OWN}:halved"], files=False).algo
+    assert isinstance(with_correction, PolicyConfig)
+    losses = [bind_loss(algo)(loss_view(torch.tensor([2.0, -1.0]))).loss for algo in (plain, with_correction)]
     assert losses[1].tolist() == (losses[0] / 2).tolist()
 
 

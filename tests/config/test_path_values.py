@@ -15,8 +15,8 @@ KEYS = Path(__file__).with_name("keys.txt").read_text().split()
 
 def test_every_path_key_is_listed() -> None:
     words = ("checkpoint", "_from", "dir", "train", "resume", "path", "file", "folder")
-    named = {key for key in KEYS if key.rpartition(".")[2].endswith(words)}
-    assert (named | {"critic.load"}) - set(PATHS) == {
+    path_keys = {key for key in KEYS if key.rpartition(".")[2].endswith(words)}
+    assert (path_keys | {"critic.load"}) - set(PATHS) == {
         "evaluation.before_train",
         "guard.profile",
         "run.verify_checkpoint",

@@ -70,9 +70,9 @@ def test_keys_give_layers_per_segment(name: str) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_inconsistent_keys_are_refused_with_the_numbers(name: str) -> None:
     keys, num_layers, words = WRONG[name]
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error_info:
         segments(ParallelConfig(**keys), num_layers)  # pyright: ignore[reportArgumentType]
-    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert all(word in str(error_info.value) for word in words), str(error_info.value)
 
 
 sizes = st.none() | st.integers(1, 6)

@@ -31,8 +31,8 @@ def test_every_auto_is_resolved_on_a_laptop(plan) -> None:
     assert laptop.tolerances.probe == laptop.actor.sample_tolerance == 1e-4
     assert laptop.num_gpus == 0
     assert "auto" not in {decision.value for decision in laptop.decisions}
-    decided = {decision.key for decision in laptop.decisions}
-    assert {"placement.device", "model.dtype", "weights.transport", "loop.global_batch_size"} <= decided
+    decision_keys = {decision.key for decision in laptop.decisions}
+    assert {"placement.device", "model.dtype", "weights.transport", "loop.global_batch_size"} <= decision_keys
     assert all(decision.reason for decision in laptop.decisions)
 
 
@@ -202,8 +202,8 @@ def test_numa_nodes_are_those_with_a_usable_core(tmp_path: Path, monkeypatch: py
     for name, cores in (("node0", "0-3,8"), ("node1", "4-7,9\n"), ("node2", ""), ("possible", "0-2")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(cores)
-    for usable, nodes in (({0}, 1), ({8, 9}, 2), ({4, 5}, 1), ({64}, 1)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, usable=usable: usable)
+    for usable_cpus, nodes in (({0}, 1), ({8, 9}, 2), ({4, 5}, 1), ({64}, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, usable_cpus=usable_cpus: usable_cpus)
         assert numa_nodes(tmp_path) == nodes
     assert numa_nodes(tmp_path / "absent") == 1
 
@@ -234,8 +234,8 @@ def test_a_schedule_is_converted_to_steps(plan) -> None:
     with_schedule = plan("optim.schedule=wsd", "optim.warmup_fraction=0.05")
     optim = with_schedule.actor.optim
     assert (optim.warmup_steps, optim.decay_steps, optim.wsd_decay_steps) == (5, 100, 10)
-    decided = {d.key: d.value for d in with_schedule.decisions}
-    assert (decided["optim.warmup_steps"], decided["optim.wsd_decay_steps"]) == ("5", "10")
+    values = {d.key: d.value for d in with_schedule.decisions}
+    assert (values["optim.warmup_steps"], values["optim.wsd_decay_steps"]) == ("5", "10")
 
 
 def test_float32_weights_are_not_offloaded_from_a_gpu(plan) -> None:

@@ -42,8 +42,8 @@ def test_trainer_gpus_that_wait_for_one_engine_are_named(plan) -> None:
 def test_other_modes_get_their_own_advice(plan) -> None:
     assert plan("run.mode=rollout_only").advice[0].startswith("7 of 8 GPUs would idle: set rollout.num_engines=8,")
     assert "raise rollout.num_engines" in plan("placement.mode=split").advice[0]
-    few = plan("rollout.batch_size=1", "rollout.n_samples_per_prompt=2", "placement.actor_num_gpus_per_node=2")
-    assert "6 of 8 GPUs would idle: raise rollout.batch_size" in few.advice[0]
+    few_samples = plan("rollout.batch_size=1", "rollout.n_samples_per_prompt=2", "placement.actor_num_gpus_per_node=2")
+    assert "6 of 8 GPUs would idle: raise rollout.batch_size" in few_samples.advice[0]
 
 
 def test_no_advice_for_unknown_or_fully_used_devices(plan) -> None:

@@ -57,10 +57,10 @@ def test_gsm8k_without_recompute_is_refused_and_every_named_key_mends_it() -> No
 
 def test_a_split_is_named_if_the_machine_has_the_gpus() -> None:
     model = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "parallel.tp=4", "parallel.ep=8")
-    for gpus, named in ((8, False), (16, True)):
+    for gpus, is_named in ((8, False), (16, True)):
         with pytest.raises(ConfigError) as refusal:
             plan("qwen3_4b_gsm8k", *model, machine=described_machine(f"{gpus}xH100"))
-        assert ("placement.mode=split" in str(refusal.value)) is named
+        assert ("placement.mode=split" in str(refusal.value)) is is_named
 
 
 def test_an_engine_that_takes_too_much_is_lowered() -> None:
@@ -220,8 +220,8 @@ def test_the_examples_of_the_page_are_the_plans_output() -> None:
     assert example in show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100"), "run the command and copy its lines"
     with pytest.raises(ConfigError) as refusal:
         plan("qwen3_4b_gsm8k", "model.recompute=none")
-    quoted = page.split(f"{command} model.recompute=none\n")[1].split("```")[0]
-    assert f"ConfigError: {refusal.value}" == " ".join(quoted.split()), "run the command and copy its message"
+    printed_plan = page.split(f"{command} model.recompute=none\n")[1].split("```")[0]
+    assert f"ConfigError: {refusal.value}" == " ".join(printed_plan.split()), "run the command and copy its message"
 
 
 def test_a_pipeline_stage_is_named() -> None:
@@ -268,9 +268,11 @@ def test_main_memory_of_this_machine_is_checked() -> None:
 
 def local_memory(machine: Machine) -> MemoryPlan:
     """Return the memory of a recipe on this machine; its model's folder is not needed."""
-    cfg, described = load_config(["+recipe=qwen3_4b_gsm8k"], files=False, machine=False), plan("qwen3_4b_gsm8k")
+    cfg, described_plan = load_config(["+recipe=qwen3_4b_gsm8k"], files=False, machine=False), plan("qwen3_4b_gsm8k")
     shapes = role_shapes(cfg, None, None)
-    return plan_memory(cfg, machine, shapes, described.actor, described.engines, described.roles, (None, None))
+    return plan_memory(
+        cfg, machine, shapes, described_plan.actor, described_plan.engines, described_plan.roles, (None, None)
+    )
 
 
 def test_this_machines_gpus_are_checked_by_the_drivers_name(tmp_path: Path) -> None:
@@ -371,9 +373,11 @@ def test_samples_in_flight_include_the_over_sampled_groups() -> None:
 
 def test_cores_are_counted_per_node() -> None:
     cluster = ("placement.ray_address=auto", "placement.actor_num_nodes=4", "rollout.num_engines=16")
-    one = plan("qwen3_4b_gsm8k")
+    described = plan("qwen3_4b_gsm8k")
     four = plan("qwen3_4b_gsm8k", *cluster, machine=described_machine("4x8xH100"))
-    assert (one.trainer_threads, one.engine_threads) == (four.trainer_threads, four.engine_threads) == (8, 8)
+    assert (
+        (described.trainer_threads, described.engine_threads) == (four.trainer_threads, four.engine_threads) == (8, 8)
+    )
     assert any("on each of 4 nodes" in decision.reason for decision in four.decisions)
 
 
@@ -389,11 +393,11 @@ def test_another_machine_is_planned_in_an_empty_folder(
 
 
 def test_a_plan_for_several_nodes_names_the_cluster_that_the_run_joins() -> None:
-    for machine, several in (("8xH100", False), ("2x4xH100", True)):
+    for machine, has_nodes in (("8xH100", False), ("2x4xH100", True)):
         advice = plan("qwen3_4b_gsm8k", machine=described_machine(machine)).advice
-        assert any("2 nodes" in line and "set placement.ray_address=auto" in line for line in advice) is several
-    joined = plan("qwen3_4b_gsm8k", "placement.ray_address=auto", machine=described_machine("2x4xH100"))
-    assert joined.advice == ()
+        assert any("2 nodes" in line and "set placement.ray_address=auto" in line for line in advice) is has_nodes
+    joined_plan = plan("qwen3_4b_gsm8k", "placement.ray_address=auto", machine=described_machine("2x4xH100"))
+    assert joined_plan.advice == ()
 
 
 @pytest.mark.parametrize("address", ["placement.ray_address=auto", "placement.ray_address=null"])
@@ -424,5 +428,5 @@ def test_a_malformed_machine_is_refused_with_an_example(text: str) -> None:
 def test_plan_for_works_from_the_command_line(tmp_path: Path) -> None:
     repository = Path(__file__).parents[2]
     command = [sys.executable, str(repository / "train.py"), "--plan-for", "8xH200", "+recipe=qwen3_4b_gsm8k"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

@@ -94,17 +94,17 @@ def test_gpus_without_a_known_kind_are_reported() -> None:
 
 
 def test_a_driver_without_gpus_has_to_say_where_to_run(argv: list[str], plan: Any) -> None:
-    joined = "placement.ray_address=10.0.0.1:6379"
-    cfg = load_config([*argv, joined])
+    joined_address = "placement.ray_address=10.0.0.1:6379"
+    cfg = load_config([*argv, joined_address])
     with pytest.raises(ConfigError, match=r"the Ray cluster at .* has 8 GPUs: set placement\.device=cuda"):
-        check_cluster(cfg, plan(joined), [H100])
-    chosen = load_config([*argv, joined, "placement.device=cpu"])
-    assert check_cluster(chosen, plan(joined, "placement.device=cpu"), [H100]) == ()
+        check_cluster(cfg, plan(joined_address), [H100])
+    chosen = load_config([*argv, joined_address, "placement.device=cpu"])
+    assert check_cluster(chosen, plan(joined_address, "placement.device=cpu"), [H100]) == ()
 
 
 def test_the_memory_of_nodes_without_gpus_is_summed(argv: list[str], plan: Any) -> None:
-    many = ("placement.ray_address=10.0.0.1:6379", "placement.device=cpu", "rollout.num_engines=20")
-    cfg, small = load_config([*argv, *many]), ClusterNode("a", 0, 8, 8 * GIB)
-    assert check_cluster(cfg, plan(*many), [small, small]) == ()
+    many_engines = ("placement.ray_address=10.0.0.1:6379", "placement.device=cpu", "rollout.num_engines=20")
+    cfg, small = load_config([*argv, *many_engines]), ClusterNode("a", 0, 8, 8 * GIB)
+    assert check_cluster(cfg, plan(*many_engines), [small, small]) == ()
     with pytest.raises(ConfigError, match=r"GiB of memory .* but the nodes have 8\.0 GiB"):
-        check_cluster(cfg, plan(*many), [small])
+        check_cluster(cfg, plan(*many_engines), [small])

@@ -57,9 +57,9 @@ def test_a_critic_has_its_own_layout_and_devices(plan) -> None:
 
 
 def test_a_teacher_is_swapped_in_or_a_role(plan, model: Path, tmp_path: Path) -> None:
-    swapped = plan("algo=distill", f"teacher.hf_checkpoint={model}")
-    assert (swapped.teacher, swapped.actor.teacher_checkpoint) == (None, str(model))
-    assert not swapped.actor.needs_old_logprobs
+    swapped_plan = plan("algo=distill", f"teacher.hf_checkpoint={model}")
+    assert (swapped_plan.teacher, swapped_plan.actor.teacher_checkpoint) == (None, str(model))
+    assert not swapped_plan.actor.needs_old_logprobs
     deeper = write_model(tmp_path / "deeper", num_hidden_layers=6)
     separate = plan("algo=distill", f"teacher.hf_checkpoint={deeper}", "teacher.tp=2")
     assert separate.teacher is not None
@@ -160,9 +160,9 @@ def test_invalid_roles_are_refused_at_load(name: str, argv: list[str], model: Pa
 def test_a_critics_checkpoint_fits_a_tied_policy_and_any_optimizer(plan, tmp_path: Path) -> None:
     """A critic's manifest is untied, and loading weights only ignores the optimizer kind."""
     load = critics_checkpoint(tmp_path / "critic")
-    tied = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    tied_model = write_model(tmp_path / "tied", tie_word_embeddings=True)
     planned = plan(
-        f"model.hf_checkpoint={tied}", "algo=ppo", f"critic.load={load}", "parallel.distributed_optimizer=false"
+        f"model.hf_checkpoint={tied_model}", "algo=ppo", f"critic.load={load}", "parallel.distributed_optimizer=false"
     )
     assert planned.critic.load == str(load / "iter_0000003")
 

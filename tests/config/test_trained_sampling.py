@@ -39,9 +39,11 @@ def test_every_field_of_sglang_is_classified() -> None:
     listed = [line for line in LISTED.read_text().splitlines() if line and not line.startswith("#")]
     fields = {name for name in foreign.table(foreign.SGLANG) if not name.startswith("_")}
     classified = [*listed, *CHANGES_SAMPLES, *foreign.OWNED[foreign.SGLANG]]
-    new, removed = sorted(fields - set(classified)), sorted(set(classified) - fields)
-    assert not new, f"read what these do in {foreign.source(foreign.SGLANG)}: CHANGES_SAMPLES, or {LISTED.name}: {new}"
-    assert not removed, f"{foreign.source(foreign.SGLANG)} no longer has {removed}"
+    new_names, removed_names = sorted(fields - set(classified)), sorted(set(classified) - fields)
+    assert not new_names, (
+        f"read what these do in {foreign.source(foreign.SGLANG)}: CHANGES_SAMPLES, or {LISTED.name}: {new_names}"
+    )
+    assert not removed_names, f"{foreign.source(foreign.SGLANG)} no longer has {removed_names}"
     assert len(classified) == len(set(classified)), "a field is classified once"
 
 
@@ -70,8 +72,8 @@ def sglang_variables() -> set[str]:
     sglang = importlib.util.find_spec("sglang")
     assert sglang is not None and sglang.submodule_search_locations
     source = (Path(sglang.submodule_search_locations[0]) / "srt" / "environ.py").read_text()
-    (declared,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Envs"]
-    return {ast.unparse(node.targets[0]) for node in declared.body if isinstance(node, ast.Assign)}
+    (environment_class,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Envs"]
+    return {ast.unparse(node.targets[0]) for node in environment_class.body if isinstance(node, ast.Assign)}
 
 
 @pytest.mark.parametrize("variable", CHANGES_SAMPLES_BY_VARIABLE)

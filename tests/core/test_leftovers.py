@@ -48,7 +48,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def server(mark: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start a marked process; yields it and the port it listens on."""
+    """Start a marked process and yield it with the port it listens on."""
     command, pipe = [sys.executable, "-c", LISTENING_PROGRAM], subprocess.PIPE
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None

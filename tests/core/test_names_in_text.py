@@ -96,7 +96,7 @@ def is_config_key(name: str) -> bool:
 
 
 def exists_in(path: Path, names: list[str]) -> bool:
-    """True if ``path``, a package or module of ours, has the module or mentions the first name that is none."""
+    """True if ``path``, a package or module of ours, has the module, or contains the first name that is no module."""
     for name in names:
         if (path / name / "__init__.py").is_file():
             path /= name
@@ -111,10 +111,10 @@ def missing_relative_names(text: str) -> list[str]:
     """Return the dotted names of ``text`` that begin with a package or module of ours and do not exist."""
     missing: list[str] = []
     for _, name in RELATIVE.findall(text):
-        first, *others = name.split(".")
+        first, *attributes = name.split(".")
         is_ours = first in places() and first not in UPSTREAM and name not in OF_VALUES
         if is_ours and not DATA_FILE.search(name) and not is_config_key(name):
-            missing += [] if any(exists_in(path, others) for path in places()[first]) else [name]
+            missing += [] if any(exists_in(path, attributes) for path in places()[first]) else [name]
     return missing
 
 

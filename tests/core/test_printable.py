@@ -29,6 +29,6 @@ def test_a_secret_is_hidden_in_messages_and_arguments() -> None:
 def test_commands_of_train_py_end_without_a_traceback_if_nobody_reads(redirect: str, code: int) -> None:
     train = Path(__file__).parents[2] / "train.py"
     command = f"{shlex.join([sys.executable, str(train), '--help'])} {redirect}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     expected = "standard output cannot be written: No space left on device\n" if code else ""
-    assert (done.returncode, done.stderr) == (code, expected)
+    assert (process.returncode, process.stderr) == (code, expected)

@@ -135,13 +135,13 @@ class World:
     def _accepted(self, kind: str, file: str, after: Any, output: str) -> Outcome:
         """Classify a read that returned another value than for the undamaged file."""
         if file.endswith(".jsonl") and kind in ("metrics.jsonl", "faults.jsonl, status.json"):
-            reported, path = Path(file).name in output, self.root / file
+            is_reported, path = Path(file).name in output, self.root / file
             intact_lines = {*(self.pristine / file).read_bytes().splitlines()} & {*self.damaged.splitlines()}
             if intact_lines - {*(path.read_bytes().splitlines() if path.is_file() else ())}:
                 return Outcome.SILENT  # an intact line was lost
-            if kind == "metrics.jsonl" and len(after[1]) < len(self.before[file][1]) and not reported:
+            if kind == "metrics.jsonl" and len(after[1]) < len(self.before[file][1]) and not is_reported:
                 return Outcome.SILENT  # steps were lost
-            return Outcome.ASIDE if reported else Outcome.LEGAL
+            return Outcome.ASIDE if is_reported else Outcome.LEGAL
         if file.endswith(".json") and _same_json(self.damaged, (self.pristine / file).read_bytes()):
             return Outcome.SAME  # white space: the value has the bytes of the files of a checkpoint
         if kind == "run.dir/config.yaml" and repr(after) == repr(self.before[file]):  # a checkpoint has its own copy
@@ -192,9 +192,9 @@ def _plan(world: World, cfg: TrainConfig) -> Any:
 
 def _model(world: World, path: Path) -> Any:
     """Plan, and read the model folder as a trainer rank does."""
-    planned = _plan(world, world.cfg)
+    plan = _plan(world, world.cfg)
     if not world.trainer:
-        return planned
+        return plan
     from slime_like.train.megatron.families.hf import HFFolder
     from slime_like.train.megatron.families.qwen3 import Qwen3
 
@@ -202,7 +202,7 @@ def _model(world: World, path: Path) -> Any:
     family = Qwen3(folder.config(), 1)
     family.transformer_fields()
     sums = [float(tensor.sum()) for weight in family.weights().values() for tensor in weight.read(folder)]
-    return planned, family.hf.to_dict(), sums
+    return plan, family.hf.to_dict(), sums
 
 
 def _resume(world: World, path: Path) -> Any:

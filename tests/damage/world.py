@@ -104,8 +104,10 @@ def build(root: Path) -> TrainConfig:
     }
     for name, half in halves.items():
         _write_tensors(root / "reference" / name, half)
-    placed = {tensor: name for name, half in halves.items() for tensor in half}
-    (root / "reference" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    file_of_tensor = {tensor: name for name, half in halves.items() for tensor in half}
+    (root / "reference" / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": file_of_tensor})
+    )
     _write_data(root)
     (root / "recipes" / "recipe").mkdir(parents=True)
     (root / "recipes" / "recipe" / "mine.yaml").write_text(RECIPE.format(root=root))

@@ -28,11 +28,13 @@ def test_label_and_end_token_are_trained(tmp_path: Path) -> None:
 
 def test_the_cursor_resumes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", TEN)
-    running = Demonstrations(source(path), plain_tokenizer(), 64)
-    running.next(7, 0)
+    demonstrations = Demonstrations(source(path), plain_tokenizer(), 64)
+    demonstrations.next(7, 0)
     resumed_data = Demonstrations(source(path), plain_tokenizer(), 64)
-    resumed_data.load_state(running.state())
-    assert [g.prompt.prompt_id for g in resumed_data.next(5, 7)] == [g.prompt.prompt_id for g in running.next(5, 7)]
+    resumed_data.load_state(demonstrations.state())
+    assert [g.prompt.prompt_id for g in resumed_data.next(5, 7)] == [
+        g.prompt.prompt_id for g in demonstrations.next(5, 7)
+    ]
 
 
 def test_too_long_a_row_names_file_line_and_key(tmp_path: Path) -> None:

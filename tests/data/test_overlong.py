@@ -47,9 +47,9 @@ def test_scores_fall_and_accuracies_stay() -> None:
 
 
 def test_failed_samples_are_not_penalized() -> None:
-    failed = group(10, status=Status.FAILED)
-    assert RULE.penalised([failed]) == [failed]
-    assert RULE.metrics([failed]) == []
+    failed_group = group(10, status=Status.FAILED)
+    assert RULE.penalised([failed_group]) == [failed_group]
+    assert RULE.metrics([failed_group]) == []
 
 
 def test_advantages_and_token_rewards_use_shaped_scores() -> None:

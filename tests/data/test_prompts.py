@@ -240,14 +240,14 @@ def test_no_batch_across_two_epochs_repeats_a_prompt(
     """Holds for any call sizes and for a resume between calls."""
     path = write(tmp_path_factory.getbasetemp() / "border.jsonl", TEN)
     sizes: dict[str, Any] = {"batch_size": batch, "max_prompts": batch * (1 + refills)}
-    running = source(path, seed=5, **sizes)
+    prompt_source = source(path, seed=5, **sizes)
     prompt_ids: list[int] = []
     for i, n in enumerate([*calls, 35]):
         if i == resume_index:
-            state = json.loads(json.dumps(running.state()))
-            running = source(path, seed=5, **sizes)
-            running.load_state(state)
-        prompt_ids += [p.prompt_id for p in running.next(n)]
+            state = json.loads(json.dumps(prompt_source.state()))
+            prompt_source = source(path, seed=5, **sizes)
+            prompt_source.load_state(state)
+        prompt_ids += [p.prompt_id for p in prompt_source.next(n)]
     width = max(batch, min(4 * batch * (1 + refills), 5))
     assert all(len(set(prompt_ids[i : i + width])) == width for i in range(len(prompt_ids) - width))
     epochs = [prompt_ids[i : i + 10] for i in range(0, len(prompt_ids) - 9, 10)]
@@ -278,14 +278,14 @@ def test_resume_continues_with_the_next_prompt(
     tmp_path_factory: pytest.TempPathFactory, calls_before: list[int], num_after: int, shuffle: bool
 ) -> None:
     path = write(tmp_path_factory.getbasetemp() / "resume.jsonl", TEN)
-    running = source(path, seed=3, shuffle=shuffle)
+    prompt_source = source(path, seed=3, shuffle=shuffle)
     for n in calls_before:
-        running.next(n)
-    state = json.loads(json.dumps(running.state()))
+        prompt_source.next(n)
+    state = json.loads(json.dumps(prompt_source.state()))
     resumed_source = source(path, seed=3, shuffle=shuffle)
     resumed_source.load_state(state)
-    assert [p.prompt_id for p in resumed_source.next(num_after)] == [p.prompt_id for p in running.next(num_after)]
-    assert resumed_source.state() == running.state()
+    assert [p.prompt_id for p in resumed_source.next(num_after)] == [p.prompt_id for p in prompt_source.next(num_after)]
+    assert resumed_source.state() == prompt_source.state()
 
 
 @pytest.mark.parametrize("previous_epoch", [None, 5, ["a"], [1.5], [-3], [99, 8], [1, 1], list(range(10)), [True]])

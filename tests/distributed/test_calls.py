@@ -29,13 +29,13 @@ def wrapper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param and hot.load() is None:
         pytest.skip("no C compiler, or no headers of this Python")
     monkeypatch.delattr(FakeWork, "wait")  # waits like works of gloo and NCCL
-    installed = install.install(
+    wrapper = install.install(
         GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), ring=64), CPU, 0, in_c=request.param
     )
-    assert installed is not None
+    assert wrapper is not None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        yield installed
+        yield wrapper
     finally:
         dist.destroy_process_group()
         install.remove()
@@ -89,20 +89,20 @@ def test_a_work_with_a_reused_id_is_not_timed(wrapper: Wrapper) -> None:
 
 def test_other_references_to_a_work_are_kept(wrapper: Wrapper) -> None:
     """The wrapper uses the shared weak reference without a callback and drops it at the wait."""
-    collected: list[str] = []
+    events: list[str] = []
     for _ in range(20):
         works: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(3)]
         bare = weakref.ref(works[0])
-        called = weakref.ref(works[1], lambda _: collected.append("called"))
+        reference = weakref.ref(works[1], lambda _: events.append("called"))
         assert [work.wait() for work in works] == [True] * 3
         later_works: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(12)]
-        assert (bare(), called()) == (works[0], works[1])
+        assert (bare(), reference()) == (works[0], works[1])
         works.clear()
-        assert (bare(), called()) == (None, None)
+        assert (bare(), reference()) == (None, None)
         for pending in later_works:
             pending.wait()
             assert weakref.getweakrefcount(pending) == 0
-    assert collected == ["called"] * 20
+    assert events == ["called"] * 20
 
 
 def test_a_send_reads_the_size_before_its_number(wrapper: Wrapper) -> None:
@@ -209,8 +209,8 @@ def test_a_composite_and_its_ops_are_both_profiled(
     tmp_path: Path,
 ) -> None:
     spec = GuardSpec(wrap=True, profile=str(tmp_path))
-    installed = install.install(spec, CPU, 0)
-    assert installed is not None
+    wrapper = install.install(spec, CPU, 0)
+    assert wrapper is not None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         bound = dist.batch_isend_irecv
@@ -222,11 +222,11 @@ def test_a_composite_and_its_ops_are_both_profiled(
         dist.destroy_process_group()
         install.remove()
     (rows,) = read_rows(tmp_path).values()
-    measured = {row.op: (row.calls, row.num_bytes) for row in rows}
-    assert measured["batch_isend_irecv"] == (3, 0)
-    assert measured["isend"] == measured["irecv"] == (3, 32)
-    assert measured["broadcast_object_list"] == (1, 0)
-    assert measured["broadcast"][0] == 2  # sizes, then the data
+    counts = {row.op: (row.calls, row.num_bytes) for row in rows}
+    assert counts["batch_isend_irecv"] == (3, 0)
+    assert counts["isend"] == counts["irecv"] == (3, 32)
+    assert counts["broadcast_object_list"] == (1, 0)
+    assert counts["broadcast"][0] == 2  # sizes, then the data
     assert all(row.query_ns > 0 for row in rows)
     assert bound is not dist.batch_isend_irecv
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

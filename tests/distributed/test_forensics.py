@@ -64,9 +64,9 @@ def cases(folder: Path) -> list[dict[str, tuple[str, float]]]:
     ],
 )
 def test_the_rank_at_fault_is_named(case: str, named: str, cases: list[dict[str, tuple[str, float]]]) -> None:
-    failed = [rank[case] for rank in (cases[0], cases[2]) if rank[case][0]]
-    assert failed
-    message, seconds = failed[0]
+    failed_ranks = [rank[case] for rank in (cases[0], cases[2]) if rank[case][0]]
+    assert failed_ranks
+    message, seconds = failed_ranks[0]
     first = message.splitlines()[0]
     assert re.search(named, first), message
     assert "failed on rank" in first

@@ -115,11 +115,11 @@ def outcome(call: Callable[[], object]) -> str:
 @contextlib.contextmanager
 def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
     """Wrap collectives in C or in Python."""
-    installed = install.install(spec, CPU, 0, in_c=in_c)
-    assert installed is not None
-    assert (installed.native is not None) == in_c
+    wrapper = install.install(spec, CPU, 0, in_c=in_c)
+    assert wrapper is not None
+    assert (wrapper.native is not None) == in_c
     try:
-        yield installed
+        yield wrapper
     finally:
         install.remove()
 
@@ -222,14 +222,14 @@ def test_due_calls_reach_the_guard() -> None:
 def test_a_group_decision_reaches_a_plain_op(checks: str, in_c: bool, tmp_path: Path) -> None:
     policy, memory = MemoryPolicy(checks=checks, every=100), Memory()
     spec = GuardSpec(wrap=True, default=policy, ring=64, symmetric=True, folder=str(tmp_path), name="trainer")
-    installed = install.install(spec, CPU, 0, memory, in_c=in_c)
-    assert installed is not None
+    wrapper = install.install(spec, CPU, 0, memory, in_c=in_c)
+    assert wrapper is not None
     try:
         for memory.op_index in range(6):
             if memory.op_index == 3:
                 SymmetricActions(tmp_path / "trainer.requests").publish("trim")
             dist.all_reduce(small())
-        (counter,) = installed.counters()
+        (counter,) = wrapper.counters()
     finally:
         install.remove()
     assert memory.actions == [("trim", 3)]
@@ -272,11 +272,11 @@ def test_without_a_compiler_the_python_path_is_used(
     try:
         with caplog.at_level(logging.WARNING), wrapped(in_c=False):
             install.remove()
-            installed = install.install(NEVER, CPU, 0)
-            assert installed is not None
-            assert installed.native is None
+            wrapper = install.install(NEVER, CPU, 0)
+            assert wrapper is not None
+            assert wrapper.native is None
             dist.all_reduce(small())
-            assert [c.calls for c in installed.counters()] == [1]
+            assert [c.calls for c in wrapper.counters()] == [1]
     finally:
         hot.load.cache_clear()
     assert "counted in Python" in caplog.text

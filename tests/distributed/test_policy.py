@@ -113,19 +113,19 @@ def test_queries_and_actions_follow_the_policy(
     with with_clock(memory):
         for index, gib in enumerate(levels):
             memory.free_bytes = gib * GIB
-            queried = checks in ("always", "below", "auto") or (checks == "every_n" and index % every == 0)
-            acted = queried and gib < threshold and not (checks in ("below", "auto") and in_shortage)
-            num_queries, num_shortages = num_queries + queried, num_shortages + acted
-            raised = 0
+            is_queried = checks in ("always", "below", "auto") or (checks == "every_n" and index % every == 0)
+            acted = is_queried and gib < threshold and not (checks in ("below", "auto") and in_shortage)
+            num_queries, num_shortages = num_queries + is_queried, num_shortages + acted
+            num_errors = 0
             for _ in range(60 if checks == "auto" else 1):
                 memory.now += 400_000
                 try:
                     call(guard, op_counter, memory.now)
                 except MemoryShortage as shortage:
-                    raised += 1
+                    num_errors += 1
                     assert re.match(rf"{gib:.2f} GiB .*{op} in group tp.*threshold {threshold} GiB", str(shortage))
-            assert raised == (acted and action == "raise")
-            if queried:
+            assert num_errors == (acted and action == "raise")
+            if is_queried:
                 in_shortage = acted or (in_shortage and gib < threshold * (1 + hysteresis))
             assert op_counter.shortages == num_shortages
             assert op_counter.checks == num_queries or (checks == "auto" and op_counter.checks > num_queries)

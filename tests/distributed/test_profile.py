@@ -56,9 +56,9 @@ def test_a_profile_of_another_version_is_refused(tmp_path: Path, text: str) -> N
 def test_checks_follow_the_measured_memory(tmp_path: Path) -> None:
     text = advice.to_yaml(RANKS, "four ops")
     expected = {"broadcast": "never", "all_reduce": "auto", "all_gather": "below", "reduce_scatter": "auto"}
-    unseen = {op.name: "auto" for op in OPS if op.name not in expected}
-    assert guard_of(tmp_path, text) == {"threshold": "600MiB", **expected, **unseen}
-    assert len(unseen) > 20
+    other_ops = {op.name: "auto" for op in OPS if op.name not in expected}
+    assert guard_of(tmp_path, text) == {"threshold": "600MiB", **expected, **other_ops}
+    assert len(other_ops) > 20
     assert "twice the 300.0 MiB that all_reduce took in group dp at its first use" in text
     lines = {line.split(":")[0].strip(): line.partition("# ")[2] for line in text.splitlines() if line[:2] == "  "}
     assert lines["broadcast"].startswith("takes no memory")

@@ -75,8 +75,8 @@ def test_refused_operations_name_the_reason(ranks: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_megatron_trains_the_same_with_released_communicators(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        released, plain = rank["released training"][name], rank["plain training"][name]
-        assert released["digests"] == plain["digests"]
-        assert len(set(released["digests"])) > 1
-        assert released["generations"] >= 3
-        assert released["groups"] > 10
+        released_result, plain = rank["released training"][name], rank["plain training"][name]
+        assert released_result["digests"] == plain["digests"]
+        assert len(set(released_result["digests"])) > 1
+        assert released_result["generations"] >= 3
+        assert released_result["groups"] > 10

@@ -26,8 +26,10 @@ def test_the_store_listens_at_its_address_only(with_listener: bool) -> None:
     guest = join_store(RendezvousAddress(HOST, rendezvous.port), 2, is_master=False, timeout=TIMEOUT)
     guest.set("key", "value")
     assert master.get("key") == b"value"
-    opened = {inode: address for inode, address in listened_on([os.getpid()]).items() if inode not in sockets_before}
-    assert list(opened.values()) == [f"{HOST}:{rendezvous.port}"]
+    new_sockets = {
+        inode: address for inode, address in listened_on([os.getpid()]).items() if inode not in sockets_before
+    }
+    assert list(new_sockets.values()) == [f"{HOST}:{rendezvous.port}"]
     del master, guest
     assert not listened_on([os.getpid()]).keys() - sockets_before.keys(), "the socket is closed with the store"
 

@@ -66,14 +66,16 @@ def test_counts_match_torchs_trace(name: str, compared: list[dict[str, Compared]
 
 @pytest.mark.ranks
 def test_the_layouts_use_the_ops_they_should_cover(compared: list[dict[str, Compared]]) -> None:
-    used = {name: set(compared[0][name].ops) for name in LAYOUTS}
-    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= used["tp2 sp"]
-    assert {"isend", "irecv"} <= used["pp2"]
-    assert {"isend", "irecv"} <= used["vpp2"]
-    assert any(name.endswith("_coalesced") for name in used["dp2 overlap"])  # megatron's manager, bound at its import
-    assert any("reduce_scatter" in name for name in used["dp2"])
-    assert "all_gather_object" in used["dp2"]  # checkpoints
-    assert any(name.startswith("all_to_all") for name in used["ep2"])
+    ops_of_layout = {name: set(compared[0][name].ops) for name in LAYOUTS}
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= ops_of_layout["tp2 sp"]
+    assert {"isend", "irecv"} <= ops_of_layout["pp2"]
+    assert {"isend", "irecv"} <= ops_of_layout["vpp2"]
+    assert any(
+        name.endswith("_coalesced") for name in ops_of_layout["dp2 overlap"]
+    )  # megatron's manager, bound at its import
+    assert any("reduce_scatter" in name for name in ops_of_layout["dp2"])
+    assert "all_gather_object" in ops_of_layout["dp2"]  # checkpoints
+    assert any(name.startswith("all_to_all") for name in ops_of_layout["ep2"])
 
 
 # Ops that gloo lacks (all_to_all), only NCCL has (end_coalescing), or torch's functions on gloo do not reach.

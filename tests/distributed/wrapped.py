@@ -69,14 +69,14 @@ def traced() -> Generator[Counts]:
         name = str(group.group_name)
         group.register_pre_hook(77, lambda args, name=name: tally.update([(name, args.name.name)]))
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
             yield out
     finally:
         for group in groups:
             group.unregister_pre_hook(77)
-    results: Any = profiled.profiler
-    named = (event.name() for event in results.kineto_results.events())
-    tally.update((OPERATORS, name.removeprefix("c10d::")) for name in named if name.startswith("c10d::"))
+    results: Any = profiler.profiler
+    event_names = (event.name() for event in results.kineto_results.events())
+    tally.update((OPERATORS, name.removeprefix("c10d::")) for name in event_names if name.startswith("c10d::"))
     out.update(tally)
 
 
@@ -184,11 +184,11 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
         and dist.destroy_process_group is destroy
     )
     off = install.install(GuardSpec(wrap=False), torch.device("cpu"), world.rank)
-    untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in original.items())
+    is_untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in original.items())
     return {
         "paths": paths,
         "restored": restored,
-        "untouched": untouched,
+        "untouched": is_untouched,
         "shortage": {
             f"{action} {symmetric}": shortage_on_one_rank(
                 world, folder / f"{action}{symmetric}", action, symmetric=symmetric
@@ -206,9 +206,9 @@ def _run_wrapped(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any
     wrapper = install.install(WRAPPED, torch.device("cpu"), world.rank, in_c=in_c)
     assert wrapper is not None
     with traced() as trace:
-        wrapped = _every_op(world)
+        records = _every_op(world)
     results: dict[str, Any] = {
-        "same": [torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True)],
+        "same": [torch.equal(a, b) for a, b in zip(plain, records, strict=True)],
         "calls": {counter.op.name: counter.calls for counter in wrapper.counters()},
         "bytes": {counter.op.name: counter.bytes for counter in wrapper.counters()},
         "no time": [counter.op.name for counter in wrapper.counters() if counter.ns <= 0],

@@ -30,11 +30,11 @@ def compare_writes() -> None:
     """Compare a masked write with an indexed one."""
     case = sharded_case([(1, 30)], 2, 4, decode=True, dim=16)
     slots, (k, v) = case.slots_L, (t[:, None] for t in (case.keys, case.values))
-    pools, stored = torch.zeros(4, 401, 1, 16), case.slots_L % 2 == 1
-    pools[0, slots[stored] // 2], pools[1, slots[stored] // 2] = k[stored], v[stored]
+    pools, stored_mask = torch.zeros(4, 401, 1, 16), case.slots_L % 2 == 1
+    pools[0, slots[stored_mask] // 2], pools[1, slots[stored_mask] // 2] = k[stored_mask], v[stored_mask]
     strides = (*k.stride()[:2], *v.stride()[:2], pools.stride(1), pools.stride(1))
     kernel: Any = masked_set_kv_buffer_kernel
-    kernel[(len(k),)](k, v, pools[2], pools[3], slots // 2, stored, *k.shape, 128, *strides)
+    kernel[(len(k),)](k, v, pools[2], pools[3], slots // 2, stored_mask, *k.shape, 128, *strides)
     assert pools[0].any()
     torch.testing.assert_close(pools[2:], pools[:2], rtol=0, atol=0)
 

@@ -65,7 +65,7 @@ class TorchPaged:
 
 
 class TorchDecode(TorchPaged):
-    """Stands for ``BatchDecodeWithPagedKVCacheWrapper``."""
+    """``BatchDecodeWithPagedKVCacheWrapper`` in torch."""
 
     def begin_forward(
         self, indptr: Tensor, rows: Tensor, last: Tensor, heads: int, kv: int, dim: int, page: int, **options: Any
@@ -75,7 +75,7 @@ class TorchDecode(TorchPaged):
 
 
 class TorchPrefill(TorchPaged):
-    """Stands for ``BatchPrefillWithPagedKVCacheWrapper``."""
+    """``BatchPrefillWithPagedKVCacheWrapper`` in torch."""
 
     def begin_forward(
         self,
@@ -92,7 +92,7 @@ class TorchPrefill(TorchPaged):
 
 
 class TorchRagged:
-    """Stands for ``BatchPrefillWithRaggedKVCacheWrapper``."""
+    """``BatchPrefillWithRaggedKVCacheWrapper`` in torch."""
 
     def __init__(self, workspace: Tensor, layout: str, **options: Any) -> None:
         assert layout == "NHD"
@@ -122,7 +122,7 @@ def fast_decode_plan(
     global_override_indptr_cpu: Tensor | None,
     **options: Any,
 ) -> None:
-    """Stands for FlashInfer's plan of a replayed graph, which takes the lengths from the host if it gets them."""
+    """Fake of FlashInfer's plan of a replayed graph, which takes the lengths from the host if it gets them."""
     assert global_override_indptr_cpu is None or global_override_indptr_cpu.tolist() == indptr.tolist()
     TorchDecode.begin_forward(wrapper, indptr, rows, *shape, **options)
 
@@ -136,7 +136,7 @@ WRAPPERS = {
 
 
 class RowsKernel:
-    """Stands for ``create_triton_kv_indices_for_dcp_triton``: rows of a rank's tokens, one by one."""
+    """``create_triton_kv_indices_for_dcp_triton`` in Python: rows of a rank's tokens, one by one."""
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def run(table: Tensor, requests: Tensor, lens: Tensor, indptr: Tensor, start: None, out: Tensor, *last: int):

@@ -19,8 +19,8 @@ TEMPERATURE = 0.7
 
 def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenTable:
     """The token table of a group, scored by transformers in the trainer's place."""
-    scored = tuple(replace(s, reward=s.reward or Reward(float(i % 2))) for i, s in enumerate(samples))
-    group = SampleGroup(samples[0].group_id, prompt, scored)
+    scored_samples = tuple(replace(s, reward=s.reward or Reward(float(i % 2))) for i, s in enumerate(samples))
+    group = SampleGroup(samples[0].group_id, prompt, scored_samples)
     micro_batch = choose_samples(assemble([group], AssembleSpec(grpo, "token_mean", 1, 1, 4096, 256), 0), [group], 4096)
     assert micro_batch is not None
     logprobs = [

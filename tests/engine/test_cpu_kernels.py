@@ -88,8 +88,8 @@ def test_rope_and_store(rows: int, heads: tuple[int, int], half: int, dtype: tor
         results.append((out, *pools))
     for actual, expected in zip(*results, strict=True):
         assert_equal_up_to_rounding(actual, expected)
-    unused = torch.ones(slots, dtype=torch.bool).index_fill_(0, slot_ids, False)
-    assert not results[0][1][unused].any()  # no other slot is written
+    unused_slots = torch.ones(slots, dtype=torch.bool).index_fill_(0, slot_ids, False)
+    assert not results[0][1][unused_slots].any()  # no other slot is written
     assert torch.equal(results[0][2][slot_ids], qkv.view(rows, -1, dim)[:, queries + kv :])
 
 

@@ -42,9 +42,11 @@ def outputs(product: Products, model: Model, rows: int = 7) -> list[Tensor]:
 
 
 def assert_current(product: Products, model: Model) -> None:
-    unpacked = Products(model, [])
+    unpacked_products = Products(model, [])
     for rows in (1, 7, 130):
-        for actual, expected in zip(outputs(product, model, rows), outputs(unpacked, model, rows), strict=True):
+        for actual, expected in zip(
+            outputs(product, model, rows), outputs(unpacked_products, model, rows), strict=True
+        ):
             torch.testing.assert_close(actual, expected, atol=2**-7, rtol=2**-7)
 
 

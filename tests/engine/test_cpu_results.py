@@ -25,8 +25,8 @@ class Processor:
         self.metrics_reporter = SimpleNamespace(
             num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda *_, **__: None
         )
-        nothing = SimpleNamespace(free_group_begin=lambda: None, free_group_end=lambda: None)
-        self.token_to_kv_pool_allocator = nothing
+        allocator = SimpleNamespace(free_group_begin=lambda: None, free_group_end=lambda: None)
+        self.token_to_kv_pool_allocator = allocator
         self.output_streamer = SimpleNamespace(stream_output=self._stream)
 
     def _stream(self, *_: Any) -> None:

@@ -89,38 +89,38 @@ CASES = {
     "qwen3_moe tp4 dcp2": EngineCase("qwen3_moe", 4, 2, {**A2A, "cpu_kernels": "torch"}),
     "qwen3_5_text tp2 dcp2": EngineCase("qwen3_5_text", 2, 2, A2A),
 }
-WHOLE = {model: EngineCase(model, 1, 1) for model in MODELS}
+UNSHARDED = {model: EngineCase(model, 1, 1) for model in MODELS}
 """Engines without DCP."""
 
 
 @dataclass(frozen=True)
-class Served:
+class EnginePairs:
     """Running engines by the name of their case, and the models they serve."""
 
     engines: Mapping[str, Engine]
     models: Mapping[str, Models]
 
-    def twins(self, name: str) -> tuple[Engine, Engine, Models]:
+    def pair(self, name: str) -> tuple[Engine, Engine, Models]:
         """Return an engine, the engine of the same model without DCP, and the model."""
         model = CASES[name].model
         return self.engines[name], self.engines[model], self.models[model]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePairs]:
     """Engines of all cases, started side by side from one process that has imported SGLang."""
     start_fork_server()
     models = {name: build(tmp_path_factory.mktemp(name), case) for name, case in MODELS.items()}
     with contextlib.ExitStack() as stack:
-        begun: dict[str, Any] = {}
-        for name, case in (WHOLE | CASES).items():
+        launches: dict[str, Any] = {}
+        for name, case in (UNSHARDED | CASES).items():
             settings: dict[str, Any] = {"dcp": case.dcp, "server_type": ForkedEngineServer, **case.settings}
             folder = tmp_path_factory.mktemp("logs")
-            begun[name] = stack.enter_context(
+            launches[name] = stack.enter_context(
                 contextlib.closing(launch(models[case.model], folder, case.tp, **settings))
             )
-            assert next(begun[name]) is None
-        yield Served({name: next(run) for name, run in begun.items()}, models)
+            assert next(launches[name]) is None
+        yield EnginePairs({name: next(run) for name, run in launches.items()}, models)
 
 
 def greedy(engine: Engine, prompts: list[I32], tokens: int = TOKENS) -> list[Completion]:
@@ -132,8 +132,8 @@ def greedy(engine: Engine, prompts: list[I32], tokens: int = TOKENS) -> list[Com
     return [completion for (completion,) in engine.run(all_of_them())]
 
 
-def assert_same(mine: list[Completion], theirs: list[Completion]) -> None:
-    for a, b in zip(mine, theirs, strict=True):
+def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=SAME)
 
@@ -142,20 +142,23 @@ PROMPTS = [prompt(length, seed=length) for length in LENGTHS]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_and_logprobs_are_the_same_cold_after_prefix_hits_and_after_a_push(name: str, served: Served) -> None:
+def test_tokens_and_logprobs_are_the_same_cold_after_prefix_hits_and_after_a_push(
+    name: str, pairs: EnginePairs
+) -> None:
     """Prompts shorter than the group leave a rank without tokens; the sharded engine prefills long ones in chunks."""
-    sharded, whole, models = served.twins(name)
+    sharded, unsharded, models = pairs.pair(name)
     for version, weights in enumerate("ABA"):
         if version:
-            for engine in (sharded, whole):
+            for engine in (sharded, unsharded):
                 engine.run(engine.push(models.tensors(weights), version))
         for _ in range(2 if version < 2 else 0):
-            assert_same(greedy(sharded, PROMPTS), greedy(whole, PROMPTS))
+            assert_same(greedy(sharded, PROMPTS), greedy(unsharded, PROMPTS))
     ids = PROMPTS[-1]
-    mine, theirs = (engine.run(engine.client.score([ids], 1.0))[0] for engine in (sharded, whole))
-    np.testing.assert_allclose(mine, theirs, rtol=0, atol=SAME)
+    actual, expected = (engine.run(engine.client.score([ids], 1.0))[0] for engine in (sharded, unsharded))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=SAME)
     samples = [
-        engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, TOKENS))) for engine in (sharded, whole)
+        engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, TOKENS)))
+        for engine in (sharded, unsharded)
     ]
     assert_same(*samples)
 
@@ -164,11 +167,11 @@ def log_of(engine: Engine) -> str:
     return Path(f"/proc/{engine.server.pid}/fd/1").read_text(errors="replace")
 
 
-def test_each_engine_uses_what_its_settings_name(served: Served) -> None:
+def test_each_engine_uses_what_its_settings_name(pairs: EnginePairs) -> None:
     for name, case in CASES.items():
-        settings, log = case.settings, log_of(served.engines[name])
+        settings, log = case.settings, log_of(pairs.engines[name])
         kernels = "torch" if settings.get("cpu_kernels") == "torch" else "C"
-        assert f"{kernels} kernels" in served.engines[name].server.decodes_with()
+        assert f"{kernels} kernels" in pairs.engines[name].server.decodes_with()
         capacity = case.dcp * settings.get("max_total_tokens", 4096)
         assert re.findall(r"max_total_num_tokens=(\d+)", log)[-1] == str(capacity)
         assert f"'dcp_comm_backend': '{settings.get('dcp_comm', 'ag_rs')}'" in log
@@ -177,43 +180,43 @@ def test_each_engine_uses_what_its_settings_name(served: Served) -> None:
         )
 
 
-def test_the_time_of_exchanges_is_reported_once(served: Served) -> None:
+def test_the_time_of_exchanges_is_reported_once(pairs: EnginePairs) -> None:
     async def usage(engine: Engine) -> KvUsage:
         await engine.client.kv_usage()
         await engine.client.generate(PROMPTS[-1], [0], make_sampling(0.0, TOKENS))
         return await engine.client.kv_usage()
 
-    sharded, whole = served.engines["sharded"], served.engines["qwen3"]
+    sharded, unsharded = pairs.engines["sharded"], pairs.engines["qwen3"]
     times = sharded.run(usage(sharded))
     assert times.decode_steps == TOKENS - 1 and times.dcp_exchange_s is not None and times.dcp_exchange_s > 0
     assert sharded.run(sharded.client.kv_usage()).dcp_exchange_s == 0
-    assert whole.run(usage(whole)).dcp_exchange_s is None
+    assert unsharded.run(usage(unsharded)).dcp_exchange_s is None
 
 
-def test_the_same_rows_hold_twice_the_tokens_and_running_out_changes_nothing(served: Served) -> None:
+def test_the_same_rows_hold_twice_the_tokens_and_running_out_changes_nothing(pairs: EnginePairs) -> None:
     """So many sequences that requests are retracted, and prefilled again later."""
-    sharded, whole, _ = served.twins("sharded")
+    sharded, unsharded, _ = pairs.pair("sharded")
     prompts = [prompt(20, seed=seed) for seed in range(16)]
-    assert_same(greedy(sharded, prompts, 60), greedy(whole, prompts, 60))
+    assert_same(greedy(sharded, prompts, 60), greedy(unsharded, prompts, 60))
     assert "retract" in log_of(sharded).lower()
 
 
-def test_pushes_by_both_transports(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_by_both_transports(pairs: EnginePairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_worker, "_own_address", lambda: "127.0.0.1")
-    sharded, whole, models = served.twins("sharded")
+    sharded, unsharded, models = pairs.pair("sharded")
     transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
     sender = trainer_worker._make_sender([sharded.client], transport, "dcp")
     sharded.run(sharded.push(models.tensors("B"), 1))
-    whole.run(whole.push(models.tensors("B"), 1))
-    assert_same(greedy(sharded, PROMPTS), greedy(whole, PROMPTS))
+    unsharded.run(unsharded.push(models.tensors("B"), 1))
+    assert_same(greedy(sharded, PROMPTS), greedy(unsharded, PROMPTS))
     sharded.run(sharded.update(sender.send(TensorSource(models.tensors("A"))), 2))
     sharded.run(sender.close())
-    whole.run(whole.push(models.tensors("A"), 2))
-    assert_same(greedy(sharded, PROMPTS), greedy(whole, PROMPTS))
+    unsharded.run(unsharded.push(models.tensors("A"), 2))
+    assert_same(greedy(sharded, PROMPTS), greedy(unsharded, PROMPTS))
 
 
-def test_aborted_requests_leave_a_cache_that_can_be_used(served: Served) -> None:
-    sharded, whole, _ = served.twins("sharded")
+def test_aborted_requests_leave_a_cache_that_can_be_used(pairs: EnginePairs) -> None:
+    sharded, unsharded, _ = pairs.pair("sharded")
     ids = prompt(30, seed=77)
 
     async def abort() -> list[Completion]:
@@ -224,11 +227,11 @@ def test_aborted_requests_leave_a_cache_that_can_be_used(served: Served) -> None
 
     lengths = [len(completion.token_ids) for completion in sharded.run(abort())]
     assert all(0 < length < 180 for length in lengths), lengths
-    assert_same(greedy(sharded, [ids, *PROMPTS]), greedy(whole, [ids, *PROMPTS]))
+    assert_same(greedy(sharded, [ids, *PROMPTS]), greedy(unsharded, [ids, *PROMPTS]))
 
 
-def test_requests_in_flight_go_on_over_pushes(served: Served) -> None:
-    sharded, _, models = served.twins("sharded")
+def test_requests_in_flight_go_on_over_pushes(pairs: EnginePairs) -> None:
+    sharded, _, models = pairs.pair("sharded")
     ids = prompt(21, seed=3)
     for completion in generate_over_two_pushes(sharded, models, ids, 120):
         np.testing.assert_allclose(completion.logprobs, logprobs_by_version(models, ids, completion), atol=1e-4)

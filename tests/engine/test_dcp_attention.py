@@ -1,4 +1,4 @@
-"""Attention over a KV cache spread over ranks: each part, their merge, and the whole with threads as ranks. No engine."""
+"""Attention over a KV cache spread over ranks: each part, their merge, and complete attention with threads as ranks. No engine."""
 
 from __future__ import annotations
 
@@ -177,8 +177,10 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
         results: list[tuple[Tensor, Tensor]] = []
         for push in range(3):
             q = module.qkv_proj(hidden_TC)[:, : heads * DIM].reshape(-1, DIM)
-            own, _ = module.rotary_emb(positions_T, (q if norm is None else norm(q)).view(5, -1), torch.zeros(5, DIM))
-            results.append((group.all_gather(own.view(5, heads, DIM), dim=1), queries(positions_T)))
+            own_queries, _ = module.rotary_emb(
+                positions_T, (q if norm is None else norm(q)).view(5, -1), torch.zeros(5, DIM)
+            )
+            results.append((group.all_gather(own_queries.view(5, heads, DIM), dim=1), queries(positions_T)))
             assert queries._hidden_TC is None
             if push == 1:  # a parameter with the same version, of other values
                 version = module.qkv_proj.weight._version

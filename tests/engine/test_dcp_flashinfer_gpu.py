@@ -45,9 +45,9 @@ def test_decode_split_by_hand(size: int, tensor_cores: bool) -> None:
     heads = case.q_THD.shape[1]
     pools, outs, lses = on_gpu(case), [], []
     for rank, pool in enumerate(pools):  # the token of this step is cached before attention
-        own = case.fresh_L & (case.slots_L % size == rank)
-        rows = (case.slots_L[own] // size).cuda()
-        pool.keys[rows], pool.values[rows] = (t[own][:, None].to("cuda", DTYPE) for t in (case.keys, case.values))
+        own_mask = case.fresh_L & (case.slots_L % size == rank)
+        rows = (case.slots_L[own_mask] // size).cuda()
+        pool.keys[rows], pool.values[rows] = (t[own_mask][:, None].to("cuda", DTYPE) for t in (case.keys, case.values))
         local = get_dcp_lens(torch.tensor(case.total), size, rank)
         indptr = torch.zeros(len(local) + 1, dtype=torch.int32)
         indptr[1:] = local.cumsum(0)
@@ -117,10 +117,10 @@ def test_a_captured_graph() -> None:
         set_context(patch, backend, group)
         patch.setattr(Group, "all_gather", lambda self, tensor, dim: tensor)  # the queries of the group are given
         for rank, built in enumerate(build_ranks(backend, group, case, pools, "cuda", DTYPE)):
-            own = case.fresh_L & (case.slots_L % size == rank)
-            rows = (case.slots_L[own] // size).cuda()
+            own_mask = case.fresh_L & (case.slots_L % size == rank)
+            rows = (case.slots_L[own_mask] // size).cuda()
             pools[rank].keys[rows], pools[rank].values[rows] = (
-                t[own][:, None].to("cuda", DTYPE) for t in (case.keys, case.values)
+                t[own_mask][:, None].to("cuda", DTYPE) for t in (case.keys, case.values)
             )
             built.init_cuda_graph_state(count, count)
             built.init_forward_metadata_out_graph(captured, in_capture=True)

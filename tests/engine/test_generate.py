@@ -66,13 +66,13 @@ def test_completions_carry_version_finish_and_length(engine: Engine) -> None:
 
 def test_a_stop_token_ends_a_completion(engine: Engine) -> None:
     ids = prompt(5)
-    (unstopped,) = engine.run(engine.client.generate(ids, [3], make_sampling()))
-    stop = int(unstopped.token_ids[4])
-    first = unstopped.token_ids.tolist().index(stop)
+    (unstopped_completion,) = engine.run(engine.client.generate(ids, [3], make_sampling()))
+    stop = int(unstopped_completion.token_ids[4])
+    first = unstopped_completion.token_ids.tolist().index(stop)
     sampling = replace(make_sampling(), stop_token_ids=(stop,))
     (completion,) = engine.run(engine.client.generate(ids, [3], sampling))
     assert completion.finish == "stop"
-    np.testing.assert_array_equal(completion.token_ids, unstopped.token_ids[: first + 1])
+    np.testing.assert_array_equal(completion.token_ids, unstopped_completion.token_ids[: first + 1])
 
 
 def test_nucleus_and_top_k_draw_from_their_support(engine: Engine, models: Models) -> None:

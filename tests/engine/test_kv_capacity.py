@@ -45,14 +45,14 @@ def test_auto_does_not_retract_where_a_fixed_concurrency_does_and_samples_the_sa
     engine: Engine, auto_engine: Engine, models: Models
 ) -> None:
     engine.run(engine.push(models.tensors("A"), 50))
-    fixed, fixed_usage = rollout(engine, LONG)
+    fixed_rollout, fixed_usage = rollout(engine, LONG)
     chosen, usage = rollout(auto_engine, LONG)
     assert fixed_usage.retractions > 0
     assert usage.retractions == 0
     assert fixed_usage.capacity_tokens == usage.capacity_tokens == CAPACITY
     assert usage.running_requests_max >= 0.9 * WORST_CASE, "the cache is used"
     assert usage.share > 0.8
-    for one, same in zip(fixed, chosen, strict=True):
+    for one, same in zip(fixed_rollout, chosen, strict=True):
         np.testing.assert_array_equal(one.token_ids, same.token_ids)
 
 

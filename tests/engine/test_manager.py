@@ -161,8 +161,10 @@ def test_partial_rollouts_across_pushes_and_a_resume(
             collected = side.collect(rollout_id)
             assert len(collected.groups) == BATCH
             trained_groups += collected.groups
-            completed = [s for g in collected.groups for s in g.samples if s.status is Status.COMPLETED]
-            assert all(s.token_ids[-1] in (EOS, *STOPS) and s.spans[-1].source is Source.MODEL for s in completed)
+            completed_samples = [s for g in collected.groups for s in g.samples if s.status is Status.COMPLETED]
+            assert all(
+                s.token_ids[-1] in (EOS, *STOPS) and s.spans[-1].source is Source.MODEL for s in completed_samples
+            )
             metrics.append(reduce_metrics(collected.metrics))
             batch = assemble(
                 collected.groups, AssembleSpec(None, "token_mean", 1, 1, 4096, MAX_RESPONSE_LEN), rollout_id

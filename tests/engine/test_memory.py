@@ -90,14 +90,14 @@ def predicted(model: Path, settings: EngineSettings) -> tuple[int, MemoryTable]:
 def test_capacity_and_resident_memory_are_within_a_tenth_of_the_prediction(
     engine: Engine, sized: tuple[Engine, Path], models: Models
 ) -> None:
-    larger, model = sized
+    larger_engine, model = sized
     small_tokens, small_table = predicted(models.paths["A"], SMALL)
     tokens, table = predicted(model, SIZED)
     assert reported_tokens(engine) == small_tokens == SMALL.max_tokens
-    assert reported_tokens(larger) == pytest.approx(tokens, rel=0.1)
-    small_bytes, num_bytes = resident_bytes(engine), resident_bytes(larger)
+    assert reported_tokens(larger_engine) == pytest.approx(tokens, rel=0.1)
+    small_bytes, num_bytes = resident_bytes(engine), resident_bytes(larger_engine)
     assert small_bytes == pytest.approx(small_table.total, rel=0.1)
     assert num_bytes == pytest.approx(table.total, rel=0.1)
     # The measured constants cancel. Weights, their packed form and the KV cache remain.
-    unpacked = 0.0 if "packed by" in larger.server.decodes_with() else table.of("packed weights")
+    unpacked = 0.0 if "packed by" in larger_engine.server.decodes_with() else table.of("packed weights")
     assert num_bytes - small_bytes == pytest.approx(table.total - unpacked - small_table.total, rel=0.1)

@@ -31,7 +31,7 @@ LONG_SAMPLING = make_sampling(tokens=TOKENS)
 
 @pytest.fixture(autouse=True)
 def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test, restore the weights of A at version 0 on the shared engine."""
+    """Restore the weights of A at version 0 on the shared engine, after each test."""
     yield
     engine: Engine = request.getfixturevalue("engine")
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
@@ -122,9 +122,9 @@ def test_an_interruption_under_the_same_weights_changes_no_token(engine: Engine,
         save_groups(tmp_path / "g.npz", RolloutState({}, (), (unfinished,)).in_flight())
         (restored,) = RolloutState.from_groups({}, load_groups(tmp_path / "g.npz")).partial_groups
         assert 0 < CallJournal(restored.calls).num_tokens < TOKENS * len(SEEDS)
-        resumed = await GroupUnderTest(engine, CallJournal(restored.calls)).generate()  # in another process
+        resumed_group = await GroupUnderTest(engine, CallJournal(restored.calls)).generate()  # in another process
         assert len((await score)[0]) == 59
-        return expected, await answer, await bystander, resumed
+        return expected, await answer, await bystander, resumed_group
 
     expected, *completions_of_groups = engine.run(scenario())
     for completions in completions_of_groups:

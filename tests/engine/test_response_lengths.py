@@ -25,8 +25,8 @@ def share_longer(pairs: list[tuple[int, bool]], tokens: int) -> float:
     """The product-limit estimate by its definition, with NUM_ENDLESS more responses that never end."""
     share = 1.0
     for length in sorted({length for length, ended in pairs if ended and length <= tokens}):
-        at_risk = NUM_ENDLESS + sum(other >= length for other, _ in pairs)
-        share *= 1 - sum(ended and other == length for other, ended in pairs) / at_risk
+        at_risk = NUM_ENDLESS + sum(num_tokens >= length for num_tokens, _ in pairs)
+        share *= 1 - sum(ended and num_tokens == length for num_tokens, ended in pairs) / at_risk
     return share
 
 
@@ -43,10 +43,10 @@ def test_a_reservation_bounds_every_future_step_and_is_at_most_what_can_be_sampl
             for generated, maximum in requests
             if generated + step <= maximum
         ]
-        mean = sum(share * held for share, held in alive)
-        deviation = math.sqrt(sum(share * (1 - share) * held**2 for share, held in alive))
-        needed = min(mean + DEVIATIONS * deviation, sum(held for _, held in alive))
-        assert reserved >= needed - sum(generated for generated, _ in requests) - 1e-6
+        mean = sum(share * length for share, length in alive)
+        deviation = math.sqrt(sum(share * (1 - share) * length**2 for share, length in alive))
+        lower_bound = min(mean + DEVIATIONS * deviation, sum(length for _, length in alive))
+        assert reserved >= lower_bound - sum(generated for generated, _ in requests) - 1e-6
 
 
 def test_without_observations_responses_reach_their_maximum() -> None:
@@ -57,8 +57,8 @@ def test_without_observations_responses_reach_their_maximum() -> None:
 
 def test_short_responses_that_end_first_do_not_hide_the_long_ones_that_run() -> None:
     ended, requests = [(10, True)] * 80, (np.zeros(64, np.int64), np.full(64, 1000))
-    hidden, known = estimate(ended), estimate(ended + [(500, False)] * 240)
-    assert hidden.reservation(*requests) < 20_000 < 45_000 < known.reservation(*requests)
+    few_endless, known = estimate(ended), estimate(ended + [(500, False)] * 240)
+    assert few_endless.reservation(*requests) < 20_000 < 45_000 < known.reservation(*requests)
 
 
 @dataclass
@@ -75,13 +75,13 @@ class SimulatedEngine:
     def admits(self, reserve: bool) -> bool:
         if not self.running:
             return True
-        used = sum(generated for generated, _ in self.running)
+        used_tokens = sum(generated for generated, _ in self.running)
         if not reserve:  # SGLang's estimate
             ratio = max(0.098, 0.7 - 0.001 * self.num_steps)
-            return used + ratio * sum(self.maximum - g for g, _ in self.running) + self.maximum <= self.capacity
+            return used_tokens + ratio * sum(self.maximum - g for g, _ in self.running) + self.maximum <= self.capacity
         generated = np.array([*(g for g, _ in self.running), 0])
         lengths = estimate([*self.finished[-512:], *((g, False) for g, _ in self.running)])
-        return used + lengths.reservation(generated, np.full(len(generated), self.maximum)) <= self.capacity
+        return used_tokens + lengths.reservation(generated, np.full(len(generated), self.maximum)) <= self.capacity
 
     def run(self, lengths: list[int], *, reserve: bool) -> None:
         waiting = list(reversed(lengths))

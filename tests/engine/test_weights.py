@@ -40,7 +40,7 @@ def check_computes(engine: Engine, models: Models, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test, restore the weights of A at version 0 on the shared engine and resume decoding."""
+    """Restore the weights of A at version 0 on the shared engine and resume decoding, after each test."""
     yield
     engine: Engine = request.getfixturevalue("engine")
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
@@ -191,9 +191,9 @@ def test_invalid_tensors_are_refused_and_the_engine_survives(engine: Engine) -> 
             engine.run(send(body))
     region.close()
     # A number above those that Linux gives to processes.
-    nobody = re.sub(rb'"pid": \d+', b'"pid": 4194305', region.write(Bucket(())))
+    dead_sender = re.sub(rb'"pid": \d+', b'"pid": 4194305', region.write(Bucket(())))
     with pytest.raises(EngineError, match="the engine cannot open the sender's memory"):
-        engine.run(send(nobody))
+        engine.run(send(dead_sender))
     body = io.BytesIO()
     pickle.Pickler(body).dump([("x", asyncio.sleep)])
     with pytest.raises(EngineError, match="could not be loaded"):

@@ -25,5 +25,5 @@ def test_rows_are_written_before_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "score"), [("481", 1.0), (" 471\n", 2 / 3), ("4810", 3 / 4), ("", 0.0)])
 def test_every_digit_counts(text: str, score: float) -> None:
     reward: Any = load_reward("reward.name", "examples/own_data.py:score")
-    scored = group(text, label="481")
-    assert reward(scored.prompt, scored.samples[0]) == pytest.approx(score)
+    scored_group = group(text, label="481")
+    assert reward(scored_group.prompt, scored_group.samples[0]) == pytest.approx(score)

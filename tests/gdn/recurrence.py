@@ -137,8 +137,8 @@ def answer(case: Case, result: tuple[Tensor, Tensor], weights: tuple[Tensor, Ten
 
 def oracle(case: Case) -> Answer:
     """Return the reference result."""
-    fresh = case.to(torch.float64)
-    return answer(fresh, recurrence(fresh))
+    reference_case = case.to(torch.float64)
+    return answer(reference_case, recurrence(reference_case))
 
 
 def of_backend(backend: GatedDeltaRule, case: Case) -> Answer:

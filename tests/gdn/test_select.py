@@ -86,9 +86,9 @@ def test_valid_backends_pass() -> None:
     check_runtime(
         GDNConfig(backend="flashqla", allow_unvalidated=True), replace(HOPPER, capability=(12, 0)), "auto", SHAPE
     )
-    nothing = Runtime("cpu", None, None, {}, nvcc=False)
-    check_runtime(GDNConfig(backend="auto"), nothing, "float32", SHAPE)
-    check_runtime(GDNConfig(backend="torch"), replace(nothing, device="cuda"), "float32", SHAPE)
+    cpu = Runtime("cpu", None, None, {}, nvcc=False)
+    check_runtime(GDNConfig(backend="auto"), cpu, "float32", SHAPE)
+    check_runtime(GDNConfig(backend="torch"), replace(cpu, device="cuda"), "float32", SHAPE)
 
 
 def test_this_machine_is_described_without_importing_anything() -> None:

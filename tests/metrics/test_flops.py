@@ -58,8 +58,8 @@ def test_active_experts_by_hand() -> None:
     assert (shape.dense_layers, shape.expert_layers) == (1, 1)
     # Router 8x16, two of sixteen experts of 3*8*5, the shared one of 3*8*7 and its gate of 8.
     layer = 2 * (128 + 2 * 120 + 168 + 8)
-    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in experts.items()}
-    assert decoder_shape(DENSE | renamed) == decoder_shape(DENSE | experts)  # as transformers saves Qwen3-MoE
+    renamed_fields = {("num_local_experts" if key == "num_experts" else key): value for key, value in experts.items()}
+    assert decoder_shape(DENSE | renamed_fields) == decoder_shape(DENSE | experts)  # as transformers saves Qwen3-MoE
     dense = forward_flops(decoder_shape(DENSE), [4])
     assert forward_flops(shape, [4]) == dense - 4 * 480 + 4 * layer
     larger = decoder_shape(DENSE | experts | {"num_experts": 32, "decoder_sparse_step": 2})

@@ -150,11 +150,11 @@ def test_output_that_cannot_be_written_is_no_traceback(
     redirect: str, code: int, message: str, arguments: list[str]
 ) -> None:
     command = shlex.join([sys.executable, "-m", "slime_like.planner", *arguments])
-    done = subprocess.run(["bash", "-c", f"{command} {redirect}"], capture_output=True, text=True, check=False)
+    process = subprocess.run(["bash", "-c", f"{command} {redirect}"], capture_output=True, text=True, check=False)
     if arguments == ["--help"]:  # argparse itself ignores that it cannot write
-        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+        assert "Traceback" not in process.stderr and "Exception ignored" not in process.stderr
     else:
-        assert (done.returncode, done.stderr) == (code, message)
+        assert (process.returncode, process.stderr) == (code, message)
 
 
 @pytest.mark.parametrize("value", ["-8", "0", "many", "1.5", "８"])

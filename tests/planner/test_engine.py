@@ -78,11 +78,11 @@ def test_flow_mla_saves_the_articles_formula() -> None:
     shape, settings = find_shape("MODEL", "DeepSeek-R1"), EngineSettings(32, dp_attention=32, flow_mla="output")
     assert shape.latent is not None
     weights = 61 * latent_parts(shape.hidden, shape.latent)["output"]
-    saved = weights * (1 - 1 / 32) - 2 * weights / 61 * 31 / 32
-    assert flow_saving(shape, settings) == pytest.approx(saved)
-    assert 2 * saved / 1e9 == pytest.approx(13.4, rel=0.01)
+    saved_bytes = weights * (1 - 1 / 32) - 2 * weights / 61 * 31 / 32
+    assert flow_saving(shape, settings) == pytest.approx(saved_bytes)
+    assert 2 * saved_bytes / 1e9 == pytest.approx(13.4, rel=0.01)
     plain = sum(item.num_bytes for item in weight_items(shape, replace(settings, flow_mla="none")))
-    assert plain - sum(item.num_bytes for item in weight_items(shape, settings)) == pytest.approx(2 * saved)
+    assert plain - sum(item.num_bytes for item in weight_items(shape, settings)) == pytest.approx(2 * saved_bytes)
 
 
 def test_recurrent_state_is_one_matrix_per_head_and_a_window() -> None:

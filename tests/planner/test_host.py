@@ -72,8 +72,8 @@ def test_capacity_is_the_static_fraction_of_the_free_memory_less_the_weights_of_
 
 def test_each_rank_has_the_free_memory_of_one_numa_node() -> None:
     model, settings = find_shape("MODEL", "Qwen3-0.6B"), replace(WIDE, max_tokens=2**31)
-    one, two = (host_pool(model, settings, FREE, numa_nodes=nodes).tokens for nodes in (1, 2))
-    assert one - 2 * two in (0, 1)
+    one_node, two_nodes = (host_pool(model, settings, FREE, numa_nodes=nodes).tokens for nodes in (1, 2))
+    assert one_node - 2 * two_nodes in (0, 1)
 
 
 @pytest.mark.upstream

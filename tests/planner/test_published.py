@@ -23,8 +23,8 @@ def test_prediction_is_within_its_tolerance(case: PublishedRun) -> None:
 
 
 def test_batch_gains_have_a_tolerance_of_a_quarter_and_throughput_gains_of_a_third() -> None:
-    judged = {case.quantity: case.tolerance for case in CASES if case.tolerance is not None}
-    assert [judged[name] for name in judged if name == "batch gain"] == [0.25]
+    tolerances = {case.quantity: case.tolerance for case in CASES if case.tolerance is not None}
+    assert [tolerances[name] for name in tolerances if name == "batch gain"] == [0.25]
     gains = [case.tolerance for case in CASES if case.unit == "%" and case.tolerance is not None]
     assert len(gains) == 5 and set(gains) == {1 / 3}
 

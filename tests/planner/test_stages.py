@@ -47,24 +47,24 @@ def test_stages_hold_every_parameter_once_and_a_tied_table_twice(name: str, tp: 
     shape = find_shape("MODEL", name)
     settings = TrainerSettings(tp=tp, pp=4, segments=(7, 10, 10, len(shape.layers) - 27))
     parts = [stage_parameters(shape, settings, stage).total for stage in range(4)]
-    one = stage_parameters(shape, TrainerSettings(tp=tp), 0).total
+    one_stage = stage_parameters(shape, TrainerSettings(tp=tp), 0).total
     tied_copy = shape.embedding_parameters / tp if shape.tied else 0
-    assert sum(parts) == pytest.approx(one + tied_copy, rel=1e-3)
+    assert sum(parts) == pytest.approx(one_stage + tied_copy, rel=1e-3)
 
 
 def test_recompute_by_block_keeps_the_other_layers() -> None:
     full = TrainerSettings(recompute="full")
-    kept = [
+    activations = [
         allocated_items(SHAPE, replace(full, recompute_method="block", recompute_layers=n)).of("activations")
         for n in (1, 18, 36)
     ]
-    assert kept[0] > kept[1] > kept[2] == allocated_items(SHAPE, full).of("activations")
+    assert activations[0] > activations[1] > activations[2] == allocated_items(SHAPE, full).of("activations")
 
 
 def test_a_critic_has_no_logits_and_a_teacher_nothing_to_train() -> None:
-    alone = TrainerSettings()
-    critic, teacher = (trainer_memory(SHAPE, replace(alone, task=task)) for task in (VALUE, SCORING))
-    assert critic.of("output layer") == 0 < critic.of("value head") < trainer_memory(SHAPE, alone).of("output layer")
+    policy = TrainerSettings()
+    critic, teacher = (trainer_memory(SHAPE, replace(policy, task=task)) for task in (VALUE, SCORING))
+    assert critic.of("output layer") == 0 < critic.of("value head") < trainer_memory(SHAPE, policy).of("output layer")
     assert critic.of("weights") == pytest.approx(2 * SHAPE.parameters, rel=1e-3)
     assert teacher.of("gradients", "optimizer", "activations") == 0
 
@@ -72,5 +72,5 @@ def test_a_critic_has_no_logits_and_a_teacher_nothing_to_train() -> None:
 @pytest.mark.parametrize("change", [{"task": SCORING}, {"task": VALUE}, {"offload": 1.0}])
 def test_the_allocators_overhead_is_of_the_tensors_on_the_device(change: dict[str, object]) -> None:
     settings = replace(TrainerSettings(), **change)  # pyright: ignore[reportArgumentType]
-    allocated = allocated_items(SHAPE, settings)
-    assert trainer_memory(SHAPE, settings).of("allocator") == pytest.approx(0.07 * allocated.total)
+    items = allocated_items(SHAPE, settings)
+    assert trainer_memory(SHAPE, settings).of("allocator") == pytest.approx(0.07 * items.total)

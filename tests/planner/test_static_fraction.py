@@ -84,12 +84,12 @@ def mismatches(shape: ModelShape, spec: EngineSpec, memory: list[int]) -> list[s
     for mib in MEMORY:
         memory[0] = mib
         gpu = replace(GPUS["H100"], memory=mib * MIB)
-        ours, theirs = (
+        actual, expected = (
             static_fraction(shape, engine_settings(spec), gpu),
             sglang_fraction(spec, shape.latent is not None),
         )
-        if ours != theirs:
-            differences.append(f"{mib} MiB, {spec}: planner {ours}, SGLang {theirs}")
+        if actual != expected:
+            differences.append(f"{mib} MiB, {spec}: planner {actual}, SGLang {expected}")
     return differences
 
 

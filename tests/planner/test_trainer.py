@@ -17,12 +17,14 @@ BASE = TrainerSettings(tp=2, dp=4, tokens=16_384)
 
 
 def test_static_part_is_18_bytes_per_parameter_on_one_rank_and_less_with_the_distributed_optimizer() -> None:
-    alone = allocated_items(SHAPE, TrainerSettings()).of("weights", "gradients", "optimizer")
-    assert alone / SHAPE.parameters == pytest.approx(18, rel=1e-3)
-    shared = allocated_items(SHAPE, BASE).of("weights", "gradients", "optimizer")
-    assert shared / (SHAPE.parameters / 2) == pytest.approx(6 + 12 / 4, rel=1e-3)
-    whole = allocated_items(SHAPE, replace(BASE, distributed_optimizer=False)).of("weights", "gradients", "optimizer")
-    assert whole / (SHAPE.parameters / 2) == pytest.approx(18, rel=1e-3)
+    one_rank = allocated_items(SHAPE, TrainerSettings()).of("weights", "gradients", "optimizer")
+    assert one_rank / SHAPE.parameters == pytest.approx(18, rel=1e-3)
+    distributed = allocated_items(SHAPE, BASE).of("weights", "gradients", "optimizer")
+    assert distributed / (SHAPE.parameters / 2) == pytest.approx(6 + 12 / 4, rel=1e-3)
+    replicated = allocated_items(SHAPE, replace(BASE, distributed_optimizer=False)).of(
+        "weights", "gradients", "optimizer"
+    )
+    assert replicated / (SHAPE.parameters / 2) == pytest.approx(18, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +55,10 @@ def test_offloaded_state_moves_to_the_host() -> None:
     offloaded = replace(BASE, offload=1.0)
     assert allocated_items(SHAPE, offloaded).of("optimizer") == 0
     on_host = offload_items(SHAPE, offloaded).of("offloaded optimizer")
-    pinned = constants.PINNED.value * on_host / 3  # gradients have a third of the state's numbers, in pinned memory
-    assert offload_items(SHAPE, offloaded).of("pinned gradients") == pytest.approx(pinned)
+    pinned_bytes = (
+        constants.PINNED.value * on_host / 3
+    )  # gradients have a third of the state's numbers, in pinned memory
+    assert offload_items(SHAPE, offloaded).of("pinned gradients") == pytest.approx(pinned_bytes)
     assert on_host == pytest.approx(allocated_items(SHAPE, BASE).of("optimizer"))
     assert offload_items(SHAPE, BASE).of("offloaded optimizer", "pinned gradients", "copies of weights") == 0
 

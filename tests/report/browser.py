@@ -52,10 +52,10 @@ class PageVisit:
 
 def find_browser() -> Path | None:
     """Return a browser of this machine, None without one. Raises ``FileNotFoundError`` if the variable names no file."""
-    if configured := os.environ.get(VARIABLE):
-        if not Path(configured).is_file():
-            raise FileNotFoundError(f"{VARIABLE}={configured!r} is no file")
-        return Path(configured)
+    if command := os.environ.get(VARIABLE):
+        if not Path(command).is_file():
+            raise FileNotFoundError(f"{VARIABLE}={command!r} is no file")
+        return Path(command)
     on_path = next((path for name in NAMES if (path := shutil.which(name))), None)
     if on_path is not None:
         return Path(on_path)
@@ -154,7 +154,7 @@ class _Tab:
 
 @asynccontextmanager
 async def _running(browser: Path) -> AsyncGenerator[int]:
-    """Start a browser with an empty profile; yields the loopback port of its DevTools."""
+    """Start a browser with an empty profile and yield the loopback port of its DevTools."""
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as profile:
         sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()  # Chromium has no sandbox for root
         command = [str(browser), *FLAGS, *sandbox, f"--user-data-dir={profile}", "about:blank"]

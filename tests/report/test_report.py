@@ -202,8 +202,8 @@ def test_the_page_has_collective_counts(run: Path, tmp_path: Path) -> None:
     text = " ".join(check_self_contained(page_of(run)).text)
     assert "dp all_reduce 400 16.00 1.000 12 1.00 4 256.0" in " ".join(text.split())
     assert "The memory guard took 2.00 ms, 0.0250% of the time of all steps" in text
-    alone = write_run(tmp_path / "alone", [{"train/loss": 1.0}], "{}")
-    assert "the run counted no collective: it had one trainer rank, or guard=off" in page_of(alone)
+    single_run = write_run(tmp_path / "alone", [{"train/loss": 1.0}], "{}")
+    assert "the run counted no collective: it had one trainer rank, or guard=off" in page_of(single_run)
 
 
 def test_a_run_without_samples_says_how_to_keep_them(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ Script = Callable[[dict[str, Any], int], tuple[int, str]]
 
 @asynccontextmanager
 async def serve(script: Script, port: int = 0) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
-    """Serve on loopback; yields the address and the list of received requests."""
+    """Serve on loopback and yield the address and the list of received requests."""
     requests: list[dict[str, Any]] = []
 
     async def post(request: web.Request) -> web.Response:

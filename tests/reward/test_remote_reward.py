@@ -132,19 +132,19 @@ def test_an_injected_outage_looks_like_a_server_that_is_down(
         assert reduce_metrics(pool.metrics()) == counts(calls=3, remote_failures=3, fallbacks=3, remote_retries=2)
         (message,) = pool.warnings()
         assert f"the reward server {url} does not score (ClientConnectorError" in message
-        (ongoing,) = pool.take_recoveries()
-        assert (ongoing.engine, ongoing.groups, ongoing.joined) == (REWARD_SERVER, 3, 0.0)
-        assert "Cannot connect to host 127.0.0.1" in ongoing.cause
+        (outage,) = pool.take_recoveries()
+        assert (outage.engine, outage.groups, outage.joined) == (REWARD_SERVER, 3, 0.0)
+        assert "Cannot connect to host 127.0.0.1" in outage.cause
         lasts[0] = False
         assert await score(pool, "d") == [Reward(1.0)]
         (recovery,) = pool.take_recoveries()
-        assert recovery.key == ongoing.key and recovery.joined >= recovery.noticed > 0
+        assert recovery.key == outage.key and recovery.joined >= recovery.noticed > 0
         assert pool.take_recoveries() == ()
         injection = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, recovery.noticed - 1)
         (outcome,) = outcomes([injection], [recovery])
         assert outcome.result.startswith("noticed after 1.0 s (down: Cannot connect to host")
         assert re.search(r"answers again after \d\.\d s, 3 samples without its score", outcome.result)
-        assert "has not answered since" in outcomes([injection], [ongoing])[0].result
+        assert "has not answered since" in outcomes([injection], [outage])[0].result
         assert outcomes([injection], [])[0].result.startswith("no request failed")
         await pool.stop()
 

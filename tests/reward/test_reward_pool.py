@@ -72,8 +72,8 @@ def test_given_scores_only_truncated_samples(score: Score) -> None:
     """An agent that runs out of tokens cannot return its reward."""
     unscored = group("4", "4", rm_type="given")
     truncated_sample = replace(unscored.samples[0], status=Status.TRUNCATED)
-    completed = replace(unscored.samples[1], reward=Reward(0.75))
-    assert scores(score([replace(unscored, samples=(truncated_sample, completed))])[0]) == [0.0, 0.75]
+    completed_sample = replace(unscored.samples[1], reward=Reward(0.75))
+    assert scores(score([replace(unscored, samples=(truncated_sample, completed_sample))])[0]) == [0.0, 0.75]
     with pytest.raises(RewardError, match="has no reward"):
         score([unscored])
 

@@ -87,13 +87,13 @@ class SlowEngine:
         """Advance one request at a time until the engine dies."""
         while not self._dead:
             await asyncio.sleep(0)
-            running = [request for request in self._requests if not request.finish]
-            if not running:
+            running_requests = [request for request in self._requests if not request.finish]
+            if not running_requests:
                 continue
             if self._dies and not self._rng.randrange(self._dies):
                 self.die()
                 continue
-            request = self._rng.choice(running)
+            request = self._rng.choice(running_requests)
             request.registered = True
             request.spans.append(self.version)
             if len(request.spans) == request.max_tokens:

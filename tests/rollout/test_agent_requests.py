@@ -116,8 +116,8 @@ def test_a_lone_surrogate_is_refused() -> None:
 
 
 def test_tool_calls_are_extracted_from_the_text() -> None:
-    one, two = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now"}'
-    parsed = find_calls(f"let me see <tool_call>\n{one}\n</tool_call>\n<tool_call>{two}</tool_call>")
+    first_call, second_call = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now"}'
+    parsed = find_calls(f"let me see <tool_call>\n{first_call}\n</tool_call>\n<tool_call>{second_call}</tool_call>")
     assert (parsed.content, parsed.calls) == ("let me see", (("add", '{"a": 1}'), ("now", "{}")))
 
 

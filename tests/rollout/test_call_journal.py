@@ -101,11 +101,11 @@ def test_unfinished_groups_are_saved_and_loaded(
 @given(num_returned=st.lists(st.integers(0, 5), max_size=8))
 def test_returned_prompts_come_first(num_returned: list[int]) -> None:
     source = Counting()
-    queue, used = PromptQueue(source), []
+    queue, used_ids = PromptQueue(source), []
     for n in num_returned:
         batch = queue.take(5)
         queue.give_back(batch[:n])
-        used += [waiting.prompt.prompt_id for waiting in batch[n:]]
+        used_ids += [waiting.prompt.prompt_id for waiting in batch[n:]]
         assert list(queue.queued[:n]) == batch[:n]
     remaining = [waiting.prompt.prompt_id for waiting in queue.queued]
-    assert sorted(used + remaining) == list(range(source.state()["taken"]))
+    assert sorted(used_ids + remaining) == list(range(source.state()["taken"]))

@@ -77,10 +77,10 @@ async def start_requests(pool: EnginePool) -> list[asyncio.Task[Any]]:
 
 def test_on_stalled_engine_stop_ends_every_wait() -> None:
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
-        waiting = await start_requests(pool)
+        requests = await start_requests(pool)
         with pytest.raises(EngineError, match="no answer"):
             pool.mark_stalled(pool.slots[0], EngineError("engine 0: no answer"))
-        for task in waiting:
+        for task in requests:
             with pytest.raises(EngineError, match="engine 0: no answer"):
                 await task
         with pytest.raises(EngineError, match="engine 0: no answer"):
@@ -92,9 +92,9 @@ def test_on_stalled_engine_stop_ends_every_wait() -> None:
 
 def test_an_engine_that_cannot_restart_ends_the_run() -> None:
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
-        waiting = await start_requests(pool)
+        requests = await start_requests(pool)
         engines[0].die()
-        for task in waiting:
+        for task in requests:
             with pytest.raises(EngineError, match=r"engine 0 was lost .* health.max_restarts=2 .* does not start"):
                 await task
         assert pool.slots[0].num_restarts == 3
@@ -183,11 +183,11 @@ def test_engines_without_a_report_of_their_kv_cache_are_counted_and_named() -> N
             metrics, warnings = await kv_metrics(pool)
             return {metric.name: metric.value for metric in metrics}, warnings
 
-        complete, warnings = await values()
-        assert complete["rollout/kv_engines_without_report"] == 0 and warnings == []
+        healthy, warnings = await values()
+        assert healthy["rollout/kv_engines_without_report"] == 0 and warnings == []
         engines[1].die()
         partial, warnings = await values()
-        assert partial["rollout/kv_engines_without_report"] == 1 and partial.keys() == complete.keys()
+        assert partial["rollout/kv_engines_without_report"] == 1 and partial.keys() == healthy.keys()
         assert warnings == ["the metrics of the KV cache lack engine 1 (engine 1 is dead)"]
         pool.router.withdraw(engines[0])
         metrics, warnings = await values()

@@ -168,13 +168,13 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
     """Run five rollouts; those in ``resumes`` are repeated by another process from the state saved before them."""
     process, trained, dropped = Process(setting, rng, 0), [], []
     for rollout_id in range(5):
-        saved = process.oversampler.state()
+        saved_state = process.oversampler.state()
         if rollout_id in resumes:
             await process.oversampler.generate(rollout_id)
             await process.close()
-            save_groups(folder / "in_flight.npz", saved.in_flight())
+            save_groups(folder / "in_flight.npz", saved_state.in_flight())
             process = Process(setting, rng, rollout_id)
-            process.restore(RolloutState.from_groups(saved.cursor, load_groups(folder / "in_flight.npz")))
+            process.restore(RolloutState.from_groups(saved_state.cursor, load_groups(folder / "in_flight.npz")))
         before = len(process.dropped)
         groups = (await process.oversampler.generate(rollout_id)).groups
         assert len(groups) == setting.policy.batch_size
@@ -246,8 +246,8 @@ def collect(
 
 def test_long_answers_are_continued_until_they_end() -> None:
     rollouts, process, counts = collect(Setting(Refills(3, 6, 0), Partial(True, 2)), 20)
-    used = [group for filled in rollouts for group in filled.groups]
-    long = [group for group in used if any(length(sample.seed) == 40 for sample in group.samples)]
+    used_groups = [group for filled in rollouts for group in filled.groups]
+    long = [group for group in used_groups if any(length(sample.seed) == 40 for sample in group.samples)]
     assert len(long) > 5
     assert all(
         unfinished.group_id // 6 >= 20 - 3 for unfinished in process.oversampler.partial_groups()

@@ -31,7 +31,7 @@ def test_a_gate_shut_again_stops_woken_tasks() -> None:
             async with gate.passage():
                 passed.append("passed")
 
-        waiting = asyncio.create_task(pass_it())
+        task = asyncio.create_task(pass_it())
         await asyncio.sleep(0)
         gate.open()  # wakes it
         await shut(gate)  # before it runs
@@ -39,7 +39,7 @@ def test_a_gate_shut_again_stops_woken_tasks() -> None:
             await asyncio.sleep(0)
         passed_while_shut = list(passed)
         gate.open()
-        await waiting
+        await task
         return passed_while_shut
 
     assert asyncio.run(scenario()) == []

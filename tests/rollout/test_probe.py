@@ -49,10 +49,10 @@ def test_identical_sequences_of_several_engines_are_scored_once() -> None:
     second_engine = replace(SCORES, continuations=(replace(SCORES.continuations[0], token_ids=ids(5, 6, 1, 3)),))
     (micro_batch,) = probe.TrainerScores([SCORES, SCORES, second_engine], max_tokens=13).rows
     assert micro_batch.cu_seqlens.tolist() == [0, 3, 5, 9, 13]
-    both = trainer(np.concatenate([TRAINER_T, column(0, -1, -4, -9)]), SCORES, second_engine)
-    probe.check(SCORES, both, 3, 1e-4)
+    report = trainer(np.concatenate([TRAINER_T, column(0, -1, -4, -9)]), SCORES, second_engine)
+    probe.check(SCORES, report, 3, 1e-4)
     with pytest.raises(ConsistencyError, match=r"\|log-probability difference\| 4 over 2 tokens \(continuations: 1"):
-        probe.check(second_engine, both, 3, 1e-4)
+        probe.check(second_engine, report, 3, 1e-4)
 
 
 @pytest.mark.parametrize(("max_tokens", "ends"), [(8, [[0, 3, 5], [0, 4]]), (3, [[0, 3], [0, 2], [0, 4]])])
@@ -79,10 +79,10 @@ def test_a_differing_continuation_names_stale_kv_cache(engines: F32) -> None:
 
 def test_a_tolerance_of_zero_compares_every_bit() -> None:
     probe.check(SCORES, trainer(), 3, 0.0)
-    off = TRAINER_T.copy()
-    off[2] = np.nextafter(off[2], np.float32(0))
+    scores = TRAINER_T.copy()
+    scores[2] = np.nextafter(scores[2], np.float32(0))
     with pytest.raises(ConsistencyError, match=r"weights.probe_tolerance=0\."):
-        probe.check(SCORES, trainer(off), 3, 0.0)
+        probe.check(SCORES, trainer(scores), 3, 0.0)
 
 
 def test_a_wrong_weight_version_ends_the_run() -> None:
@@ -91,7 +91,7 @@ def test_a_wrong_weight_version_ends_the_run() -> None:
 
 
 def test_differences_by_layer_kind_are_reported_without_a_check() -> None:
-    off = TRAINER_T + column(0, 0.25, 0, 0, -0.5, 0, 9, 9, 9)
-    metrics = probe.layer_metrics(SCORES, trainer(off), "gdn")
+    scores = TRAINER_T + column(0, 0.25, 0, 0, -0.5, 0, 9, 9, 9)
+    metrics = probe.layer_metrics(SCORES, trainer(scores), "gdn")
     assert [metric.name for metric in metrics] == ["probe/logprob_abs_diff_max/gdn", "probe/logprob_abs_diff_mean/gdn"]
     assert reduce_metrics(metrics) == {metrics[0].name: 0.5, metrics[1].name: 0.25}

@@ -84,7 +84,7 @@ def test_passing_groups_are_taken_in_order_within_the_range_of_ids(
     rounds = process.rounds
     assert produced.num_generated == sum(count for _, count in rounds) <= batch_size * (1 + max_refills)
     assert [start for start, _ in rounds] == [sum(c for _, c in rounds[:i]) for i in range(len(rounds))]
-    passing = [i for i in range(produced.num_generated) if passes[i % len(passes)]]
-    assert [group.group_id - process.first_id for group in produced.groups] == passing
-    assert [group.prompt.prompt_id for group in produced.groups] == passing
-    assert max_refills == 0 or len(passing) >= batch_size
+    passing_indices = [i for i in range(produced.num_generated) if passes[i % len(passes)]]
+    assert [group.group_id - process.first_id for group in produced.groups] == passing_indices
+    assert [group.prompt.prompt_id for group in produced.groups] == passing_indices
+    assert max_refills == 0 or len(passing_indices) >= batch_size

@@ -30,11 +30,11 @@ def pins(device: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_every_input_is_pinned(device: str) -> None:
-    pinned = pins(device)
+    versions = pins(device)
     required = [requirement for file in INPUTS[device] for requirement in lines(REQUIREMENTS / file)]
-    assert not {name_of(requirement) for requirement in required} - pinned.keys()
+    assert not {name_of(requirement) for requirement in required} - versions.keys()
     exact = {name_of(r): r.partition("==")[2] for r in required if "==" in r and not r.endswith("*")}
-    assert exact and exact == {name: pinned[name] for name in exact}
+    assert exact and exact == {name: versions[name] for name in exact}
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

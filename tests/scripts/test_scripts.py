@@ -31,10 +31,10 @@ def test_ci_is_the_test_script() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_in_documents_name_files_that_exist(document: Path) -> None:
     text = document.read_text()
-    named = re.findall(r"(?:bash|python) ((?:scripts|benchmarks)/[\w./-]+|train\.py)", text) + re.findall(
+    commands = re.findall(r"(?:bash|python) ((?:scripts|benchmarks)/[\w./-]+|train\.py)", text) + re.findall(
         r"(?:-f|COPY) (docker/\S+|scripts/\S+)", text
     )
-    assert not [name for name in named if not (ROOT / name.rstrip(".")).exists()]
+    assert not [name for name in commands if not (ROOT / name.rstrip(".")).exists()]
 
 
 def test_readme_has_the_two_commands() -> None:

@@ -63,9 +63,9 @@ def test_files_are_yaml_mappings(path: Path) -> None:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_commands_name_existing_scripts_and_parts(workflow: Path) -> None:
-    called = [match for command in commands(workflow) for match in SCRIPT.findall(command)]
-    assert called
-    for script, arguments in called:
+    scripts = [match for command in commands(workflow) for match in SCRIPT.findall(command)]
+    assert scripts
+    for script, arguments in scripts:
         assert os.access(ROOT / script, os.X_OK), f"{workflow.name} runs {script}"
         option, _, part = arguments.strip().partition(" ")
         if script == ".ci/run":

@@ -95,12 +95,14 @@ def check_overrides(module: Any) -> None:
             if name not in vars(override):
                 continue
             names = list(inspect.signature(getattr(override.__base__, name)).parameters)
-            own = [key for key in inspect.signature(getattr(override, name)).parameters if key != "options"]
-            assert [key for key in names if key in own] == own, f"{override.__base__.__name__}.{name} has {names}"
+            parameters = [key for key in inspect.signature(getattr(override, name)).parameters if key != "options"]
+            assert [key for key in names if key in parameters] == parameters, (
+                f"{override.__base__.__name__}.{name} has {names}"
+            )
     assert "dcp_kv_mask" in inspect.signature(pkgutil.resolve_name(POOL).set_kv_buffer).parameters
     reader = inspect.signature(pkgutil.resolve_name(READER).pack_read_stream).parameters
-    used = ("plan", "req_pool_indices", "seq_lens", "indptr", "out", "kv_start_idx", "kind")
-    assert all(name in reader for name in used), f"{READER}.pack_read_stream has {list(reader)}"
+    parameters_read = ("plan", "req_pool_indices", "seq_lens", "indptr", "out", "kv_start_idx", "kind")
+    assert all(name in reader for name in parameters_read), f"{READER}.pack_read_stream has {list(reader)}"
 
 
 def kv_capacity() -> None:

@@ -54,28 +54,28 @@ def test_a_receiver_cannot_modify_the_senders_memory() -> None:
 
 
 def test_a_tensor_that_outlives_the_block_is_an_error() -> None:
-    region, escaped = SharedBucketMemory(), []
+    region, escaped_tensors = SharedBucketMemory(), []
     with (
         pytest.raises(WeightSyncError, match="kept a tensor in the sender's memory"),
         received(region.write(Bucket((("w", torch.zeros(4)),)))) as tensors,
     ):
-        escaped += tensors
-    assert not escaped[0][1].any()  # still readable: the memory was not unmapped
+        escaped_tensors += tensors
+    assert not escaped_tensors[0][1].any()  # still readable: the memory was not unmapped
     region.close()
 
 
 def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.ftruncate(file, 64)
-    growing = os.memfd_create("growing", os.MFD_ALLOW_SEALING)
-    os.ftruncate(growing, 64)
+    growing_file = os.memfd_create("growing", os.MFD_ALLOW_SEALING)
+    os.ftruncate(growing_file, 64)
     read, write = os.pipe()
     try:
-        for fd in (file, growing, read):
+        for fd in (file, growing_file, read):
             with pytest.raises(WeightSyncError, match="is not sealed memory of this user"), received(message(fd)):
                 pass
     finally:
-        for fd in (file, growing, read, write):
+        for fd in (file, growing_file, read, write):
             os.close(fd)
     with pytest.raises(WeightSyncError, match="cannot open"), received(message(file)):
         pass

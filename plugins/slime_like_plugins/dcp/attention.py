@@ -164,9 +164,11 @@ class ShardedAttention(BatchedAttention):
         lse_TH = torch.full(q_THD.shape[:2], -math.inf)
         for bucket in buckets:
             assert bucket.tokens_bQ is not None
-            folded, k_bKLD, v_bKLD = self._folded(bucket, q_THD[bucket.tokens_bQ], keys, values)
+            folded_queries, k_bKLD, v_bKLD = self._folded(bucket, q_THD[bucket.tokens_bQ], keys, values)
             mask = bucket.mask(torch.float32, q_THD.shape[1] // keys.shape[1])
-            out, lse = FLASH_ATTENTION(folded.float(), k_bKLD.float(), v_bKLD.float(), attn_mask=mask, scale=scale)
+            out, lse = FLASH_ATTENTION(
+                folded_queries.float(), k_bKLD.float(), v_bKLD.float(), attn_mask=mask, scale=scale
+            )
             o_bQHD, lse_bQH1 = (self._unfolded(t, bucket.tokens_bQ.shape[1]) for t in (out, lse[..., None]))
             tokens = bucket.tokens_bQ if bucket.valid_bQ is None else bucket.tokens_bQ[bucket.valid_bQ]
             valid = slice(None) if bucket.valid_bQ is None else bucket.valid_bQ

@@ -46,18 +46,18 @@ class Admission:
             if request.finished():
                 del self._running[rid]
                 self._record(request)
-        reached = [len(request.output_ids) for request in self._running.values() if not _has_fixed_length(request)]
-        lengths = [*(tokens for tokens, _ in self._finished), *reached]
-        ended = [*(ended for _, ended in self._finished), *(False for _ in reached)]
-        self._lengths = ResponseLengths.estimate(np.array(lengths, np.int64), np.array(ended, np.bool_))
+        current_lengths = [len(r.output_ids) for r in self._running.values() if not _has_fixed_length(r)]
+        lengths = [*(tokens for tokens, _ in self._finished), *current_lengths]
+        has_ended = [*(has_ended for _, has_ended in self._finished), *(False for _ in current_lengths)]
+        self._lengths = ResponseLengths.estimate(np.array(lengths, np.int64), np.array(has_ended, np.bool_))
 
     def reservation(self, requests: Sequence[Any]) -> int:
         """Return the number of tokens to keep free for ``requests``."""
-        fixed = [request for request in requests if _has_fixed_length(request)]
+        fixed_requests = [request for request in requests if _has_fixed_length(request)]
         sampled = [request for request in requests if not _has_fixed_length(request)]
         generated = np.array([len(request.output_ids) for request in sampled], np.int64)
         maximum = np.array([request.sampling_params.max_new_tokens for request in sampled], np.int64)
-        exact = sum(max(0, r.sampling_params.max_new_tokens - len(r.output_ids)) for r in fixed)
+        exact = sum(max(0, r.sampling_params.max_new_tokens - len(r.output_ids)) for r in fixed_requests)
         return exact + self._lengths.reservation(generated, maximum)
 
     def _record(self, request: Any) -> None:
@@ -71,20 +71,20 @@ admission = Admission()
 
 
 def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
-    """After ``PrefillAdder.__init__``, which has charged SGLang's guess for the running requests: charge ours instead."""
-    running = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
-    admission.observe(running)
-    reserved = admission.reservation(running)
-    charged = [] if adder.running_batch is None else adder.running_batch.reqs
-    guess = sum(adder._get_running_request_total_token_offset(request) for request in charged)
+    """Hook after ``PrefillAdder.__init__``: replace the tokens that SGLang reserves for running requests by the estimate."""
+    pending_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
+    admission.observe(pending_requests)
+    reserved = admission.reservation(pending_requests)
+    running_requests = [] if adder.running_batch is None else adder.running_batch.reqs
+    guess = sum(adder._get_running_request_total_token_offset(request) for request in running_requests)
     adder.memory_budget.total_offset += reserved - guess
     setattr(adder, RESERVED, reserved)
 
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PrefillAdder.add_one_req``, which reserves ``max_new_tokens`` for the request: reserve what is expected."""
-    running = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
-    reserved = admission.reservation([*running, *adder.can_run_list, request])
+    """Hook around ``PrefillAdder.add_one_req``: reserve the estimate for the request instead of its ``max_new_tokens``."""
+    running_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
+    reserved = admission.reservation([*running_requests, *adder.can_run_list, request])
     params = request.sampling_params
     maximum, num_admitted = params.max_new_tokens, len(adder.can_run_list)
     params.max_new_tokens = min(maximum, len(request.output_ids) + max(0, reserved - getattr(adder, RESERVED)))

@@ -42,11 +42,11 @@ counts = Counts()
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``Scheduler.run_batch``: the tokens of ``batch`` are allocated, so the use of the cache is highest here."""
+    """Hook around ``Scheduler.run_batch``: record the use of the cache, which is highest when ``batch`` has its tokens."""
     stats = scheduler.pool_stats_observer.get_pool_stats()
-    used, _ = stats.get_kv_token_stats()
+    used_tokens, _ = stats.get_kv_token_stats()
     counts.capacity_tokens = stats.full_capacity
-    counts.used_tokens_max = max(counts.used_tokens_max, used)
+    counts.used_tokens_max = max(counts.used_tokens_max, used_tokens)
     if batch.forward_mode.is_decode():
         counts.running_requests_max = max(counts.running_requests_max, batch.batch_size())
         counts.decode_steps += 1
@@ -57,13 +57,13 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
 
 
 def retract_decode(result: tuple[Any, ...], batch: Any) -> None:
-    """After ``ScheduleBatch.retract_decode``: count requests that lose their KV cache for lack of memory."""
+    """Hook after ``ScheduleBatch.retract_decode``: count requests that lose their KV cache for lack of memory."""
     retracted, _, aborted = result
     counts.retractions += len(retracted) + len(aborted)
 
 
 def internal_state(output: Any, controller: Any, request: Any) -> None:
-    """After ``SchedulerInternalStateController.get_internal_state``: add the counts since its last call."""
+    """Hook after ``SchedulerInternalStateController.get_internal_state``: add the counts since its last call."""
     counts.capacity_tokens = controller.scheduler.pool_stats_observer.get_pool_stats().full_capacity
     output.internal_state[STATE] = counts.report()
 

@@ -69,10 +69,10 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         """Return the output, in the shape of ``hidden_states`` [L, 1, hidden] (L / tp with sequence parallelism), and a bias."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None
         mixer_input = self.mixing.enter(hidden_states, packed_seq_params)
-        projected: Tensor = self.in_proj(mixer_input)[0][:, 0]
+        projection: Tensor = self.in_proj(mixer_input)[0][:, 0]
         heads = self.heads
         widths = (sum(heads.channels), heads.channels[2], heads.values, heads.values)
-        qkv, gate, beta, alpha = projected.split(widths, -1)
+        qkv, gate, beta, alpha = projection.split(widths, -1)
         inputs = DeltaInputs(qkv, beta, alpha, self._conv_weight(), self.A_log, self.dt_bias)
         mixed = self.mixing(inputs, packed_seq_params)
         out: Tensor = self.out_norm(mixed, gate.unflatten(-1, (heads.values, heads.value_dim)))

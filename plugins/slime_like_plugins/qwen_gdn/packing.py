@@ -46,10 +46,10 @@ class ChunkOrder:
         rows = chunks.transpose(1, 2).flatten(0, 1)
         if self.place is None:
             return rows
-        unpacked = rows.new_empty(self.num_rows, *rows.shape[1:])
-        torch.index_select(rows, 0, self.place, out=unpacked[: self.num_tokens])
-        unpacked[self.num_tokens :] = 0
-        return unpacked
+        unpacked_rows = rows.new_empty(self.num_rows, *rows.shape[1:])
+        torch.index_select(rows, 0, self.place, out=unpacked_rows[: self.num_tokens])
+        unpacked_rows[self.num_tokens :] = 0
+        return unpacked_rows
 
     def chunks_of(self, steps: range) -> slice:
         """Return the chunks of consecutive steps."""

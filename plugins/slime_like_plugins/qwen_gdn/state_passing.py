@@ -38,8 +38,8 @@ class StatePassing:
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
         self.backend, self.heads, self.group = backend, heads, group
-        projected = sum(heads.channels) + 2 * heads.values + heads.channels[2]  # channels into and out of the rule
-        self.moves_hidden = 0 < 2 * hidden < projected
+        num_channels = sum(heads.channels) + 2 * heads.values + heads.channels[2]  # channels into and out of the rule
+        self.moves_hidden = 0 < 2 * hidden < num_channels
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
         """Return [L, HV, V] of this rank's L tokens and all of its heads."""

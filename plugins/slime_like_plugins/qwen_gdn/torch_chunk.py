@@ -109,8 +109,8 @@ class _ChunkRule(torch.autograd.Function):
         state = x.v.new_zeros(shape) if initial is None else initial.index_select(0, sequences).to(x.v.dtype)
         result = forward(x, state, order, keep=call.keep)
         if call.keep:
-            saved = [tensor for block in result.blocks for tensor in block.tensors()]
-            ctx.save_for_backward(*x.tensors(), sequences, *saved)
+            saved_tensors = [tensor for block in result.blocks for tensor in block.tensors()]
+            ctx.save_for_backward(*x.tensors(), sequences, *saved_tensors)
             ctx.order, ctx.scale = order, scale
             ctx.dtypes = [None if t is None else t.dtype for t in (q, k, v, g, beta, initial)]
         final = torch.empty_like(result.final).index_copy_(0, sequences, result.final)
@@ -119,9 +119,9 @@ class _ChunkRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved, order = list(ctx.saved_tensors), ctx.order
-        x = ChunkInputs(*saved[: ChunkInputs.NUM_TENSORS])
-        sequences, block_tensors = saved[ChunkInputs.NUM_TENSORS], saved[ChunkInputs.NUM_TENSORS + 1 :]
+        saved_tensors, order = list(ctx.saved_tensors), ctx.order
+        x = ChunkInputs(*saved_tensors[: ChunkInputs.NUM_TENSORS])
+        sequences, block_tensors = saved_tensors[ChunkInputs.NUM_TENSORS], saved_tensors[ChunkInputs.NUM_TENSORS + 1 :]
         size = ChunkBlock.NUM_TENSORS
         blocks = tuple(ChunkBlock(*block_tensors[first : first + size]) for first in range(0, len(block_tensors), size))
         dout = order.pack(grads[0]).to(x.v.dtype).contiguous()

@@ -76,6 +76,6 @@ def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor, min_p_B: Tensor
     sorted_BV, tokens_BV = torch.sort(probs_BV, stable=True, dim=-1, descending=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     rank = torch.arange(probs_BV.shape[1], device=probs_BV.device)
-    excluded = (before_BV > top_p_B[:, None]) | (rank >= top_k_B[:, None])
-    excluded |= sorted_BV < sorted_BV[:, :1] * min_p_B[:, None]
-    return sorted_BV.masked_fill_(excluded, 0.0), tokens_BV
+    excluded_BV = (before_BV > top_p_B[:, None]) | (rank >= top_k_B[:, None])
+    excluded_BV |= sorted_BV < sorted_BV[:, :1] * min_p_B[:, None]
+    return sorted_BV.masked_fill_(excluded_BV, 0.0), tokens_BV

@@ -21,7 +21,7 @@ def activate() -> str | None:
 
 
 def load() -> None:
-    """Entry point ``sglang.srt.plugins``: runs in every SGLang process before its arguments are checked."""
+    """Entry point ``sglang.srt.plugins``, called in every SGLang process before its arguments are checked."""
     if enabled(NAME):
         from slime_like_plugins.sglang_cpu import process
 

@@ -200,9 +200,9 @@ class BatchedAttention(AttentionBackend):
 
     def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Return attention [b, Q, H, D] of q [b, Q, H, D] to the KV pool [slots, K, D]."""
-        folded, k_bKLD, v_bKLD = self._folded(bucket, q_bQHD, keys, values)
+        folded_queries, k_bKLD, v_bKLD = self._folded(bucket, q_bQHD, keys, values)
         mask = bucket.mask(q_bQHD.dtype, q_bQHD.shape[2] // keys.shape[1])
-        out = F.scaled_dot_product_attention(folded, k_bKLD, v_bKLD, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(folded_queries, k_bKLD, v_bKLD, attn_mask=mask, scale=scale)
         return self._unfolded(out, q_bQHD.shape[1])
 
     def _folded(

@@ -87,14 +87,14 @@ class Products:
             return
         weights: list[Tensor] = [linear.weight for linear in self._linears]
         # A push overwrites every parameter first, which torch's version counts; SGLang's loaders bypass it.
-        written = self._loads + sum(weight._version for weight in weights)
-        if written != self._packed_state or any(
+        num_writes = self._loads + sum(weight._version for weight in weights)
+        if num_writes != self._packed_state or any(
             new is not old for new, old in zip(weights, self._weights, strict=True)
         ):
             old, self._packed = self._packed, {}
             for weight in weights:
                 self._packed[id(weight)] = self._packing.pack(weight.detach(), old.pop(id(weight), None))
-            self._packed_state, self._weights = written, weights
+            self._packed_state, self._weights = num_writes, weights
 
     def packed(self, linear: Any) -> Tensor:
         """Return the packed weight of a layer."""

@@ -136,7 +136,7 @@ def _head_differences(model: Any) -> Iterator[str]:
         yield "a head with bias or quantization"
     options = ("logit_scale", "final_logit_softcapping", "rl_on_policy_target")
     switches = ("use_fp32_lm_head", "use_fp32_lm_head_output", "keep_last_hidden_states", "return_full_logits")
-    on = [name for name in options if getattr(processor, name) is not None]
-    on += [name for name in (*switches, "do_tensor_parallel_all_gather") if getattr(processor, name)]
-    if on:
-        yield f"logits with {', '.join(on)}"
+    enabled_options = [name for name in options if getattr(processor, name) is not None]
+    enabled_options += [name for name in (*switches, "do_tensor_parallel_all_gather") if getattr(processor, name)]
+    if enabled_options:
+        yield f"logits with {', '.join(enabled_options)}"

@@ -21,9 +21,9 @@ def weights(original: ReadWeights, loader: Any, source: Any, **options: Any) -> 
     """Hook around ``DefaultModelLoader._get_weights_iterator``: yield float32 products instead of float8 weights and scales."""
     folder = HFFolder(source.model_or_path)
     for name, tensor in original(loader, source, **options):
-        stored = name.removeprefix(source.prefix)
-        if not folder.is_scale(stored):
-            yield name, folder.scaled(stored, tensor)
+        stored_name = name.removeprefix(source.prefix)
+        if not folder.is_scale(stored_name):
+            yield name, folder.scaled(stored_name, tensor)
 
 
 HOOKS = (Hook("sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator", "around", weights),)

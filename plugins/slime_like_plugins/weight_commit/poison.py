@@ -36,8 +36,8 @@ def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
     incomplete: list[Unwritten] = []
     for name, parameter in parameters:
         # The sum is NaN if an element is, and reads the parameter once; counting NaNs is slower.
-        suspect = parameter.is_floating_point() and bool(torch.isnan(parameter.sum()))
-        if suspect and (count := int(torch.isnan(parameter).sum())):
+        may_have_nan = parameter.is_floating_point() and bool(torch.isnan(parameter.sum()))
+        if may_have_nan and (count := int(torch.isnan(parameter).sum())):
             incomplete.append(Unwritten(name, count, parameter.numel()))
     return incomplete
 
@@ -48,8 +48,8 @@ def incomplete_message(per_rank: list[list[Unwritten]]) -> str | None:
     for rank, incomplete in enumerate(per_rank):
         if incomplete:
             names = ", ".join(str(item) for item in incomplete[:MAX_NAMED])
-            further = f" and {len(incomplete) - MAX_NAMED} more" if len(incomplete) > MAX_NAMED else ""
-            parts.append(f"rank {rank}: {len(incomplete)} parameters: {names}{further}")
+            suffix = f" and {len(incomplete) - MAX_NAMED} more" if len(incomplete) > MAX_NAMED else ""
+            parts.append(f"rank {rank}: {len(incomplete)} parameters: {names}{suffix}")
     if not parts:
         return None
     return f"weight update is not complete; parameters were missing, partly sent or sent as NaN: {'; '.join(parts)}"

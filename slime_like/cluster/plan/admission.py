@@ -66,11 +66,11 @@ def add_admission_decision(
     if rollout.max_running_requests != AUTO:
         return
     length, source = rollout.max_response_len, "rollout.sglang.max_total_tokens"
-    configured = rollout.sglang.get("max_total_tokens")
-    capacity = configured * dcp if isinstance(configured, int) else None
+    token_limit = rollout.sglang.get("max_total_tokens")
+    capacity = token_limit * dcp if isinstance(token_limit, int) else None
     if capacity is not None and capacity <= length:
         raise ConfigError(
-            f"rollout.sglang.max_total_tokens={configured} does not hold one response of rollout.max_response_len={length}, "
+            f"rollout.sglang.max_total_tokens={token_limit} does not hold one response of rollout.max_response_len={length}, "
             "which SGLang would shorten: raise the former, or lower the latter"
         )
     if capacity is None and predicted is not None:

@@ -28,14 +28,14 @@ def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
 
 def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> Iterator[str]:
     """Report GPUs without a process, and trainer GPUs that idle during rollouts."""
-    used = {role.name: {index for devices in role.devices for index in devices} for role in roles}
-    busy = set[int]().union(*used.values())
-    trainer, engines = used.get("trainer", set()), used.get("engine", set())
+    devices_of_role = {role.name: {index for devices in role.devices for index in devices} for role in roles}
+    used_devices = set[int]().union(*devices_of_role.values())
+    trainer, engines = devices_of_role.get("trainer", set()), devices_of_role.get("engine", set())
     colocated = bool(trainer & engines)
-    idle = machine.num_gpus - len(busy)
-    if idle > 0:
+    num_idle = machine.num_gpus - len(used_devices)
+    if num_idle > 0:
         fix = _use_all(cfg, machine.num_gpus, colocated, len(trainer))
-        yield f"{idle} of {machine.num_gpus} GPUs would idle: {fix}, or hide them with CUDA_VISIBLE_DEVICES"
+        yield f"{num_idle} of {machine.num_gpus} GPUs would idle: {fix}, or hide them with CUDA_VISIBLE_DEVICES"
     if colocated and engines < trainer:
         num_engines = len(trainer) // cfg.rollout.tp
         yield (

@@ -48,19 +48,19 @@ def changes(demand: Demand, dcp: DcpPlan) -> Iterator[SettingChange]:
 
 
 def _engine_changes(demand: Demand, shape: ModelShape, dcp: DcpPlan) -> Iterator[tuple[str, Demand]]:
-    spec, others = demand.engines[0], demand.engines[1:]
+    spec, other_engines = demand.engines[0], demand.engines[1:]
     if dcp.largest != spec.dcp:
-        yield f"rollout.dcp={dcp.largest}", replace(demand, engines=(replace(spec, dcp=dcp.largest), *others))
+        yield f"rollout.dcp={dcp.largest}", replace(demand, engines=(replace(spec, dcp=dcp.largest), *other_engines))
     per_node = demand.machine.cpu_count if demand.hardware is None else demand.hardware.gpus
     if len(demand.engines) % 2 == 0 and 2 * spec.tp <= per_node and shape.heads % (2 * spec.tp) == 0:
         num_engines = len(demand.engines) // 2
-        wider = replace(demand, engines=(replace(spec, tp=2 * spec.tp), *others[: num_engines - 1]))
+        wider = replace(demand, engines=(replace(spec, tp=2 * spec.tp), *other_engines[: num_engines - 1]))
         yield f"rollout.tp={2 * spec.tp} rollout.num_engines={num_engines}", wider
     if demand.hardware is None:
         return
     if spec.dtype == "bfloat16" and spec.dcp == 1 and spec.sglang.get("kv_cache_dtype", "auto") == "auto":
         options = {**spec.sglang, "kv_cache_dtype": "fp8_e4m3"}
-        fp8 = replace(demand, engines=(replace(spec, sglang=options), *others))
+        fp8 = replace(demand, engines=(replace(spec, sglang=options), *other_engines))
         yield "rollout.sglang.kv_cache_dtype=fp8_e4m3", fp8
     static = _largest_static(demand)
     if static is not None:

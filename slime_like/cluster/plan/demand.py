@@ -74,16 +74,16 @@ class Demand:
         tables, engine = dict(self._tables()), self._engine()
         if engine is not None:
             tables["engine"] = engine.table
-        named = tuple((role.name, tables[role.name]) for role in self.roles if role.name in tables)
+        role_tables = tuple((role.name, tables[role.name]) for role in self.roles if role.name in tables)
         if self.hardware is None:
-            return MemoryPlan(tables=named, available=self.machine.memory_bytes, engine=engine)
+            return MemoryPlan(tables=role_tables, available=self.machine.memory_bytes, engine=engine)
         gpus: dict[int, list[str]] = {}
         for role in self.roles:
             for index in {index for devices in role.devices for index in devices}:
                 gpus.setdefault(index, []).append(role.name)
         busiest = max(gpus.values(), key=lambda names: sum(tables[n].total for n in names if n in tables), default=[])
         return MemoryPlan(
-            tables=named,
+            tables=role_tables,
             gpu=self.hardware.gpu.name,
             available=self.hardware.gpu.memory,
             busiest=tuple(busiest),
@@ -97,13 +97,13 @@ class Demand:
 
     def role_settings(self, rank: RankSpec, task: str) -> TrainerSettings:
         """Return the settings of a critic's or teacher's ranks, which inherit a proposed change unless they differ already."""
-        own, actor = trainer_settings(self.cfg, rank, task), trainer_settings(self.cfg, self.actor)
+        settings, actor = trainer_settings(self.cfg, rank, task), trainer_settings(self.cfg, self.actor)
         changes = {
             field.name: getattr(self.settings, field.name)
             for field in fields(TrainerSettings)
-            if getattr(self.settings, field.name) != getattr(actor, field.name) == getattr(own, field.name)
+            if getattr(self.settings, field.name) != getattr(actor, field.name) == getattr(settings, field.name)
         }
-        return replace(own, **changes)
+        return replace(settings, **changes)
 
     def _tables(self) -> Iterator[tuple[str, MemoryTable]]:
         """Yield the memory of one rank of each role that trains or scores."""

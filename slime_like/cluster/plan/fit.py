@@ -87,11 +87,11 @@ def check_fits(
                 f"{split}"
             )
         return
-    needed = role_bytes + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
-    if needed > machine.memory_bytes:
+    needed_bytes = role_bytes + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
+    if needed_bytes > machine.memory_bytes:
         where = "this machine has only" if machine.is_local else "the nodes have"
         raise ConfigError(
-            f"the run needs about {needed / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
+            f"the run needs about {needed_bytes / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
             f"{sum(len(role.devices) for role in roles)} processes), but {where} "
             f"{machine.memory_bytes / 2**30:.1f} GiB: choose a smaller model or layout, or fewer engines"
         )

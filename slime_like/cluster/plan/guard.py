@@ -59,8 +59,8 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
         "no engine runs on the trainer's GPUs": not shared,
         "one trainer rank": world_size == 1,
     }
-    untried = "not yet measured with NCCL; guard.release=true may leave more memory to the engines, which share the trainer's GPUs"
-    note("guard.release", "false", next((reason for reason, holds in reasons.items() if holds), untried))
+    measurement_note = "not yet measured with NCCL; guard.release=true may leave more memory to the engines, which share the trainer's GPUs"
+    note("guard.release", "false", next((reason for reason, holds in reasons.items() if holds), measurement_note))
     return False
 
 

@@ -19,8 +19,8 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
         yield f"memory     not predicted: {plan.unknown}"
         return
     if plan.gpu:
-        together, source = " + ".join(plan.busiest), f"; {plan.source}" * bool(plan.source)
-        yield f"memory     {gib(plan.needed)} of {gib(plan.available)} on each GPU with {together} ({plan.gpu}{source})"
+        busiest, source = " + ".join(plan.busiest), f"; {plan.source}" * bool(plan.source)
+        yield f"memory     {gib(plan.needed)} of {gib(plan.available)} on each GPU with {busiest} ({plan.gpu}{source})"
     else:
         yield f"memory     resident, of each trainer rank and engine, on a machine with {gib(plan.available)}"
     for role, table in plan.tables:

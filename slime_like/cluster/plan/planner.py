@@ -230,10 +230,10 @@ def _threads(
     engines = -(-sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine") // nodes)
     ranks = -(-sum(len(role.devices) for role in roles if role.name != "engine") // nodes)
     if cfg.loop.max_staleness == 0:
-        schedule, busy = "engines and ranks run in turns", (ranks, engines)
+        schedule, concurrent_roles = "engines and ranks run in turns", (ranks, engines)
     else:
-        schedule, busy = "all run at the same time", (ranks + engines, ranks + engines)
-    threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in busy)
+        schedule, concurrent_roles = "all run at the same time", (ranks + engines, ranks + engines)
+    threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in concurrent_roles)
     node = "" if nodes == 1 else f" on each of {nodes} nodes"
     reason = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks{node}: {schedule}"
     decisions.add("threads per training rank", threads[0], reason)

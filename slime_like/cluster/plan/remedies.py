@@ -90,20 +90,20 @@ def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
 
     A cache that ``max_total_tokens`` makes shorter than a sequence is not refused.
     """
-    larger = replace(demand, static=LARGEST_STATIC).plan()
+    larger_plan = replace(demand, static=LARGEST_STATIC).plan()
     if (
         serves(demand, plan)
         or plan.engine is None
-        or larger.engine is None
-        or larger.engine.tokens <= plan.engine.tokens
+        or larger_plan.engine is None
+        or larger_plan.engine.tokens <= plan.engine.tokens
     ):
         return ""
     spec = demand.engines[0]
     statics = (percent / 100 for percent in range(10, 100, 5))
-    enough = next((share for share in statics if serves(demand, replace(demand, static=share).plan())), None)
+    static = next((share for share in statics if serves(demand, replace(demand, static=share).plan())), None)
     advice = "use a smaller model or a machine with more memory"
-    if enough is not None:
-        advice = f"set rollout.sglang.mem_fraction_static={enough:g}"
+    if static is not None:
+        advice = f"set rollout.sglang.mem_fraction_static={static:g}"
     return (
         f"an engine has mem_fraction_static={engine_settings(spec).static or MEMORY_FRACTION:g} of {gib(plan.available)} of main "
         f"memory for {gib(plan.engine.table.of('weights'))} of weights and its KV cache, which holds {plan.engine.tokens:,} "

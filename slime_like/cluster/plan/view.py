@@ -56,9 +56,9 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
     host = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
-    described = "described by --plan-for: weights, tokenizer, data and main memory are not checked"
+    note = "described by --plan-for: weights, tokenizer, data and main memory are not checked"
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
-    yield f"machine    {machine.num_gpus} GPUs{nodes} ({gpus}), {host if machine.is_local else described}"
+    yield f"machine    {machine.num_gpus} GPUs{nodes} ({gpus}), {host if machine.is_local else note}"
     yield ""
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:

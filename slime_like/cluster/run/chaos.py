@@ -46,7 +46,7 @@ NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # name prefixes 
 def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
     """Return the faults of ``config`` in a run of ``num_rollout`` rollouts. Deterministic."""
     rng = Random(f"chaos {config.seed}")
-    drawn = [
+    drawn_faults = [
         Fault(
             rng.choice(config.kinds),
             rng.choice(DRAWN_PHASES),
@@ -55,7 +55,7 @@ def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
         )
         for _ in range(config.random)
     ]
-    return [*map(parse_fault, config.faults), *drawn]
+    return [*map(parse_fault, config.faults), *drawn_faults]
 
 
 @dataclass(slots=True)
@@ -77,8 +77,8 @@ class Chaos:
     def plan(self, num_rollout: int) -> None:
         """Schedule every fault that has not been injected yet."""
         scheduled = planned_faults(self.config, num_rollout)
-        injected = {injection.fault for injection in faults.read(self.run_dir)[0]} if scheduled else set[str]()
-        self.pending = [fault for fault in scheduled if str(fault) not in injected]
+        injected_faults = {injection.fault for injection in faults.read(self.run_dir)[0]} if scheduled else set[str]()
+        self.pending = [fault for fault in scheduled if str(fault) not in injected_faults]
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:

@@ -23,7 +23,7 @@ NONE = -1
 
 @dataclass(slots=True)
 class Checkpoints:
-    """``save`` begins a checkpoint, ``poll`` names it the latest once it is complete."""
+    """Checkpoints of a run. ``save`` begins one, and ``poll`` names it the latest once it is complete."""
 
     folder: Path
     trainer: Trainer

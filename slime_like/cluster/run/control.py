@@ -133,9 +133,9 @@ class Control:
     def _report_unknown(self, files: list[_File]) -> None:
         """Report all unknown requests in one message."""
         names = ", ".join(ascii(file.name)[:MAX_NAME_LEN] for file in files[:MAX_NAMES])
-        further = f" and {len(files) - MAX_NAMES} more" if len(files) > MAX_NAMES else ""
+        suffix = f" and {len(files) - MAX_NAMES} more" if len(files) > MAX_NAMES else ""
         detail = f"unknown request: create an empty file named one of {', '.join(sorted(Request))}"
-        self._report(ControlReply(f"{names}{further}", files[0].written, UNKNOWN, self._status.step, detail))
+        self._report(ControlReply(f"{names}{suffix}", files[0].written, UNKNOWN, self._status.step, detail))
 
     def _files(self) -> list[_File]:
         try:

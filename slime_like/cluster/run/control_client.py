@@ -1,4 +1,4 @@
-"""Client of run control: sends a request to a run and waits for the reply."""
+"""Client of run control, which sends a request to a run and waits for the reply."""
 
 from __future__ import annotations
 

@@ -178,21 +178,25 @@ def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
     state = file.json_object()
     if "made" not in state:  # from a run without engines, which has no groups
         return state
-    saved = file.typed(state, _SavedState)
-    generated_ids = [rollout.rollout_id for rollout in saved.made]
-    if saved.next_rollout != next_rollout or generated_ids != [next_rollout + k for k in range(len(generated_ids))]:
+    saved_state = file.typed(state, _SavedState)
+    generated_ids = [rollout.rollout_id for rollout in saved_state.made]
+    if saved_state.next_rollout != next_rollout or generated_ids != [
+        next_rollout + k for k in range(len(generated_ids))
+    ]:
         raise file.refused(
-            f"is for rollout {saved.next_rollout}, with {generated_ids} generated ahead, not for rollout {next_rollout}"
+            f"is for rollout {saved_state.next_rollout}, with {generated_ids} generated ahead, not for rollout {next_rollout}"
         )
     leftover = _leftover(folder, next_rollout)
-    for path in (leftover, *(generated_path(leftover, rollout.rollout_id) for rollout in saved.made)):
+    for path in (leftover, *(generated_path(leftover, rollout.rollout_id) for rollout in saved_state.made)):
         _saved_groups(path)
-    if saved.in_flight:
+    if saved_state.in_flight:
         in_flight_groups = _saved_groups(in_flight_path(leftover))
-        if len(in_flight_groups) != saved.in_flight or any(
+        if len(in_flight_groups) != saved_state.in_flight or any(
             not s.spans for group in in_flight_groups for s in group.samples
         ):
-            raise file.refused(f"has in_flight {saved.in_flight}, which {in_flight_path(leftover).name} does not hold")
+            raise file.refused(
+                f"has in_flight {saved_state.in_flight}, which {in_flight_path(leftover).name} does not hold"
+            )
     return state
 
 

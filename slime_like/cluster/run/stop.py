@@ -25,8 +25,8 @@ class StopRequest:
     def install(self) -> None:
         """Install the signal handlers of the main thread."""
         # nohup ignores SIGHUP.
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
+        handled_signals = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled_signals}
 
     def ignore_signals(self) -> None:
         """Ignore signals from now on: the run is being torn down."""

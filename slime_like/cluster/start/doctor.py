@@ -1,4 +1,4 @@
-"""``train.py --doctor``: checks machine and environment. Every finding names its fix. Imports no torch."""
+"""``train.py --doctor``, which checks machine and environment. Every finding names its fix. This module imports no torch."""
 
 from __future__ import annotations
 

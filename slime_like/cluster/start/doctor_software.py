@@ -36,21 +36,21 @@ def check_versions() -> Iterator[DoctorFinding]:
     fix = (
         f"{sys.executable} -m pip install -r {lock.relative_to(REQUIREMENTS.parents[1])}, or run scripts/quickstart.sh"
     )
-    differing = {name: _installed(name) for name, pinned in pins.items() if _installed(name) != pinned}
-    if len(differing) > MAX_LISTED:
+    versions = {name: _installed(name) for name, pin in pins.items() if _installed(name) != pin}
+    if len(versions) > MAX_LISTED:
         yield DoctorFinding(
             Level.MISSING,
             "versions",
-            f"{len(differing)} of {len(pins)} packages are missing or differ from {lock.name}: this is not the project's environment",
+            f"{len(versions)} of {len(pins)} packages are missing or differ from {lock.name}: this is not the project's environment",
             f"{fix}, then use .venv/bin/python",
         )
         return
-    for name, version in differing.items():
+    for name, version in versions.items():
         level = Level.MISSING if _canonical(name) in required else Level.WARNING
         yield DoctorFinding(
             level, "versions", f"{name} {version or 'is not installed'}, the lock has {pins[name]}", fix
         )
-    yield DoctorFinding(Level.OK, "versions", f"{len(pins) - len(differing)} of {len(pins)} packages match {lock.name}")
+    yield DoctorFinding(Level.OK, "versions", f"{len(pins) - len(versions)} of {len(pins)} packages match {lock.name}")
     for name in ("torch", "sglang", "megatron-core", "transformers", "ray", "hydra-core"):
         yield DoctorFinding(Level.OK, "", f"{name} {_installed(name)}")
 
@@ -73,12 +73,12 @@ def _installed(name: str) -> str | None:
 def check_plugins() -> Iterator[DoctorFinding]:
     """Check the entry points by which SGLang finds our platform and plugins."""
     for group, names in ENTRY_POINTS.items():
-        absent = missing_entry_points(group)
+        missing = missing_entry_points(group)
         yield DoctorFinding(
-            Level.MISSING if absent else Level.OK,
+            Level.MISSING if missing else Level.OK,
             "entry points",
-            f"{group}: {', '.join(absent)} not registered" if absent else f"{group}: {', '.join(names)}",
-            f"{sys.executable} -m pip install --no-deps -e . (in the checkout)" if absent else "",
+            f"{group}: {', '.join(missing)} not registered" if missing else f"{group}: {', '.join(names)}",
+            f"{sys.executable} -m pip install --no-deps -e . (in the checkout)" if missing else "",
         )
 
 

@@ -21,8 +21,8 @@ def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
 
     Raises ``ConfigError`` if it cannot be written or is locked by a live run.
     """
-    named = Path(cfg.run.dir).absolute()  # a link in the path may belong to another user
-    if part := owned_by_another_user(named) or owned_by_another_user(run_dir):
+    unresolved = Path(cfg.run.dir).absolute()  # a link in the path may belong to another user
+    if part := owned_by_another_user(unresolved) or owned_by_another_user(run_dir):
         raise ConfigError(
             f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder that others can write to: choose another "
             f"run.dir"

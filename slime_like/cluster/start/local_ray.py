@@ -173,10 +173,10 @@ def log_dir() -> Path | None:
 def shutdown() -> None:
     """Shut Ray down, and remove its folder if it was started here."""
     _end()
-    until = time.monotonic() + REMOVE_S
+    end = time.monotonic() + REMOVE_S
     while _folders:
         shutil.rmtree(_folders[-1], ignore_errors=True)
-        if not _folders[-1].exists() or time.monotonic() > until:
+        if not _folders[-1].exists() or time.monotonic() > end:
             _folders.pop()
 
 

@@ -45,7 +45,7 @@ class _GpuProbe:
 
 
 class Placement:
-    """Owner of Ray and the actors of a run; stops only processes that it started."""
+    """Owner of Ray and the actors of a run, which stops only processes that it started."""
 
     def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str) -> None:
         self._plan = plan
@@ -79,23 +79,23 @@ class Placement:
 
     def _reserve_gpus(self, seconds: float) -> None:
         """Reserve one bundle per GPU; in a split placement, engines follow the trainer's ranks."""
-        needed = self._plan.num_gpus
-        self._bundles = placement_group([{"GPU": 1, "CPU": 1}] * needed, strategy="PACK")
+        num_needed = self._plan.num_gpus
+        self._bundles = placement_group([{"GPU": 1, "CPU": 1}] * num_needed, strategy="PACK")
         try:
             wait_one(
-                f"{needed} free GPUs in the Ray cluster",
+                f"{num_needed} free GPUs in the Ray cluster",
                 self._bundles.ready(),
                 Deadline("driver", "placement", min(seconds, 300)),
             )
         except TimeoutError as error:
             have = ray.cluster_resources().get("GPU", 0)
             raise ConfigError(
-                f"the plan needs {needed} GPUs, the Ray cluster has {have:g} (some may be taken): {error}"
+                f"the plan needs {num_needed} GPUs, the Ray cluster has {have:g} (some may be taken): {error}"
             ) from error
 
         probes = [
             start_actor(_GpuProbe, num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i))()
-            for i in range(needed)
+            for i in range(num_needed)
         ]
         gpus = wait_all(
             {f"GPU probe {i}": call(probe, _GpuProbe.location) for i, probe in enumerate(probes)},
@@ -171,8 +171,8 @@ class Placement:
         return options, env
 
     def _env(self, threads: int) -> dict[str, str]:
-        fixed = DETERMINISTIC_ENV if self._plan.actor.deterministic else {}
-        return CPU_ENV | fixed | {"OMP_NUM_THREADS": str(threads)}
+        fixed_environment = DETERMINISTIC_ENV if self._plan.actor.deterministic else {}
+        return CPU_ENV | fixed_environment | {"OMP_NUM_THREADS": str(threads)}
 
     def _in_bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)

@@ -83,8 +83,8 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
     if isinstance(cfg.algo, PpoConfig):
         critic = iteration_folder(folder / CRITIC, num_trained)
         records[critic] = _check_critic(cfg, critic)
-    exported = not cfg.run.save_hf or (run_dir / "hf").exists()
-    if num_trained >= cfg.loop.num_rollout and exported:
+    is_exported = not cfg.run.save_hf or (run_dir / "hf").exists()
+    if num_trained >= cfg.loop.num_rollout and is_exported:
         raise RunComplete(
             f"run.dir={cfg.run.dir!r} is complete: {num_trained} rollouts were trained, loop.num_rollout is "
             f"{cfg.loop.num_rollout}; "
@@ -135,19 +135,19 @@ def _check_same_run(
     tokenizer or config.json only causes a warning.
     """
     auto = cfg.run.resume == "auto"
-    saved = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")
-    if auto and saved is not None:
-        _check_same_settings(cfg, run_dir, saved)
+    saved_config = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")
+    if auto and saved_config is not None:
+        _check_same_settings(cfg, run_dir, saved_config)
     changed = changed_inputs(record.run, run) if record.run is not None else []
     if auto and changed:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r}: {_listed(changed)} changed since {source.name} was written: restore the old version, "
             f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to continue with the current files"
         )
-    if unexpected := [name for name in changed if name != DATA]:
+    if changed_keys := [name for name in changed if name != DATA]:
         sys.stderr.write(
             visible(
-                f"warning: run.resume={cfg.run.resume!r}: {_listed(unexpected)} is not what the checkpoint was trained with\n"
+                f"warning: run.resume={cfg.run.resume!r}: {_listed(changed_keys)} is not what the checkpoint was trained with\n"
             )
         )
 

@@ -81,9 +81,9 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 def ray_processes() -> dict[str, int]:
     """Return essential processes of the Ray started by this process: name -> process id."""
-    named = {_name(child): child for child in children()}
-    pids = {name: named[name].pid for name in ("raylet", "gcs_server") if name in named}
-    return pids | (ray_agents(named["raylet"]) if "raylet" in pids else {})
+    child_names = {_name(child): child for child in children()}
+    pids = {name: child_names[name].pid for name in ("raylet", "gcs_server") if name in child_names}
+    return pids | (ray_agents(child_names["raylet"]) if "raylet" in pids else {})
 
 
 def ray_agents(raylet: psutil.Process) -> dict[str, int]:

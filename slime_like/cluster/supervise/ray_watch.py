@@ -63,12 +63,12 @@ class RayWatch:
     def _stopped(self) -> list[str]:
         now = time.monotonic()
         was_stopped, self._last_check = now - self._last_check > PAUSED_S, now
-        stopped: list[str] = []
+        stopped_processes: list[str] = []
         for ray in self._alive.values():
             if was_stopped or not process_tree.is_stopped(ray.process):
                 ray.stopped_since = None
             elif ray.stopped_since is None:
                 ray.stopped_since = now
             elif now - ray.stopped_since > STOPPED_S:
-                stopped.append(f"{ray.name} has been stopped for {now - ray.stopped_since:.0f} s (SIGSTOP?)")
-        return stopped
+                stopped_processes.append(f"{ray.name} has been stopped for {now - ray.stopped_since:.0f} s (SIGSTOP?)")
+        return stopped_processes

@@ -44,8 +44,8 @@ def gather_stacks(folder: Path, seconds: float) -> None:
     """
     initial = _sizes(folder)
     request_stacks(folder)
-    previous, until = initial, time.monotonic() + seconds * scale()
-    while time.monotonic() < until:
+    previous, end = initial, time.monotonic() + seconds * scale()
+    while time.monotonic() < end:
         time.sleep(POLL_S)
         current = _sizes(folder)
         if current == previous and all(
@@ -57,8 +57,8 @@ def gather_stacks(folder: Path, seconds: float) -> None:
 
 def _files_of_live_processes(folder: Path) -> list[Path]:
     """Return the files of live processes."""
-    named = ((path, path.stem.rsplit(".", 2)) for path in folder.glob("*.txt"))
-    return [path for path, (_, pid, started) in named if start_time(int(pid)) == started]
+    name_parts = ((path, path.stem.rsplit(".", 2)) for path in folder.glob("*.txt"))
+    return [path for path, (_, pid, started) in name_parts if start_time(int(pid)) == started]
 
 
 def _sizes(folder: Path) -> dict[Path, int]:

@@ -89,8 +89,10 @@ class Supervisor:
         self._selector.register(self._line, selectors.EVENT_READ, self._read)
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._on_signals(reader.recv(4096)))
         fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        handled = [n for n in (*FORWARDED, signal.SIGCHLD, signal.SIGTSTP) if signal.getsignal(n) is not signal.SIG_IGN]
-        handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
+        handled_signals = [
+            n for n in (*FORWARDED, signal.SIGCHLD, signal.SIGTSTP) if signal.getsignal(n) is not signal.SIG_IGN
+        ]
+        handlers = {number: signal.signal(number, lambda *_: None) for number in handled_signals}
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             code: int | None = None
@@ -186,8 +188,8 @@ class Supervisor:
 
     def _await_related_deaths(self) -> bool:
         """Reap children for ``TOGETHER_S``. Return True if the driver has ended, as it does when Ray ends it."""
-        until = time.monotonic() + TOGETHER_S
-        while time.monotonic() < until:
+        end = time.monotonic() + TOGETHER_S
+        while time.monotonic() < end:
             self._reap()
             time.sleep(process_tree.WAIT_S)
         return self._driver_status is not None

@@ -1,4 +1,4 @@
-"""One SGLang engine as a Ray actor: owns the server process, reports why it died, and restarts it."""
+"""One SGLang engine as a Ray actor, which owns the server process, reports why it died, and restarts it."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class MultiRoleTrainer:
         columns: list[dict[str, Columns]] = [{} for _ in range(ranks)]
         metrics: list[Metric] = []
         for name, group in self._scorers:
-            actor_columns, reported = group.scored(answers, batch, ranks)
-            metrics += reported
+            actor_columns, role_metrics = group.scored(answers, batch, ranks)
+            metrics += role_metrics
             for rank, column in enumerate(actor_columns):
                 columns[rank][name] = column
         return columns, metrics

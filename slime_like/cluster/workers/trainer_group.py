@@ -136,10 +136,12 @@ class TrainerGroup(RankGroup[TrainerWorker]):
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
         """Return [T] log-probabilities at the sampling temperature; layers of kind ``float64_kind`` are computed in float64."""
-        scored = [x for x in self.on_all(TrainerWorker.score, put(batch), float64_kind).values() if x is not None]
-        if len(scored) != 1:
-            raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities instead of one")
-        return np.asarray(scored[0], dtype=np.float32)
+        score_results = [
+            x for x in self.on_all(TrainerWorker.score, put(batch), float64_kind).values() if x is not None
+        ]
+        if len(score_results) != 1:
+            raise WorkerError(f"{len(score_results)} trainer ranks reported log-probabilities instead of one")
+        return np.asarray(score_results[0], dtype=np.float32)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
         """Return sample id -> advantages [L] that the ranks computed in the last trained rollout."""

@@ -68,12 +68,12 @@ def _group(group: str) -> Iterator[str]:
 def _owners(key: str, default_text: str) -> str:
     """Return a note listing the algorithms that have ``key`` (if not all do) and any default other than ``default_text``."""
     owners = [name for name in ALGORITHMS if key in known_keys(name)]
-    others = [name for name in ALGORITHMS if name not in owners]
-    short = ", ".join(owners) if len(owners) <= len(others) else f"all but {', '.join(others)}"
-    suffix = f" [{short}]" if others else ""
+    other_algorithms = [name for name in ALGORITHMS if name not in owners]
+    short = ", ".join(owners) if len(owners) <= len(other_algorithms) else f"all but {', '.join(other_algorithms)}"
+    suffix = f" [{short}]" if other_algorithms else ""
     defaults = {name: format_value(default_of(known_keys(name)[key])) for name in owners}
-    differing = [f"{name}: {value}" for name, value in defaults.items() if value != default_text]
-    return suffix + (f" [{', '.join(differing)}]" if differing and key != "algo.name" else "")
+    owner_defaults = [f"{name}: {value}" for name, value in defaults.items() if value != default_text]
+    return suffix + (f" [{', '.join(owner_defaults)}]" if owner_defaults and key != "algo.name" else "")
 
 
 def _flags() -> Iterator[str]:

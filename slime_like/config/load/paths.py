@@ -13,8 +13,8 @@ def config_folder() -> Path:
 
     Raises ``ConfigError`` if neither exists.
     """
-    installed = Path(sysconfig.get_path("data")) / "share" / "slime_like" / "configs"
-    places = [Path(__file__).parents[3] / "configs", installed]
+    installed_configs = Path(sysconfig.get_path("data")) / "share" / "slime_like" / "configs"
+    places = [Path(__file__).parents[3] / "configs", installed_configs]
     for place in places:
         if (place / "train.yaml").is_file():
             return place.resolve()

@@ -111,13 +111,13 @@ def _fla(machine: Runtime, shape: GDNShape | None) -> None:
 def _flashqla(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape | None) -> None:
     setting, fix = "model.gdn.backend=flashqla", "set model.gdn.backend=fla (--qwen-gdn-backend fla)"
     if machine.capability is not None and machine.capability not in FLASHQLA_VALIDATED:
-        on = f"{setting} on a GPU of compute capability {_dots(machine.capability)}"
+        location = f"{setting} on a GPU of compute capability {_dots(machine.capability)}"
         if machine.capability not in FLASHQLA_UNVALIDATED:
             supported = ", ".join(_dots(c) for c in FLASHQLA_VALIDATED)
-            raise ConfigError(f"{on}: FlashQLA has kernels for {supported} (Hopper, B200, B300); {fix}")
+            raise ConfigError(f"{location}: FlashQLA has kernels for {supported} (Hopper, B200, B300); {fix}")
         if not config.allow_unvalidated:
             raise ConfigError(
-                f"{on}: FlashQLA has kernels for it that have not been validated here; {fix}, or "
+                f"{location}: FlashQLA has kernels for it that have not been validated here; {fix}, or "
                 "model.gdn.allow_unvalidated=true after `python benchmarks/gdn.py` has shown parity"
             )
     if machine.cuda is None or machine.cuda < FLASHQLA_CUDA:

@@ -86,9 +86,9 @@ def parse_layout(text: str) -> tuple[int, ...]:
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
         flat = re.sub(pattern, lambda match: match[1] * int(match[2]), flat)
     wrong = f"parallel.pipeline_layout={text!r}"
-    if strange := sorted(set(flat) - set("EtL|")):
+    if unknown_characters := sorted(set(flat) - set("EtL|")):
         raise ConfigError(
-            f"{wrong} has {''.join(strange)!r}: write t (layer), E (embedding), L (loss), |, x*n, (...)*n"
+            f"{wrong} has {''.join(unknown_characters)!r}: write t (layer), E (embedding), L (loss), |, x*n, (...)*n"
         )
     parts = flat.split("|")
     if flat.count("E") != 1 or flat.count("L") != 1 or not (flat.startswith("E") and flat.endswith("L")):

@@ -91,8 +91,8 @@ class Scales:
             self.refuse(f"{weight!r} is in {dtype}, but config.json has no {CONFIG_KEY} with quant_method='fp8'")
         if weight + SCALE not in names:
             self.refuse(f"{weight!r} is in {dtype}, but {weight + SCALE!r} is missing")
-        if unused := [name for name in names if name != weight + SCALE and not name.endswith(IGNORED)]:
-            self.refuse(f"{weight!r} is in {dtype} with scales in {unused[0]!r}")
+        if unused_names := [name for name in names if name != weight + SCALE and not name.endswith(IGNORED)]:
+            self.refuse(f"{weight!r} is in {dtype} with scales in {unused_names[0]!r}")
         return weight + SCALE
 
     def check(self, weight: str, shape: tuple[int, ...], scales: StoredTensor) -> None:
@@ -125,7 +125,7 @@ def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[s
         if (match := _SCALE_WORD.search(last)) is None:
             continue
         candidates = (f"{module}.{last[: match.start()]}", f"{module}.weight")
-        if weight := next((other for other in candidates if other in tensors and other != name), None):
+        if weight := next((candidate for candidate in candidates if candidate in tensors and candidate != name), None):
             of_weight[weight] = (*of_weight.get(weight, ()), name)
             scales.add(name)
     return Scales(key, folder, float8, of_weight, frozenset(scales))
@@ -154,23 +154,23 @@ def read_float8(key: str, folder: Path, values: Mapping[str, Any]) -> Float8 | N
             continue
         fields = cast("Mapping[str, Any]", part)
         for name in CONFIG_KEYS:
-            if (declared := fields.get(name)) is None:
+            if (quantisation := fields.get(name)) is None:
                 continue
-            evidence = f"config.json has {prefix}{name}{_method(declared)}"
-            if prefix + name != CONFIG_KEY or not isinstance(declared, Mapping):
+            evidence = f"config.json has {prefix}{name}{_method(quantisation)}"
+            if prefix + name != CONFIG_KEY or not isinstance(quantisation, Mapping):
                 raise _refused(key, folder, evidence)
-            float8 = _float8(key, folder, cast("Mapping[str, Any]", declared), evidence)
+            float8 = _float8(key, folder, cast("Mapping[str, Any]", quantisation), evidence)
     if (folder / OTHER_CONFIG).exists():
         raise _refused(key, folder, f"it holds {OTHER_CONFIG}")
     return float8
 
 
-def _float8(key: str, folder: Path, declared: Mapping[str, Any], evidence: str) -> Float8:
-    if declared.get("quant_method") != "fp8":
+def _float8(key: str, folder: Path, quantisation: Mapping[str, Any], evidence: str) -> Float8:
+    if quantisation.get("quant_method") != "fp8":
         raise _refused(key, folder, evidence)
-    if declared.get("fmt") not in (None, "e4m3"):
-        raise _refused(key, folder, f"{evidence} and fmt={str(declared['fmt'])[:40]!r}")
-    block: object = declared.get("weight_block_size")
+    if quantisation.get("fmt") not in (None, "e4m3"):
+        raise _refused(key, folder, f"{evidence} and fmt={str(quantisation['fmt'])[:40]!r}")
+    block: object = quantisation.get("weight_block_size")
     if block is None:
         return Float8(None)
     sizes = cast("list[object]", block) if isinstance(block, list) else []

@@ -18,12 +18,12 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
     top = read_json(key, Path(folder) / "config.json")
     text = top.get("text_config")  # of a multimodal model, whose model_type is not the text's
     config: dict[str, Any] = {**text, "model_type": None} if isinstance(text, dict) else top
-    for name, saved in manifest.model.items():
+    for name, saved_value in manifest.model.items():
         if name == "tie_word_embeddings" and manifest.model.get("head") == "value":
             continue  # a critic has no output layer to tie
-        if config.get(name) is not None and config[name] != saved:
+        if config.get(name) is not None and config[name] != saved_value:
             raise CheckpointError(
-                f"{source} was saved from another model: its {name} is {saved}, but {config[name]} in "
+                f"{source} was saved from another model: its {name} is {saved_value}, but {config[name]} in "
                 f"{key}={folder!r}; use the model that the checkpoint was trained from"
             )
     check_padding(manifest, source, padded_vocabulary(int(config["vocab_size"]), tp), tp)

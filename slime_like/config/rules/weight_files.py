@@ -52,9 +52,11 @@ def check_shapes(key: str, model: HfConfig) -> None:
 
     Every quantised weight must have the scales that config.json declares.
     """
-    stored = {name: tensor for header in _headers(key, model.folder).values() for name, tensor in header.items()}
-    check_scales(read_scales(key, Path(model.folder), model.float8, stored), stored)
-    tensors = {name: tensor for name, tensor in stored.items() if not _OTHER_TOWERS.search(name)}
+    stored_tensors = {
+        name: tensor for header in _headers(key, model.folder).values() for name, tensor in header.items()
+    }
+    check_scales(read_scales(key, Path(model.folder), model.float8, stored_tensors), stored_tensors)
+    tensors = {name: tensor for name, tensor in stored_tensors.items() if not _OTHER_TOWERS.search(name)}
     for name, tensor in tensors.items():
         expected = (model.vocab_size, model.hidden_size)
         if name.endswith(("embed_tokens.weight", "lm_head.weight")) and tensor.shape != expected:
@@ -88,10 +90,10 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
         return {SINGLE: read_header(key, single)}
     file_of_tensor = read_index(key, index)
     headers = {name: read_header(key, root / name) for name in sorted(set(file_of_tensor.values()))}
-    if misplaced := sorted(name for name, file in file_of_tensor.items() if name not in headers[file]):
+    if misplaced_names := sorted(name for name, file in file_of_tensor.items() if name not in headers[file]):
         raise CheckpointError(
-            f"{key}: {index} places {shown(misplaced[0])} in {file_of_tensor[misplaced[0]]}, which does not contain it "
-            f"({len(misplaced)} such tensors); download the model again"
+            f"{key}: {index} places {shown(misplaced_names[0])} in {file_of_tensor[misplaced_names[0]]}, which does not contain it "
+            f"({len(misplaced_names)} such tensors); download the model again"
         )
     return headers
 
@@ -103,8 +105,10 @@ def read_index(key: str, path: Path) -> dict[str, str]:
     if not isinstance(file_of_tensor, dict) or not file_of_tensor:
         raise file.refused("has no weight_map")
     files = file.typed(file_of_tensor, dict[str, str])
-    if strange := next((name for name in files.values() if Path(name).name != name or len(name) > LONGEST_NAME), None):
-        raise file.refused(f"names the file {shown(strange)}, which is not in the same folder")
+    if invalid_name := next(
+        (name for name in files.values() if Path(name).name != name or len(name) > LONGEST_NAME), None
+    ):
+        raise file.refused(f"names the file {shown(invalid_name)}, which is not in the same folder")
     return files
 
 
@@ -125,10 +129,10 @@ def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
             raise file.refused(
                 f"has tensor {shown(name)} of dtype {shown(tensor.dtype)}, which is not a safetensors dtype"
             )
-        needed = math.prod(tensor.shape) * BITS[tensor.dtype]
-        if begin != end or (stop - begin) * 8 != needed:
+        num_bits = math.prod(tensor.shape) * BITS[tensor.dtype]
+        if begin != end or (stop - begin) * 8 != num_bits:
             raise file.refused(
-                f"has tensor {shown(name)} at data_offsets {[begin, stop]} where {needed // 8} bytes of "
+                f"has tensor {shown(name)} at data_offsets {[begin, stop]} where {num_bits // 8} bytes of "
                 f"{tensor.dtype}{list(tensor.shape)} should start at {end}"
             )
         end = stop

@@ -133,9 +133,9 @@ class ChaosConfig(Config):
 
     def check_reward_server(self, remote_url: str | None) -> None:
         """Raise ``ConfigError`` on a fault of the reward server in a run that has no reward server."""
-        drawn = [f"chaos.kinds: {kind!r}" for kind in self.kinds if self.random and kind in REWARDS]
-        named = [f"chaos.faults: {text!r}" for text in self.faults if parse_fault(text).kind in REWARDS]
-        if remote_url is None and (faults := [*named, *drawn]):
+        reward_kinds = [f"chaos.kinds: {kind!r}" for kind in self.kinds if self.random and kind in REWARDS]
+        reward_faults = [f"chaos.faults: {text!r}" for text in self.faults if parse_fault(text).kind in REWARDS]
+        if remote_url is None and (faults := [*reward_faults, *reward_kinds]):
             raise ConfigError(
                 f"{faults[0]} makes the reward server unreachable, and this run has none: set reward.remote_url (with "
                 "reward.name=remote_rm, or rm_type remote_rm in the rows), or remove the fault"

@@ -46,13 +46,13 @@ def gdn_cp_mode(mode: str, key_heads: int, value_heads: int, *, tp: int, cp: int
 
     Raises ``ConfigError`` if ``mode`` is head and tp * cp does not divide the heads.
     """
-    undivided = [
+    undivided_keys = [
         f"{heads} {kind} heads" for heads, kind in ((key_heads, "key"), (value_heads, "value")) if heads % (tp * cp)
     ]
-    if not undivided:
+    if not undivided_keys:
         reason = f"tp {tp} * cp {cp} divides {key_heads} key and {value_heads} value heads, so states need not pass between ranks"
         return ("head", reason) if mode == "auto" else (mode, "")
-    reason = f"tp {tp} * cp {cp} does not divide the {' and the '.join(undivided)} of linear attention"
+    reason = f"tp {tp} * cp {cp} does not divide the {' and the '.join(undivided_keys)} of linear attention"
     if mode == "head":
         raise ConfigError(
             f"model.gdn.cp_mode=head: {reason}; set model.gdn.cp_mode=auto, which then passes states between ranks"

@@ -104,7 +104,7 @@ def unknown(key: str, algo: str | None) -> str:
     name = key.removeprefix("algo.")
     if algo in ALGORITHMS and key.startswith("algo."):
         algo_keys = known_keys(algo)
-        algorithms = [other for other, schema in ALGORITHMS.items() if name in {f.name for f in fields(schema)}]
+        algorithms = [algorithm for algorithm, schema in ALGORITHMS.items() if name in {f.name for f in fields(schema)}]
         if algorithms and key not in algo_keys:
             return f"exists only under algo={' or '.join(algorithms)}, and this run has algo={algo}; {_nearest(key, algo_keys)}"
         return f"is unknown under algo={algo}: {_nearest(key, algo_keys)}"

@@ -99,13 +99,13 @@ class PolicyConfig(AlgoConfig):
             )
         corrections = [
             f"{prefix}{name}"
-            for name, on in (
+            for name, is_set in (
                 ("use_tis", self.use_tis),
                 ("use_mis", self.use_mis),
                 ("rejection", self.rejection != "none"),
                 ("off_policy", self.off_policy != PolicyConfig.off_policy),
             )
-            if on
+            if is_set
         ]
         if self.use_rollout_logprobs and corrections:
             raise ConfigError(

@@ -68,11 +68,11 @@ def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list
 
 def _of_group(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
     """Yield the first collective of a group that its ranks issued differently, or in which a rank still waits."""
-    issued = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
-    last = {rank: max(ops, default=0) for rank, ops in issued.items()}
-    numbers = sorted({number for ops in issued.values() for number in ops})
+    ops_of_rank = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
+    last = {rank: max(ops, default=0) for rank, ops in ops_of_rank.items()}
+    numbers = sorted({number for ops in ops_of_rank.values() for number in ops})
     for number in numbers:
-        arrived = {rank: ops[number] for rank, ops in issued.items() if number in ops}
+        arrived = {rank: ops[number] for rank, ops in ops_of_rank.items() if number in ops}
         absent = [rank for rank in group.ranks if last.get(rank, 0) < number]
         mismatches = list(_mismatches(arrived))
         waits = any(record.ended_ns in (0, FAILED) for record in arrived.values())
@@ -132,10 +132,10 @@ def _receives(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFind
             group_rank = group.ranks.index(rank)
             if any(r.sequence >= record.sequence for r in _sends(ranks.get(sender), group, group_rank)):
                 continue
-            absent = f"rank {sender}, which is to send ({_describe_rank(ranks.get(sender), now)})"
-            arrived = f"rank {rank} ({_describe_issue(record, now)})"
+            missing_rank = f"rank {sender}, which is to send ({_describe_rank(ranks.get(sender), now)})"
+            arrived_rank = f"rank {rank} ({_describe_issue(record, now)})"
             yield CollectiveFinding(
-                "irecv", group, record.sequence, record.phase, record.started_ns, (arrived,), (absent,)
+                "irecv", group, record.sequence, record.phase, record.started_ns, (arrived_rank,), (missing_rank,)
             )
             break
 

@@ -259,13 +259,13 @@ def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
 
     ``keep``: a folder that is not removed, because this process and others are about to use it.
     """
-    removed: list[Path] = []
+    removed_files: list[Path] = []
     for folder in shared.glob(f"{PREFIX}*"):
         rings = list(folder.glob("*.ring"))
         if folder != keep and _is_own(folder) and rings and not any(_is_alive(path) for path in rings):
             shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-    return removed
+            removed_files.append(folder)
+    return removed_files
 
 
 def _is_own(folder: Path) -> bool:

@@ -93,8 +93,8 @@ class QuerySchedule:
 
     def _update_balance(self, now: float, cost: float) -> None:
         """Add the budget of the time since the last update, at most the cost of one query, and charge ``cost``."""
-        earned = self.budget * (now - self._balance_at) if self._balance_at >= 0 else 0.0
-        self._balance, self._balance_at = min(self._balance + earned, self._query_cost), now
+        allowance = self.budget * (now - self._balance_at) if self._balance_at >= 0 else 0.0
+        self._balance, self._balance_at = min(self._balance + allowance, self._query_cost), now
         self.charge(cost)
 
     def _schedule_query(self, now: float) -> None:

@@ -24,14 +24,14 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
     """Return the error of op ``index`` in the ring, with the state of all ranks of the node."""
     start = w.ring.first_word(index)
     size, sequence = w.ring.words[start + 3], w.ring.words[start + 5]
-    waited = (time.perf_counter_ns() - w.ring.words[start + 1]) / 1e9
+    waited_s = (time.perf_counter_ns() - w.ring.words[start + 1]) / 1e9
     info = counter.group.info
     rank = dist.get_rank() if dist.is_initialized() else "?"
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    problems = _findings(w, wait_for_peers=waited < ARRIVAL_WAIT_S)
+    problems = _findings(w, wait_for_peers=waited_s < ARRIVAL_WAIT_S)
     cause = f"; {problems[0].headline}" if problems else ""
     lines = [
-        f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited:.1f} s, phase {w.phase_name}, "
+        f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited_s:.1f} s, phase {w.phase_name}, "
         f"in group {info.label} (ranks {', '.join(map(str, info.ranks))}){cause}",
         *(str(finding) for finding in problems),
         memory(w),
@@ -44,11 +44,11 @@ def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
     """Return the findings of the rings. ``wait_for_peers``: first wait ``ARRIVAL_WAIT_S`` at most for all living ranks."""
     if w.ring.folder is None:
         return []
-    until = time.monotonic() + (ARRIVAL_WAIT_S if wait_for_peers else 0.0)
+    end = time.monotonic() + (ARRIVAL_WAIT_S if wait_for_peers else 0.0)
     while True:
         problems = findings(read_rings(w.ring.folder))
         pending = any("running" in rank for finding in problems for rank in finding.absent)
-        if not pending or time.monotonic() >= until:
+        if not pending or time.monotonic() >= end:
             return problems
         time.sleep(POLL_S)
 

@@ -76,8 +76,8 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
                     return w.add_pending(work, counter, index, started)
                 torch_wait(work)
         except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
-            explained = w.record_failure(counter, index, error)
-            raise explained from explained.__cause__
+            explained_error = w.record_failure(counter, index, error)
+            raise explained_error from explained_error.__cause__
         words[end] = ended = clock()
         counter.ns += ended - started
         return None  # tells torch that the op has ended
@@ -127,8 +127,8 @@ def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> C
             else:
                 work = raw(counter.target, a, b, c)
         except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
-            explained = w.record_failure(counter, index, error)
-            raise explained from explained.__cause__
+            explained_error = w.record_failure(counter, index, error)
+            raise explained_error from explained_error.__cause__
         if work is None:
             words[end] = clock()
         elif id(work) in pending or len(pending) > MAX_PENDING:
@@ -155,8 +155,8 @@ def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = raw(work, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
-            explained = w.record_failure(counter, index, error)
-            raise explained from explained.__cause__
+            explained_error = w.record_failure(counter, index, error)
+            raise explained_error from explained_error.__cause__
         ended = clock()
         counter.ns += ended - started
         start = first_word + (index & mask) * width
@@ -177,8 +177,8 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
         group = group_of(position, args, kwargs)
-        removed = not w.is_installed  # the caller bound this function before the wrapper was removed
-        if removed or not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
+        is_removed = not w.is_installed  # the caller bound this function before the wrapper was removed
+        if is_removed or not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
             return raw(*args, **kwargs)
         counter = w.counters_by_op[op.name].get(group) or w.add_counter(op, group)
         counter.calls += 1

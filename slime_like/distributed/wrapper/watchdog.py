@@ -70,5 +70,5 @@ def oldest_in_flight(wrapper: Wrapper) -> int | None:
     width = RECORD.size // 8
     first, stop = ring.first_word(0), ring.first_word(0) + ring.slots * width
     words = ring.words
-    issued = [words[at + 1] for at in range(first, stop, width) if words[at + 1] and not words[at + 2]]
-    return min(issued, default=None)
+    issue_times = [words[at + 1] for at in range(first, stop, width) if words[at + 1] and not words[at + 2]]
+    return min(issue_times, default=None)

@@ -132,10 +132,10 @@ class Wrapper:
         """Replace a function in ``distributed_c10d`` and in ``torch.distributed``, which re-exports it."""
         original = getattr(c10d, name)
         assert getattr(dist, name) is original, f"torch.distributed.{name} is no longer that of distributed_c10d"
-        wrapped = wrap(original)
+        wrapped_function = wrap(original)
         for module in (dist, c10d):
             self._originals.append((module, name, original))
-            setattr(module, name, wrapped)
+            setattr(module, name, wrapped_function)
 
     # ---- groups and counters -------------------------------------------------------------------------------------
     def add_counter(self, op: Op, group: Any) -> Counter:
@@ -157,8 +157,8 @@ class Wrapper:
         """Return the record of a group, created at its first op."""
         record = self.groups.get(group)
         if record is None:
-            for destroyed in [g for g in self.groups if g not in c10d._world.pg_map]:
-                self.drop_group(destroyed)
+            for destroyed_group in [g for g in self.groups if g not in c10d._world.pg_map]:
+                self.drop_group(destroyed_group)
             record = self.groups[group] = GroupRecord(self._info(group), self.make_sequence)
             if self.guard.symmetric_actions is not None and self.spec.nodes > 1 and dist.is_initialized():
                 self.guard.symmetric_actions.connect(c10d._get_default_store())
@@ -210,9 +210,9 @@ class Wrapper:
     # ---- asynchronous ops and ends of ops -------------------------------------------------------------------
     def add_pending(self, work: Any, counter: Counter, index: int, started: int) -> Any:
         """Register the ``work`` of an asynchronous op, which its caller may wait for later or never. Return ``work``."""
-        dropped = self.pending_works.get(id(work))  # a work that was deleted; ``work`` has its id
-        if dropped is not None:
-            self.record_end(dropped[2], started)
+        deleted_work = self.pending_works.get(id(work))  # a work that was deleted; ``work`` has its id
+        if deleted_work is not None:
+            self.record_end(deleted_work[2], started)
         self.pending_works[id(work)] = (weakref.ref(work), counter, index)
         if len(self.pending_works) > op_wrappers.MAX_PENDING:
             self.record_completed()
@@ -230,9 +230,9 @@ class Wrapper:
         self.record_end(index, FAILED)
         if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
             return error
-        explained = self.explain(self, counter, index, error)
-        explained.__cause__ = error
-        return explained
+        explained_error = self.explain(self, counter, index, error)
+        explained_error.__cause__ = error
+        return explained_error
 
     def record_completed(self) -> None:
         """Record the end of asynchronous ops that have completed, or whose work was deleted, without a wait."""
@@ -253,8 +253,8 @@ class Wrapper:
             yield
             self.record_end(index, clock())
         except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
-            explained = self.record_failure(counter, index, error)
-            raise explained from explained.__cause__
+            explained_error = self.record_failure(counter, index, error)
+            raise explained_error from explained_error.__cause__
         finally:
             self.composite_thread = (
                 outer if outer == get_ident() else 0

@@ -187,8 +187,8 @@ def parse_request(body: bytes) -> ChatRequest:
     fields = {name: value for name, value in parsed.items() if value is not None and name not in IGNORED}
     if fields.get("tool_choice") == "none":
         fields.pop("tools", None)
-    for name, allowed in NEUTRAL.items():
-        if name in fields and (value := fields.pop(name)) not in allowed:
+    for name, neutral_values in NEUTRAL.items():
+        if name in fields and (value := fields.pop(name)) not in neutral_values:
             raise ApiError(
                 f"{name}={json.dumps(value)[:80]} is not supported: training needs one choice per call, "
                 f"sampled from the model's own distribution; leave it out",

@@ -101,8 +101,8 @@ class Session:
         samples: list[Sample] = []
         for number, episode in enumerate(self._episodes):
             sample = episode.sample(index=self._index, seed=self._seed, text=text)
-            further = FURTHER_IDS + sample.sample_id * MAX_SAMPLES + number
-            sample_id = further if number else sample.sample_id
+            further_id = FURTHER_IDS + sample.sample_id * MAX_SAMPLES + number
+            sample_id = further_id if number else sample.sample_id
             samples.append(replace(sample, sample_id=sample_id, reward=reward, status=status or sample.status))
         return samples
 
@@ -119,10 +119,12 @@ class Session:
         """Return the tokens already in the conversation, and the new tokens after them."""
         if turn is None:
             return self._renderer.conversation(request), np.zeros(0, dtype=np.int32)
-        earlier = turn.episode.token_ids[: turn.length]
+        earlier_ids = turn.episode.token_ids[: turn.length]
         between = self._renderer.after(request, len(turn.messages) - 1)
-        end_was_sampled = len(earlier) and len(between) and earlier[-1] == between[0]  # the answer's end was sampled
-        return earlier, between[1:] if end_was_sampled else between
+        end_was_sampled = (
+            len(earlier_ids) and len(between) and earlier_ids[-1] == between[0]
+        )  # the answer's end was sampled
+        return earlier_ids, between[1:] if end_was_sampled else between
 
     def _max_tokens(self, turn: Turn | None, prompt_ids: I32, between: I32) -> int:
         episode = turn.episode if turn is not None and turn.is_last else Episode(prompt_ids, self._context)

@@ -30,8 +30,8 @@ class PromptQueue:
     def take(self, n: int) -> list[QueuedPrompt]:
         """Return the next ``n`` prompts."""
         first, self.queued = self.queued[:n], self.queued[n:]
-        fresh = self.source.next(n - len(first)) if len(first) < n else []
-        return [*first, *map(QueuedPrompt, fresh)]
+        new_prompts = self.source.next(n - len(first)) if len(first) < n else []
+        return [*first, *map(QueuedPrompt, new_prompts)]
 
     def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
         """Put back prompts that were taken and not answered; they come before all others."""
@@ -39,7 +39,7 @@ class PromptQueue:
 
 
 class GroupCollector:
-    """Collector of rollouts in rounds; waits for every group to finish.
+    """Collector of rollouts in rounds, each of which waits for every group to finish.
 
     The subclass ``OverSamplingCollector`` starts more groups than needed and aborts the rest.
     """

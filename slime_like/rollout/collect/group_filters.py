@@ -105,8 +105,8 @@ class GroupFilters:
         return FilterReport((*metrics, *stats.metrics()), summary, stats.first)
 
     def _summary(self) -> str:
-        dropped = {name: {r: n for r, n in reasons.items() if n} for name, reasons in self._dropped.items()}
-        causes = [f"{name} dropped {sum(r.values())} ({', '.join(r)})" for name, r in dropped.items() if r]
+        dropped_counts = {name: {r: n for r, n in reasons.items() if n} for name, reasons in self._dropped.items()}
+        causes = [f"{name} dropped {sum(r.values())} ({', '.join(r)})" for name, r in dropped_counts.items() if r]
         return f"{self._stats.num_groups} groups were generated{''.join(f', {cause}' for cause in causes)}"
 
     def _count(self, name: str, reason: str) -> None:

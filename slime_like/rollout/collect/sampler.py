@@ -86,8 +86,8 @@ class GroupSampler:
             )
             subject = f"prompt {request.prompt.prompt_id} ({request.prompt.dataset})"
             with errors_named("rollout.generate", self.generate_name, subject):
-                returned = await self.generate(request.prompt, engine, seeds, context)
-            samples = self._check_samples(returned, subject)
+                results = await self.generate(request.prompt, engine, seeds, context)
+            samples = self._check_samples(results, subject)
         if on_generated is not None:
             on_generated()
         group = SampleGroup(request.group_id, request.prompt, samples)

@@ -81,8 +81,8 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     }
     arguments |= spec.sglang | identity
     if spec.dcp > 1:
-        named = {field: str(arguments[field]) for field in BACKEND_FIELDS if arguments.get(field) is not None}
-        arguments |= {field: sharded_backend(backend, spec.device) for field, backend in named.items()}
+        backends = {field: str(arguments[field]) for field in BACKEND_FIELDS if arguments.get(field) is not None}
+        arguments |= {field: sharded_backend(backend, spec.device) for field, backend in backends.items()}
     if overrides := override_args(spec.model_path):
         user_overrides = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
         arguments[MODEL_OVERRIDES] = json.dumps(merge_overrides(overrides, user_overrides))

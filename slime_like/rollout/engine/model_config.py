@@ -94,5 +94,5 @@ def other_models(model_path: str) -> list[str]:
         return []  # SGLang reports the problem when it reads the file
     definition = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
     files = sorted((Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
-    defining = {file for file in files if definition.search(file.read_text())}
-    return [file.stem for file in files if file not in defining] if defining else []
+    defining_files = {file for file in files if definition.search(file.read_text())}
+    return [file.stem for file in files if file not in defining_files] if defining_files else []

@@ -42,7 +42,7 @@ class KvUsage:
     """Use of an engine's KV cache since the previous report, counted in its scheduler at every batch.
 
     With data-parallel attention, the engine has a cache per attention group: ``capacity_tokens`` and ``used_tokens_max`` are
-    those of the fullest, ``running_requests_max`` and ``retractions`` are sums, and the others are those of the slowest group.
+    those of the fullest cache, ``running_requests_max`` and ``retractions`` are sums, and the others are those of the slowest group.
     """
 
     capacity_tokens: int

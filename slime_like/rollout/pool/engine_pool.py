@@ -79,7 +79,7 @@ class EnginePool:
         A check during which this process's event loop was blocked is repeated, until the engine had ``health.timeout_s``
         in total. Raises ``EngineLost`` if there is no server.
         """
-        waited_s, warned = 0.0, False
+        waited_s, has_warned = 0.0, False
         while True:
             with EventLoopMonitor() as monitor:
                 if await engine.health(self.health.timeout_s, decodes=decodes):
@@ -88,8 +88,8 @@ class EnginePool:
             was_replaced = slot.client is not engine or slot.is_restarting
             if was_replaced or not monitor.blocked_s or waited_s >= self.health.timeout_s * scale():
                 return False
-            if not warned:
-                warned = True
+            if not has_warned:
+                has_warned = True
                 self._messages.append(
                     f"the rollout manager was blocked for {monitor.blocked_s:.1f} s during a health check of {engine.name}, "
                     f"which is repeated: run code that blocks the event loop (for example in rollout.generate) in "

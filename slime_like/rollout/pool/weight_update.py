@@ -79,16 +79,16 @@ class EngineWeightUpdate:
 
     async def resume(self, version: int) -> None:
         """Let the engines decode under ``version``. Raises ``EngineLost`` if none is left."""
-        resumed = await self._on_each(self._targets, EngineClient.resume)
-        for target in resumed:
+        resume_results = await self._on_each(self._targets, EngineClient.resume)
+        for target in resume_results:
             self._pool.admit(target.slot, version)
-        current = {target.engine for target in resumed}
+        current = {target.engine for target in resume_results}
         for engine in self._pool.router.engines:
             if engine not in current:  # the engine stalled and has old weights
                 self._pool.router.withdraw(engine)
         self._pool.on_push_end()
         self._is_open = False
-        if not resumed:
+        if not resume_results:
             raise EngineLost(f"no remaining engine has the weights of version {version}")
 
     async def abort(self) -> None:

@@ -66,8 +66,8 @@ class GroupedExperts(Experts):
         return int(self.hf.n_group), int(self.hf.topk_group or 0)
 
     def is_sparse(self, block: int) -> bool:
-        every = int(getattr(self.hf, "moe_layer_freq", None) or 1)
-        return block >= int(self.hf.first_k_dense_replace or 0) and block % every == 0
+        moe_interval = int(getattr(self.hf, "moe_layer_freq", None) or 1)
+        return block >= int(self.hf.first_k_dense_replace or 0) and block % moe_interval == 0
 
     def router_fields(self) -> dict[str, Any]:
         groups, chosen = self.groups or (None, None)

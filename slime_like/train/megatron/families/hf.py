@@ -112,9 +112,9 @@ class HFFolder:
         return self._entries[name]
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        if (stored := self._entry(name).shape) != tuple(shape):
+        if (stored_shape := self._entry(name).shape) != tuple(shape):
             raise CheckpointError(
-                f"{self.path / self._locations()[name]}: {name} has shape {stored} but config.json implies "
+                f"{self.path / self._locations()[name]}: {name} has shape {stored_shape} but config.json implies "
                 f"{tuple(shape)}; use the config.json that belongs to these weights"
             )
 
@@ -135,9 +135,9 @@ class HFFolder:
         if file not in self._files:
             path = self.path / file
             entries = read_header(self.key, path)
-            indexed = (self._file_of or {}).items()
+            files_of_tensors = (self._file_of or {}).items()
             if missing := next(
-                (name for name, tensor_file in indexed if tensor_file == file and name not in entries), None
+                (name for name, tensor_file in files_of_tensors if tensor_file == file and name not in entries), None
             ):
                 raise CheckpointError(
                     f"{self.path / INDEX} places {missing!r} in {file}, which does not contain it; download {file} again"

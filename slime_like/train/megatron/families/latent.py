@@ -61,7 +61,7 @@ class LatentDecoder(DenseDecoder):
     def attention(self, prefix: str) -> dict[str, Weight]:
         hf, attention = self.hf, f"{prefix}.self_attn"
         hidden, heads, rank = hf.hidden_size, hf.num_attention_heads, hf.kv_lora_rank
-        expanded = heads * (hf.qk_nope_head_dim + hf.v_head_dim)
+        expanded_size = heads * (hf.qk_nope_head_dim + hf.v_head_dim)
         return {
             "input_layernorm.weight": Replicated((f"{prefix}.input_layernorm.weight",), ((hidden,),)),
             **self._queries(attention),
@@ -69,7 +69,9 @@ class LatentDecoder(DenseDecoder):
                 (f"{attention}.kv_a_proj_with_mqa.weight",), ((self.key_value_size, hidden),)
             ),
             "self_attention.kv_layernorm.weight": Replicated((f"{attention}.kv_a_layernorm.weight",), ((rank,),)),
-            "self_attention.linear_kv_up_proj.weight": Stacked((f"{attention}.kv_b_proj.weight",), ((expanded, rank),)),
+            "self_attention.linear_kv_up_proj.weight": Stacked(
+                (f"{attention}.kv_b_proj.weight",), ((expanded_size, rank),)
+            ),
             "self_attention.linear_proj.weight": RowParallel(
                 (f"{attention}.o_proj.weight",), ((hidden, heads * hf.v_head_dim),)
             ),

@@ -83,8 +83,8 @@ def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -
 
     def wide(*args: Any, **kwargs: Any) -> Any:
         result = dtype or next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
-        widened = {name: cast(arg, torch.float64) for name, arg in kwargs.items()}
-        return cast(function(*(cast(arg, torch.float64) for arg in args), **widened), result)
+        widened_arguments = {name: cast(arg, torch.float64) for name, arg in kwargs.items()}
+        return cast(function(*(cast(arg, torch.float64) for arg in args), **widened_arguments), result)
 
     return wide
 

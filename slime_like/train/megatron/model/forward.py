@@ -198,6 +198,6 @@ def sum_columns(columns: Sequence[Tensor], group: Any) -> list[Tensor]:
     """Sum columns over the ranks of ``group`` in one collective. Exact if each entry is 0 on all ranks but one."""
     if not columns or group.size() == 1:
         return list(columns)
-    joined = torch.cat(list(columns))
-    dist.all_reduce(joined, group=group)
-    return list(joined.split([len(column) for column in columns]))
+    joined_column = torch.cat(list(columns))
+    dist.all_reduce(joined_column, group=group)
+    return list(joined_column.split([len(column) for column in columns]))

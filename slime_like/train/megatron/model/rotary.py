@@ -26,8 +26,8 @@ class Rotary(torch.nn.Module):
         if kind not in ROPE_TYPES:
             raise ConfigError(f"config.json: rope_type={kind!r} is not supported; only {', '.join(ROPE_TYPES)}")
         if kind == "default":
-            rotated = int(head_dim * float(parameters.get("partial_rotary_factor", 1.0)))
-            exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+            rotary_dim = int(head_dim * float(parameters.get("partial_rotary_factor", 1.0)))
+            exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
             frequencies, self.scale = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

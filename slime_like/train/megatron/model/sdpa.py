@@ -61,8 +61,8 @@ def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches
     token_of = np.full(slots, -1, np.int64)
     token_of[slot_of] = np.arange(len(slot_of))
     padding = np.flatnonzero(token_of < 0)
-    moved = (torch.from_numpy(x).to(device) for x in (slot_of, np.maximum(token_of, 0), padding))
-    return AttentionBatches(shapes, *moved)
+    device_tensors = (torch.from_numpy(x).to(device) for x in (slot_of, np.maximum(token_of, 0), padding))
+    return AttentionBatches(shapes, *device_tensors)
 
 
 def in_batches(query: Tensor, key: Tensor, value: Tensor, batches: AttentionBatches, scale: float | None) -> Tensor:

@@ -52,7 +52,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
 
     layout, dtype, fields = spec.layout, dtype_of(spec), family.transformer_fields()
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
-    derived: dict[str, Any] = {
+    derived_fields: dict[str, Any] = {
         **fields,
         "num_layers": sum(len(block) for block in family.blocks()),
         "is_hybrid_model": True,
@@ -87,15 +87,15 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
             raise ConfigError(
                 f"model.megatron.{key} is not a field of megatron-core's TransformerConfig: {nearest(key, names)}"
             )
-        if key in derived:
+        if key in derived_fields:
             raise ConfigError(
                 f"model.megatron.{key}={value!r}: this field is derived from config.json, parallel.* or model.dtype "
-                f"and is {derived[key]!r}; remove it"
+                f"and is {derived_fields[key]!r}; remove it"
             )
     try:
         with warnings.catch_warnings():  # megatron warns about defaults of its CUDA graph fields
             warnings.filterwarnings("ignore", message="full scope is deprecated")
-            return kind(**{**derived, **chosen, **spec.model.megatron})
+            return kind(**{**derived_fields, **chosen, **spec.model.megatron})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"model/parallel: megatron-core rejects parallel.* or model.megatron: {error}; change the values it names"

@@ -51,9 +51,9 @@ class ValueModel(PolicyModel):
     @classmethod
     def adapt(cls, hf: Any) -> Any:
         """Return the HF config without tied embeddings, because there is no output layer."""
-        adapted = copy.deepcopy(hf)
-        adapted.tie_word_embeddings = False
-        return adapted
+        config = copy.deepcopy(hf)
+        config.tie_word_embeddings = False
+        return config
 
     def values(self, hidden: Tensor, source_N: Tensor) -> Tensor:
         """Return values F32 [N] of the hidden states ``source_N`` of [L], each the value before its next token."""

@@ -31,10 +31,10 @@ def check_model(manifest: Manifest, family: Family, head: str, source: Path, key
     ``key`` is the config key of the model.
     """
     check_padding(manifest, source, family.padded_vocabulary, family.tp)
-    expected, saved = fingerprint(family, head), manifest.model
+    expected, saved_model = fingerprint(family, head), manifest.model
     for name in expected:
-        if expected[name] != saved.get(name):
+        if expected[name] != saved_model.get(name):
             raise CheckpointError(
-                f"{source} was saved from another model: its {name} is {saved.get(name)}, but {expected[name]} in {key}; "
+                f"{source} was saved from another model: its {name} is {saved_model.get(name)}, but {expected[name]} in {key}; "
                 "use the model that the checkpoint was trained from"
             )

@@ -66,16 +66,16 @@ def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, 
     policies = model.policies
     states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
     with convert_damage(lambda reason: f"{key}: {source} is damaged, or not a torch_dist checkpoint ({reason})"):
-        stored = dist_checkpointing.load_tensors_metadata(str(source))
+        metadata = dist_checkpointing.load_tensors_metadata(str(source))
         if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
             for state in states:
-                _use_gpt_keys(state, stored, family)
-        requested = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
-        entries = [entry for state in requested.values() for entry in state.values()]
-        _check_stored(entries, stored, source, key)
-        _check_unread(entries, stored, source, key)
-        loaded: Any = dist_checkpointing.load(requested, str(source))
-    for policy, name in zip(policies, requested, strict=True):
+                _use_gpt_keys(state, metadata, family)
+        requested_tensors = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
+        entries = [entry for state in requested_tensors.values() for entry in state.values()]
+        _check_stored(entries, metadata, source, key)
+        _check_unread(entries, metadata, source, key)
+        loaded: Any = dist_checkpointing.load(requested_tensors, str(source))
+    for policy, name in zip(policies, requested_tensors, strict=True):
         # Not strict: megatron's states include layers without tensors, which are not in the folder.
         policy.load_state_dict(loaded[name], strict=False)
 
@@ -115,12 +115,14 @@ def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key:
     """Raise ``CheckpointError`` if the folder has weights that no rank loads, because it is of another model."""
     stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # a pipeline stage loads only its layers
     dist.all_gather_object(stages, {entry.key for entry in entries})
-    requested: set[str] = set().union(*stages)
-    unread = sorted(k for k in stored if k not in requested and k.startswith(MODEL) and k.endswith(("weight", "bias")))
-    if unread:
+    requested_keys: set[str] = set().union(*stages)
+    unread_keys = sorted(
+        k for k in stored if k not in requested_keys and k.startswith(MODEL) and k.endswith(("weight", "bias"))
+    )
+    if unread_keys:
         raise CheckpointError(
-            f"{key}: {source} holds {unread[0]!r}, which the model of model.hf_checkpoint does not have "
-            f"({len(unread)} such tensors): use the model that the checkpoint was made from"
+            f"{key}: {source} holds {unread_keys[0]!r}, which the model of model.hf_checkpoint does not have "
+            f"({len(unread_keys)} such tensors): use the model that the checkpoint was made from"
         )
 
 

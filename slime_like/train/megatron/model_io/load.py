@@ -41,7 +41,7 @@ def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
 
 
 def load_weights(state: RankState, source: Path) -> None:
-    """Load only the weights of an iteration's folder. Collective; raises like ``load_checkpoint``."""
+    """Load only the weights of an iteration's folder. Collective. Raises the errors of ``load_checkpoint``."""
     _check_model(read_verified_manifest(source, verify=state.verify), state, source)
     with convert_damage(lambda reason: f"{source}: damaged ({reason}); use another iteration"):
         loaded = _read(sharded_weights(state), source)
