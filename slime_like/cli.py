@@ -61,7 +61,7 @@ def _run(argv: list[str]) -> int:
 
 def _train(argv: list[str]) -> int:
     """Run the driver."""
-    from slime_like.config.load.loader import load_prepared
+    from slime_like.cluster.start.prepared import load_prepared
 
     # SIGUSR2 requests a save. It must not kill the driver before the run installs its handler.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -131,7 +131,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/dcp_exchange_time",
-        "time in which a rank exchanged partial attention with its DCP group since the previous rollout, waiting for the other ranks "
+        "time in which a rank exchanged queries and partial attention with its DCP group since the previous rollout, waiting for the other ranks "
         "included, of the engine with the longest time (docs/dcp.md)",
         "s",
         "below half of perf/rollout_time",

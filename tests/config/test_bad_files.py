@@ -12,7 +12,7 @@ import pytest
 from slime_like.config.load.loader import load_config
 from slime_like.errors import CheckpointError, DataError
 from tests.config.bad_input import message
-from tests.config.model_folder import write_model, write_safetensors
+from tests.config.model_folder import SHAPE, write_model, write_safetensors
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,36 @@ def test_an_unsupported_rotary_scaling_is_named(
     folder = write_model(tmp_path / "scaled", model_type="llama", **changes)
     text = message(argv, f"model.hf_checkpoint={folder}", files=True, error=CheckpointError)
     assert all(word in text for word in [str(folder), *words]), text
+
+
+# fields of config.json, words of the message; None: no layer has a window
+WINDOWS: list[tuple[dict[str, Any], str | None]] = [
+    ({"use_sliding_window": True}, "use_sliding_window=True"),
+    (
+        {"use_sliding_window": True, "sliding_window": 512},
+        "write false if no sequence is longer than the window of 512 tokens",
+    ),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "write full_attention in place of sliding_attention"),
+    ({"text_config": SHAPE | {"use_sliding_window": True}}, "use_sliding_window=True"),
+    ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096"),
+    ({"model_type": "llama", "sliding_window": 4096}, "write null if no sequence is longer than the window of 4096"),
+    ({"model_type": "llama", "sliding_window": None}, None),
+    ({"use_sliding_window": False, "sliding_window": 4096}, None),
+    ({"sliding_window": 4096}, None),  # Qwen's default of use_sliding_window is false
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WINDOWS)
+def test_sliding_windows_are_refused(
+    changes: dict[str, Any], words: str | None, tmp_path: Path, argv: list[str]
+) -> None:
+    folder = write_model(tmp_path / "model", **changes)
+    arguments = [*argv, f"model.hf_checkpoint={folder}"]
+    if words is None:
+        load_config(arguments)
+        return
+    text = message(arguments, "model.family=llama", files=True, error=CheckpointError)
+    assert "model.hf_checkpoint=" in text and words in text, text
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.plan.machine import Machine, described_machine
+from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
@@ -82,12 +81,6 @@ def test_groups_that_over_sampling_starts_count() -> None:
     assert "of the 768 requests" in reason(quickstart("rollout.tp=4", SMALL, "rollout.over_sampling_batch_size=96"))
 
 
-def test_a_model_with_sliding_windows_is_not_sharded(tmp_path: Path, plan: Callable[..., Plan], data: Path) -> None:
-    folder = write_model(tmp_path / "model", use_sliding_window=True)
-    planned = plan(f"model.hf_checkpoint={folder}", *COPIES, SMALL, AUTO)
-    assert planned.engines[0].dcp == 1 and "sliding windows" in reason(planned)
-
-
 def test_a_configured_cache_counts_for_each_rank(plan: Callable[..., Plan]) -> None:
     by_cache = ("rollout.max_running_requests=auto", "rollout.max_response_len=500", "rollout.max_context_len=600")
     planned = plan(*COPIES, "rollout.sglang.max_total_tokens=300", AUTO, *by_cache)
@@ -146,13 +139,6 @@ def test_recurrent_states_that_limit_a_hybrid_model_are_not_sharded(plan: Callab
     assert cache.engines[0].dcp == 2 and "without DCP, the KV cache holds 20 of the" in reason(cache)
     cached = plan(*hybrid, *many_requests, SMALL, "rollout.sglang.disable_radix_cache=false")
     assert cached.engines[0].dcp == 1 and "disable_radix_cache=False for the hybrid model" in reason(cached)
-
-
-def test_the_gpus_of_a_ray_cluster_are_not_known_before_it_responds() -> None:
-    here: Machine = replace(described_machine("16xH200"), gpu_names=())
-    cfg = load_config([*GPU_RUN, "placement.ray_address=auto"], files=False, machine=False)
-    planned = make_plan(cfg, here)
-    assert "the KV cache is not predicted" in reason(planned)
 
 
 def test_data_parallel_attention_divides_the_ranks_that_share_heads(plan: Callable[..., Plan]) -> None:

@@ -278,12 +278,3 @@ def test_kv_heads_of_the_model_are_checked(argv: list[str]) -> None:
     text = message(argv, "rollout.tp=4 rollout.dcp=2", files=True)
     assert "rollout.dcp=2 for the model in" in text and "the model has 4" in text
     load_config([*argv, *ON.split()], files=True)
-
-
-@pytest.mark.parametrize(
-    "change", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}]
-)
-def test_sliding_windows_are_refused(change: dict[str, object], argv: list[str], tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", **change)
-    text = message([*argv, f"model.hf_checkpoint={folder}"], ON, files=True)
-    assert "rollout.dcp=2" in text and "sliding windows" in text and "set rollout.dcp=1" in text

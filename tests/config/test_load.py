@@ -13,12 +13,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.config.load.loader import from_yaml, load_config, load_prepared, show, to_yaml
+from slime_like.config.load.loader import from_yaml, load_config, show, to_yaml
 from slime_like.config.load.paths import config_folder
 from slime_like.config.schema import algo, policy, role_algo
 from slime_like.config.schema.known import ALGORITHMS, known_keys
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import ConfigError
 from slime_like_compat.flags.translate import render
 from tests.config.bad_input import refusal
 
@@ -141,21 +140,6 @@ def test_show_prints_missing_keys_too() -> None:
     text = show(["rollout.batch_size=7"])
     assert "hf_checkpoint: ???" in text
     assert "batch_size: 7" in text
-
-
-def test_prepare_runs_before_files_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "make_inputs.py").write_text(
-        "from pathlib import Path\n"
-        "from tests.config.model_folder import write_model\n"
-        "def make(cfg):\n"
-        "    write_model(Path(cfg.model.hf_checkpoint))\n"
-        "    Path(cfg.data.train).write_text('{}')\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=make_inputs:make"]
-    assert load_prepared(argv).run.prepare == "make_inputs:make"
-    with pytest.raises(ConfigError, match=r"run.prepare='make_inputs:mke'.*did you mean 'make'"):
-        load_prepared([*argv, "run.prepare=make_inputs:mke"])
 
 
 @pytest.mark.parametrize(

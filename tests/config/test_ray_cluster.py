@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
-from slime_like.cluster.plan.ray_cluster import ClusterNode, check_cluster, cluster_nodes
+from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes, plan_on_nodes
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -47,9 +49,9 @@ def test_rays_names_of_gpus_are_the_planners(name: str, gpu: str) -> None:
 
 
 def test_a_run_that_fits_the_nodes_is_accepted() -> None:
-    assert check_cluster(*planned(), [H100]) == ()
+    assert plan_on_nodes(*planned(), [H100]).warnings == ()
     two = ClusterNode("10.0.0.2", 4, 32, 512 * GIB, "H100")
-    assert check_cluster(*planned(), [two, two, ClusterNode("10.0.0.9", 0, 4, GIB)]) == ()
+    assert plan_on_nodes(*planned(), [two, two, ClusterNode("10.0.0.9", 0, 4, GIB)]).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -77,19 +79,19 @@ def test_nodes_that_are_too_small_are_refused(
     overrides: tuple[str, ...], nodes: list[ClusterNode], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_cluster(*planned(*overrides), nodes)
+        plan_on_nodes(*planned(*overrides), nodes)
 
 
 def test_the_named_offload_fraction_fits() -> None:
     node = ClusterNode("a", 8, 64, 190 * GIB, "H100")
     with pytest.raises(ConfigError, match="set optim") as refusal:
-        check_cluster(*planned("optim.cpu_offload=true"), [node])
+        plan_on_nodes(*planned("optim.cpu_offload=true"), [node])
     fix = str(refusal.value).split("set ")[1].split()[0]
-    assert check_cluster(*planned("optim.cpu_offload=true", fix), [node]) == ()
+    assert plan_on_nodes(*planned("optim.cpu_offload=true", fix), [node]).warnings == ()
 
 
 def test_gpus_without_a_known_kind_are_reported() -> None:
-    (warning,) = check_cluster(*planned(), [ClusterNode("a", 8, 64, 512 * GIB)])
+    (warning,) = plan_on_nodes(*planned(), [ClusterNode("a", 8, 64, 512 * GIB)]).warnings
     assert "is not checked: the planner does not know the GPU ''" in warning
 
 
@@ -97,14 +99,40 @@ def test_a_driver_without_gpus_has_to_say_where_to_run(argv: list[str], plan: An
     joined_address = "placement.ray_address=10.0.0.1:6379"
     cfg = load_config([*argv, joined_address])
     with pytest.raises(ConfigError, match=r"the Ray cluster at .* has 8 GPUs: set placement\.device=cuda"):
-        check_cluster(cfg, plan(joined_address), [H100])
+        plan_on_nodes(cfg, plan(joined_address), [H100])
     chosen = load_config([*argv, joined_address, "placement.device=cpu"])
-    assert check_cluster(chosen, plan(joined_address, "placement.device=cpu"), [H100]) == ()
+    assert plan_on_nodes(chosen, plan(joined_address, "placement.device=cpu"), [H100]).warnings == ()
 
 
 def test_the_memory_of_nodes_without_gpus_is_summed(argv: list[str], plan: Any) -> None:
     many_engines = ("placement.ray_address=10.0.0.1:6379", "placement.device=cpu", "rollout.num_engines=20")
     cfg, small = load_config([*argv, *many_engines]), ClusterNode("a", 0, 8, 8 * GIB)
-    assert check_cluster(cfg, plan(*many_engines), [small, small]) == ()
+    assert plan_on_nodes(cfg, plan(*many_engines), [small, small]).warnings == ()
     with pytest.raises(ConfigError, match=r"GiB of memory .* but the nodes have 8\.0 GiB"):
-        check_cluster(cfg, plan(*many_engines), [small])
+        plan_on_nodes(cfg, plan(*many_engines), [small])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "size", "reason"),
+    [
+        ("H100", 2, "without DCP, the KV cache holds"),
+        ("V100", 1, "the KV cache is not predicted: the planner does not know the GPU 'V100'"),
+    ],
+)
+def test_the_size_of_dcp_groups_is_decided_on_the_nodes(
+    gpu: str, size: int, reason: str, argv: list[str], plan: Callable[..., Plan]
+) -> None:
+    keys = ("rollout.tp=8", "placement.actor_num_gpus_per_node=8", "rollout.sglang.max_total_tokens=2048")
+    overrides = (*JOINED, *keys, "rollout.dcp=auto")
+    before = plan(*overrides)  # by a driver without GPUs
+    (decision,) = [decision for decision in before.decisions if decision.key == "rollout.dcp"]
+    assert (decision.value, before.engines[0].dcp) == ("auto", 1) and "when it has responded" in decision.reason
+    on_nodes = plan_on_nodes(load_config([*argv, *overrides]), before, [replace(H100, gpu_name=gpu)])
+    assert {engine.dcp for engine in on_nodes.plan.engines} == {on_nodes.plan.dcp.size} == {size}
+    assert on_nodes.decisions[0].value == str(size) and reason in on_nodes.decisions[0].reason
+
+
+def test_a_configured_size_is_not_decided_again(argv: list[str], plan: Callable[..., Plan]) -> None:
+    overrides = (*JOINED, "rollout.tp=8", "placement.actor_num_gpus_per_node=8", "rollout.dcp=2")
+    on_nodes = plan_on_nodes(load_config([*argv, *overrides]), plan(*overrides), [H100])
+    assert on_nodes.decisions == () and on_nodes.plan.engines[0].dcp == 2

@@ -11,6 +11,7 @@ import pytest
 
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules import foreign
+from slime_like.config.rules.hf import hf_config
 from slime_like.config.rules.trained_sampling import (
     CHANGES_SAMPLES,
     CHANGES_SAMPLES_BY_VARIABLE,
@@ -20,6 +21,8 @@ from slime_like.config.rules.trained_sampling import (
 )
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from tests.config.model_folder import SHAPE
+from tests.config.test_hybrid_models import HYBRID
 
 LISTED = Path(__file__).parent / "sglang_fields.txt"
 VARIABLES = Path(__file__).parent / "sglang_environment.txt"
@@ -140,10 +143,14 @@ def test_values_that_change_nothing_pass(field: str, value: object) -> None:
 
 def test_speculative_drafts_are_refused_on_a_cpu() -> None:
     cfg = TrainConfig()
-    check_drafts(cfg, "cpu")
+    check_drafts(cfg, "cpu", None)
     cfg.rollout.sglang = {"speculative_algorithm": "NGRAM"}
-    check_drafts(cfg, "cuda")
+    check_drafts(cfg, "cuda", None)
     with pytest.raises(ConfigError, match=r"speculative_algorithm=NGRAM cannot be trained on .*device=cpu.*remove it"):
-        check_drafts(cfg, "cpu")
+        check_drafts(cfg, "cpu", None)
     cfg.run.mode = "rollout_only"
-    check_drafts(cfg, "cpu")
+    check_drafts(cfg, "cpu", None)
+    hybrid = hf_config("model.hf_checkpoint", "hybrid", SHAPE | HYBRID)
+    check_drafts(cfg, "cuda", hybrid)
+    with pytest.raises(ConfigError, match=r"speculative_algorithm=NGRAM for the hybrid model in hybrid.*device=cuda"):
+        check_drafts(cfg, "cpu", hybrid)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,10 +158,19 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
 
     The loader's write is not counted by torch. No hidden states are kept after an attention.
     """
+    from slime_like_plugins.dcp import exchange_time
     from slime_like_plugins.dcp.group_queries import group_queries
 
     size, heads, hidden = 3, 2, 8
     group, hidden_TC, positions_T = Group(size), normal(1, 5, hidden), torch.arange(5) + 7
+    measured: list[int] = []  # the rank of each measured exchange
+
+    @contextlib.contextmanager
+    def running() -> Generator[None]:
+        measured.append(group.rank_in_group)
+        yield
+
+    clock: Any = SimpleNamespace(running=running)
     norm = torch.nn.RMSNorm(DIM) if normed else None
     models: list[torch.nn.Module] = []
     for rank in range(size):
@@ -193,5 +204,11 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
                 parameter.data.copy_(normal(seed, *parameter.shape))
         return tuple(torch.stack(tensors) for tensors in zip(*results, strict=True))  # pyright: ignore
 
-    for gathered, computed in by_threads(group, run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_time, "_clocks", [])
+        patch.setattr(exchange_time, "METHODS", ["all_gather"])
+        exchange_time.measure(group, clock)
+        results = by_threads(group, run)
+    for gathered, computed in results:
         torch.testing.assert_close(computed, gathered, atol=2e-6, rtol=1e-5)
+    assert sorted(measured) == sorted([*range(size)] * 3), "gathered projections are not an exchange of attention"

@@ -8,6 +8,7 @@ its last replay, which stand for all replays since the last report.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -137,6 +138,11 @@ def measure(group: Any, clock: ExchangeClock) -> None:
     for name in METHODS:
         setattr(group, name, _timed(getattr(group, name), clock))
     _clocks[:] = [clock]
+
+
+def unmeasured(group: Any, name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of ``group`` without a clock, for a collective that is not an exchange of attention."""
+    return functools.partial(getattr(type(group), name), group)  # ``measure`` sets attributes of the object
 
 
 def _timed(exchange: Callable[..., Any], clock: ExchangeClock) -> Callable[..., Any]:

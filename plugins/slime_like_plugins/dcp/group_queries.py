@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime_like_plugins.dcp.exchange_time import unmeasured
+
 
 class GroupQueries:
     """Query projections of all ranks of a group for one attention module."""
@@ -55,8 +57,9 @@ class GroupQueries:
         if source is self._source and source._version == self._source_version:
             return
         bias = getattr(projection, "bias", None)
-        self._weight = self._group.all_gather(source.detach()[:size].contiguous(), dim=0)
-        self._bias = None if bias is None else self._group.all_gather(bias.detach()[:size].contiguous(), dim=0)
+        gather = unmeasured(self._group, "all_gather")
+        self._weight = gather(source.detach()[:size].contiguous(), dim=0)
+        self._bias = None if bias is None else gather(bias.detach()[:size].contiguous(), dim=0)
         self._source, self._source_version = source, source._version
 
 

@@ -9,9 +9,10 @@ from slime_like.cluster.plan.admission import KV_CACHE, STATES, EngineLoad
 from slime_like.cluster.plan.engine import engine_settings, predict_engine
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import PlanDecisions, RoleShapes
-from slime_like.config.rules.dcp import WINDOWS, device_obstacles, setting_obstacles, state_obstacles
+from slime_like.config.rules.dcp import device_obstacles, setting_obstacles, state_obstacles
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.resolved import EngineSpec
+from slime_like.config.schema.rollout import AUTO
 from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, useful_dcp
 
@@ -40,16 +41,27 @@ def plan_dcp(
     load: EngineLoad,
     decisions: PlanDecisions,
 ) -> DcpPlan:
-    """Resolve ``rollout.dcp`` and ``rollout.dcp_comm``. ``engine`` is an engine without DCP."""
+    """Resolve ``rollout.dcp`` and ``rollout.dcp_comm``. ``engine`` is an engine without DCP.
+
+    Before a Ray cluster is joined, auto is 1; ``plan_on_nodes`` decides it.
+    """
     largest, obstacle = _largest(cfg, model, shapes, engine)
     predicted = predict_engine(cfg, machine, shapes, engine)
     wider = predict_engine(cfg, machine, shapes, replace(engine, dcp=largest))
     size = cfg.rollout.dcp
-    if isinstance(size, str):
+    if isinstance(size, str) and is_undecided(cfg, machine) and largest > 1:
+        size = 1
+        decisions.add("rollout.dcp", "auto", "decided on the nodes of the Ray cluster, when it has responded")
+    elif isinstance(size, str):
         size, reason = (1, obstacle) if largest == 1 else _choose(largest, predicted, wider, load)
         decisions.add("rollout.dcp", size, reason)
     exchange = _exchange(cfg, engine.device, size, decisions)
     return DcpPlan(size, exchange, largest, wider.tokens if isinstance(wider, EngineMemory) else 0)
+
+
+def is_undecided(cfg: TrainConfig, machine: Machine) -> bool:
+    """Return True while ``rollout.dcp=auto`` waits for the nodes of a joined Ray cluster (``ray_cluster``)."""
+    return cfg.rollout.dcp == AUTO and cfg.placement.ray_address is not None and machine.is_local
 
 
 def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> Iterator[str]:
@@ -69,8 +81,6 @@ def _largest(cfg: TrainConfig, model: HfConfig | None, shapes: RoleShapes, engin
     if copies == 1 or ranks % copies:
         heads = shapes.actor.kv_heads
         return 1, f"no copies of KV heads to save: the model has {heads}, and an engine {ranks} attention ranks"
-    if model is not None and model.windowed:
-        return 1, WINDOWS
     obstacles = (
         *setting_obstacles(cfg),
         *device_obstacles(cfg, engine.device),

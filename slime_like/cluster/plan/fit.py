@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.roles import role_devices
 from slime_like.cluster.plan.types import Role, num_gpus
@@ -108,7 +110,8 @@ def check_one_node(tp: int, num_gpus: int, where: str) -> None:
 
 def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
     """Return a lower bound of the run's memory on a CPU: processes, trainer state in float32, engine weights."""
-    params = 0 if model is None else check_weights("model.hf_checkpoint", model.folder)
+    is_written = model is not None and Path(model.folder).exists()
+    params = check_weights("model.hf_checkpoint", cfg.model.hf_checkpoint) if is_written else 0
     p = cfg.parallel
     copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep))
     engines = processes.get("engine", 0)

@@ -8,8 +8,9 @@ from pathlib import Path
 from slime_like.cluster.plan.actor import actor_spec
 from slime_like.cluster.plan.admission import EngineLoad, add_admission_decision, engine_load, fixed_limit
 from slime_like.cluster.plan.advice import advice
-from slime_like.cluster.plan.dcp import DcpPlan, plan_dcp
+from slime_like.cluster.plan.dcp import DcpPlan, is_undecided, plan_dcp
 from slime_like.cluster.plan.demand import MemoryPlan
+from slime_like.cluster.plan.device import resolve_device
 from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, check_one_node, rank_roles
 from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
@@ -18,10 +19,8 @@ from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
 from slime_like.cluster.plan.types import Decision, PlanDecisions, Role, num_gpus
-from slime_like.config.rules.dcp import check_dcp_device, check_dcp_states, check_flashinfer
 from slime_like.config.rules.files import check_engine_device
 from slime_like.config.rules.hf import HfConfig
-from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
@@ -87,7 +86,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     """
     decisions = PlanDecisions([])
     model = model_config(cfg, machine)
-    device = _device(cfg, model, machine, decisions)
+    device = resolve_device(cfg, model, machine, decisions)
     dtype = _dtype(cfg, device, decisions)
     context = _context(cfg, model, decisions)
     tolerances = logprob_tolerances(cfg, device, dtype, decisions)
@@ -115,7 +114,8 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         engines = tuple(dcp.applied_to(engine, cfg) for engine in engines)
     memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
     if engines:
-        add_admission_decision(cfg.rollout, dcp.size, memory.engine, decisions)
+        groups = dcp.largest if is_undecided(cfg, machine) else dcp.size
+        add_admission_decision(cfg.rollout, groups, memory.engine, decisions)
     trainer_threads, engine_threads = _threads(cfg, machine, roles, device, decisions)
     return Plan(
         device=device,
@@ -140,23 +140,6 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         decisions=tuple(decisions.entries),
         advice=(*((memory.warning,) if memory.warning else ()), *advice(cfg, machine, roles, device)),
     )
-
-
-def _device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decisions: PlanDecisions) -> str:
-    """Return the device of trainer and engines, after checks of the settings that not every device has."""
-    device = cfg.placement.device
-    if device == "auto":
-        device = "cuda" if machine.num_gpus else "cpu"
-        decisions.add("placement.device", device, f"{machine.num_gpus} GPUs are visible")
-    if device == "cuda" and not machine.num_gpus and cfg.placement.ray_address is None:
-        raise ConfigError(
-            "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"
-        )
-    check_drafts(cfg, device)
-    check_dcp_device(cfg, device)
-    check_flashinfer(cfg, device, machine.kernels if cfg.placement.ray_address is None else None)
-    check_dcp_states(cfg, device, model)
-    return device
 
 
 def _dtype(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> str:

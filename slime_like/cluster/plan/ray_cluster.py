@@ -1,17 +1,22 @@
-"""Check of a plan against the nodes of a joined Ray cluster (``placement.ray_address``)."""
+"""Plan of a run on the nodes of a joined Ray cluster (``placement.ray_address``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from slime_like.cluster.plan.admission import add_admission_decision
+from slime_like.cluster.plan.dcp import plan_dcp
 from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits, check_one_node
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.memory import plan_memory
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.roles import role_bytes
 from slime_like.cluster.plan.shapes import model_config, role_shapes
+from slime_like.cluster.plan.types import Decision, PlanDecisions, RoleShapes
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.rollout import AUTO
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.planner.hardware import known_gpu
@@ -43,8 +48,20 @@ def cluster_nodes(entries: Sequence[Mapping[str, Any]]) -> tuple[ClusterNode, ..
     return tuple(nodes)
 
 
-def check_cluster(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tuple[str, ...]:
-    """Compare a plan with the nodes' GPUs, CPUs and memory; return warnings. Raises ``ConfigError`` naming the key to change."""
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Plan of a run on the nodes of a joined Ray cluster."""
+
+    plan: Plan
+    decisions: tuple[Decision, ...] = ()  # that the nodes' resources determine
+    warnings: tuple[str, ...] = ()
+
+
+def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> ClusterPlan:
+    """Compare a plan with the nodes' GPUs, CPUs and memory, and decide ``rollout.dcp=auto`` on them.
+
+    Raises ``ConfigError`` naming the key to change.
+    """
     where = f"the Ray cluster at placement.ray_address={cfg.placement.ray_address!r}"
     gpus = sum(node.num_gpus for node in nodes)
     if plan.device == "cpu" and gpus and cfg.placement.device == "auto":
@@ -57,13 +74,33 @@ def check_cluster(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) ->
     machine = _machine(plan, nodes)
     model, extra = model_config(cfg, machine), role_bytes(plan.critic, plan.teacher, PROCESS_BYTES)
     check_fits(cfg, machine, model, plan.roles, device=plan.device, role_bytes=extra)
+    shapes = role_shapes(cfg, plan.critic, plan.teacher)
+    if plan.device == "cpu":  # check_fits compares the memory of all nodes, but an engine runs on one
+        machine = replace(machine, memory_bytes=min((node.memory_bytes for node in nodes), default=0))
+    planned = _with_dcp(cfg, plan, machine, model, shapes)
     if plan.device == "cpu":
-        return ()
-    shapes, others = role_shapes(cfg, plan.critic, plan.teacher), (plan.critic, plan.teacher)
-    memory = plan_memory(cfg, machine, shapes, plan.actor, plan.engines, plan.roles, others)
-    if memory.unknown:
-        return (f"the memory of the GPUs of {where} is not checked: {memory.unknown}",)
-    return (memory.warning,) if memory.warning else ()
+        return planned
+    others, engines = (plan.critic, plan.teacher), planned.plan.engines
+    memory = plan_memory(cfg, machine, shapes, plan.actor, engines, plan.roles, others)
+    warning = (
+        f"the memory of the GPUs of {where} is not checked: {memory.unknown}" if memory.unknown else memory.warning
+    )
+    return replace(planned, warnings=(warning,) if warning else ())
+
+
+def _with_dcp(
+    cfg: TrainConfig, plan: Plan, machine: Machine, model: HfConfig | None, shapes: RoleShapes
+) -> ClusterPlan:
+    """Return the plan with ``rollout.dcp=auto`` decided on ``machine``."""
+    if cfg.rollout.dcp != AUTO or not plan.engines:
+        return ClusterPlan(plan)
+    decisions = PlanDecisions([])
+    engine = replace(plan.engines[0], dcp=1)
+    dcp = plan_dcp(cfg, machine, model, shapes, engine, plan.load, decisions)
+    decided = tuple(decisions.entries)
+    add_admission_decision(cfg.rollout, dcp.size, None, decisions)
+    engines = tuple(dcp.applied_to(engine, cfg) for engine in plan.engines)
+    return ClusterPlan(replace(plan, dcp=dcp, engines=engines), decided)
 
 
 def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], where: str) -> None:

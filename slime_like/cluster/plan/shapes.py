@@ -27,26 +27,20 @@ PREPARED = {
 
 
 def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
-    """Return config.json of ``model.hf_checkpoint``; None if ``run.prepare`` will write it.
+    """Return config.json of ``model.hf_checkpoint``.
 
-    A described machine need not have the folder: then the planner's table of public models is used. Raises
+    Without that folder, it is the one that ``run.prepare`` of a default job will write, and None for any other function. A
+    described machine need not have the folder either: then the planner's table of public models is used. Raises
     ``CheckpointError`` if there is neither.
     """
     folder = cfg.model.hf_checkpoint
     if Path(folder).exists():
         return read_hf_config(KEY, folder)
     if cfg.run.prepare is not None:
-        return None
+        spec = PREPARED.get(cfg.run.prepare)
+        return None if spec is None else hf_config(KEY, folder, {"model_type": spec.model_type, **config_fields(spec)})
     values = None if machine.is_local else table_config(folder)
     return read_hf_config(KEY, folder) if values is None else hf_config(KEY, folder, values)
-
-
-def prepared_config(cfg: TrainConfig) -> HfConfig | None:
-    """Return the config.json that ``run.prepare`` of a default job will write; None for any other function."""
-    spec = PREPARED.get(cfg.run.prepare or "")
-    if spec is None:
-        return None
-    return hf_config(KEY, cfg.model.hf_checkpoint, {"model_type": spec.model_type, **config_fields(spec)})
 
 
 def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpec | None) -> RoleShapes:

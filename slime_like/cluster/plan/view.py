@@ -10,7 +10,7 @@ from slime_like.cluster.plan.guard import guard_lines
 from slime_like.cluster.plan.machine import Machine, described_machine, probe_machine
 from slime_like.cluster.plan.memory_view import change_lines, memory_lines, plot_lines
 from slime_like.cluster.plan.planner import Plan, Role, make_plan
-from slime_like.cluster.plan.shapes import model_config, prepared_config
+from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
 from slime_like.config.rules.files import check_files, check_model
@@ -41,7 +41,7 @@ def show_plan(argv: Sequence[str], description: str | None = None) -> str:
     machine = probe_machine() if description is None else described_machine(description)
     if description is None and (cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists()):
         check_files(cfg)
-    elif (model := model_config(cfg, machine) or prepared_config(cfg)) is not None:
+    elif (model := model_config(cfg, machine)) is not None:
         check_model(cfg, model)
     return render_plan(cfg, make_plan(cfg, machine), machine)
 

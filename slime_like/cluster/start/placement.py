@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime_like.cluster.plan.planner import Plan
-from slime_like.cluster.plan.ray_cluster import check_cluster
+from slime_like.cluster.plan.ray_cluster import ClusterPlan, plan_on_nodes
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
@@ -58,19 +58,20 @@ class Placement:
         self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
         self._cfg = cfg
 
-    def open(self) -> tuple[str, ...]:
-        """Start Ray, or join and check the cluster that ``placement.ray_address`` names, and reserve GPUs; return warnings."""
+    def open(self) -> ClusterPlan:
+        """Start Ray, or join the cluster that ``placement.ray_address`` names; plan on its nodes, and reserve GPUs."""
         cfg = self._cfg
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        address, warnings = cfg.placement.ray_address, ()
+        address, planned = cfg.placement.ray_address, ClusterPlan(self._plan)
         if address is not None:
             local_ray.join(address, f"slime_like_{cfg.run.name}")
-            warnings = check_cluster(cfg, self._plan, local_ray.nodes())
+            planned = plan_on_nodes(cfg, self._plan, local_ray.nodes())
+            self._plan = planned.plan
         else:
             local_ray.start(f"slime_like_{cfg.run.name}")
         if self._plan.device == "cuda":
             self._reserve_gpus(cfg.loop.step_deadline_s)
-        return warnings
+        return planned
 
     @property
     def log_dir(self) -> Path | None:

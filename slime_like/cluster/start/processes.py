@@ -79,7 +79,11 @@ class Cluster:
     ) -> Run:
         """Start every process that the mode needs; trainer and engines start concurrently. ``record`` is stored in each checkpoint."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
-        for line in self.placement.open():
+        planned = self.placement.open()
+        self.plan = planned.plan
+        for decision in planned.decisions:
+            self.say(f"{decision.key}={decision.value}: {decision.reason}")
+        for line in planned.warnings:
             sys.stderr.write(visible(f"warning: {line}\n"))
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
         if self.plan.needs_engines:

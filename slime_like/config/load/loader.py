@@ -25,12 +25,10 @@ from slime_like.config.rules.epochs import resolve_epochs
 from slime_like.config.rules.files import check_files
 from slime_like.config.rules.path_values import resolve_paths
 from slime_like.config.rules.tree import check_rules
-from slime_like.config.rules.user_functions import check_function
 from slime_like.config.schema.known import ALGORITHMS, describe, free_root, is_text
 from slime_like.config.schema.render import render
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.registry import resolve
 from slime_like.util.reading import InputFile, reason
 from slime_like_compat.flags.translate import flag_of, translate
 
@@ -77,16 +75,6 @@ def unchecked_config(argv: Sequence[str]) -> TrainConfig:
     """Return the composed values of ``argv`` without checking rules. Raises ``ConfigError`` if composition fails."""
     overrides = _sort(argv)
     return _values(_compose(overrides), overrides.values)
-
-
-def load_prepared(argv: Sequence[str]) -> TrainConfig:
-    """Load a config, calling ``run.prepare``, which may create data and model, before files are checked."""
-    cfg = load_config(argv, files=False)
-    if cfg.run.prepare is not None:
-        check_function("run.prepare", cfg.run.prepare, {})
-        resolve("run.prepare", cfg.run.prepare, {})(cfg)
-    check_files(cfg)
-    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # the rows can be counted only now
 
 
 def read_override(text: str) -> tuple[str, Any]:

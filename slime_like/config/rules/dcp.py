@@ -30,8 +30,6 @@ from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-WINDOWS = "SGLang does not shard the KV cache of layers with sliding windows"
-
 
 @dataclass(frozen=True, slots=True)
 class DcpObstacle:
@@ -116,11 +114,6 @@ def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
     size = _configured_size(cfg)
     if size == 1:
         return
-    if model.windowed:
-        raise ConfigError(
-            f"rollout.dcp={size} with model.hf_checkpoint={model.folder!r}, whose config.json has sliding windows: {WINDOWS}; "
-            "set rollout.dcp=1"
-        )
     if reason := kv_head_obstacle(num_attention_ranks(cfg), size, model.num_kv_heads):
         raise ConfigError(f"rollout.dcp={size} for the model in {model.folder}: {reason}")
 

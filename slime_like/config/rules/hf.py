@@ -52,6 +52,7 @@ class Sizes(TypedDict, total=False):
     hidden_act: str
     layer_types: list[str] | None
     use_sliding_window: bool | None
+    sliding_window: int | None
     full_attention_interval: Few | None
     linear_num_key_heads: Few
     linear_num_value_heads: Few
@@ -119,7 +120,6 @@ class HfConfig:
     num_experts: int  # 0: dense
     tied: bool  # tie_word_embeddings of config.json; False if absent
     gdn: GDNShape | None = None  # None: attention in every layer
-    windowed: bool = False  # some layers attend to a sliding window
     latent: bool = False  # latent attention in every layer
     mtp_layers: int = 0  # for multi-token prediction; their weights are numbered after those of the decoder's layers
     rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
@@ -154,6 +154,7 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
             f"{key}={folder!r}: config.json has no {missing[0]!r}; is it the config of a causal language model?"
         )
     file.typed(text, Sizes)
+    refuse_windows(key, folder, text, top.get("model_type") or "")
     rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
     return HfConfig(
         folder=folder,
@@ -167,7 +168,6 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         num_experts=num_experts(text),
         tied=bool(top.get("tie_word_embeddings")),
         gdn=gdn_shape(text),
-        windowed=bool(text.get("use_sliding_window")) or "sliding_attention" in (text.get("layer_types") or ()),
         latent=bool(text.get("kv_lora_rank")),
         mtp_layers=text.get("num_nextn_predict_layers") or 0,
         rope_key=rope_key,
@@ -203,6 +203,28 @@ def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
         key_dim=int(text["linear_key_head_dim"]),
         value_dim=int(text["linear_value_head_dim"]),
         conv_width=int(text["linear_conv_kernel_dim"]),
+    )
+
+
+def refuse_windows(key: str, folder: str, text: Mapping[str, Any], model_type: str) -> None:
+    """Raise ``CheckpointError`` if layers of a model attend to a sliding window, which trainer and engines would ignore.
+
+    ``text`` is the text part of its config.json. In transformers, ``use_sliding_window`` exists in Qwen's configs only, where it
+    is false by default. Other configs, such as Mistral's, have a window if ``sliding_window`` is a number.
+    """
+    width = text.get("sliding_window")
+    if "sliding_attention" in (text.get("layer_types") or ()):
+        field, without = "layer_types", "full_attention in place of sliding_attention"
+    elif text.get("use_sliding_window"):
+        field, without = "use_sliding_window", "false"
+    elif width and not model_type.startswith("qwen"):
+        field, without = "sliding_window", "null"
+    else:
+        return
+    raise CheckpointError(
+        f"{key}={folder!r}: config.json has {field}={text[field]!r}, but sliding windows are not supported: trainer and engines "
+        f"would attend to all tokens; use another model, or write {without} if no sequence is longer than the window"
+        + (f" of {width} tokens" if width else "")
     )
 
 

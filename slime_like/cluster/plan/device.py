@@ -1,0 +1,31 @@
+"""Device of trainer and engines, and the settings that not every device has."""
+
+from __future__ import annotations
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.types import PlanDecisions
+from slime_like.config.rules.dcp import check_dcp_device, check_dcp_states, check_flashinfer
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.rules.trained_sampling import check_drafts
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+
+def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decisions: PlanDecisions) -> str:
+    """Return the device of trainer and engines, after checks of the settings that not every device has.
+
+    ``model`` is None while it is unknown. Raises ``ConfigError``.
+    """
+    device = cfg.placement.device
+    if device == "auto":
+        device = "cuda" if machine.num_gpus else "cpu"
+        decisions.add("placement.device", device, f"{machine.num_gpus} GPUs are visible")
+    if device == "cuda" and not machine.num_gpus and cfg.placement.ray_address is None:
+        raise ConfigError(
+            "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"
+        )
+    check_drafts(cfg, device, model)
+    check_dcp_device(cfg, device)
+    check_flashinfer(cfg, device, machine.kernels if cfg.placement.ray_address is None else None)
+    check_dcp_states(cfg, device, model)
+    return device

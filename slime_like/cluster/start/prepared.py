@@ -1,0 +1,39 @@
+"""Config of a run, loaded before and checked after ``run.prepare``, which may create data and model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime_like.cluster.plan.device import resolve_device
+from slime_like.cluster.plan.machine import probe_machine
+from slime_like.cluster.plan.shapes import model_config
+from slime_like.cluster.plan.types import PlanDecisions
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.files import check_files, check_model
+from slime_like.config.rules.user_functions import check_function
+from slime_like.config.schema.root import TrainConfig
+from slime_like.registry import resolve
+
+
+def load_prepared(argv: Sequence[str]) -> TrainConfig:
+    """Load a config, calling ``run.prepare`` before files are checked."""
+    cfg = load_config(argv, files=False)
+    if cfg.run.prepare is not None:
+        check_function("run.prepare", cfg.run.prepare, {})
+        _check_unwritten(cfg)
+        resolve("run.prepare", cfg.run.prepare, {})(cfg)
+    check_files(cfg)
+    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # the rows can be counted only now
+
+
+def _check_unwritten(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if the model that ``run.prepare`` will write, or the engines' device, does not fit the config.
+
+    A folder that exists is not read: ``run.prepare`` may write it again, and otherwise ends at once.
+    """
+    machine = probe_machine()
+    model = None if Path(cfg.model.hf_checkpoint).exists() else model_config(cfg, machine)
+    if model is not None:
+        check_model(cfg, model)
+    resolve_device(cfg, model, machine, PlanDecisions([]))

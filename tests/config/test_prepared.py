@@ -1,0 +1,71 @@
+"""A run refuses keys that do not fit its model before ``run.prepare`` writes that model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.plan.view import show_plan
+from slime_like.cluster.start import prepared
+from slime_like.cluster.start.prepared import load_prepared
+from slime_like.errors import ConfigError
+from tests.config.machines import LAPTOP
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "probe_machine", lambda: LAPTOP)
+
+
+def test_prepare_runs_before_files_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "make_inputs.py").write_text(
+        "from pathlib import Path\n"
+        "from tests.config.model_folder import write_model\n"
+        "def make(cfg):\n"
+        "    write_model(Path(cfg.model.hf_checkpoint))\n"
+        "    Path(cfg.data.train).write_text('{}')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=make_inputs:make"]
+    assert load_prepared(argv).run.prepare == "make_inputs:make"
+    with pytest.raises(ConfigError, match=r"run.prepare='make_inputs:mke'.*did you mean 'make'"):
+        load_prepared([*argv, "run.prepare=make_inputs:mke"])
+
+
+# recipe and keys, words of the message
+REFUSED = {
+    "KV heads": ("quickstart rollout.tp=2 rollout.dcp=2", "rollout.dcp=2 for the model in", "the model has 2"),
+    "query heads": ("quickstart rollout.tp=8", "rollout.tp=8 does not divide the 4 attention heads"),
+    "prefix cache": (
+        "quickstart_gdn rollout.tp=2 model.gdn.backend=torch rollout.sglang.disable_radix_cache=false rollout.dcp=2",
+        "the model has 2",
+    ),
+    "drafts": (
+        "quickstart_gdn run.mode=rollout_only rollout.sglang.speculative_algorithm=NGRAM",
+        "speculative_algorithm=NGRAM for the hybrid model in",
+    ),
+    "virtual stages": (
+        "quickstart parallel.pp=2 parallel.vpp=2",
+        "4 pipeline segments are more than the model's 3 layers",
+    ),
+    "backend": (
+        "quickstart rollout.tp=4 rollout.dcp=2 rollout.sglang.attention_backend=torch_native",
+        "rollout.sglang.attention_backend=torch_native with rollout.dcp=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_a_default_job_is_refused_before_its_model_is_written(
+    case: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, *words = case
+    recipe, *overrides = keys.split()
+    folders = (f"model.hf_checkpoint={tmp_path}/warm/hf", f"data.train={tmp_path}/assets/train.jsonl")
+    argv = [f"+recipe={recipe}", *folders, *overrides]
+    for refuse in (load_prepared, show_plan):
+        with pytest.raises(ConfigError) as refusal:
+            refuse(argv)
+        assert all(word in str(refusal.value) for word in words), refusal.value
+    assert not list(tmp_path.iterdir())
