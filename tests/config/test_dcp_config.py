@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.plan.planner import Plan
+from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.gdn_runtime import FLASHINFER, Runtime
 from slime_like.config.schema.dcp import (
     BACKEND_FIELDS,
+    LATENT_BACKENDS,
     SHARDED_BACKENDS,
     UNSUPPORTED_BACKENDS,
     backend_obstacle,
@@ -25,6 +26,7 @@ from tests.config.bad_input import each_rule, message, one_message
 from tests.config.machines import SERVER
 from tests.config.model_folder import write_model
 from tests.config.test_hybrid_models import HYBRID
+from tests.config.test_latent_models import LATENT
 
 ON = "rollout.tp=8 rollout.dcp=2"
 # extra arguments, then words that the message must contain
@@ -278,3 +280,49 @@ def test_kv_heads_of_the_model_are_checked(argv: list[str]) -> None:
     text = message(argv, "rollout.tp=4 rollout.dcp=2", files=True)
     assert "rollout.dcp=2 for the model in" in text and "the model has 4" in text
     load_config([*argv, *ON.split()], files=True)
+
+
+@pytest.fixture
+def latent(argv: list[str], tmp_path: Path) -> Callable[..., Plan]:
+    """Return a function that plans engines of eight GPUs for a model with latent attention."""
+    folder = write_model(tmp_path / "latent", **LATENT)
+    keys = (f"model.hf_checkpoint={folder}", "rollout.tp=8", "placement.actor_num_gpus_per_node=8")
+    return lambda *extra: make_plan(load_config([*argv, *keys, *extra]), SERVER)
+
+
+@pytest.mark.parametrize("backend", [None, *LATENT_BACKENDS])
+@pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
+def test_latent_attention_is_sharded_by_sglangs_backends(
+    backend: str | None, exchange: str, latent: Callable[..., Plan]
+) -> None:
+    """Each rank stores the latents of all tokens, so every divisor of the ranks is useful."""
+    named = () if backend is None else (f"rollout.sglang.attention_backend={backend}",)
+    (engine,) = latent("rollout.dcp=8", f"rollout.dcp_comm={exchange}", *named).engines
+    arguments = server_arguments(EngineLaunch(engine, "key", "127.0.0.1", 1))
+    assert arguments["attention_backend"] == (backend or "flashinfer")
+    assert (arguments["dcp_size"], arguments["dcp_comm_backend"]) == (8, exchange)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            "rollout.sglang.attention_backend=triton",
+            "not tested with latent attention and DCP on cuda; remove it, which",
+        ),
+        ("rollout.sglang.attention_backend=flashmla", "it passes the lengths of whole sequences"),
+        ("rollout.sglang.decode_attention_backend=fa3", "SGLang does not refuse; remove it, which selects flashinfer"),
+        ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", "pushes would not renew them"),
+    ],
+)
+def test_latent_attention_without_dcp_is_refused(keys: str, words: str, latent: Callable[..., Plan]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        latent("rollout.dcp=2", *keys.split())
+
+
+def test_all_ranks_may_share_the_latents_of_a_sequence(latent: Callable[..., Plan]) -> None:
+    assert latent("rollout.dcp=auto", "rollout.sglang.max_total_tokens=2048").engines[0].dcp == 8
+    with pytest.raises(
+        ConfigError, match=r"latent attention of the model in .* with rollout\.dcp=2: attention on a CPU"
+    ):
+        latent("rollout.dcp=2", "placement.device=cpu")

@@ -271,12 +271,13 @@ def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytes
 )
 def test_dcp_checks_the_fields_that_sglang_resolved(field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.arg_groups import overrides
+    from sglang.srt.configs.model_config import AttentionArch
 
     from slime_like_plugins.dcp import hooks
 
     values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
     sizes = {"dcp_size": 2, "tp_size": 2, "attn_dp_size": 1, "device": "cpu", "dcp_replicate_q_proj": False}
-    model = SimpleNamespace(is_hybrid_swa=False, get_total_num_kv_heads=lambda: 1)
+    model = SimpleNamespace(is_hybrid_swa=False, get_total_num_kv_heads=lambda: 1, attention_arch=AttentionArch.MHA)
     for name, result in (("attention_backends_of", ["slime_like_cpu"]), ("model_config_of", model)):
         monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
     monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments)  # pyright: ignore
@@ -286,6 +287,23 @@ def test_dcp_checks_the_fields_that_sglang_resolved(field: str, value: object, m
     replicated = sizes | {"dcp_replicate_q_proj": True, "dcp_comm_backend": "ag_rs"}
     text = hooks.obstacle(SimpleNamespace(**replicated, **values))
     assert text is not None and "dcp_replicate_q_proj=True, which is not allowed here: SGLang refuses it" in text
+
+
+@pytest.mark.parametrize(("backend", "words"), [("flashinfer", ""), ("triton", "attention backend 'triton'")])
+def test_dcp_of_latent_attention_has_one_head(backend: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.configs.model_config import AttentionArch
+
+    from slime_like_plugins.dcp import hooks
+
+    values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
+    sizes = {"dcp_size": 8, "tp_size": 8, "attn_dp_size": 1, "device": "cuda", "dcp_replicate_q_proj": False}
+    model = SimpleNamespace(is_hybrid_swa=False, get_total_num_kv_heads=lambda: 128, attention_arch=AttentionArch.MLA)
+    for name, result in (("attention_backends_of", [backend]), ("model_config_of", model)):
+        monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
+    monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments)  # pyright: ignore
+    assert words in (hooks.obstacle(SimpleNamespace(**sizes, **values)) or "")
+    assert (hooks.obstacle(SimpleNamespace(**sizes, **values)) is None) == (not words)
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------

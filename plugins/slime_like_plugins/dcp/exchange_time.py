@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 STRIDE = 7  # no multiple of the 1 to 3 exchanges of a layer, so that each kind is measured equally often
-METHODS = ("all_gather", "all_reduce", "all_to_all_single")
+METHODS = ("all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_along_dim")
 """Methods of SGLang's ``GroupCoordinator`` with which DCP exchanges."""
 
 

@@ -76,13 +76,16 @@ def check_resolved(result: None, server_args: Any) -> None:
 def obstacle(server_args: Any) -> str | None:
     """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens, or None."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
+    from sglang.srt.configs.model_config import AttentionArch
 
     view = resolved_view(server_args)
     dcp = int(view.dcp_size)
     if dcp == 1:
         return None
+    config = model_config_of(server_args)
+    latent = config.attention_arch == AttentionArch.MLA
     for backend in dict.fromkeys(attention_backends_of(view)):
-        if reason := backend_obstacle(backend, "cpu" if view.device == "cpu" else "cuda"):
+        if reason := backend_obstacle(backend, "cpu" if view.device == "cpu" else "cuda", latent=latent):
             return (
                 f"SGLang resolved the attention backend {backend!r}, which cannot serve with dcp_size={dcp}: {reason}"
             )
@@ -90,13 +93,14 @@ def obstacle(server_args: Any) -> str | None:
         value = getattr(view, field)
         if reason := field_obstacle(field, value):
             return f"SGLang resolved {field}={value!r}, which is not allowed with dcp_size={dcp}: {reason}"
-    if view.dcp_replicate_q_proj and (reason := replicated_q_obstacle(view.device, view.dcp_comm_backend)):
+    if view.dcp_replicate_q_proj and (
+        reason := replicated_q_obstacle(view.device, view.dcp_comm_backend, latent=latent)
+    ):
         return f"SGLang resolved dcp_replicate_q_proj=True, which is not allowed here: {reason}"
-    config = model_config_of(server_args)
     if config.is_hybrid_swa:
         return f"dcp_size={dcp} for a model with sliding windows, whose KV cache SGLang does not shard"
     ranks = int(view.tp_size) // int(view.attn_dp_size or 1)
-    return kv_head_obstacle(ranks, dcp, int(config.get_total_num_kv_heads()))
+    return kv_head_obstacle(ranks, dcp, 1 if latent else int(config.get_total_num_kv_heads()))
 
 
 INITIALIZE = "sglang.srt.distributed.parallel_state.initialize_model_parallel"

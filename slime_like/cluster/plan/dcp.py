@@ -83,7 +83,7 @@ def _largest(cfg: TrainConfig, model: HfConfig | None, shapes: RoleShapes, engin
         return 1, f"no copies of KV heads to save: the model has {heads}, and an engine {ranks} attention ranks"
     obstacles = (
         *setting_obstacles(cfg),
-        *device_obstacles(cfg, engine.device),
+        *device_obstacles(cfg, engine.device, model),
         *state_obstacles(cfg, engine.device, model),
     )
     for obstacle in obstacles:

@@ -102,7 +102,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     needs_engines = cfg.run.mode != "train_only" and not supervised
     if needs_engines:
         check_engine_device(device, model)
-    engines = _engines(cfg, machine, device, dtype, context) if needs_engines else ()
+    engines = _engines(cfg, machine, model, device, dtype, context) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
@@ -162,7 +162,9 @@ def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions)
     return model.max_positions
 
 
-def _engines(cfg: TrainConfig, machine: Machine, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
+def _engines(
+    cfg: TrainConfig, machine: Machine, model: HfConfig | None, device: str, dtype: str, context: int
+) -> tuple[EngineSpec, ...]:
     """Return the engines without decode context parallelism, which is planned from their memory.
 
     Raises ``ConfigError`` if an engine does not fit one of several described nodes.
@@ -186,6 +188,7 @@ def _engines(cfg: TrainConfig, machine: Machine, device: str, dtype: str, contex
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
             symmetric_memory=rollout.symmetric_memory,
+            latent=model is not None and model.latent,
             trained_on=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )

@@ -16,11 +16,11 @@ from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.dcp import (
     ALL_TO_ALL_BACKENDS,
     BACKEND_FIELDS,
-    DEFAULT_BACKENDS,
     PAGED_VARIABLE,
     SHARDED_FLASHINFER,
     UNSUPPORTED_FIELDS,
     backend_obstacle,
+    default_backend,
     field_obstacle,
     kv_head_obstacle,
     replicated_q_obstacle,
@@ -54,8 +54,11 @@ def check_dcp(cfg: TrainConfig) -> None:
         _refuse(size, setting_obstacles(cfg))
 
 
-def check_dcp_device(cfg: TrainConfig, device: str) -> None:
-    """Raise ``ConfigError`` if engines on ``device`` cannot serve with ``rollout.dcp`` and its options."""
+def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> None:
+    """Raise ``ConfigError`` if engines on ``device`` cannot serve ``model`` with ``rollout.dcp`` and its options.
+
+    ``model`` is None while it is unknown.
+    """
     if cfg.rollout.symmetric_memory and device == "cpu":
         raise ConfigError(
             "rollout.symmetric_memory=true with placement.device=cpu: it is memory of NCCL, which connects GPUs; ranks on a CPU "
@@ -65,12 +68,12 @@ def check_dcp_device(cfg: TrainConfig, device: str) -> None:
         return
     size = _configured_size(cfg)
     if size > 1:
-        _refuse(size, device_obstacles(cfg, device))
-    backend = decode_backend(cfg, device)
-    if cfg.rollout.dcp_comm == "a2a" and backend not in ALL_TO_ALL_BACKENDS:
+        _refuse(size, device_obstacles(cfg, device, model))
+    backends = [decode_backend(cfg, device, latent=latent) for latent in _attention_kinds(model)]
+    if cfg.rollout.dcp_comm == "a2a" and not {*backends} & {*ALL_TO_ALL_BACKENDS}:
         raise ConfigError(
-            f"rollout.dcp_comm={cfg.rollout.dcp_comm} with placement.device={device} and the attention backend {backend}, which "
-            "always exchanges by all-gather and all-reduce; set rollout.dcp_comm=ag_rs, or "
+            f"rollout.dcp_comm={cfg.rollout.dcp_comm} with placement.device={device} and the attention backend {backends[0]}, "
+            "which always exchanges by all-gather and all-reduce; set rollout.dcp_comm=ag_rs, or "
             "rollout.sglang.attention_backend=flashinfer"
         )
 
@@ -81,7 +84,7 @@ def check_dcp_device(cfg: TrainConfig, device: str) -> None:
         )
 
 
-def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None) -> None:
+def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None, model: HfConfig | None) -> None:
     """Raise ``ConfigError`` if engines on this machine would attend by FlashInfer with DCP, and it is not installed.
 
     ``kernels`` is None for a machine that was not probed.
@@ -90,31 +93,41 @@ def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None) -> 
         return
     for field in BACKEND_FIELDS:
         backend = cfg.rollout.sglang.get(field)
-        if backend is not None and sharded_backend(str(backend), device) == SHARDED_FLASHINFER:
+        if backend is not None and device == "cuda" and str(backend).startswith("flashinfer"):
             raise ConfigError(
                 f"rollout.sglang.{field}={backend} with rollout.dcp={cfg.rollout.dcp} needs the package {FLASHINFER}, which is not "
                 "installed: install the version that SGLang requires, or remove the key"
             )
+    if (
+        _configured_size(cfg) > 1
+        and model is not None
+        and model.latent
+        and decode_backend(cfg, device, latent=True) == "flashinfer"
+    ):
+        raise ConfigError(
+            f"rollout.dcp={cfg.rollout.dcp} for the latent attention of the model in {model.folder} needs the package {FLASHINFER}, "
+            "which is not installed: install the version that SGLang requires, or set rollout.dcp=1"
+        )
 
 
-def decode_backend(cfg: TrainConfig, device: str) -> str:
+def decode_backend(cfg: TrainConfig, device: str, *, latent: bool) -> str:
     """Return the attention backend with which engines on ``device`` decode under ``rollout.dcp``."""
     sglang = cfg.rollout.sglang
-    backend = sglang.get("decode_attention_backend") or sglang.get("attention_backend") or DEFAULT_BACKENDS[device]
-    return sharded_backend(str(backend), device)
+    backend = sglang.get("decode_attention_backend") or sglang.get("attention_backend")
+    return sharded_backend(str(backend or default_backend(device, latent=latent)), device, latent=latent)
 
 
 def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``ConfigError`` if the attention of ``model`` does not fit ``rollout.dcp`` or ``rollout.dcp_replicate_q``."""
     gates = model.model_type in FAMILIES and FAMILIES[model.model_type].output_gate
-    if cfg.rollout.dcp_replicate_q and (reason := replicated_q_obstacle("cpu", "a2a", output_gates=gates)):
+    reason = replicated_q_obstacle("cpu", "a2a", output_gates=gates, latent=model.latent)
+    if cfg.rollout.dcp_replicate_q and reason:
         raise ConfigError(
             f"rollout.dcp_replicate_q=true for the model in {model.folder}: {reason}; set rollout.dcp_replicate_q=false"
         )
     size = _configured_size(cfg)
-    if size == 1:
-        return
-    if reason := kv_head_obstacle(num_attention_ranks(cfg), size, model.num_kv_heads):
+    heads = 1 if model.latent else model.num_kv_heads  # every rank stores the latents of all tokens
+    if size > 1 and (reason := kv_head_obstacle(num_attention_ranks(cfg), size, heads)):
         raise ConfigError(f"rollout.dcp={size} for the model in {model.folder}: {reason}")
 
 
@@ -136,15 +149,22 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
             yield DcpObstacle(f"rollout.sglang.{field}={value!r}", reason, "remove it")
 
 
-def device_obstacles(cfg: TrainConfig, device: str) -> Iterator[DcpObstacle]:
-    """Yield the attention backends that cannot serve with DCP on ``device``."""
+def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
+    """Yield latent attention on a CPU, and attention backends that cannot serve ``model`` on ``device``; None: any model."""
+    kinds = _attention_kinds(model)
+    if device == "cpu" and model is not None and model.latent:
+        reason = "attention on a CPU does not read a sharded cache of latents"
+        yield DcpObstacle(f"latent attention of the model in {model.folder}", reason, "set placement.device=cuda")
     for field in BACKEND_FIELDS:
-        backend = cfg.rollout.sglang.get(field)
-        if backend is not None and (reason := backend_obstacle(sharded_backend(str(backend), device), device)):
-            fix = f"remove it, which selects {DEFAULT_BACKENDS[device]}"
-            yield DcpObstacle(f"rollout.sglang.{field}={backend}", reason, fix)
+        if (value := cfg.rollout.sglang.get(field)) is None:
+            continue
+        names = [sharded_backend(str(value), device, latent=latent) for latent in kinds]
+        reasons = [backend_obstacle(name, device, latent=latent) for name, latent in zip(names, kinds, strict=True)]
+        if reasons[0] is not None and all(reasons):
+            fix = f"remove it, which selects {default_backend(device, latent=kinds[0])}"
+            yield DcpObstacle(f"rollout.sglang.{field}={value}", reasons[0], fix)
         paged = os.environ.get(PAGED_VARIABLE, "").lower() in ("1", "true", "yes", "y")
-        if backend is not None and sharded_backend(str(backend), device) == SHARDED_FLASHINFER and paged:
+        if names == [SHARDED_FLASHINFER] and paged:
             reason = f"{SHARDED_FLASHINFER} would read new tokens from the cache, where a rank has a part of them"
             yield DcpObstacle(f"the environment variable {PAGED_VARIABLE}", reason, "unset it")
 
@@ -163,6 +183,11 @@ def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> It
 def num_attention_ranks(cfg: TrainConfig) -> int:
     """Return the number of ranks of an engine over which SGLang splits attention heads."""
     return cfg.rollout.tp // int(cfg.rollout.sglang.get("attn_dp_size", 1))
+
+
+def _attention_kinds(model: HfConfig | None) -> tuple[bool, ...]:
+    """Return whether ``model`` has latent attention: one answer, or both if the model is unknown."""
+    return (False, True) if model is None else (model.latent,)
 
 
 def _configured_size(cfg: TrainConfig) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DEFAULT_BACKENDS: Mapping[str, str] = {"cpu": "slime_like_cpu", "cuda": "triton"}
-"""Device -> attention backend of an engine with DCP, unless the config names another."""
+"""Device -> attention backend of an engine with DCP, unless the config names another or the model has latent attention."""
+LATENT_BACKENDS = ("flashinfer", "trtllm_mla", "cutedsl_mla")
+"""SGLang's attention backends with which GPUs serve latent attention with DCP, the default first."""
 SHARDED_FLASHINFER = "flashinfer_dcp"
 SHARDED_BACKENDS: Mapping[str, Mapping[str, str]] = {"cpu": {}, "cuda": {"flashinfer": SHARDED_FLASHINFER}}
 """Device -> SGLang's attention backend without DCP -> the backend of ``slime_like_plugins.dcp`` that adds it."""
-ALL_TO_ALL_BACKENDS = ("slime_like_cpu", SHARDED_FLASHINFER)
+ALL_TO_ALL_BACKENDS = ("slime_like_cpu", SHARDED_FLASHINFER, *LATENT_BACKENDS)
 """Attention backends that can exchange by ``a2a``; SGLang's triton attention always uses ``ag_rs``."""
 _IGNORES = "it stores and reads the KV cache as if each rank had all tokens, which SGLang does not refuse"
-_MLA = "it is for models with multi-head latent attention, of which none can be trained here"
+_MLA = "it is for models with multi-head latent attention"
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 """Fields of ServerArgs with names of attention backends; the second and third take precedence over the first."""
 UNSUPPORTED_BACKENDS: Mapping[str, str] = {
@@ -41,7 +43,10 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     ),
     "enable_deterministic_inference": (False, "SGLang's deterministic kernels are not used with DCP"),
     "enable_flexkv": (False, "an external cache stores rows of a KV cache that is not sharded"),
-    "enable_hierarchical_cache": (False, "SGLang copies sharded keys and values to the host only for latent attention"),
+    "enable_hierarchical_cache": (
+        False,
+        "not tested; SGLang copies a sharded cache to the host only for latent attention",
+    ),
     "enable_hisparse": (False, "SGLang's host pool does not translate indices of a sharded cache"),
     "enable_kv_cache_sharding": (False, "both would widen the indices of the KV cache"),
     "enable_lmcache": (False, "an external cache stores rows of a KV cache that is not sharded"),
@@ -50,7 +55,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "enable_prefill_cp": (False, "SGLang does not support both"),
     "enable_two_batch_overlap": (False, "exchanges of two batches at the same time were not tested"),
     "enable_unified_cache_external_linker": (False, "an external cache stores rows of a KV cache that is not sharded"),
-    "enable_unified_memory": (False, "SGLang supports it with DCP only for latent attention"),
+    "enable_unified_memory": (False, "not tested; SGLang supports it with DCP only for latent attention"),
     "kv_cache_dtype": ("auto", "SGLang does not write blocks of quantised keys and values to a sharded cache"),
     "speculative_algorithm": (None, "the draft's and the target's KV caches would have different layouts"),
 }
@@ -70,31 +75,42 @@ def field_obstacle(field: str, value: object) -> str | None:
     return None if value in (required, None, False) else reason
 
 
-def replicated_q_obstacle(device: str, exchange: str, *, output_gates: bool = False) -> str | None:
+def replicated_q_obstacle(
+    device: str, exchange: str, *, output_gates: bool = False, latent: bool = False
+) -> str | None:
     """Return the reason why an engine cannot replicate query projections within a DCP group, or None.
 
     ``output_gates``: the model has output gates in its query projection.
     """
+    if latent:
+        return "SGLang 0.5.23 copies projections of latent attention when an engine starts, and pushes would not renew them"
     if device != "cpu":
-        return (
-            "on a GPU, SGLang 0.5.23 replicates query projections only in models with multi-head latent attention, of which none "
-            "can be trained here"
-        )
+        return "on a GPU, SGLang 0.5.23 replicates query projections only in models with multi-head latent attention"
     if exchange == "ag_rs":
         return "SGLang refuses it with the exchange ag_rs"
     return "the query projection of this model also computes output gates" if output_gates else None
 
 
-def backend_obstacle(backend: str, device: str) -> str | None:
+def default_backend(device: str, *, latent: bool = False) -> str:
+    """Return the attention backend of an engine on ``device`` with DCP, unless the config names another."""
+    return LATENT_BACKENDS[0] if latent and device == "cuda" else DEFAULT_BACKENDS[device]
+
+
+def backend_obstacle(backend: str, device: str, *, latent: bool = False) -> str | None:
     """Return the reason why an engine on ``device`` cannot serve with DCP and the attention backend, or None."""
-    if backend == DEFAULT_BACKENDS[device] or backend in SHARDED_BACKENDS[device].values():
+    supported = LATENT_BACKENDS if latent else (DEFAULT_BACKENDS[device], *SHARDED_BACKENDS[device].values())
+    if backend in supported:
         return None
-    return UNSUPPORTED_BACKENDS.get(backend, f"it was not tested with DCP on {device}")
+    attention = "latent attention and DCP" if latent else "DCP"
+    return UNSUPPORTED_BACKENDS.get(backend, f"it was not tested with {attention} on {device}")
 
 
-def sharded_backend(backend: str, device: str) -> str:
-    """Return the name under which an engine on ``device`` gets the attention ``backend`` of the config with DCP."""
-    return SHARDED_BACKENDS[device].get(backend, backend)
+def sharded_backend(backend: str, device: str, *, latent: bool = False) -> str:
+    """Return the name under which an engine on ``device`` gets the attention ``backend`` of the config with DCP.
+
+    SGLang itself shards a cache of latents.
+    """
+    return backend if latent else SHARDED_BACKENDS[device].get(backend, backend)
 
 
 def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:

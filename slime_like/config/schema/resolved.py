@@ -118,6 +118,7 @@ class EngineSpec:
     dcp_comm: str = "ag_rs"  # exchange of partial attention between them: ag_rs | a2a
     dcp_replicate_q: bool = False  # each of them computes the queries of all
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
+    latent: bool = False  # the model has latent attention
     trained_on: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 

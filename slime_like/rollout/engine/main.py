@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.schema.dcp import BACKEND_FIELDS, DEFAULT_BACKENDS, sharded_backend
+from slime_like.config.schema.dcp import BACKEND_FIELDS, default_backend, sharded_backend
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.printable import hide_in_logs
 from slime_like.rollout.engine import processes
@@ -67,7 +67,7 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         arguments["enable_deterministic_inference"] = True
     if spec.dcp > 1:
         arguments |= {"dcp_size": spec.dcp, "dcp_comm_backend": spec.dcp_comm}
-        arguments["attention_backend"] = DEFAULT_BACKENDS[spec.device]  # SGLang's default may ignore DCP
+        arguments["attention_backend"] = default_backend(spec.device, latent=spec.latent)  # SGLang's may ignore DCP
         if spec.dcp_replicate_q:
             arguments["dcp_replicate_q_proj"] = True
     if spec.symmetric_memory:
@@ -82,7 +82,8 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     arguments |= spec.sglang | identity
     if spec.dcp > 1:
         backends = {field: str(arguments[field]) for field in BACKEND_FIELDS if arguments.get(field) is not None}
-        arguments |= {field: sharded_backend(backend, spec.device) for field, backend in backends.items()}
+        latent = spec.latent
+        arguments |= {field: sharded_backend(name, spec.device, latent=latent) for field, name in backends.items()}
     if overrides := override_args(spec.model_path):
         user_overrides = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
         arguments[MODEL_OVERRIDES] = json.dumps(merge_overrides(overrides, user_overrides))
