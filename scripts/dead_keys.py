@@ -6,6 +6,7 @@ python scripts/dead_keys.py [folder of the package]      prints one key per line
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields
@@ -84,7 +85,8 @@ def annotated_groups(annotation: ast.expr) -> Iterator[str]:
             yield CLASSES[last_name(node)]
 
 
-def keys_read(source: str) -> set[str]:
+@functools.cache
+def keys_read(source: str) -> frozenset[str]:
     """Return the dotted keys that a file reads, as ``<group>.<key>`` or through a name bound to the group."""
     tree = ast.parse(source)
     alias_names = aliases(tree)
@@ -92,7 +94,7 @@ def keys_read(source: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             read_keys |= {f"{group}.{node.attr}" for group in alias_names.get(last_name(node.value), set())}
-    return read_keys
+    return frozenset(read_keys)
 
 
 def dead_keys(package: Path, keys: Collection[str]) -> list[str]:

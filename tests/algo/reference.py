@@ -61,6 +61,12 @@ def _logprob(policy: Policy, sample: Sample, position: int) -> tuple[Tensor, Ten
     return table[prefix[-1]], -(table.exp() * table).sum()
 
 
+def _constant_logprob(policy: Policy, sample: Sample, position: int) -> float:
+    """Return the log-probability of one token without a gradient."""
+    with torch.no_grad():
+        return float(_logprob(policy, sample, position)[0])
+
+
 def _advantages(
     groups: Sequence[SampleGroup],
     samples: Sequence[Sample],
@@ -98,8 +104,8 @@ def _baseline(scores: dict[int, float], config: AlgoConfig) -> dict[int, float]:
 
 
 def _log_ratio_to_reference(sample: Sample, position: int, policies: Policies) -> float:
-    old_logprobs = policies.old or policies.actor
-    return float((_logprob(old_logprobs, sample, position)[0] - _logprob(policies.ref, sample, position)[0]).detach())
+    old_policy = policies.old or policies.actor
+    return _constant_logprob(old_policy, sample, position) - _constant_logprob(policies.ref, sample, position)
 
 
 def _returns(
@@ -143,7 +149,7 @@ def _sample_losses(
     if not isinstance(config, PolicyConfig):
         return [-logprob for logprob, _ in token_scores]
     old_logprobs = [
-        float((logprob_now if policies.old is None else _logprob(policies.old, sample, t)[0]).detach())
+        float(logprob_now.detach()) if policies.old is None else _constant_logprob(policies.old, sample, t)
         for t, (logprob_now, _) in zip(positions, token_scores, strict=True)
     ]
     rollout = [float(sample.logprobs[t]) for t in positions]
@@ -158,7 +164,7 @@ def _sample_losses(
     for i, (logprob, entropy) in enumerate(token_scores):
         loss = surrogate(config, log_ratios[i].exp(), logprob, advantages[i])
         loss = loss * importance(config, math.exp(old_logprobs[i] - rollout[i]))
-        log_ratio = logprob - float(_logprob(policies.ref, sample, positions[i])[0].detach())
+        log_ratio = logprob - _constant_logprob(policies.ref, sample, positions[i])
         k3 = torch.exp(-log_ratio) - 1 + log_ratio
         kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": k3, "low_var_kl": k3 if k3 < 10 else torch.tensor(10.0)}
         losses.append(

@@ -228,9 +228,9 @@ def loss_view(
         entropy=entropies[index] if entropy else None,
         loss_weight=weight,
         advantages=None if advantages is None else advantages[index],
-        old_logprobs=None if policies.old is None else score_rows(policies.old, row)[0].detach()[index],
+        old_logprobs=None if policies.old is None else constant_logprobs(policies.old, row)[index],
         rollout_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float64)[index],
-        ref_logprobs=score_rows(policies.ref, row)[0].detach()[index],
+        ref_logprobs=constant_logprobs(policies.ref, row)[index],
         sequences=PackedSequences(
             index=torch.tensor(layout.sequence_of(positions)),
             num_trained=torch.tensor(layout.segment_sum(is_trained.astype(np.float64), np.arange(len(is_trained)))),
@@ -267,8 +267,8 @@ def token_view(row: PackedBatch, policies: Policies) -> TokenView:
         rewards=torch.tensor(row.rewards, dtype=torch.float64),
         advantages=None if row.advantages is None else torch.tensor(row.advantages, dtype=torch.float64),
         rollout_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float64),
-        old_logprobs=score_rows(old, row)[0].detach(),
-        ref_logprobs=score_rows(policies.ref, row)[0].detach(),
+        old_logprobs=constant_logprobs(old, row),
+        ref_logprobs=constant_logprobs(policies.ref, row),
     )
 
 
@@ -278,6 +278,12 @@ def score_rows(policy: Policy, row: PackedBatch) -> tuple[Tensor, Tensor]:
     tokens = torch.tensor(row.token_ids, dtype=torch.int64)
     parts = [policy.score(tokens[a:b]) for a, b in itertools.pairwise(edges)]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def constant_logprobs(policy: Policy, row: PackedBatch) -> Tensor:
+    """Return log-probabilities [T] of a packed row without a gradient."""
+    with torch.no_grad():
+        return score_rows(policy, row)[0]
 
 
 def spread(row: PackedBatch, values_S: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like_compat.flags.translate import render
 from tests.config.bad_input import refusal
 
+PARSER = OverridesParser.create()
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers", "datasets")
@@ -76,12 +77,12 @@ def test_paths_need_no_quotes(path: str, argv: list[str]) -> None:
 
 @given(st.text())
 def test_rendered_text_survives_hydras_grammar(text: str) -> None:
-    assert OverridesParser.create().parse_override(f"k={render(text)}").value() == text
+    assert PARSER.parse_override(f"k={render(text)}").value() == text
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False), st.lists, max_leaves=8))
 def test_rendered_values_survive_hydras_grammar(value: object) -> None:
-    assert OverridesParser.create().parse_override(f"k={render(value)}").value() == value
+    assert PARSER.parse_override(f"k={render(value)}").value() == value
 
 
 def test_free_mappings_are_replaced_whole_or_set_key_by_key(argv: list[str]) -> None:

@@ -16,6 +16,8 @@ UNIT = "not engine and not ranks and not slow"
     [
         ("pytestmark = pytest.mark.engine", UNIT, True),
         ("pytestmark = [pytest.mark.upstream, pytest.mark.slow]", UNIT, True),
+        ("pytestmark = [\n    pytest.mark.upstream,\n    pytest.mark.ranks,\n]", UNIT, True),
+        ("pytestmark = [\n    pytest.mark.upstream,\n]\nX = [pytest.mark.slow]", UNIT, False),
         ("pytestmark = pytest.mark.upstream", UNIT, False),
         ("pytestmark = pytest.mark.engine", "engine and not e2e", False),
         ("pytestmark = pytest.mark.engine", "not (engine and e2e)", False),

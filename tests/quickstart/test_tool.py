@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from examples import calculator_agent
 from examples.arithmetic import calculate
 from examples.calculator import CALL, CALL_END, CallTokens
 from slime_like.data.chat import render
@@ -50,6 +49,10 @@ def test_a_guess_is_never_right() -> None:
 
 
 def test_the_tokenizer_has_a_token_for_each_mark(tmp_path: Path) -> None:
+    from examples import (
+        calculator_agent,
+    )  # imports openai, which takes a second in each process that collects this file
+
     write_tokenizer(tmp_path, TOOL.tool_tokens, TOOL.chat_template)
     tokenizer = open_tokenizer(str(tmp_path))
     tokens, problem = CallTokens.of(tokenizer), LongSum(475, 386)

@@ -152,7 +152,7 @@ def test_an_idle_process_that_was_killed_costs_nothing(pool: RewardPool, score: 
 
 
 def test_a_process_that_is_killed_at_every_import_ends_the_run() -> None:
-    pool = RewardPool(RewardConfig(name=f"{USERS}:length", memory_gb=0.0001))
+    pool = RewardPool(RewardConfig(name=f"{USERS}:length", workers=1, memory_gb=0.0001))
     try:
         with pytest.raises(RewardError, match=r"could not be imported.*(reward\.memory_gb|exit code)"):
             asyncio.run(pool.score([group("a")]))
@@ -197,7 +197,7 @@ def test_a_timeout_of_a_group_reward_costs_its_group() -> None:
 # ---- composition -----------------------------------------------------------------------------------------------------
 def test_weighted_rewards_are_summed_and_recorded() -> None:
     weights = {"rm_type": 2.0, f"{USERS}:length": 0.5, f"{USERS}:ranks": -1.0}
-    pool = RewardPool(RewardConfig(name="answer", weights=weights))
+    pool = RewardPool(RewardConfig(name="answer", workers=1, weights=weights))
     try:
         scored = asyncio.run(pool.score([group("4", "four"), group("abc", rm_type="dapo")]))
     finally:
@@ -214,7 +214,7 @@ def test_weighted_rewards_are_summed_and_recorded() -> None:
 
 
 def test_evaluation_uses_only_the_reward_of_the_row() -> None:
-    pool = RewardPool(RewardConfig(name="answer", weights={"rm_type": 2.0, f"{USERS}:length": 0.5}))
+    pool = RewardPool(RewardConfig(name="answer", workers=1, weights={"rm_type": 2.0, f"{USERS}:length": 0.5}))
     try:
         scored = asyncio.run(pool.score([group("4", "5"), group("Answer: 4", rm_type="dapo")], unshaped=True))
     finally:
@@ -224,7 +224,9 @@ def test_evaluation_uses_only_the_reward_of_the_row() -> None:
 
 def test_a_timeout_of_one_weighted_reward_costs_the_sample() -> None:
     pool = RewardPool(
-        RewardConfig(weights={f"{USERS}:length": 1.0, f"{USERS}:hangs_for_all": 1.0}, timeout_s=0.5, fallback=-1.0)
+        RewardConfig(
+            workers=1, weights={f"{USERS}:length": 1.0, f"{USERS}:hangs_for_all": 1.0}, timeout_s=0.5, fallback=-1.0
+        )
     )
     try:
         scored = asyncio.run(pool.score([group("abc")]))[0]

@@ -9,7 +9,6 @@ from itertools import combinations
 from math import comb
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +114,8 @@ def test_an_invalid_dataset_setting_is_named(
 
 
 def test_answers_are_written_as_a_table(tmp_path: Path) -> None:
+    import pandas as pd  # takes a second, in each process that collects this file
+
     path = answers_path(tmp_path, 10)
     answers = eval_answers("sums", [group("4", "\ud800 \x1b[31m", label="4")])
     write_answers(path, 10, answers)
