@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socket
 from typing import cast
 
 from slime_like.reward.worker import OUT_OF_MEMORY, Load, ScoreReply, ScoreRequest
-from slime_like.util.deadline import Deadline
+from slime_like.util.deadline import Deadline, scale
 
 EXIT_S = 5.0
+PIPE_S = 5.0  # without progress of a write or read: a process that was stopped takes no long request
 
 
 class WorkerDied(Exception):
@@ -38,6 +42,7 @@ class WorkerProcess:
         self.loaded: dict[str, bool] = {}  # reward -> True if it takes groups
         parent_end, child_end = Pipe()
         self._pipe = cast(Connection, parent_end)
+        _limit_waits(self._pipe.fileno())
         fd = child_end.fileno()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
@@ -74,7 +79,7 @@ class WorkerProcess:
             self._pipe.send(request)
             await asyncio.wait_for(readable, deadline.remaining(subject))
             return self._pipe.recv()
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise deadline.exceeded(subject) from error
         except (EOFError, ConnectionError) as error:
             self.kill()
@@ -94,8 +99,11 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process and all processes it started."""
         self._pipe.close()
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if (
+            self._process.returncode is None
+        ):  # until it is waited for, its id is that of its group, even if it has ended
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(EXIT_S)
 
     def close(self) -> None:
@@ -105,3 +113,11 @@ class WorkerProcess:
             self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+def _limit_waits(fd: int) -> None:
+    """Make writes to and reads from a pipe of ``Pipe()``, a socket, raise ``BlockingIOError`` after ``PIPE_S`` without progress."""
+    seconds, fraction = divmod(PIPE_S * scale(), 1.0)
+    with socket(fileno=os.dup(fd)) as end:  # the copy has the same options
+        for option in (SO_SNDTIMEO, SO_RCVTIMEO):
+            end.setsockopt(SOL_SOCKET, option, struct.pack("ll", int(seconds), int(fraction * 1e6)))

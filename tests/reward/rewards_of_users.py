@@ -75,9 +75,12 @@ def exits(prompt: Prompt, sample: Sample) -> float:
 
 
 def ends_on_x(prompt: Prompt, sample: Sample) -> float:
-    """End the process for the text ``x``: by the signal named in the row's metadata, or out of memory."""
+    """End the process for the text ``x``: by the signal named in the row's metadata, or out of memory. A child runs on."""
     if sample.text != "x":
         return 1.0
+    child = subprocess.Popen(["sleep", "600"])
+    with Path(prompt.metadata["pids"]).open("a") as file:
+        file.write(f"{child.pid} ")
     if prompt.metadata["by"] == "memory":
         return float(len(bytearray(2**40)))
     os.kill(os.getpid(), signal.Signals[prompt.metadata["by"]])

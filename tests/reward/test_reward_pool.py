@@ -14,11 +14,14 @@ import pytest
 
 from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.group_metrics import group_metrics
-from slime_like.errors import RewardError
+from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
+from slime_like.reward import process
 from slime_like.reward.pool import COUNTS, RewardPool
+from slime_like.reward.worker import ScoreRequest
 from slime_like.types import Reward, SampleGroup, Status
+from slime_like.util.deadline import Deadline
 from tests.reward.scored import group, scores
 
 USERS = "tests.reward.rewards_of_users"
@@ -122,10 +125,11 @@ def test_a_hanging_call_is_killed_with_its_children(tmp_path: Path, fallback: fl
 
 
 @pytest.mark.parametrize("by", ["SIGKILL", "SIGSEGV", "memory"])
-def test_a_killed_process_costs_its_sample_and_is_replaced(by: str) -> None:
+def test_a_killed_process_costs_its_sample_and_is_replaced(by: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
     pool = RewardPool(RewardConfig(name=f"{USERS}:ends_on_x", workers=1, timeout_s=20, fallback=-0.5, memory_gb=0.75))
     try:
-        scored = asyncio.run(pool.score([group("a", "x", "b", "x", metadata={"by": by})]))[0]
+        scored = asyncio.run(pool.score([group("a", "x", "b", "x", metadata={"by": by, "pids": str(pids)})]))[0]
         assert scores(scored) == [1.0, -0.5, 1.0, -0.5]
         assert reduce_metrics(pool.metrics()) == counts(calls=4, killed=2, fallbacks=2)
         (warning,) = pool.warnings()
@@ -135,6 +139,7 @@ def test_a_killed_process_costs_its_sample_and_is_replaced(by: str) -> None:
             assert words in warning
     finally:
         pool.close()
+    assert [is_alive(child) for child in pids.read_text().split()] == [False, False]
 
 
 def test_processes_are_limited(score: Score) -> None:
@@ -247,3 +252,15 @@ def is_alive(pid: str) -> bool:
     except OSError:  # ProcessLookupError if it is reaped while it is read
         return False
     return stat.rsplit(") ", 1)[1][0] != "Z"
+
+
+def test_a_stopped_process_does_not_block_a_long_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PIPE_S", 0.1)
+    worker = process.WorkerProcess(5.0, 0)
+    os.kill(worker.pid, signal.SIGSTOP)
+    long = group("9" * 10**7)
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"reward 'exact' \(process \d+\)"):
+            asyncio.run(worker.call(ScoreRequest("exact", long.prompt, long.samples), Deadline("pool", "score", 60.0)))
+    finally:
+        worker.kill()
