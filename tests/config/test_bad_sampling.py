@@ -118,6 +118,23 @@ RULES = {
     ),
     "top-p": ("rollout.top_p=0.9", "rollout.top_p=0.9", "rollout.top_p=1"),
     "top-k": ("rollout.top_k=50", "rollout.top_k=50", "rollout.top_k=-1"),
+    "top-k of 0": ("run.mode=rollout_only rollout.top_k=0", "rollout.top_k=0 leaves no token", "rollout.top_k=-1"),
+    "top-p of 0": ("evaluation.top_p=0", "evaluation.top_p=0.0 leaves no token", "evaluation.top_p=1"),
+    "top-k of 0, data set": (
+        "evaluation.datasets.a=a.jsonl evaluation.overrides.a.top_k=0",
+        "evaluation.overrides.a.top_k=0 leaves no token",
+        "evaluation.overrides.a.top_k=-1",
+    ),
+    "stop token": ("rollout.stop_token_ids=[3,-1]", "rollout.stop_token_ids: -1 is no token id"),
+    "infinite deadline": ("loop.step_deadline_s=inf", "loop.step_deadline_s=inf must be finite"),
+    "infinite bucket": ("weights.bucket_mb=inf", "weights.bucket_mb=inf must be finite"),
+    "infinite temperature": ("rollout.temperature=inf", "rollout.temperature=inf must be finite"),
+    "infinite penalty": (
+        "reward.overlong_buffer_len=4 reward.overlong_penalty_factor=inf",
+        "reward.overlong_penalty_factor=inf must be finite",
+    ),
+    "memory beyond any limit": ("reward.memory_gb=1e12", "reward.memory_gb=1000000000000.0 must lie in [0, 1e+06]"),
+    "beta of 1": ("optim.beta2=1", "optim.beta2=1.0 must be below 1"),
     "response": (
         "rollout.max_context_len=1023",
         "rollout.max_response_len=1024",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from slime_like.config.rules.no_token import OFF, refuse_no_token
 from slime_like.config.schema.reward_names import ROW, check_reward_name
 from slime_like.config.schema.rollout import EvalConfig, RewardConfig
 from slime_like.errors import ConfigError
@@ -68,6 +69,8 @@ def _check(key: str, setting: str, value: Any) -> None:
     low, high = RANGES.get(setting, (-math.inf, math.inf))
     if setting in RANGES and not low <= value <= high:
         raise ConfigError(f"{key}={value!r} must lie in [{low:g}, {high:g}]")
+    if setting in OFF:
+        refuse_no_token(key, setting, value)
 
 
 def _check_reward(key: str, name: str, reward: RewardConfig) -> None:

@@ -14,6 +14,7 @@ from slime_like.config.rules.eval_overrides import check_overrides, override_len
 from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_ranks
 from slime_like.config.rules.gdn import check_gdn
 from slime_like.config.rules.names import check_names
+from slime_like.config.rules.no_token import OFF, refuse_no_token
 from slime_like.config.rules.over_sampling import check_over_sampling
 from slime_like.config.rules.pipeline import check_pipeline
 from slime_like.config.rules.roles import check_roles
@@ -130,10 +131,20 @@ def trainer_ranks(cfg: TrainConfig) -> int:
 def _ranges(cfg: TrainConfig) -> None:
     within("optim.", cfg.optim, 0.0, BIG, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
     within("optim.", cfg.optim, 0.0, 1.0, "beta1", "beta2", "warmup_fraction", "cpu_offload_fraction")
+    for name in ("beta1", "beta2"):
+        if getattr(cfg.optim, name) == 1.0:
+            raise ConfigError(f"optim.{name}=1.0 must be below 1: Adam divides its estimates by 1 - {name}**step")
     within("loop.", cfg.loop, 0, BIG, "max_staleness")
     within("weights.", cfg.weights, 0, BIG, "probe_sequences", "debug_skip_push_at")
     within("run.", cfg.run, 0, 2**31 - 1, "seed")
+    within("reward.", cfg.reward, 0.0, 1e6, "memory_gb")
     within("rollout.", cfg.rollout, 0.0, 1.0, "top_p")
+    within("rollout.", cfg.rollout, -1, BIG, "top_k")
+    for prefix, config in (("rollout.", cfg.rollout), ("evaluation.", cfg.evaluation)):
+        for name in OFF:
+            refuse_no_token(f"{prefix}{name}", name, getattr(config, name))
+    if negative := [token_id for token_id in cfg.rollout.stop_token_ids if token_id < 0]:
+        raise ConfigError(f"rollout.stop_token_ids: {negative[0]} is no token id: give numbers of 0 or more")
     if isinstance(cfg.algo, PolicyConfig):
         within("algo.", cfg.algo, -10.0, 10.0, "entropy_coef")
         if hasattr(cfg.algo, "kl_coef"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -62,12 +63,17 @@ def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{item.name}", item
 
 
-def positive(prefix: str, config: Config, *names: str) -> None:
-    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes: the plan chooses it)."""
+def positive(prefix: str, config: Config, *names: str, finite: bool = True) -> None:
+    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes: the plan chooses it).
+
+    With ``finite``, infinity is refused: no wait, size or factor can be infinite.
+    """
     for name in names:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{prefix}{name}={value!r} must be above 0")
+        if finite and value == math.inf:
+            raise ConfigError(f"{prefix}{name}={value!r} must be finite: set a large number, such as 1e6")
 
 
 def within(prefix: str, config: Config, low: float, high: float, *names: str) -> None:

@@ -69,7 +69,8 @@ class WeightsConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "bucket_mb", "probe_tolerance", "sample_tolerance", "push_deadline_s")
+        positive(prefix, self, "bucket_mb", "push_deadline_s")
+        positive(prefix, self, "probe_tolerance", "sample_tolerance", finite=False)
         within(prefix, self, 1.0, 1e6, "drift_warning")
 
 

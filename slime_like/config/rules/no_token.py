@@ -1,0 +1,14 @@
+"""Refusal of sampling settings that leave no token to sample, which SGLang refuses only once an engine runs."""
+
+from __future__ import annotations
+
+from slime_like.errors import ConfigError
+
+OFF = {"top_p": 1, "top_k": -1}
+"""Restriction of sampling -> the value that samples from all tokens."""
+
+
+def refuse_no_token(key: str, name: str, value: float) -> None:
+    """Raise ``ConfigError`` on a top-p or top-k of 0; ``key`` sets the restriction ``name``."""
+    if value == 0:
+        raise ConfigError(f"{key}={value!r} leaves no token to sample: set {key}={OFF[name]}, which samples from all")
