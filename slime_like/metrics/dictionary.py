@@ -146,7 +146,12 @@ ENTRIES = (
     MetricEntry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
     MetricEntry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
     MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups that the filter dropped for one reason", "groups"),
-    MetricEntry("rollout/generated/raw_reward", "mean reward of all generated samples, before any filter", "", "rises"),
+    MetricEntry(
+        "rollout/generated/raw_reward",
+        "mean reward of all generated samples that did not fail, before any filter",
+        "",
+        "rises",
+    ),
     MetricEntry("rollout/generated/accuracy", "share of correct responses of these samples", "0 to 1", "rises"),
     MetricEntry(
         "rollout/generated/zero_std_ratio", "share of all generated groups whose rewards are all equal", "0 to 1"
