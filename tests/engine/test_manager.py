@@ -250,6 +250,14 @@ def test_user_functions_that_fail_or_drop_every_group_are_named(engine: Engine, 
             {"generate": "tests.engine.failing_functions:raise_error"},
             r"raise_error raised ValueError: no tool \(.*failing_functions.py:\d+\), for prompt",
         ),
+        (
+            {"generate": "tests.engine.failing_functions:number_groups"},
+            r"number_groups for prompt .* has group_id 10\d: give it context.group_id",
+        ),
+        (
+            {"generate": "tests.engine.failing_functions:forget_versions"},
+            "forget_versions for prompt .* has sampled tokens of weight version -1",
+        ),
     ):
         with pytest.raises(UserCodeError, match=pattern):
             first_rollout(**{"filters": [], **changes})

@@ -17,7 +17,7 @@ from slime_like.rollout.collect.resumable import CallJournal, PauseGate, Resumab
 from slime_like.rollout.generate.sampling import sample_seeds
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts
-from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.types import UNTRAINED, Prompt, Sample, SampleGroup
 from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.user_code import errors_named
 
@@ -87,7 +87,7 @@ class GroupSampler:
             subject = f"prompt {request.prompt.prompt_id} ({request.prompt.dataset})"
             with errors_named("rollout.generate", self.generate_name, subject):
                 results = await self.generate(request.prompt, engine, seeds, context)
-            samples = self._check_samples(results, subject)
+            samples = self._check_samples(results, subject, request.group_id)
         if on_generated is not None:
             on_generated()
         group = SampleGroup(request.group_id, request.prompt, samples)
@@ -111,13 +111,16 @@ class GroupSampler:
         if isinstance(self.generate, Generator):
             await self.generate.close()
 
-    def _check_samples(self, returned: object, subject: str) -> tuple[Sample, ...]:
+    def _check_samples(self, returned: object, subject: str, group_id: int) -> tuple[Sample, ...]:
         """Return the samples of a generate function. Raises ``UserCodeError`` if it returned anything else."""
         if isinstance(returned, Sequence):
             items = cast("Sequence[object]", returned)
             wrong = [item for item in items if not isinstance(item, Sample)]
             if items and not wrong:
-                return tuple(cast("Sequence[Sample]", items))
+                samples = tuple(cast("Sequence[Sample]", items))
+                if problem := next(filter(None, (_problem(sample, group_id) for sample in samples)), ""):
+                    raise UserCodeError(f"rollout.generate={self.generate_name} for {subject}: {problem}")
+                return samples
             description = f"a list with {wrong[0]!r:.80} ({type(wrong[0]).__name__})" if wrong else "no sample"
         else:
             description = f"{returned!r:.80} ({type(returned).__name__})"
@@ -128,3 +131,13 @@ class GroupSampler:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _problem(sample: Sample, group_id: int) -> str:
+    """Return the problem of a field of a user's sample that training would not notice; empty if there is none."""
+    name = f"sample {sample.sample_id}"
+    if sample.group_id != group_id:
+        return f"{name} has group_id {sample.group_id}: give it context.group_id, here {group_id}"
+    if sample.status not in UNTRAINED and any(version < 0 for version in sample.versions):
+        return f"{name} has sampled tokens of weight version -1: give their span the version of their completion"
+    return ""

@@ -68,8 +68,9 @@ class EngineServer:
             self._log_begin = log.tell()
             self._process = self._spawn(log, child_environment(self._spec, self._scratch, self._host))
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # the server has died, of which wait_ready tells the cause
+            self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
+            self._process.stdin.flush()
 
     def wait_ready(self) -> None:
         """Block until the server answers.
@@ -134,7 +135,8 @@ class EngineServer:
             self._process.wait()
             processes.remove_segments(self.segments)
             assert self._process.stdin is not None
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # unread text of ``start``
+                self._process.stdin.close()
         if self._lease is not None:
             self._lease.release()
         if self._scratch is not None:

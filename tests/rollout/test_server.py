@@ -1,0 +1,51 @@
+"""Start of an engine's server whose process ends at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.errors import EngineError
+from slime_like.rollout.engine.server import EngineServer
+
+
+class DeadServer(EngineServer):
+    """Server whose process has ended before it reads its settings."""
+
+    def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", "import sys; sys.exit('no such kernel')"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        process.wait()
+        return process
+
+
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    spec = EngineSpec(
+        model_path=str(tmp_path / "model"),
+        device="cpu",
+        dtype="float32",
+        tp=1,
+        context_length=512,
+        seed=0,
+        log_path=str(log),
+        start_deadline_s=60,
+    )
+    server = DeadServer(spec, admin_key="key")
+    try:
+        server.start()
+        with pytest.raises(EngineError, match=r"(?s)engine did not start: .* exit.* 1.*no such kernel"):
+            server.wait_ready()
+    finally:
+        server.stop()
