@@ -1,21 +1,19 @@
-"""Losses, advantages and corrections that the config names. Errors in user code name the config key and the line."""
+"""Losses, token advantages and corrections that the config names. Errors in user code name the config key and the line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 from torch import Tensor
 
 from slime_like.algo.off_policy import Correction, OffPolicy
-from slime_like.config.schema.names import GROUP_ADVANTAGES, LOSSES, OFF_POLICY, TOKEN_ADVANTAGES
+from slime_like.config.schema.names import LOSSES, OFF_POLICY, TOKEN_ADVANTAGES
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.errors import UserCodeError
 from slime_like.interfaces import (
     Diagnostics,
-    GroupAdvantage,
     LossFn,
     LossOutput,
     LossView,
@@ -26,10 +24,9 @@ from slime_like.interfaces import (
     TokenView,
 )
 from slime_like.registry import is_path, resolve
-from slime_like.types import F32
 from slime_like.util.user_code import errors_named
 
-LOSS, GROUP, TOKEN = "algo.loss", "algo.group_advantage", "algo.token_advantage"
+LOSS, TOKEN = "algo.loss", "algo.token_advantage"
 CORRECTION = "algo.off_policy"
 
 
@@ -49,12 +46,6 @@ def bind_off_policy(config: PolicyConfig) -> OffPolicy:
     """Return the off-policy correction that ``config`` names."""
     correct: OffPolicy = resolve(CORRECTION, config.off_policy, OFF_POLICY)
     return UserCorrection(config.off_policy, correct) if is_path(config.off_policy) else correct
-
-
-def bind_group_advantage(name: str) -> GroupAdvantage:
-    """Return the group advantage ``name``."""
-    advantage: GroupAdvantage = resolve(GROUP, name, GROUP_ADVANTAGES)
-    return UserGroupAdvantage(name, advantage) if is_path(name) else advantage
 
 
 @dataclass(slots=True)
@@ -93,25 +84,6 @@ def _columns_of(output: LossOutput) -> dict[str, object]:
 def _shape(column: object) -> object:
     """Return the shape of a tensor, otherwise the name of the type."""
     return tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
-
-
-@dataclass(frozen=True, slots=True)
-class UserGroupAdvantage:
-    """Group advantage given by a path. Raises ``UserCodeError`` for errors in it."""
-
-    name: str
-    advantage: Callable[[F32], Any]
-
-    def __call__(self, rewards_G: F32) -> F32:
-        """Return the advantages. Raises ``UserCodeError`` if the function raises or does not return one number per reward."""
-        subject = f"a group with rewards {rewards_G.tolist()}"
-        with errors_named(GROUP, self.name, subject):
-            advantages_G = np.asarray(self.advantage(rewards_G), dtype=np.float32)
-        if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
-            raise UserCodeError(
-                f"{GROUP}={self.name} returned {advantages_G.tolist()!s:.200} for {subject}: return one finite number per reward"
-            )
-        return advantages_G
 
 
 @dataclass(frozen=True, slots=True)

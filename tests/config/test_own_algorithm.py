@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from slime_like.algo.bind import (
-    bind_group_advantage,
     bind_loss,
     bind_token_advantage,
     critic_targets,
     diagnose,
     token_advantages,
 )
+from slime_like.algo.bind_group import bind_group_advantage
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.errors import ConfigError, UserCodeError

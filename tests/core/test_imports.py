@@ -53,3 +53,11 @@ print(AutoModelForCausalLM._model_mapping[type(config)].__name__)
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.split() == ["Qwen3NextConfig", "7", "False", "Qwen3NextForCausalLM"], result.stderr
+
+
+def test_the_driver_does_not_import_torch() -> None:
+    script = (
+        "import sys, slime_like.cluster.start.launch; print(*sys.modules.keys() & {'torch', 'transformers', 'ray'})"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout == "ray\n", result.stdout + result.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from slime_like.algo.bind import bind_group_advantage
+from slime_like.algo.bind_group import bind_group_advantage
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.run.chaos import Chaos, report_lines
 from slime_like.cluster.run.checkpoints import Checkpoints
