@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def run_all(
     plain = {
         name: train_releasing(world, models[kind], layout, GuardSpec()) for name, (layout, kind) in layouts.items()
     }
-    return {**out, "released training": released, "plain training": plain}
+    imported = sorted(sys.modules.keys() & {"torch._dynamo", "wandb"})
+    return {**out, "released training": released, "plain training": plain, "imported": imported}
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------------

@@ -80,3 +80,8 @@ def test_megatron_trains_the_same_with_released_communicators(name: str, ranks: 
         assert len(set(released_result["digests"])) > 1
         assert released_result["generations"] >= 3
         assert released_result["groups"] > 10
+
+
+@pytest.mark.ranks
+def test_ranks_on_a_cpu_do_not_import_torchs_compiler(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["imported"] for rank in ranks] == [[]] * 4

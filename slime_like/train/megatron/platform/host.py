@@ -127,6 +127,7 @@ def install(device: str) -> None:
     _installed = _Finder(device)
     sys.meta_path.insert(0, _installed)  # pyright: ignore[reportArgumentType]
     if device == "cpu":
+        cpu_patches.without_dynamo()
         torch.Tensor.cuda = lambda self, *args, **kwargs: self  # pyright: ignore[reportAttributeAccessIssue]
 
 
