@@ -23,7 +23,7 @@ from slime_like.distributed.wrapper.watchdog import Watchdog
 from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.errors import CollectiveError
 from slime_like.util.deadline import scale
-from tests.train.ranks import World
+from tests.train.ranks import World, fork_ranks
 
 SECONDS = 3.0
 # Time beyond the deadline until the rank at fault is named: errors.PATIENCE_S, in which late peers may still arrive, and the
@@ -35,6 +35,26 @@ def spec(folder: Path, seconds: float = SECONDS) -> GuardSpec:
     return GuardSpec(
         wrap=True, default=MemoryPolicy(checks="never"), deadline_s=seconds, folder=str(folder), name="trainer"
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Results of ``cases``, and for each mismatch the error of its world and the time after it, by ``time.perf_counter_ns``."""
+
+    cases: list[dict[str, tuple[str, float]]]
+    mismatches: dict[str, tuple[str, int]]
+
+
+def on_forks(world: World, folder: Path, mismatches: dict[str, Path]) -> Outcomes:
+    """Run ``cases``, and ``mismatch`` of each kind with the rings in its folder, each on three forks of this process."""
+    results = fork_ranks(cases, 3, folder)
+    errors: dict[str, tuple[str, int]] = {}
+    for kind, rings in mismatches.items():
+        try:
+            fork_ranks(mismatch, 3, rings, kind)
+        except AssertionError as error:
+            errors[kind] = (str(error), time.perf_counter_ns())
+    return Outcomes(results, errors)
 
 
 def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:

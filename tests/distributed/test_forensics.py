@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ from slime_like.distributed.forensics.ring import (
 )
 from slime_like.errors import WorkerError
 from slime_like.util.deadline import scale
-from tests.distributed.hangs import GRACE_S, SECONDS
+from tests.distributed.hangs import GRACE_S, SECONDS, Outcomes
 from tests.train.ranks import ROOT, run_ranks
 
 LIMIT_S = SECONDS + GRACE_S  # from an op with a deadline of SECONDS to the name of the rank at fault; times scale()
@@ -47,8 +46,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(folder: Path) -> list[dict[str, tuple[str, float]]]:
-    return run_ranks("tests.distributed.hangs:cases", 3, folder)
+def mismatch_rings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folder with the rings of each mismatch."""
+    return {kind: tmp_path_factory.mktemp("mismatch") / "rings" for kind in ("size", "op")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, mismatch_rings: dict[str, Path]) -> Outcomes:
+    (result,) = run_ranks("tests.distributed.hangs:on_forks", 1, folder, mismatch_rings)
+    return result
+
+
+@pytest.fixture(scope="module")
+def cases(outcomes: Outcomes) -> list[dict[str, tuple[str, float]]]:
+    return outcomes.cases
 
 
 @pytest.mark.ranks
@@ -97,17 +108,22 @@ def test_a_rank_missing_at_a_rebuild_of_communicators_is_named(
     ],
 )
 def test_a_mismatch_is_found_in_the_rings_of_dead_ranks(
-    kind: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    named: str,
+    outcomes: Outcomes,
+    mismatch_rings: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The driver reads the rings within the deadline of the op and adds the findings to its crash bundle."""
-    run_dir, folder = tmp_path / "run", tmp_path / "rings"  # not swept by other runs
+    run_dir, folder = tmp_path / "run", mismatch_rings[kind]  # not swept by other runs
     monkeypatch.setattr(crash, "ring_folder", {str(run_dir): folder}.__getitem__)
-    with pytest.raises(AssertionError, match="ended with"):
-        run_ranks("tests.distributed.hangs:mismatch", 3, folder, kind)
-    first, now = findings(read_rings(folder))[0], time.perf_counter_ns()
+    error, ended_ns = outcomes.mismatches[kind]
+    assert "ended with" in error
+    first = findings(read_rings(folder))[0]
     bundle = write_bundle(run_dir, WorkerError("trainer rank 1 died", died=True))
     assert first.headline.endswith(f"#2 in group world: {named}")
-    assert (now - first.since_ns) / 1e9 < LIMIT_S * scale()
+    assert (ended_ns - first.since_ns) / 1e9 < LIMIT_S * scale()
     text = (bundle / "collectives.txt").read_text()
     assert f"#2 in group world: {named}" in text.splitlines()[0]
     for rank in range(3):
