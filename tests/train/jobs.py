@@ -78,15 +78,25 @@ def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> di
 
 def run_forked(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
     """Return the results of ``run_ranks``, on forks of one process that has imported megatron."""
-    return run_ranks("tests.train.jobs:fork_target", 1, target, size, args, seconds, seconds=seconds + 60)[0]
+    return run_each_forked((target, size, *args), seconds=seconds)[0]
 
 
-def fork_target(world: World, target: str, size: int, args: Sequence[Any], seconds: float) -> list[Any]:
-    """Run ``target`` (module:function) on forks of this rank."""
+def run_each_forked(*calls: tuple[Any, ...], seconds: float = 240) -> list[list[Any]]:
+    """Return the results of ``run_forked(*call)`` for each call, one after another on forks of one process."""
+    return run_ranks("tests.train.jobs:fork_targets", 1, calls, seconds, seconds=seconds * len(calls) + 60)[0]
+
+
+def fork_targets(world: World, calls: Sequence[tuple[Any, ...]], seconds: float) -> list[list[Any]]:
+    """Run the target (module:function) of each call on forks of this rank."""
     assert world.size == 1
-    module, _, function = target.partition(":")
-    import_trainer(module)
-    return fork_ranks(getattr(importlib.import_module(module), function), size, *args, seconds=seconds)
+    functions = {target: target.partition(":")[::2] for target, *_ in calls}
+    import_trainer(*sorted({module for module, _ in functions.values()}))
+    return [
+        fork_ranks(
+            getattr(importlib.import_module(functions[target][0]), functions[target][1]), size, *args, seconds=seconds
+        )
+        for target, size, *args in calls
+    ]
 
 
 def prepare(jobs: Sequence[Job]) -> None:
@@ -102,7 +112,9 @@ def import_trainer(*modules: str) -> None:
 
         host.install("cpu")
         used = (
-            "slime_like.train.megatron.rank",
+            "slime_like.train.megatron.rank.critic",
+            "slime_like.train.megatron.rank.teacher",
+            "slime_like.train.megatron.rank.trainer",
             "transformers.models.auto",
         )
         for name in (*used, *modules):
