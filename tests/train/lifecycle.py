@@ -20,7 +20,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
 from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, annotated, make_actor, save_checkpoint
-from tests.train.models import count_tokens, make_rows, normalise
+from tests.train.models import count_tokens, join_rows, make_rows, normalise
 from tests.train.ranks import World
 from tests.unchanged import unchanged
 
@@ -29,6 +29,11 @@ def batch(seed: int, version: int = 0) -> list[PackedBatch]:
     """Return two ragged micro-batches of unequal weight: many sequences (fewer tokens if ``seed`` is even), and one sequence."""
     lengths = (23, 9, 14, 5, 2, 8, 6, 11, 17, 12) if seed % 2 else (7, 9, 3, 5, 2, 8, 6, 4, 10, 12)
     return _ragged([lengths, (31,)], seed, version)
+
+
+def one_micro_batch(seed: int) -> list[PackedBatch]:
+    """Return the sequences of ``batch(seed)`` in one micro-batch, for layouts without data parallelism."""
+    return [join_rows(*batch(seed))]
 
 
 def four_micro_batches(seed: int) -> list[PackedBatch]:
@@ -122,10 +127,11 @@ def resume_from_each(
 ) -> dict[str, list[Any]]:
     """Return the next two losses after loading the checkpoint of each source, one after another on the same actor."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
+    make = batch if layout.dp > 1 else one_micro_batch
     out: dict[str, list[Any]] = {}
     for source in sources:
         actor.load(shared.scratch.with_name(f"reshard_from_{source}".replace(" ", "_")))
-        out[source] = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
+        out[source] = [train(actor, layout, seed, make=make).get("train/loss") for seed in (3, 4)]
     return out
 
 

@@ -77,6 +77,7 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
 
     initial_scores = scores()
     results: dict[str, Any] = {"healthy": train(initial_scores, 0)}
+    actor.spec = replace(actor.spec, drift_by_layer=False)  # which takes longer than all else, and changes no refusal
     current_scores = scores()
     results["older weights"] = refused(initial_scores)
     results["shifted"] = refused(

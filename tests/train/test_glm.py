@@ -21,9 +21,7 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
     2: {
         "glm4 tp2": ("glm4", Layout(tp=2)),
         "glm4 tp2 sp": ("glm4", Layout(**SP)),
-        "glm4 pp2": ("glm4", Layout(pp=2)),
         "glm4 cp2": ("glm4", Layout(cp=2)),
-        "glm4_moe tp2 sp": ("glm4_moe", Layout(**SP)),
         "glm4_moe pp2": ("glm4_moe", Layout(pp=2)),
         "glm4_moe cp2": ("glm4_moe", Layout(cp=2)),
         "glm4_moe ep2": ("glm4_moe", Layout(dp=2, ep=2)),
