@@ -93,6 +93,7 @@ def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
             ["Qwen3-30B-A3B", "--on", "8xH20", "--train", "--train-ep", "3"],
             "--train-ep 3 has to divide the 128 experts",
         ),
+        (["Qwen3-4B", "--on", "8xH20", "--train", "--train-ep", "8"], "--train-ep 8: Qwen3-4B has no experts: set"),
         (["Qwen3-4B", "--on", "8xH20", "--svg", "/nonexistent/x.svg"], "--svg /nonexistent/x.svg: No such file"),
     ],
 )

@@ -10,7 +10,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, engine_memory, state_bytes, token_bytes
 from slime_like.planner.engine_settings import EngineSettings
-from slime_like.planner.hardware import GpuKind, Hardware, known_gpu, unknown_speed
+from slime_like.planner.hardware import GPUS, GpuKind, Hardware, known_gpu, unknown_speed
 from slime_like.planner.host import host_engine, host_pool, host_processes
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.static_fraction import graph_sizes
@@ -57,7 +57,7 @@ def _smallest_gpu(machine: Machine) -> GpuKind | str:
         return replace(kinds[name] or unknown_speed(name), memory=least)
     unknown = next((name for name, kind in kinds.items() if kind is None), None)
     if unknown is not None:
-        return f"the planner does not know the GPU {unknown!r}"
+        return f"the planner does not know the GPU {unknown!r}: its table has {', '.join(GPUS)}"
     return min((kind for kind in kinds.values() if kind is not None), key=lambda kind: kind.memory)
 
 

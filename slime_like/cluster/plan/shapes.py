@@ -12,7 +12,7 @@ from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError
 from slime_like.planner.config_json import read_shape, shape_of
-from slime_like.planner.models import table_config
+from slime_like.planner.models import MODELS, table_config
 from slime_like.planner.shapes import ModelShape
 from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, config_fields
 
@@ -39,8 +39,15 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
     if cfg.run.prepare is not None:
         spec = PREPARED.get(cfg.run.prepare)
         return None if spec is None else hf_config(KEY, folder, {"model_type": spec.model_type, **config_fields(spec)})
-    values = None if machine.is_local else table_config(folder)
-    return read_hf_config(KEY, folder) if values is None else hf_config(KEY, folder, values)
+    if machine.is_local:
+        return read_hf_config(KEY, folder)
+    values = table_config(folder)
+    if values is None:
+        raise CheckpointError(
+            f"{KEY}={folder!r} is neither a folder nor a model of the planner's table: give a folder with a config.json, or "
+            f"the path of one of {', '.join(MODELS)}"
+        )
+    return hf_config(KEY, folder, values)
 
 
 def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpec | None) -> RoleShapes:
