@@ -1,7 +1,4 @@
-"""Constants of the planner, each with its source. Two are fitted; ``FITTED`` lists them.
-
-``speed.calibrated_gain`` fits no constant: it takes the published throughput of a baseline as an input (``published.BASELINES``).
-"""
+"""Constants of the planner, each with its source. Two are fitted; ``FITTED`` lists them."""
 
 from __future__ import annotations
 
@@ -81,17 +78,43 @@ BANDWIDTH_SHARE = Constant(
     "achieved / peak",
     "gpt-fast README: Llama-2-7B on an A100, batch 1, 104.9 tokens/s * 13.3 GB = 1397 of 2039 GB/s",
 )
-LAYER_SECONDS = Constant(
-    "fixed time per layer",
-    37e-6,
-    "s per layer and decode step",
-    "gpt-fast README: Llama-2-70B TP8, 62.50 tokens/s at 1135 GB/s: 16.0 ms, of which reading at 1397 GB/s takes 13.0; 80 layers",
+KERNEL_SECONDS = Constant(
+    "fixed time per kernel",
+    3.4e-6,
+    "s, besides its work",
+    "gpt-fast README: Llama-2-70B TP8, 62.50 tokens/s at 1135 GB/s: 16.0 ms, of which reading at 1397 GB/s takes 13.0; "
+    "80 layers of 11 kernels",
 )
 COMPUTE_SHARE = Constant(
     "share of peak FLOPs reached by prefill",
     0.59,
     "achieved / peak",
     "lmsys.org 2025-09-26: DeepSeek-R1 FP8, 8xH20, inputs of 4096: 16,500 tokens/s = 1.39 of 2.37 PFLOP/s",
+)
+LINK_SHARE = Constant(
+    "share of link bandwidth reached by NCCL",
+    370 / 450,
+    "achieved / peak",
+    "NCCL's authors, github.com/NVIDIA/nccl-tests/issues/212: 370 of 450 GB/s on H100, the rest is protocol",
+)
+LATENT_TILE = Constant(
+    "tile of latent attention",
+    64,
+    "query heads, or cached tokens",
+    "github.com/deepseek-ai/FlashMLA/issues/30, on H20: 16 heads take as long as 64 (0.60 and 0.61 ms), 80 take twice as long",
+)
+ATTENTION_BLOCKS = Constant(
+    "blocks of grouped-query attention",
+    2,
+    "per streaming multiprocessor",
+    "FlashInfer, attention/scheduler.cuh (PrefillPlan): it splits sequences into as many parts as fit at once; each ends "
+    "with half a part on average",
+)
+NEW_TOKENS = Constant(
+    "reserve for running requests",
+    0.098,
+    "share of the tokens that they may still generate",
+    "SGLang 0.5.23, environ.py: SGLANG_INIT_NEW_TOKEN_RATIO 0.7 * SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR 0.14",
 )
 NODE_HOP_SECONDS = Constant(
     "all-reduce latency across nodes",
@@ -101,10 +124,10 @@ NODE_HOP_SECONDS = Constant(
 )
 EXCHANGE_SECONDS = Constant(
     "DCP's exchange",
-    2.2e-6,
-    "s per request and layer, besides the bytes over the links",
-    "queries out, partial outputs and log-sum-exp back and merged: three small collectives per layer",
-    fitted_on="Qwen3-235B on 8xH20, 32k/4k, concurrency 96: +16%",
+    1.35e-6,
+    "s per request and layer, besides three kernels and the bytes over the links",
+    "queries out, partial outputs and log-sum-exp back and merged",
+    fitted_on="Qwen3-235B on 8xH20, 32k/4k, least largest relative error of the gains at concurrency 48 to 96",
 )
 HOST_SERVER = Constant(
     "engine's HTTP server on a CPU", 921 * MIB, "bytes", "measured: ps, quickstart engines, SGLang 0.5.23"
@@ -138,8 +161,12 @@ CONSTANTS = (
     SGLANG_LEAST,
     LEAST_RESERVE,
     BANDWIDTH_SHARE,
-    LAYER_SECONDS,
+    KERNEL_SECONDS,
     COMPUTE_SHARE,
+    LINK_SHARE,
+    LATENT_TILE,
+    ATTENTION_BLOCKS,
+    NEW_TOKENS,
     NODE_HOP_SECONDS,
     EXCHANGE_SECONDS,
     HOST_SERVER,

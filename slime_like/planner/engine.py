@@ -111,10 +111,11 @@ def flow_saving(shape: ModelShape, settings: EngineSettings) -> float:
     """Return the weights per rank that FlowMLA removes: ``W (1 - 1/dp)`` less two slots of ``W / layers * (dp - 1) / dp``."""
     if settings.flow_mla == "none":
         return 0.0
-    return _flow_weights(shape, settings) * (1 - 1 / settings.dp_attention) - _flow_slots(shape, settings)
+    return flow_weights(shape, settings) * (1 - 1 / settings.dp_attention) - _flow_slots(shape, settings)
 
 
-def _flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
+def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
+    """Return the weights that FlowMLA shards, as many as one attention rank would have without it."""
     assert shape.latent is not None, "check_engine refuses other models"
     parts = latent_parts(shape.hidden, shape.latent)
     chosen = sum(parts[name] for name in FLOW_PARTS[settings.flow_mla])
@@ -125,7 +126,7 @@ def _flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
     if settings.flow_mla == "none":
         return 0.0
     dp = settings.dp_attention
-    return 2 * _flow_weights(shape, settings) / shape.count(LATENT) * (dp - 1) / dp
+    return 2 * flow_weights(shape, settings) / shape.count(LATENT) * (dp - 1) / dp
 
 
 def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:

@@ -24,6 +24,7 @@ class EngineSettings:
     max_prefill_tokens: int = 16_384  # SGLang's, of a prefill without chunks
     graph_requests: int | None = None  # of the largest CUDA graph of decoding; None: SGLang's default
     decode_graphs: bool = True
+    padded_groups: bool = False  # graphs pad each attention group to the requests of all (SGLang until mid-2025)
     prefill_graphs: int | None = None  # number of CUDA graphs of prefill; None: SGLang's default
     deepep: bool = False  # SGLang's moe_a2a_backend=deepep
     replicated_head: bool = False  # SGLang's enable_dp_lm_head

@@ -23,32 +23,39 @@ class GpuKind:
     fp8: float  # dense FLOP/s; that of bf16 if the GPU has no FP8
     link: float  # bytes/s to the GPUs of its node
     network: float  # bytes/s to other nodes
+    sms: int  # streaming multiprocessors
     source: str
 
 
-def _gpu(name: str, mib: int, hbm: float, bf16: float, fp8: float, link: float, network: float, source: str) -> GpuKind:
-    return GpuKind(name, mib * MIB, hbm * 1e9, bf16 * 1e12, fp8 * 1e12, link * 1e9, network * 1e9, source)
+def _gpu(
+    name: str, mib: int, sms: int, gigabytes: tuple[float, float, float], teraflops: tuple[float, float], source: str
+) -> GpuKind:
+    """Return a GPU with ``gigabytes`` per second of HBM, link and network, and ``teraflops`` in BF16 and FP8."""
+    hbm, link, network = (1e9 * rate for rate in gigabytes)
+    bf16, fp8 = (1e12 * rate for rate in teraflops)
+    return GpuKind(name, mib * MIB, hbm, bf16, fp8, link, network, sms, source)
 
 
+_H20 = "lmsys.org 2025-09-26 (H20-96G); memory: nvidia-smi; multiprocessors: CUDA's device properties"
 _DGX = "NVIDIA data sheet; memory: nvidia-smi; network: one 400 Gb/s adapter per GPU, as in a DGX H100"
 _AMPERE = "NVIDIA data sheet; memory: nvidia-smi; network: one 200 Gb/s adapter per GPU, as in a DGX A100"
 _CARD = "NVIDIA data sheet; memory: nvidia-smi; links: PCIe 4.0 x16; network: 100 Gb/s"
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H20", 97_871, 4_000, 148, 296, 450, 50, "lmsys.org 2025-09-26 (H20-96G); memory: nvidia-smi"),
-        _gpu("H800", 81_559, 3_350, 989, 1_979, 200, 50, _DGX),
-        _gpu("H100", 81_559, 3_350, 989, 1_979, 450, 50, _DGX),
-        _gpu("H100-NVL", 95_830, 3_900, 835, 1_671, 300, 50, _DGX),
-        _gpu("H20-3e", 143_771, 4_800, 148, 296, 450, 50, _DGX),
-        _gpu("H200", 143_771, 4_800, 989, 1_979, 450, 50, _DGX),
-        _gpu("B200", 183_359, 8_000, 2_250, 4_500, 900, 50, _DGX),
-        _gpu("A100", 81_920, 2_039, 312, 312, 300, 25, _AMPERE),
-        _gpu("A100-40GB", 40_960, 1_555, 312, 312, 300, 25, _AMPERE),
-        _gpu("A800", 81_920, 2_039, 312, 312, 200, 25, _AMPERE),
-        _gpu("L4", 23_034, 300, 121, 242, 32, 12.5, _CARD),
-        _gpu("L40S", 46_068, 864, 362, 733, 32, 12.5, _CARD),
-        _gpu("RTX4090", 24_564, 1_008, 165, 330, 32, 12.5, _CARD),
+        _gpu("H20", 97_871, 78, (4_000, 450, 50), (148, 296), _H20),
+        _gpu("H800", 81_559, 132, (3_350, 200, 50), (989, 1_979), _DGX),
+        _gpu("H100", 81_559, 132, (3_350, 450, 50), (989, 1_979), _DGX),
+        _gpu("H100-NVL", 95_830, 132, (3_900, 300, 50), (835, 1_671), _DGX),
+        _gpu("H20-3e", 143_771, 78, (4_800, 450, 50), (148, 296), _DGX),
+        _gpu("H200", 143_771, 132, (4_800, 450, 50), (989, 1_979), _DGX),
+        _gpu("B200", 183_359, 148, (8_000, 900, 50), (2_250, 4_500), _DGX),
+        _gpu("A100", 81_920, 108, (2_039, 300, 25), (312, 312), _AMPERE),
+        _gpu("A100-40GB", 40_960, 108, (1_555, 300, 25), (312, 312), _AMPERE),
+        _gpu("A800", 81_920, 108, (2_039, 200, 25), (312, 312), _AMPERE),
+        _gpu("L4", 23_034, 58, (300, 32, 12.5), (121, 242), _CARD),
+        _gpu("L40S", 46_068, 142, (864, 32, 12.5), (362, 733), _CARD),
+        _gpu("RTX4090", 24_564, 128, (1_008, 32, 12.5), (165, 330), _CARD),
     )
 }
 # Names of the driver, which contain more than the table's: in order, the first match counts.
@@ -90,7 +97,7 @@ def known_gpu(name: str) -> GpuKind | None:
 
 def unknown_speed(name: str) -> GpuKind:
     """Return a GPU that the table does not have, without memory and speeds."""
-    return GpuKind(name, memory=0, hbm=0, bf16=0, fp8=0, link=0, network=0, source="the driver")
+    return GpuKind(name, memory=0, hbm=0, bf16=0, fp8=0, link=0, network=0, sms=0, source="the driver")
 
 
 def parse_hardware(flag: str, text: str) -> Hardware:

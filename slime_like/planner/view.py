@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from slime_like.planner.answer import Change, EngineAnswer, Phases
 from slime_like.planner.constants import GIB
+from slime_like.planner.decode import StepTime
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Workload
@@ -39,11 +40,7 @@ def engine_lines(
     else:
         step = now.steady.step
         yield f"batch      {now.steady.running} requests of {lengths}, limited by {now.limit}"
-        yield (
-            f"decode     {1e3 * step.total:.1f} ms per step: weights {1e3 * step.weights:.1f}, attention "
-            f"{1e3 * step.attention:.1f}, collectives {1e3 * step.collectives:.1f}, DCP exchange {1e3 * step.exchange:.1f}, "
-            f"fixed {1e3 * step.fixed:.1f}; prefill {1e3 * now.steady.prefill:.0f} ms per request"
-        )
+        yield f"decode     {_step_text(step)}; prefill {1e3 * now.steady.prefill:.0f} ms per request"
         engines = hardware.num_gpus // s.gpus
         speed = now.steady.tokens_per_second
         yield f"throughput {speed:,.0f} tokens/s per engine, {engines * speed:,.0f} of {engines} engines on {hardware}"
@@ -91,6 +88,19 @@ def _change_row(now: EngineAnswer, change: Change) -> tuple[str, ...]:
     if now.steady is not None:
         gain = f"{per_gpu / (now.steady.tokens_per_second / now.settings.gpus) - 1:+.0%}"
     return change.flag, f"{change.answer.memory.tokens:,}", str(steady.running), f"{per_gpu:,.0f}", gain
+
+
+def _step_text(step: StepTime) -> str:
+    causes = {
+        "weights": step.weights,
+        "attention": step.attention,
+        "collectives": step.collectives,
+        "DCP exchange": step.exchange,
+        "kernels": step.fixed,
+        "FlowMLA prefetch": step.prefetch,
+    }
+    parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in causes.items() if seconds)
+    return f"{1e3 * step.total:.1f} ms per step: {parts}"
 
 
 def model_line(shape: ModelShape) -> str:

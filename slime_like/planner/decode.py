@@ -1,0 +1,143 @@
+"""Time of a decode step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from slime_like.planner import constants
+from slime_like.planner.engine import WEIGHT_BYTES, flow_weights, token_bytes, weight_items
+from slime_like.planner.engine_settings import EngineSettings
+from slime_like.planner.hardware import GpuKind, Hardware
+from slime_like.planner.kernels import EXCHANGE, num_kernels
+from slime_like.planner.links import all_gather_seconds, all_reduce_seconds
+from slime_like.planner.shapes import ATTENTION, LATENT, ModelShape
+from slime_like.planner.static_fraction import graph_requests
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one decode step of an engine, by cause."""
+
+    weights: float  # reading them, or computing with them if that takes longer, and the outputs of experts
+    attention: float
+    collectives: float
+    exchange: float  # of DCP
+    fixed: float  # kernels, apart from their work
+    prefetch: float  # FlowMLA's traffic in memory, and the part of its gathering that nothing hides
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.weights + self.attention + self.collectives + self.exchange + self.fixed + self.prefetch
+
+
+def decode_step(
+    shape: ModelShape, settings: EngineSettings, hardware: Hardware, requests: float, context: float
+) -> StepTime:
+    """Return the time of one decode step of ``requests`` requests, with ``context`` cached tokens each."""
+    gpu, s = hardware.gpu, settings
+    rows = _group_rows(s, gpu, requests)
+    weights = _weight_seconds(shape, s, gpu, requests, rows)
+    attention = _attention_seconds(shape, s, gpu, requests / s.dp_attention, context, rows)
+    exchange = _exchange_seconds(shape, s, hardware, requests / s.dp_attention)
+    kernels = num_kernels(shape, fp8=s.weights == "fp8") * constants.KERNEL_SECONDS.value
+    return StepTime(
+        weights=weights,
+        attention=attention,
+        collectives=2 * len(shape.layers) * all_reduce_seconds(hardware, s.gpus, requests * shape.hidden * 2),
+        exchange=exchange,
+        fixed=kernels,
+        prefetch=_prefetch_seconds(shape, s, hardware, weights + attention + exchange + kernels),
+    )
+
+
+def _bandwidth(gpu: GpuKind) -> float:
+    return gpu.hbm * constants.BANDWIDTH_SHARE.value
+
+
+def _flops(gpu: GpuKind, weights: str) -> float:
+    return (gpu.fp8 if weights == "fp8" else gpu.bf16) * constants.COMPUTE_SHARE.value
+
+
+def _group_rows(settings: EngineSettings, gpu: GpuKind, requests: float) -> float:
+    """Return the requests that each attention group computes, with padding."""
+    if settings.padded_groups and requests <= graph_requests(settings, gpu):
+        return requests
+    return requests / settings.dp_attention
+
+
+def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, rows: float) -> float:
+    """Return the seconds in which a rank reads its weights, or computes with them, and writes and sums experts' outputs."""
+    linear, seconds = WEIGHT_BYTES[settings.weights], 0.0
+    tokens = {"attention": rows, "output layer": requests / (settings.dp_attention if settings.replicated_head else 1)}
+    for item in weight_items(shape, replace(settings, flow_mla="none")):
+        num_bytes, flops = item.num_bytes, 0.0
+        if item.name == "embedding" and not shape.tied:
+            continue
+        if item.name == "experts" and shape.experts is not None:
+            share = shape.experts.per_token / shape.experts.count
+            flops = 2 * num_bytes / linear * share * requests
+            num_bytes *= 1 - (1 - share) ** requests
+        else:
+            if item.name == "attention" and shape.latent is not None:  # a step reads kv_up in one of its two forms
+                m = shape.latent
+                kv_up = m.kv_rank * m.heads * (m.nope_dim + m.value_dim) / settings.attention_tp
+                num_bytes -= linear * shape.count(LATENT) * kv_up
+            element = linear if item.name in ("attention", "MLP") else max(linear, 2)
+            flops = 2 * num_bytes / element * tokens.get(item.name, requests)
+        seconds += max(num_bytes / _bandwidth(gpu), flops / _flops(gpu, settings.weights))
+    if shape.experts is not None:  # each token has an output of each of its experts, written once and read once
+        outputs = 2 * shape.sparse_layers * shape.experts.per_token * shape.hidden * 2
+        seconds += requests * outputs / _bandwidth(gpu)
+    return seconds
+
+
+def _attention_seconds(
+    shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, context: float, rows: float
+) -> float:
+    """Return the seconds in which a rank reads the cache of its ``requests``, or computes scores if that takes longer."""
+    tile = constants.LATENT_TILE.value
+    peak = gpu.bf16 * constants.COMPUTE_SHARE.value
+    if shape.latent is not None:
+        m = shape.latent
+        tokens = requests * context + (rows - requests) * tile  # a padding row attends to one tile
+        heads = max(tile, m.heads * settings.dcp / settings.attention_tp)
+        flops = 2 * shape.count(LATENT) * heads * (2 * m.kv_rank + m.rope_dim) / settings.dcp
+        return tokens * max(token_bytes(shape, settings) / _bandwidth(gpu), flops / peak)
+    if shape.attention is None:
+        return 0.0
+    heads = max(1.0, shape.attention.kv_heads * settings.dcp / settings.attention_tp)
+    waves = requests * heads / (constants.ATTENTION_BLOCKS.value * gpu.sms)
+    occupancy = 1 - waves / 2 if waves < 1 else waves / (waves + 1)
+    flops = 4 * shape.count(ATTENTION) * shape.attention.query / settings.attention_tp
+    return requests * context * max(token_bytes(shape, settings) / _bandwidth(gpu) / occupancy, flops / peak)
+
+
+def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, requests: float) -> float:
+    """Return the seconds in which the ranks exchange queries, log-sum-exp, and float32 partial outputs of all layers."""
+    c = settings.dcp
+    if c == 1:
+        return 0.0
+    if shape.latent is not None:
+        layers, width = shape.count(LATENT), shape.latent.kv_rank + shape.latent.rope_dim
+    else:
+        layers, width = shape.count(ATTENTION), 0 if shape.attention is None else shape.attention.head_dim
+    heads = shape.heads / settings.attention_tp
+    queries = heads * (c - 1) * width * 2
+    sums = heads * c * (c - 1) * 4
+    outputs = 2 * (c - 1) * heads * width * 4
+    links = (queries + sums + outputs) / (hardware.gpu.link * constants.LINK_SHARE.value)
+    return layers * (EXCHANGE * constants.KERNEL_SECONDS.value + requests * (constants.EXCHANGE_SECONDS.value + links))
+
+
+def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, other_seconds: float) -> float:
+    """Return what FlowMLA adds to a step of ``other_seconds`` besides collectives, with which it shares the links.
+
+    A gathered layer is written to memory once, and read once for the next rank.
+    """
+    if settings.flow_mla == "none":
+        return 0.0
+    dp = settings.dp_attention
+    weights = WEIGHT_BYTES[settings.weights] * flow_weights(shape, settings)
+    traffic = 2 * weights * (dp - 1) / dp / _bandwidth(hardware.gpu)
+    return max(traffic, all_gather_seconds(hardware, dp, weights) - other_seconds)
