@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy.typing as npt
 
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.metrics.types import Metric
@@ -40,6 +42,8 @@ class Completion:
     finish: str  # stop | length | abort
     prompt_tokens: int = 0  # tokens of the request
     cached_tokens: int = 0  # tokens of the request that were in the prefix cache
+    # [prompt + R - 1, layers, experts per token], see ``data.routing``; None unless algo.routing_replay=rollout
+    routed_experts: npt.NDArray[Any] | None = None
 
 
 class Engine(Protocol):

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from slime_like.batch import PackedBatch, StepBatch, TrainBatch
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.pack import pack_equal
+from slime_like.data.routing import RoutingShape, with_routing
 from slime_like.errors import ConfigError, DataError, EngineError
 from slime_like.interfaces import GroupAdvantage
 from slime_like.types import F32, I32, UNTRAINED, Reward, Sample, SampleGroup, Source, Span, Status
@@ -47,6 +48,7 @@ class AssembleSpec:
     mask_truncated: bool = False
     mask_offpolicy: bool = False  # in samples with several versions, train only on tokens of the newest version
     overlong: OverlongPenalty | None = None  # None: no penalty
+    routing: RoutingShape | None = None  # of the routed experts that the trainer replays; None if it replays none
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,12 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
 
     Without groups (dropped by filters, or carried over until they fill a rollout) there are no steps.
     Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has
-    no token to train on.
+    no token to train on, ``EngineError`` if log-probabilities or routed experts of trained tokens are missing.
     """
     if not groups:
         return TrainBatch(rollout_id, ())
     groups = groups if spec.overlong is None else spec.overlong.penalised(groups)
+    groups = groups if spec.routing is None else with_routing(groups, spec.routing)
     masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
     newest_only = spec.mask_offpolicy
     grouped = [[column(s, adv, masked, newest_only) for s, adv in _advantages(group, spec)] for group in groups]

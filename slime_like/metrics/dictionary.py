@@ -289,6 +289,20 @@ ENTRIES = (
         "",
         "near 1",
     ),
+    MetricEntry(
+        "train/routed_experts_differ",
+        "share of tokens for which algo.routing_replay replays other experts than the trainer's router would choose, mean over "
+        "the layers",
+        "0 to 1",
+        "with algo.routing_replay=rollout and no staleness below 0.01 in float32; a few hundredths in bfloat16",
+    ),
+    MetricEntry("train/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
+    MetricEntry(
+        "train/routed_experts_gap_max",
+        "largest score by which a router prefers its own choice to the replayed one: logits of a softmax, or sigmoids with "
+        "their bias",
+        "",
+    ),
     MetricEntry("train/num_tokens", "tokens trained on", "tokens"),
     MetricEntry(
         "train/off_policy_token_ratio",
@@ -319,7 +333,8 @@ ENTRIES = (
     MetricEntry(
         "train/train_rollout_logprob_abs_diff/<layers>",
         "mean of the same over each rank's first micro-batch, with one kind of the trainer's layers (attention, gdn, mlp, or "
-        "all) computed in float64 (weights.probe_layers=true)",
+        "all) computed in float64 (weights.probe_layers=true); own_experts: with experts that the trainer chooses "
+        "(algo.routing_replay=rollout)",
         "nats",
     ),
     MetricEntry("train/train_rollout_logprob_abs_diff_max/<layers>", "largest of the same", "nats"),
@@ -361,10 +376,23 @@ ENTRIES = (
         "probe/logprob_abs_diff_max/<layers>",
         "the same, with one kind of the trainer's layers (attention, gdn, mlp, or all) computed in float64: far smaller if the"
         " trainer's rounding in those layers causes the difference; the rest with `all` is the engine's "
-        "(weights.probe_layers=true)",
+        "(weights.probe_layers=true); own_experts: without algo.routing_replay=rollout",
         "nats",
     ),
     MetricEntry("probe/logprob_abs_diff_mean/<layers>", "mean of the same", "nats"),
+    MetricEntry(
+        "probe/routed_experts_differ",
+        "share of the probe's tokens for which engine and trainer choose different experts, mean over the layers",
+        "0 to 1",
+        "near 0: only ties that rounding decides",
+    ),
+    MetricEntry("probe/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
+    MetricEntry(
+        "probe/routed_experts_gap_max",
+        "largest score by which the trainer's router prefers its own choice to the engine's",
+        "",
+        "below weights.probe_tolerance, or the run ends",
+    ),
     MetricEntry(
         "eval/<dataset>",
         "accuracy on held-out prompts (mean score if the reward has no accuracy)",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from slime_like.config.rules.hf import GDNShape, gdn_shape, num_experts
+from slime_like.config.rules.hf import GDNShape, gdn_shape, num_experts, sparse_layers
 from slime_like.config.schema.names import FAMILIES
 from slime_like.planner.shapes import LatentAttention
 
@@ -50,7 +50,7 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     gdn = gdn_shape(text)
     linear = _linear_layers(text, layers) if gdn is not None else 0
     experts = num_experts(text)
-    dense = _dense_layers(text, layers) if experts else layers
+    dense = layers - len(sparse_layers(text))
     family = FAMILIES.get(str(text.get("model_type")))
     expert_mlp, shared = (int(text.get(k) or 0) for k in ("moe_intermediate_size", "shared_expert_intermediate_size"))
     return DecoderShape(
@@ -136,16 +136,6 @@ def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
         return list(kinds).count("linear_attention")
     attention_interval = int(text.get("full_attention_interval") or GDN_EVERY)
     return layers - layers // attention_interval
-
-
-def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
-    """Return the number of layers with a dense MLP in a model that has experts."""
-    step, dense = int(text.get("decoder_sparse_step") or 1), cast("list[int]", text.get("mlp_only_layers") or [])
-    first, moe_interval = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
-    is_dense = (
-        layer in dense or (layer + 1) % step or layer < first or layer % moe_interval for layer in range(layers)
-    )
-    return sum(map(bool, is_dense))
 
 
 def _latent(text: Mapping[str, Any]) -> LatentAttention:

@@ -20,6 +20,7 @@ from slime_like.data.faults import Recovery
 from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
 from slime_like.data.overlong import OverlongPenalty
+from slime_like.data.routing import RoutingShape
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import DataSource, EngineAddress, Sampling
@@ -65,6 +66,7 @@ class ManagerSpec:
     deterministic: bool
     overlong: OverlongPenalty | None = None  # applied by the driver before advantages
     baseline: str = "group"  # baseline of advantages: group, batch or none; see LearningSignal
+    routing: RoutingShape | None = None  # of the routed experts that engines return; None if they return none
     receives_pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
 
 

@@ -23,7 +23,14 @@ ROLLOUT_FUNCTIONS = {
     for module, loss in (("sglang_rollout", "policy_loss"), ("sft_rollout", "sft_loss"))
 }
 """Rollout functions of slime and miles that the loop here replaces -> the --loss-type they need."""
-NO_VALUE = ("--use-kl-loss", "--use-opd", "--sglang-enable-dp-attention", "--disable-compute-advantages-and-returns")
+NO_VALUE = (
+    "--use-kl-loss",
+    "--use-opd",
+    "--use-routing-replay",
+    "--use-rollout-routing-replay",
+    "--sglang-enable-dp-attention",
+    "--disable-compute-advantages-and-returns",
+)
 SEVERAL_VALUES = ("--eval-prompt-data",)
 
 
@@ -39,6 +46,7 @@ def combine(flags: FlagValues) -> Iterator[str]:
     if (path := _last(flags, "--load")) is not None:
         yield _load(path, _last(flags, "--save"))
     yield from _kl(flags)
+    yield from _routing_replay(flags)
     if (path := _last(flags, "--load-debug-rollout-data")) is not None:
         yield f"run.replay_from={render(path)}"
         yield "run.mode=train_only"
@@ -142,6 +150,14 @@ def _kl(flags: FlagValues) -> Iterator[str]:
     # slime's scripts give --kl-coef 0 to algorithms that have no such key.
     if (text := _last(flags, "--kl-coef")) is not None and number("--kl-coef", text) != 0:
         yield f"algo.kl_coef={render(number('--kl-coef', text))}"
+
+
+def _routing_replay(flags: FlagValues) -> Iterator[str]:
+    """Yield the source of replayed experts; with both flags slime replays those of the engine."""
+    if "--use-rollout-routing-replay" in flags:
+        yield "algo.routing_replay=rollout"
+    elif "--use-routing-replay" in flags:
+        yield "algo.routing_replay=old"
 
 
 def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:

@@ -29,7 +29,9 @@ _AGENT = Feature(
 )
 _REWARD_MODEL = Feature((False, None), "a reward server: reward.name=remote_rm, reward.remote_url", ("reward.name",))
 _TEXT = Feature((), "text only; --drop it if the rows have no such column")
-_REPLAY = Feature(("disabled", False, None), "training routes experts again: no routing replay")
+_REPLAY = Feature(
+    ("disabled", False, None), "algo.routing_replay: old for R2, rollout for R3", ("algo.routing_replay",)
+)
 
 NOT_HERE: dict[str, Feature] = {
     "data.custom_cls.*": Feature((None,), "write a data source: data.source", ("data.source",)),

@@ -8,7 +8,10 @@ import pytest
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.start.inputs import routing_shape
 from slime_like.config.load.loader import load_config
+from slime_like.config.rules.hf import read_hf_config
+from slime_like.data.routing import RoutingShape
 from slime_like.errors import CheckpointError
 from slime_like_compat.flags.translate import translate
 from tests.config.bad_input import refusal
@@ -78,6 +81,58 @@ def test_a_tied_output_layer_that_sglang_does_not_read_is_named(family: str, tmp
         load_config([*argv, f"model.hf_checkpoint={folder}"])
     trained = [*argv, f"model.hf_checkpoint={folder}", "algo=sft", "rollout.n_samples_per_prompt=1"]
     assert load_config(trained).model.hf_checkpoint == str(folder)
+
+
+REPLAY = "algo.routing_replay=rollout"
+BLOCKED = {"speculative_algorithm": "EAGLE", "enable_hierarchical_cache": "true", "pp_size": "2"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("algo.routing_replay=engine", ["algo.routing_replay='engine'", "off, rollout, old"]),
+        ("algo.routing_replay_reference=true", ["routing_replay_reference", "algo.routing_replay=off"]),
+        (f"{REPLAY} algo.routing_replay_reference=true", ["without a reference", "algo.kl_loss_coef"]),
+        (
+            "algo.routing_replay=old algo.use_rollout_logprobs=true",
+            ["algo.routing_replay=old", "algo.use_rollout_logprobs=true", "algo.routing_replay=rollout"],
+        ),
+        (
+            f"{REPLAY} +rollout.sglang.enable_return_routed_experts=false",
+            ["enable_return_routed_experts=false", REPLAY],
+        ),
+        (f"{REPLAY} +model.megatron.moe_router_fusion=true", ["moe_router_fusion", "remove"]),
+        *((f"{REPLAY} +rollout.sglang.{field}={value}", [field]) for field, value in BLOCKED.items()),
+    ],
+)
+def test_a_replay_that_cannot_work_is_named(overrides: str, words: list[str], sparse: Path, argv: list[str]) -> None:
+    with refusal(words):
+        load_config([*argv, f"model.hf_checkpoint={sparse}", *overrides.split()])
+
+
+def test_a_model_without_a_choice_of_experts_is_named(tmp_path: Path, argv: list[str]) -> None:
+    single = write_model(tmp_path / "one", model_type="qwen3_moe", num_local_experts=8, num_experts_per_tok=1)
+    for model, word in (([], "has no experts"), ([f"model.hf_checkpoint={single}"], "num_experts_per_tok=1")):
+        with refusal([REPLAY, word, "set algo.routing_replay=off"]):
+            load_config([*argv, *model, REPLAY])
+
+
+def test_engines_return_experts_only_if_they_are_replayed(sparse: Path, argv: list[str]) -> None:
+    model = [*argv, f"model.hf_checkpoint={sparse}"]
+    plans = {
+        mode: make_plan(load_config([*model, f"algo.routing_replay={mode}"]), MACHINE)
+        for mode in ("off", "rollout", "old")
+    }
+    assert {mode for mode, plan in plans.items() if plan.engines[0].returns_experts} == {"rollout"}
+    assert {mode: plan.actor.routing_replay for mode, plan in plans.items()} == {
+        "off": "off",
+        "rollout": "rollout",
+        "old": "off",
+    }
+    assert ("algo.routing_replay", "no effect") in [(d.key, d.value) for d in plans["old"].decisions]
+    cfg = load_config([*model, REPLAY])
+    hf = read_hf_config("model.hf_checkpoint", str(sparse))
+    assert routing_shape(cfg, hf) == RoutingShape(hf.num_layers, 2, 8, tuple(range(hf.num_layers)))
 
 
 def test_the_plan_shows_experts_per_rank(sparse: Path, argv: list[str]) -> None:

@@ -37,6 +37,7 @@ SHAPE = (
     "optim.wsd_decay_steps=1",
 )
 MIN_RISE = 0.2  # of 100 held-out problems: four times the standard error
+MAX_DIFFERENT = 0.01  # share of a layer's tokens for which rounding decides between experts
 RECIPES = ("quickstart_gdn", "quickstart_next")
 LAYERS = {"attention", "gdn", "mlp", "all"}
 
@@ -53,7 +54,7 @@ class Case:
 CASES = {
     "quickstart_gdn tp2": Case("quickstart_gdn", ("parallel.tp=2",)),
     "quickstart_gdn cp2, a vision model": Case("quickstart_gdn", ("parallel.cp=2",), vision=True),
-    "quickstart_next": Case("quickstart_next"),
+    "quickstart_next, experts replayed": Case("quickstart_next", ("algo.routing_replay=rollout",)),
 }
 
 
@@ -99,6 +100,10 @@ def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, WarmStart], 
     for row in rows:
         differences = {kind: row[f"probe/logprob_abs_diff_max/{kind}"] for kind in LAYERS}
         assert max(differences.values()) <= checks.MAX_LOGPROB_DIFFERENCE
+        if "algo.routing_replay=rollout" in case.layout:
+            assert row["probe/routed_experts_gap_max"] <= checks.MAX_LOGPROB_DIFFERENCE
+            assert row["probe/logprob_abs_diff_max/own_experts"] <= checks.MAX_LOGPROB_DIFFERENCE
+            assert row["train/routed_experts_differ_max"] <= MAX_DIFFERENT
     checks.check_export(run_dir, ROLLOUTS - 1, {ROLLOUTS - 1}, temperature=1.0)
     if case.vision:
         tensors, exported = untrained_tensors(tmp_path / "vision"), untrained_tensors(run_dir / "hf")

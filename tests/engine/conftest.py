@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from slime_like.config.schema.resolved import EngineSpec
+from slime_like.data.routing import RoutingShape
 from slime_like.interfaces import Bucket, Sampling
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.engine.server import EngineServer
@@ -133,6 +134,7 @@ def launch(
     dcp_comm: str = "ag_rs",
     dcp_replicate_q: bool = False,
     max_running_requests: int | None = 64,
+    routing: RoutingShape | None = None,
     server_type: type[EngineServer] = EngineServer,
     **sglang: Any,
 ) -> Generator[Engine | None]:
@@ -153,6 +155,7 @@ def launch(
         dcp=dcp,
         dcp_comm=dcp_comm,
         dcp_replicate_q=dcp_replicate_q,
+        returns_experts=routing is not None,
         sglang={"max_total_tokens": 4096, **sglang},
     )
     loop = asyncio.new_event_loop()
@@ -166,7 +169,8 @@ def launch(
             patch.delenv("no_proxy", raising=False)
             patch.delenv("NO_PROXY", raising=False)
             server.wait_ready()
-        client = EngineClient(server.url, admin_key=ADMIN_KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60)
+        name = f"engine tp{tp}"
+        client = EngineClient(server.url, admin_key=ADMIN_KEY, name=name, tp=tp, deadline_s=60, routing=routing)
         yield Engine(server, client, loop)
     finally:
         server.stop()

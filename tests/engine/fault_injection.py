@@ -92,10 +92,16 @@ class ObservedClient(EngineClient):
             self.num_waiting_checks -= 1
 
     async def extend(
-        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+        self,
+        token_ids: Sequence[I32],
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        trained: bool = True,
     ) -> list[Completion]:
         async with self._room:
-            completions = await super().extend(token_ids, seeds, max_new_tokens, sampling)
+            completions = await super().extend(token_ids, seeds, max_new_tokens, sampling, trained=trained)
             for callback in _answer_callbacks:
                 callback(self.name)
         return completions

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.data.routing import RoutingShape
+from slime_like.types import I32
 from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
 from tests.engine.hybrid_models import HybridModels
 from tests.train.float8 import dequantising, quantise
@@ -23,7 +25,8 @@ from tests.train.parity import by_expert
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
-FLOAT8 = "qwen3_moe"
+FLOAT8 = REPLAYED = "qwen3_moe"
+ROUTING = RoutingShape(num_blocks=2, experts_per_token=2, num_experts=8, sparse_blocks=(0, 1))
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -123,7 +126,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, t
         for family in FAMILIES:
             folder = tmp_path_factory.mktemp(family)
             models = build(folder, family)
-            run = stack.enter_context(contextlib.closing(launch(models, folder, 1)))
+            routing = ROUTING if family == REPLAYED else None
+            run = stack.enter_context(contextlib.closing(launch(models, folder, 1, routing=routing)))
             assert next(run) is None
             launching[family] = models, run
         yield {family: (models, next(run)) for family, (models, run) in launching.items()}
@@ -143,3 +147,39 @@ def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[
             np.testing.assert_allclose(
                 completion.logprobs, models.logprobs(name, sequence, 0.8)[-num_sampled:], atol=TOLERANCE
             )
+
+
+def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+    """Also of cached tokens, of scored ones, of a continued answer and after a push, but not to evaluation requests."""
+    models, engine = engines[REPLAYED]
+    ids, sampling = prompt(90, seed=6), make_sampling(0.8, tokens=20)
+    for version, name in ((3, "A"), (4, "B")):
+        engine.run(engine.push(models.tensors(name), version))
+        ((_, scored),) = engine.run(engine.client.score_with_experts([ids], 1.0))
+        np.testing.assert_array_equal(np.sort(scored), chosen_by_hf(models.hf[name], ids)[:-1])
+        completions = engine.run(engine.client.generate(ids, [1, 2], sampling))
+        sequences = [np.concatenate([ids, completion.token_ids]) for completion in completions]
+        completions += engine.run(engine.client.extend(sequences, [1, 2], [5, 7], sampling))
+        sequences += [
+            np.concatenate(pair) for pair in zip(sequences, [c.token_ids for c in completions[2:]], strict=True)
+        ]
+        assert completions[-1].cached_tokens > len(ids)
+        for completion, sequence in zip(completions, sequences, strict=True):
+            assert completion.routed_experts is not None and completion.routed_experts.dtype == np.uint8
+            np.testing.assert_array_equal(
+                np.sort(completion.routed_experts), chosen_by_hf(models.hf[name], sequence)[:-1]
+            )
+    (evaluated,) = engine.run(engine.client.extend([ids], [1], [5], sampling, trained=False))
+    assert evaluated.routed_experts is None
+
+
+@torch.no_grad()
+def chosen_by_hf(model: Any, ids: I32) -> Any:
+    """Return the sorted experts [L, layers, experts per token] that the routers of transformers choose."""
+    chosen: list[Any] = []
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda gate, inputs, outputs: chosen.append(outputs[2])) for gate in gates]
+    model(input_ids=torch.from_numpy(ids.astype(np.int64))[None])
+    for hook in hooks:
+        hook.remove()
+    return np.sort(torch.stack(chosen, 1).numpy())

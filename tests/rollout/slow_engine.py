@@ -63,7 +63,13 @@ class SlowEngine:
         return KvUsage(capacity_tokens=1, used_tokens_max=0, running_requests_max=0, retractions=0)
 
     async def extend(
-        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+        self,
+        token_ids: Sequence[I32],
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        trained: bool = True,
     ) -> list[Completion]:
         self._refuse_dead()
         requests = [Request(len(ids), s, n) for ids, s, n in zip(token_ids, seeds, max_new_tokens, strict=True)]

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slime_like.data.routing import RoutingDifference
 from slime_like.errors import ConsistencyError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.pool import probe
@@ -95,3 +96,28 @@ def test_differences_by_layer_kind_are_reported_without_a_check() -> None:
     metrics = probe.layer_metrics(SCORES, trainer(scores), "gdn")
     assert [metric.name for metric in metrics] == ["probe/logprob_abs_diff_max/gdn", "probe/logprob_abs_diff_mean/gdn"]
     assert reduce_metrics(metrics) == {metrics[0].name: 0.5, metrics[1].name: 0.25}
+
+
+def test_experts_are_replayed_per_engine_and_compared() -> None:
+    first = np.array([[[1, 2]], [[3, 4]]], np.uint8)
+    scores = replace(SCORES, experts=(first, first[:1]), continuations=())
+    other = replace(scores, experts=(first[::-1], first[:1]))
+    (rows,) = probe.TrainerScores([scores, other], max_tokens=100).rows
+    assert rows.cu_seqlens.tolist() == [0, 3, 5, 8]  # the second sequence is the same for both engines
+    np.testing.assert_array_equal(rows.extras["routed_experts"][:, 0, 0], [1, 3, 0, 1, 0, 3, 1, 0])
+    (rows,) = probe.TrainerScores([scores.without_experts(), other.without_experts()], max_tokens=100).rows
+    assert rows.cu_seqlens.tolist() == [0, 3, 5] and not rows.extras
+
+
+def test_experts_that_are_not_nearly_tied_end_the_run() -> None:
+    tied = RoutingDifference(share=0.01, max_share=0.02, max_gap=1e-5)
+    assert reduce_metrics(probe.check_experts(tied, 3, 1e-4)) == {
+        "probe/routed_experts_differ": 0.01,
+        "probe/routed_experts_differ_max": 0.02,
+        "probe/routed_experts_gap_max": 1e-5,
+    }
+    for gap in (0.3, float("nan")):
+        with pytest.raises(
+            ConsistencyError, match=r"push of version 3 .* different experts for 1\.00% .*probe_tolerance=0.0001"
+        ):
+            probe.check_experts(replace(tied, max_gap=gap), 3, 1e-4)

@@ -45,7 +45,13 @@ class RecordingEngine(SlowEngine):
         self.groups: list[SampleGroup] = []  # groups collected from its answers
 
     async def extend(
-        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+        self,
+        token_ids: Sequence[I32],
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        trained: bool = True,
     ) -> list[Completion]:
         self.requests.append(EngineRequest(tuple(token_ids[0].tolist()), tuple(seeds), sampling))
         ids = np.array([5, 6, STOP], np.int32)

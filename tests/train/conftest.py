@@ -72,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "vision": make_vision(folder / "vision", seed=7),
         "vision experts": make_vision(folder / "vision_experts", seed=10, experts=True),
     }
-    return folders | {"qwen3_moe balanced": folders["qwen3_moe"]}
+    return folders | dict.fromkeys(("qwen3_moe balanced", parity.REPLAYED), folders["qwen3_moe"])
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +91,7 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
         for size, jobs in getattr(module, "JOBS", {}).items():
             by_size.setdefault(size, []).extend(jobs)
     with dequantising():
-        references = {kind: parity.reference(folder, BALANCE.get(kind, 0.0)) for kind, folder in models.items()}
+        references = {kind: parity.reference(folder, BALANCE.get(kind, 0.0), kind) for kind, folder in models.items()}
     shared = Shared(models, references, scratch)
     seconds = sum(120 + SECONDS_PER_JOB * len(jobs) for jobs in by_size.values())
     return Results(run_ranks("tests.train.jobs:run_pools", 1, shared, by_size, seconds=seconds)[0])

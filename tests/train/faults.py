@@ -225,18 +225,33 @@ def channels_paired_in_halves() -> Any:
 
 def groups_ranked_by_megatron() -> Any:
     """Rank groups of experts as megatron does, whatever the score function."""
-    from slime_like.train.megatron.model.moe import GroupLimitedChoice
+    from slime_like.train.megatron.model.expert_choice import GroupLimitedChoice
 
     return replace_attribute(
         GroupLimitedChoice,
-        "get_replay_topk",
+        "best",
         lambda self, scores, topk, num_groups, group_topk, default: default(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         ),
     )
 
 
+def experts_of_the_next_token() -> Any:
+    """Replay at each token the experts of the token after it."""
+    from slime_like.train.megatron.step.routing import RoutingReplay
+
+    stock = RoutingReplay.attach
+
+    def attach(self: Any, micro: Any) -> Any:
+        stock(self, micro)
+        micro.experts = micro.experts.roll(-1, 1)
+        return micro
+
+    return replace_attribute(RoutingReplay, "attach", attach)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
+    "experts_of_the_next_token": experts_of_the_next_token,
     "keys_of_own_heads": keys_of_own_heads,
     "channels_paired_in_halves": channels_paired_in_halves,
     "groups_ranked_by_megatron": groups_ranked_by_megatron,

@@ -70,7 +70,8 @@ HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 16,
 }
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+NUM_BLOCKS, NUM_EXPERTS = 4, 8
+EXPERTS: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 32}
 GROUPED: dict[str, Any] = {
     "n_routed_experts": 8,
@@ -103,7 +104,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0) -> Path:
+def make_qwen3(folder: Path, *, tied: bool, layers: int = NUM_BLOCKS, hidden: int = 64, seed: int = 0) -> Path:
     """Write a random Qwen3 and return its folder."""
     return make_model(folder, "qwen3", tied=tied, layers=layers, hidden=hidden, seed=seed)
 
@@ -113,7 +114,7 @@ def make_model(
     family: str,
     *,
     tied: bool,
-    layers: int = 4,
+    layers: int = NUM_BLOCKS,
     hidden: int = 64,
     seed: int = 0,
     rope: str = "default",
@@ -287,7 +288,8 @@ def join_rows(first: PackedBatch, second: PackedBatch) -> PackedBatch:
     bounds = np.concatenate([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]]).astype(np.int32)
     names = ("token_ids", "loss_weight", "versions", "rollout_logprobs", "rewards", "advantages", "sample_ids")
     columns: dict[str, Any] = {name: join(name) for name in names}
-    return PackedBatch(cu_seqlens=bounds, **columns)
+    extras = {name: np.concatenate([column, second.extras[name]]) for name, column in first.extras.items()}
+    return PackedBatch(cu_seqlens=bounds, extras=extras, **columns)
 
 
 def normalise(micro_batches: Sequence[PackedBatch]) -> list[PackedBatch]:

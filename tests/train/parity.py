@@ -19,23 +19,35 @@ from torch import Tensor
 from slime_like.batch import PackedBatch
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.resolved import Layout
+from slime_like.data.routing import ROUTED_EXPERTS
 from slime_like.metrics.types import reduce_metrics
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.faults import FAULTS, replace_attribute
 from tests.train.jobs import Results, Shared, make_actor
-from tests.train.models import VOCAB, count_tokens, join_rows, make_rows, normalise
+from tests.train.models import NUM_BLOCKS, NUM_EXPERTS, VOCAB, count_tokens, join_rows, make_rows, normalise
 from tests.train.ranks import World
 
 TEMPERATURE = 0.7
 ENTROPY = 0.05
 ALGO = GrpoConfig(entropy_coef=ENTROPY)
 DECAYS = ("A_log", "dt_bias")
+REPLAYED = "qwen3_moe replayed"  # kind whose batch has the experts of an engine
 
 
-def batch() -> list[PackedBatch]:
+def batch(kind: str = "") -> list[PackedBatch]:
     """Return four ragged micro-batches of unequal weight, with one, two, three and five sequences."""
     lengths = [(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)]
-    return normalise([make_rows(row, seed) for seed, row in enumerate(lengths)])
+    micro_batches = normalise([make_rows(row, seed) for seed, row in enumerate(lengths)])
+    return [routed(row, seed) for seed, row in enumerate(micro_batches)] if kind == REPLAYED else micro_batches
+
+
+def routed(row: PackedBatch, seed: int) -> PackedBatch:
+    """Return ``row`` with random experts of each token and block, but none at the last tokens of sequences and some others."""
+    rng, total = np.random.default_rng(seed), len(row.token_ids)
+    experts = rng.random((total, NUM_BLOCKS, NUM_EXPERTS)).argsort(-1)[..., :2].astype(np.uint8)
+    experts[row.cu_seqlens[1:] - 1] = 0
+    experts[rng.random(total) < 0.1] = 0
+    return dataclasses.replace(row, extras={ROUTED_EXPERTS: experts})
 
 
 def pairs(micro_batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -61,8 +73,8 @@ class Reference:
         return [np.concatenate(two) for two in itertools.batched(self.logprobs, 2)]
 
 
-def reference(folder: Path, coefficient: float = 0.0) -> Reference:
-    """Return HF's loss and gradients of ``batch()``. Gradients include the routers' auxiliary loss with ``coefficient``."""
+def reference(folder: Path, coefficient: float = 0.0, kind: str = "") -> Reference:
+    """Return HF's loss and gradients of ``batch(kind)``. Gradients include the routers' auxiliary loss with ``coefficient``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -72,12 +84,13 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
     columns: list[np.ndarray] = []
     logits: list[np.ndarray] = []  # [T, V] per sequence
     router_logits: list[list[tuple[Tensor, ...]]] = []  # [micro-batch][sequence][layer] -> [T, E]
-    for micro_batch in batch():
+    for micro_batch in batch(kind):
         router_logits.append([])
         column = np.zeros(len(micro_batch.token_ids), np.float32)
         for s, (start, stop) in enumerate(zip(micro_batch.cu_seqlens[:-1], micro_batch.cu_seqlens[1:], strict=True)):
             ids = torch.from_numpy(micro_batch.token_ids[start:stop].astype(np.int64))[None]
-            with without_fla(model):
+            experts = {name: column[start:stop] for name, column in micro_batch.extras.items()}
+            with without_fla(model), choosing(model, **experts):
                 out = model(input_ids=ids, **({"output_router_logits": True} if coefficient else {}))
             router_logits[-1] += [out.router_logits] if coefficient else []
             logits.append(out.logits[0].detach().float().numpy())
@@ -132,6 +145,29 @@ def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
+def choosing(model: Any, routed_experts: Any = None) -> Generator[None]:
+    """Make transformers' Qwen3-MoE use ``routed_experts`` [T, B, K] for a sequence of T tokens, where they are not zero."""
+
+    def replay(block: int) -> Any:
+        def hook(gate: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+            logits, _, own = outputs
+            chosen = torch.from_numpy(routed_experts[:, block].astype(np.int64))
+            indices = torch.where(chosen[:, :1] != chosen[:, 1:], chosen, own)
+            weights = torch.softmax(logits.float(), -1).gather(1, indices)
+            return logits, weights / weights.sum(-1, keepdim=True), indices
+
+        return hook
+
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [] if routed_experts is None else [gate.register_forward_hook(replay(b)) for b, gate in enumerate(gates)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
 def without_fla(model: Any) -> Generator[None]:
     """Make transformers use its own functions for Gated DeltaNet. With fla installed it would call fla, also with CPU tensors."""
     module = importlib.import_module(type(model).__module__)
@@ -181,8 +217,9 @@ def compare(
 
 def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any]) -> Comparison | None:
     ref: Reference = shared.references[kind]
-    actor = make_actor(world, shared.models[kind], layout, algo=ALGO, temperature=TEMPERATURE, model=model)
-    micro_batches = batch()
+    algo = dataclasses.replace(ALGO, routing_replay="rollout") if kind == REPLAYED else ALGO
+    actor = make_actor(world, shared.models[kind], layout, algo=algo, temperature=TEMPERATURE, model=model)
+    micro_batches = batch(kind)
     shard = micro_batches[actor.rank_info.dp_rank :: layout.dp]
     if layout.vpp > 1 and layout.dp == 1:  # an odd number, which the interleaved schedule pads
         shard = [join_rows(shard[0], shard[1]), *shard[2:]]

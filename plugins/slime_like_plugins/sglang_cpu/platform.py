@@ -70,10 +70,13 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
 
     def init_backend(self) -> None:
-        """Register the attention backends; called once per worker, when the model runner is imported."""
+        """Register the attention backends and memory of the host; called once per worker, when the model runner is imported."""
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
         from slime_like_plugins.sglang_cpu import attention
 
         attention.register()
+        ALLOC_MEMORY_FUNCS["cpu"] = host_memory
         if enabled(EXACT):
             from slime_like_plugins.sglang_cpu import exact_attention
 
@@ -103,6 +106,13 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # the copy is only for captured graphs
         rollout_sampling.use_kernel(selection.c.sample if selection.c else None)
         logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, description, threads)
+
+
+def host_memory(dims: tuple[int, ...], dtype: Any, device: str, *args: Any, **kwargs: Any) -> Any:
+    """Return uninitialised memory, for the routed experts of cached tokens. SGLang's own function registers it with CUDA."""
+    import torch
+
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 def state_slots(server_args: Any) -> int | None:

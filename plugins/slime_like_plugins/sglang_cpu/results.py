@@ -1,4 +1,4 @@
-"""Short path for sampled tokens of requests that need only tokens and log-probabilities.
+"""Short path for sampled tokens of requests that need only tokens, log-probabilities and, at their end, routed experts.
 
 SGLang passes every token of every request through a dozen functions, which for a small model cost half as much as its
 forward. Here a token that neither ends its request nor is due to be sent is only appended. Requests that end, and all
@@ -21,7 +21,6 @@ ABSENT = ("beam_group", "grammar", "multimodal_inputs", "customized_info", "toke
 OFF = (
     "return_sampling_mask",
     "return_hidden_states",
-    "return_routed_experts",
     "return_indexer_topk",
     "require_reasoning",
     "stream",

@@ -70,6 +70,9 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     check_attention(cfg, device, dtype)
     if cfg.run.deterministic and device == "cpu":
         check_bits(cfg, model_config.family, dtype)
+    if spec.routing_replay != getattr(cfg.algo, "routing_replay", "off"):
+        reason = "loop.steps_per_rollout is 1: the training pass is the pass for old log-probabilities"
+        decisions.add("algo.routing_replay", "no effect", reason)
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
         decisions.add("model.ref_checkpoint", model_config.ref_checkpoint, "the policy's initial weights")
     return spec

@@ -24,6 +24,7 @@ from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
+from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec, TransportSpec
 from slime_like.config.schema.rollout import AUTO
 from slime_like.config.schema.root import TrainConfig
@@ -189,6 +190,7 @@ def _engines(
             cpu_kernels=rollout.cpu_kernels,
             symmetric_memory=rollout.symmetric_memory,
             latent=model is not None and model.latent,
+            returns_experts=isinstance(cfg.algo, PolicyConfig) and cfg.algo.routing_replay == "rollout",
             trained_on=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )

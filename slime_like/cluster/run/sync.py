@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Protocol
 
@@ -14,11 +14,12 @@ from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_group import TrainerGroup
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.config.schema.run import WeightsConfig
+from slime_like.data.routing import OWN_EXPERTS
 from slime_like.errors import EngineLost, SlimeLikeError
 from slime_like.interfaces import TensorMeta
 from slime_like.metrics.types import Metric
 from slime_like.rollout.pool import probe
-from slime_like.rollout.pool.probe import TrainerScores
+from slime_like.rollout.pool.probe import ProbeScores, TrainerScores
 from slime_like.util.deadline import Deadline
 from slime_like.weight_sync import manifest
 
@@ -100,11 +101,20 @@ class EngineSync:
         metrics = [
             metric for scores in probe_scores for metric in probe.check(scores, trainer, version, self.tolerance)
         ]
+        if probe_scores[0].experts:
+            metrics += probe.check_experts(self.trainer.routing_difference(), version, self.tolerance)
+            metrics += self._without_replay([scores.without_experts() for scores in probe_scores])
         if self.config.probe_layers:
             for kind in (*self.trainer.layer_kinds(), "all"):
                 trainer.set_columns([self.trainer.score(rows, kind) for rows in trainer.rows])
                 metrics += [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, kind)]
         return tuple(metrics)
+
+    def _without_replay(self, probe_scores: Sequence[ProbeScores]) -> list[Metric]:
+        """Return the differences that remain if the trainer chooses its own experts."""
+        trainer = TrainerScores(probe_scores, self.max_score_tokens)
+        trainer.set_columns([self.trainer.score(rows) for rows in trainer.rows])
+        return [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, OWN_EXPERTS)]
 
     def _call[**P, R](
         self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs

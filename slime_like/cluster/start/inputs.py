@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.plan.planner import Plan
-from slime_like.config.rules.hf import downloaded, read_hf_config
+from slime_like.config.rules.hf import HfConfig, downloaded, read_hf_config
 from slime_like.config.schema import names
+from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.conversations import Conversations
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.data.prompts import FileSource, SourceContext
+from slime_like.data.routing import RoutingShape, check_dumped
 from slime_like.data.rows import any_row
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import DataError
@@ -46,17 +48,19 @@ class RunInputs:
     stop_token_ids: tuple[int, ...]
     source: Any = None  # DataSource, or Demonstrations for supervised fine-tuning
     heldout: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
+    routing: RoutingShape | None = None  # of the routed experts to be replayed; None if engines return none
     advice: tuple[str, ...] = ()  # valid but probably unintended settings
 
 
 def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
     """Read tokenizer and datasets. Raises ``ConfigError`` or ``DataError`` naming key or file, value and fix."""
     tokenizer = open_tokenizer(cfg.model.hf_checkpoint)
-    vocab_size = read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint).vocab_size
+    model = read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint)
+    vocab_size, routing = model.vocab_size, routing_shape(cfg, model)
     stops = stop_tokens(cfg, tokenizer, vocab_size)
     if cfg.run.replay_from is not None:
-        _check_dumps(cfg, Path(cfg.run.replay_from))
-        return RunInputs(tokenizer, stops)
+        _check_dumps(cfg, Path(cfg.run.replay_from), routing)
+        return RunInputs(tokenizer, stops, routing=routing)
     check_reward(cfg.reward)
     supervised = not plan.needs_engines
     needs_label = _every_row_needs_label if supervised else label_rule(cfg.reward)
@@ -89,7 +93,14 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
         for dataset in eval_sets(cfg.evaluation)
     }
     advice = () if stops or supervised else (_NO_END.format(folder=cfg.model.hf_checkpoint),)
-    return RunInputs(tokenizer, stops, train, heldout, advice)
+    return RunInputs(tokenizer, stops, train, heldout, routing, advice)
+
+
+def routing_shape(cfg: TrainConfig, model: HfConfig) -> RoutingShape | None:
+    """Return the shape of the routed experts that engines return and the trainer replays; None without them."""
+    if not isinstance(cfg.algo, PolicyConfig) or cfg.algo.routing_replay != "rollout":
+        return None
+    return RoutingShape(model.num_layers, model.experts_per_token, model.num_experts, model.sparse_layers)
 
 
 def _heldout(cfg: TrainConfig, dataset: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
@@ -97,7 +108,7 @@ def _heldout(cfg: TrainConfig, dataset: EvalSet, context: SourceContext) -> tupl
     return FileSource(dataset.columns(cfg.data), replace(context, rm_type=dataset.rm_type)).prompts
 
 
-def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
+def _check_dumps(cfg: TrainConfig, folder: Path, routing: RoutingShape | None) -> None:
     missing = [k for k in range(cfg.loop.num_rollout) if not rollout_path(folder, k).exists()]
     if missing:
         raise DataError(
@@ -105,7 +116,10 @@ def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
             f"{cfg.loop.num_rollout}, but the folder has only {cfg.loop.num_rollout - len(missing)} of these rollouts; lower loop.num_rollout"
         )
     for k in range(cfg.loop.num_rollout):
-        load_groups(rollout_path(folder, k))
+        path = rollout_path(folder, k)
+        groups = load_groups(path)
+        if routing is not None:
+            check_dumped(groups, routing, f"run.replay_from={str(folder)!r}: {path.name}")
 
 
 def _every_row_needs_label(rm_type: str | None) -> bool:

@@ -38,6 +38,7 @@ from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import OverlongPenalty
+from slime_like.data.routing import RoutingShape
 from slime_like.errors import DeadlineExceeded, SlimeLikeError
 from slime_like.interfaces import EngineAddress, Trainer
 from slime_like.metrics.drift import DriftWatch
@@ -106,7 +107,7 @@ class Cluster:
             trainer=trainer,
             rollout=rollout,
             sync=sync,
-            assembly=self._assembly(),
+            assembly=self._assembly(inputs.routing),
             sink=sink,
             spans=Spans(),
             stop=stop,
@@ -186,6 +187,7 @@ class Cluster:
             baseline=_baseline(cfg),
             overlong=self._overlong(),
             health=cfg.health,
+            routing=inputs.routing,
             receives_pushes=self.plan.needs_trainer,
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
@@ -208,7 +210,7 @@ class Cluster:
             max_losses=len(self.engines) * (self.cfg.health.max_restarts + 1),
         )
 
-    def _assembly(self) -> AssembleSpec:
+    def _assembly(self, routing: RoutingShape | None) -> AssembleSpec:
         cfg, name = self.cfg, self.cfg.algo.group_advantage
         return AssembleSpec(
             group_advantage=None if name is None else bind_group_advantage(name),
@@ -220,6 +222,7 @@ class Cluster:
             mask_truncated=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_truncated,
             mask_offpolicy=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_offpolicy,
             overlong=self._overlong(),
+            routing=routing,
         )
 
     def _overlong(self) -> OverlongPenalty | None:

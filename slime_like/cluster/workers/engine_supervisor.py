@@ -12,6 +12,7 @@ from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.data.routing import RoutingShape
 from slime_like.errors import EngineError, SlimeLikeError
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
@@ -24,9 +25,17 @@ STOP_S = 30.0  # to stop the old server
 class RayEngineSupervisor:
     """One engine across restarts."""
 
-    def __init__(self, actor: ActorHandle[EngineActor], address: EngineAddress, config: RolloutConfig) -> None:
+    def __init__(
+        self,
+        actor: ActorHandle[EngineActor],
+        address: EngineAddress,
+        config: RolloutConfig,
+        routing: RoutingShape | None,
+    ) -> None:
+        """``routing`` is the shape of the routed experts that the engine returns; None if it returns none."""
         self._actor = actor
         self._config = config
+        self._routing = routing
         self.address = address
         self.client = self._connect()
 
@@ -43,8 +52,14 @@ class RayEngineSupervisor:
 
     def _connect(self) -> EngineClient:
         e = self.address
-        deadline_s = self._config.request_deadline_s
-        return EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=deadline_s)
+        return EngineClient(
+            e.url,
+            admin_key=e.admin_key,
+            name=e.name,
+            tp=e.tp,
+            deadline_s=self._config.request_deadline_s,
+            routing=self._routing,
+        )
 
     async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:
         name = f"the actor of {self.address.name}"

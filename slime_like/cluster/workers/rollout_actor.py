@@ -38,7 +38,7 @@ class RolloutActor(RolloutManager):
         engines: Sequence[tuple[ActorHandle[EngineActor], EngineAddress]],
     ) -> None:
         """Initialize the manager for ``engines``: (actor, address) of each."""
-        supervisors = [RayEngineSupervisor(actor, address, spec.rollout) for actor, address in engines]
+        supervisors = [RayEngineSupervisor(actor, address, spec.rollout, spec.routing) for actor, address in engines]
         super().__init__(spec, source, heldout, supervisors)
 
     async def stop(self) -> None:

@@ -15,6 +15,7 @@ from slime_like.batch import Columns, PackedBatch, Shard, TrainBatch, shards
 from slime_like.cluster.workers.calls import call, put, wait_all
 from slime_like.cluster.workers.trainer_worker import RankWorker, TrainerWorker
 from slime_like.config.schema.resolved import RankSpec, TransportSpec
+from slime_like.data.routing import RoutingDifference
 from slime_like.errors import WorkerError
 from slime_like.interfaces import EngineAddress, TensorMeta
 from slime_like.metrics.types import Metric
@@ -142,6 +143,11 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         if len(score_results) != 1:
             raise WorkerError(f"{len(score_results)} trainer ranks reported log-probabilities instead of one")
         return np.asarray(score_results[0], dtype=np.float32)
+
+    def routing_difference(self) -> RoutingDifference:
+        """Return how often the replayed experts of the batches scored since the last call differ from the trainer's choice."""
+        (difference,) = (x for x in self.on_all(TrainerWorker.routing_difference).values() if x is not None)
+        return difference
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
         """Return sample id -> advantages [L] that the ranks computed in the last trained rollout."""

@@ -15,6 +15,7 @@ from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 from slime_like.cluster.workers.peaks import MemoryPeaks
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.resolved import RankSpec, TransportSpec
+from slime_like.data.routing import RoutingDifference
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import EngineAddress, TensorMeta, WeightReceiver, WeightSender, WeightSource
 from slime_like.metrics.types import Metric
@@ -122,6 +123,10 @@ class TrainerWorker(RankWorker):
         """Return [T] log-probabilities, on the reporter."""
         with self._peaks("score"):
             return self.trainer.score(batch, float64_kind)
+
+    def routing_difference(self) -> RoutingDifference | None:
+        """Return the comparison of replayed experts in the batches scored since the last call, on the reporter."""
+        return self.trainer.routing_difference()
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Return the kinds of layers on this rank that ``score`` can compute in float64."""

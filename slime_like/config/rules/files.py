@@ -12,6 +12,7 @@ from slime_like.config.rules.gdn import check_has_gdn
 from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config
 from slime_like.config.rules.pipeline import segments
 from slime_like.config.rules.roles import check_role_files, contradiction
+from slime_like.config.rules.routing_replay import check_replayed_model
 from slime_like.config.rules.trained_sampling import check_replayed_sampling
 from slime_like.config.rules.weight_files import check_shapes
 from slime_like.config.schema import names
@@ -85,6 +86,7 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
         gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=p.tp, cp=p.cp)
     segments(p, model.num_layers)
     check_experts(cfg, model)
+    check_replayed_model(cfg, model)
     _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
     if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
         raise ConfigError(

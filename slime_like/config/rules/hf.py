@@ -118,6 +118,8 @@ class HfConfig:
     vocab_size: int
     max_positions: int
     num_experts: int  # 0: dense
+    experts_per_token: int  # num_experts_per_tok of config.json; 0 if absent
+    sparse_layers: tuple[int, ...]  # with experts
     tied: bool  # tie_word_embeddings of config.json; False if absent
     gdn: GDNShape | None = None  # None: attention in every layer
     latent: bool = False  # latent attention in every layer
@@ -166,6 +168,8 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         vocab_size=text["vocab_size"],
         max_positions=text["max_position_embeddings"],
         num_experts=num_experts(text),
+        experts_per_token=int(text.get("num_experts_per_tok") or 0),
+        sparse_layers=sparse_layers(text),
         tied=bool(top.get("tie_word_embeddings")),
         gdn=gdn_shape(text),
         latent=bool(text.get("kv_lora_rank")),
@@ -191,6 +195,15 @@ def num_experts(text: Mapping[str, Any]) -> int:
     if dense.issuperset(range(int(text.get("first_k_dense_replace") or 0), int(text["num_hidden_layers"]))):
         return 0
     return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0)
+
+
+def sparse_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers that have routed experts."""
+    dense = cast("list[int]", text.get("mlp_only_layers") or ())
+    first, every = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
+    step = int(text.get("decoder_sparse_step") or 1)
+    layers = range(first, int(text["num_hidden_layers"])) if num_experts(text) else ()
+    return tuple(n for n in layers if n not in dense and (n + 1) % step == 0 and n % every == 0)
 
 
 def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:

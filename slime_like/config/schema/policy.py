@@ -10,6 +10,7 @@ from slime_like.errors import ConfigError
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
+ROUTING_REPLAYS = ("off", "rollout", "old")
 REJECTIONS = ("none", "product", "geometric")
 
 
@@ -67,6 +68,15 @@ class PolicyConfig(AlgoConfig):
     rejection_low: float | None = key(None, "Minimum sequence ratio that rejection keeps; null: no bound.")
     rejection_high: float | None = key(None, "Maximum sequence ratio that rejection keeps; null: no bound.")
 
+    routing_replay: str = key(
+        "off",
+        "Experts that passes of the policy replay: rollout (those of the engine) or old (those of the pass for old log-probabilities).",
+        choices=ROUTING_REPLAYS,
+    )
+    routing_replay_reference: bool = key(
+        False, "Replay the engine's experts in the reference's pass too; by default the reference chooses its own."
+    )
+
     def check(self, prefix: str) -> None:
         super().check(prefix)
         within(prefix, self, 0.0, 10.0, "eps_clip", "eps_clip_high", "kl_loss_coef")
@@ -77,6 +87,9 @@ class PolicyConfig(AlgoConfig):
         _unread(prefix, self, "use_tis", "tis_clip", "tis_clip_low")
         _unread(prefix, self, "use_mis", "mis_low", "mis_high")
         refuse_idle_kl(prefix, self, "kl_loss_coef", "kl_loss_type")
+        if self.routing_replay != "rollout":
+            setting = f"{prefix}routing_replay={self.routing_replay}"
+            refuse_unread(prefix, self, ("routing_replay_reference",), setting, f"{prefix}routing_replay=rollout")
         self._check_corrections(prefix)
 
     def _check_corrections(self, prefix: str) -> None:

@@ -66,6 +66,17 @@ class RankSpec:
         return self.teacher_checkpoint is not None
 
     @property
+    def routing_replay(self) -> str:
+        """Return the source of the experts that training passes replay, ``off`` if none is replayed or there is no such pass."""
+        mode: str = getattr(self.algo, "routing_replay", "off")
+        return "off" if mode == "old" and not self.needs_old_logprobs else mode
+
+    @property
+    def routing_replay_reference(self) -> bool:
+        """Return whether the reference's pass replays the experts of the engine."""
+        return self.routing_replay == "rollout" and self.algo.routing_replay_reference  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
     def needs_reference(self) -> bool:
         """Return whether the loss or the reward reads log-probabilities of the reference policy."""
         return any(getattr(self.algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef"))
@@ -119,6 +130,7 @@ class EngineSpec:
     dcp_replicate_q: bool = False  # each of them computes the queries of all
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     latent: bool = False  # the model has latent attention
+    returns_experts: bool = False  # replies have the routed experts of each token
     trained_on: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 

@@ -99,11 +99,17 @@ def drop_last_token(part: Completion) -> Completion:
         return part
     n = len(part.token_ids) - 1
     versions = tuple((start, min(stop, n), version) for start, stop, version in part.versions if start < n)
-    return replace(part, token_ids=part.token_ids[:n], logprobs=part.logprobs[:n], versions=versions)
+    experts = None if part.routed_experts is None else part.routed_experts[:-1]
+    return replace(
+        part, token_ids=part.token_ids[:n], logprobs=part.logprobs[:n], versions=versions, routed_experts=experts
+    )
 
 
 def concatenate(first: Completion, second: Completion) -> Completion:
-    """Concatenate a completion and its continuation; each token keeps the log-probability and version it was sampled with."""
+    """Concatenate a completion and its continuation; each token keeps the log-probability and version it was sampled with.
+
+    Routed experts are those of the continuation, for which the engine has computed, or read from its cache, all tokens.
+    """
     n = len(first.token_ids)
     shifted = [*first.versions, *((start + n, stop + n, version) for start, stop, version in second.versions)]
     runs = [list(run) for _, run in groupby(shifted, key=lambda span: span[2])]
@@ -114,6 +120,7 @@ def concatenate(first: Completion, second: Completion) -> Completion:
         finish=second.finish,
         prompt_tokens=first.prompt_tokens + second.prompt_tokens,
         cached_tokens=first.cached_tokens + second.cached_tokens,
+        routed_experts=first.routed_experts if second.routed_experts is None else second.routed_experts,
     )
 
 
@@ -230,9 +237,8 @@ class ResumableEngine:
         self._usage.add(engine.name, parts)
         return aborted_by_run or all(part.finish != ABORT for part in parts)
 
-    @staticmethod
     async def _extend(
-        engine: EngineClient, call: EngineCall, indices: Sequence[int], sampling: Sampling
+        self, engine: EngineClient, call: EngineCall, indices: Sequence[int], sampling: Sampling
     ) -> tuple[list[Completion], bool]:
         """Return the continuations of ``indices``, and whether an abort of this run may have ended them."""
         aborts = engine.num_ended_aborts
@@ -242,5 +248,6 @@ class ResumableEngine:
             [call.seeds[i] for i in indices],
             [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in partials],
             sampling,
+            trained=self._required_sampling is not None,
         )
         return parts, engine.num_aborts > aborts

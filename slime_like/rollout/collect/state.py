@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.data.routing import ROUTED_EXPERTS, routing_column
 from slime_like.interfaces import Completion
 from slime_like.rollout.collect.group_filters import FilterReport
 from slime_like.rollout.collect.resumable import EngineCall
@@ -126,9 +127,17 @@ def _to_sample(group_id: int, episode: int, index: int, call: EngineCall) -> Sam
         logprobs=np.concatenate([np.full(start, np.nan), completion.logprobs]).astype(np.float32),
         spans=(Span(0, start, Source.PROMPT), *spans),
         status=STATUS.get(completion.finish, Status.ABORTED),
+        extras=routing_column(completion.routed_experts, start + len(completion.token_ids)),
     )
 
 
 def _to_completion(sample: Sample, start: int) -> Completion:
     versions = tuple((span.start - start, span.stop - start, span.version) for span in sample.spans[1:])
-    return Completion(sample.token_ids[start:], sample.logprobs[start:], versions, FINISH[sample.status])
+    experts = sample.extras.get(ROUTED_EXPERTS)
+    return Completion(
+        sample.token_ids[start:],
+        sample.logprobs[start:],
+        versions,
+        FINISH[sample.status],
+        routed_experts=None if experts is None else experts[:-1],
+    )

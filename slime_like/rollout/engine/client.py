@@ -10,9 +10,18 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from slime_like.data.routing import Experts, RoutingShape
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import Completion, EngineAddress, Sampling, TensorMeta
-from slime_like.rollout.engine.replies import KvUsage, any_aborted, completions, error_text, kv_usage, scores
+from slime_like.rollout.engine.replies import (
+    KvUsage,
+    any_aborted,
+    completions,
+    error_text,
+    kv_usage,
+    scored_experts,
+    scores,
+)
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
 
@@ -34,8 +43,11 @@ class EngineClient:
         name: str = "engine",
         tp: int = 1,
         deadline_s: float = 600.0,
+        routing: RoutingShape | None = None,
     ) -> None:
+        """``routing`` is the shape of the routed experts that the engine returns; None if it returns none."""
         self.name = name
+        self._routing = routing
         self._url = url
         self._tp = tp
         self._deadline_s = deadline_s
@@ -76,9 +88,17 @@ class EngineClient:
         return await self.extend([token_ids] * n, seeds, [sampling.max_new_tokens] * n, sampling)
 
     async def extend(
-        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+        self,
+        token_ids: Sequence[I32],
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        trained: bool = True,
     ) -> list[Completion]:
         """Return one completion of each sequence, in one request. ``max_new_tokens`` overrides that of ``sampling``.
+
+        Without ``trained``, no routed experts are returned.
 
         A seed draws the same token at the same position of a sequence, wherever its request began.
         """
@@ -92,38 +112,55 @@ class EngineClient:
             {**base, "max_new_tokens": max_tokens, "sampling_seed": seed}
             for seed, max_tokens in zip(seeds, max_new_tokens, strict=True)
         ]
-        return await self._complete("generate", token_ids, params)
+        return await self._complete("generate", token_ids, params, self._routing if trained else None)
 
     async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
         """Sample ``num_tokens`` after each sequence, ignoring end-of-sequence; fewer only after ``abort_all``."""
         base = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
         return await self._complete(
-            "continue", token_ids, [{**base, "sampling_seed": seed} for seed in range(len(token_ids))]
+            "continue", token_ids, [{**base, "sampling_seed": seed} for seed in range(len(token_ids))], self._routing
         )
 
     async def _complete(
-        self, phase: str, token_ids: Sequence[I32], params: Sequence[Mapping[str, Any]]
+        self,
+        phase: str,
+        token_ids: Sequence[I32],
+        params: Sequence[Mapping[str, Any]],
+        routing: RoutingShape | None,
     ) -> list[Completion]:
         request = {
             "input_ids": [ids.tolist() for ids in token_ids],
             "sampling_params": params,
             "return_logprob": True,
+            "return_routed_experts": routing is not None,
         }
-        return completions(await self._post(phase, "/generate", request), len(token_ids))
+        return completions(await self._post(phase, "/generate", request), len(token_ids), routing)
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
         """Return per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1."""
+        return scores(await self._score(token_ids, temperature), [len(ids) for ids in token_ids])
+
+    async def score_with_experts(
+        self, token_ids: Sequence[I32], temperature: float
+    ) -> list[tuple[F32, Experts | None]]:
+        """Return per sequence the result of ``score``, and the routed experts of tokens 0 .. L - 2, if the engine returns them."""
+        reply, lengths = await self._score(token_ids, temperature), [len(ids) for ids in token_ids]
+        experts = [None] * len(lengths) if self._routing is None else scored_experts(reply, lengths, self._routing)
+        return list(zip(scores(reply, lengths), experts, strict=True))
+
+    async def _score(self, token_ids: Sequence[I32], temperature: float) -> Any:
         request = {
             "input_ids": [ids.tolist() for ids in token_ids],
             "sampling_params": {"temperature": temperature, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            "return_routed_experts": self._routing is not None,
         }
         while True:
             aborts = self.num_ended_aborts
             reply = await self._post("score", "/generate", request)
             if self.num_aborts == aborts or not any_aborted(reply):
-                return scores(reply, [len(ids) for ids in token_ids])
+                return reply
 
     async def abort_all(self) -> None:
         """End every request with the tokens sampled so far. Its sender detects this by ``num_aborts`` and may continue it."""

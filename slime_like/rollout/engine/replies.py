@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -9,19 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.data.routing import ROUTED_EXPERTS, Experts, RoutingShape
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
 
 
-def completions(reply: Any, num_samples: int) -> list[Completion]:
-    """Parse the reply to a batched ``/generate``, one item per sample.
+def completions(reply: Any, num_samples: int, routing: RoutingShape | None = None) -> list[Completion]:
+    """Parse the reply to a batched ``/generate``, one item per sample; with ``routing``, including routed experts.
 
     Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
     """
     if not isinstance(reply, list) or len(reply) != num_samples:  # pyright: ignore[reportUnknownArgumentType]
         raise EngineError(f"/generate did not return {num_samples} samples but {_short(reply)}")
-    return [_completion(item) for item in reply]  # pyright: ignore[reportUnknownVariableType]
+    return [_completion(item, routing) for item in reply]  # pyright: ignore[reportUnknownVariableType]
 
 
 def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
@@ -35,6 +37,11 @@ def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
             raise EngineError(f"/generate scored {len(triples)} of {length} tokens of a sequence")
         columns.append(_logprobs(triples[1:]))  # the first token has no predecessor, its entry is null
     return columns
+
+
+def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) -> list[Experts]:
+    """Return per sequence of a scoring reply the experts [L - 1, layers, experts per token] of tokens 0 .. L - 2."""
+    return [_experts(item, length - 1, routing) for item, length in zip(reply, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ def error_text(status: int, body: bytes, reply: Any) -> str:
     return f"HTTP {status}: {text.strip()[:2000] or '(no message)'}"
 
 
-def _completion(item: Any) -> Completion:
+def _completion(item: Any, routing: RoutingShape | None) -> Completion:
     token_ids: I32 = np.array(_field(item, "output_ids"), dtype=np.int32)
     meta: Any = _field(item, "meta_info")
     finish = str(_meta(item, "finish_reason")["type"])
@@ -105,7 +112,16 @@ def _completion(item: Any) -> Completion:
     spans = tuple((int(s["start"]), int(s["end"]), _version(s["version"])) for s in _meta(item, "weight_versions"))
     if not len(token_ids):
         spans = ()  # SGLang returns one empty span
-    return Completion(token_ids, _logprobs(triples), spans, finish, *_prompt(meta))
+    experts = None
+    if routing is not None and (
+        finish != "abort" or ROUTED_EXPERTS in meta
+    ):  # absent if aborted before it was scheduled again
+        experts = _experts(item, _prompt(meta)[0] + len(token_ids) - 1, routing)
+    return Completion(token_ids, _logprobs(triples), spans, finish, *_prompt(meta), experts)
+
+
+def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> Experts:
+    return routing.parse(base64.b64decode(_meta(item, ROUTED_EXPERTS)), num_tokens)
 
 
 def _prompt(meta: Any) -> tuple[int, int]:

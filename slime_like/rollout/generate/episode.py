@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from slime_like.data.routing import Experts, routing_column
 from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.types import F32, I32, Sample, Source, Span, Status
@@ -32,6 +33,7 @@ class Episode:
         self.logprobs: F32 = np.full(len(prompt_ids), np.nan, dtype=np.float32)  # [L]
         self.spans: tuple[Span, ...] = (Span(0, len(prompt_ids), Source.PROMPT),)
         self.status = Status.COMPLETED
+        self._routed_experts: Experts | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -53,6 +55,7 @@ class Episode:
         self._append(completion.token_ids, completion.logprobs)
         self.spans += tuple(Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions)
         self.status = STATUS.get(completion.finish, Status.FAILED)
+        self._routed_experts = completion.routed_experts  # of the tokens of earlier turns too
 
     def insert(self, token_ids: I32) -> None:
         """Append tokens of a tool or an environment; if no space is left after them, the episode is truncated."""
@@ -80,6 +83,7 @@ class Episode:
             spans=tuple(replace(span, stop=min(span.stop, length)) for span in self.spans if span.start < length),
             status=self.status,
             text=text,
+            extras=routing_column(self._routed_experts, length),
         )
 
     def _append(self, token_ids: I32, logprobs: F32) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from slime_like.data.routing import routing_column
 from slime_like.interfaces import Completion, Engine, GenerateContext
 from slime_like.types import Prompt, Sample, Source, Span, Status
 
@@ -42,4 +43,5 @@ def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, 
         spans=tuple(spans),
         status=STATUS.get(completion.finish, Status.FAILED),
         text=context.decode(completion.token_ids.tolist()),
+        extras=routing_column(completion.routed_experts, start + len(completion.token_ids)),
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slime_like.batch import PackedBatch
+from slime_like.data.routing import Experts, RoutingDifference, routing_column
 from slime_like.errors import ConsistencyError, EngineLost
 from slime_like.interfaces import DataSource
 from slime_like.metrics.types import Max, Mean, Metric
@@ -27,12 +28,31 @@ MAX_PREFIX_LEN = 256  # of a continuation: each engine samples its own continuat
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredSequence:
+    """Tokens [L] that the trainer scores, and the experts [L - 1, layers, experts per token] that it replays, if any."""
+
+    token_ids: I32
+    experts: Experts | None = None
+
+    @property
+    def identity(self) -> bytes:
+        """Key of equal sequences: engines share the scored ones."""
+        return self.token_ids.tobytes() + (b"" if self.experts is None else self.experts.tobytes())
+
+
+@dataclass(frozen=True, slots=True)
 class Continuation:
     """Sequence of L tokens, the last R of which were sampled by the engine."""
 
     token_ids: I32  # [L]
     logprobs: F32  # [R]
     num_cached: int  # prefix tokens found in the engine's cache
+    experts: Experts | None = None  # [L - 1, layers, experts per token]
+
+    @property
+    def sequence(self) -> ScoredSequence:
+        """Tokens and experts for the trainer to score."""
+        return ScoredSequence(self.token_ids, self.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,17 @@ class ProbeScores:
     token_ids: tuple[I32, ...]  # S x [L]
     logprobs: tuple[F32, ...]  # S x [L - 1], of tokens 1 .. L - 1
     continuations: tuple[Continuation, ...] = ()
+    experts: tuple[Experts | None, ...] = ()  # S x [L - 1, layers, experts per token]; () if nothing is replayed
+
+    @property
+    def sequences(self) -> tuple[ScoredSequence, ...]:
+        """Scored sequences, with their experts."""
+        experts = self.experts or (None,) * len(self.token_ids)
+        return tuple(ScoredSequence(*pair) for pair in zip(self.token_ids, experts, strict=True))
+
+    def without_experts(self) -> ProbeScores:
+        """Return the same scores without experts to replay."""
+        return replace(self, experts=(), continuations=tuple(replace(c, experts=None) for c in self.continuations))
 
 
 class EngineProbe:
@@ -100,15 +131,22 @@ async def probe_engine(
     Scoring reads no cached keys or values, and caches the sequences' own unless older entries exist: continuations
     start from the cache entries that a rollout would use.
     """
-    scores = await engine.score(sequences, temperature)
+    scored = await engine.score_with_experts(sequences, temperature)
     prefixes = _prefixes(sequences, max_context_len)
     completions = await engine.continuations(prefixes, temperature, NUM_DECODED) if prefixes else []
     continuations = (
-        Continuation(np.concatenate([ids, completion.token_ids]), completion.logprobs, completion.cached_tokens)
+        Continuation(
+            np.concatenate([ids, completion.token_ids]),
+            completion.logprobs,
+            completion.cached_tokens,
+            completion.routed_experts,
+        )
         for ids, completion in zip(prefixes, completions, strict=True)
         if len(completion.token_ids)
     )
-    return ProbeScores(version, tuple(sequences), tuple(scores), tuple(continuations))
+    logprobs, experts = zip(*scored, strict=True)
+    known = tuple(e for e in experts if e is not None)  # of all sequences or of none
+    return ProbeScores(version, tuple(sequences), logprobs, tuple(continuations), known)
 
 
 def _prefixes(sequences: Sequence[I32], max_context_len: int) -> list[I32]:
@@ -122,10 +160,8 @@ class TrainerScores:
 
     def __init__(self, engines: Sequence[ProbeScores], max_tokens: int) -> None:
         """``max_tokens`` limits the tokens of a packed row; a row has at least one sequence."""
-        sequences = [
-            ids for scores in engines for ids in (*scores.token_ids, *(c.token_ids for c in scores.continuations))
-        ]
-        self._sequences = {ids.tobytes(): ids for ids in sequences}  # engines share the scored sequences
+        sequences = [s for scores in engines for s in (*scores.sequences, *(c.sequence for c in scores.continuations))]
+        self._sequences = {sequence.identity: sequence for sequence in sequences}
         self._columns: Mapping[bytes, F32] = {}
         self.rows = [to_rows(part) for part in _parts(list(self._sequences.values()), max_tokens)]
 
@@ -138,27 +174,28 @@ class TrainerScores:
         ]
         self._columns = dict(zip(self._sequences, columns, strict=True))
 
-    def logprobs_of(self, token_ids: I32) -> F32:
+    def logprobs_of(self, sequence: ScoredSequence) -> F32:
         """Return [L - 1] log-probabilities of tokens 1 .. L - 1."""
-        return self._columns[token_ids.tobytes()][1:]
+        return self._columns[sequence.identity][1:]
 
 
-def _parts(sequences: Sequence[I32], max_tokens: int) -> list[list[I32]]:
+def _parts(sequences: Sequence[ScoredSequence], max_tokens: int) -> list[list[ScoredSequence]]:
     """Split ``sequences`` into consecutive parts of at most ``max_tokens`` tokens; a longer sequence is a part of its own."""
-    parts: list[list[I32]] = [[]]
-    for ids in sequences:
-        if parts[-1] and sum(map(len, parts[-1])) + len(ids) > max_tokens:
+    parts: list[list[ScoredSequence]] = [[]]
+    for sequence in sequences:
+        if parts[-1] and sum(len(s.token_ids) for s in (*parts[-1], sequence)) > max_tokens:
             parts.append([])
-        parts[-1].append(ids)
+        parts[-1].append(sequence)
     return parts
 
 
-def to_rows(sequences: Sequence[I32]) -> PackedBatch:
+def to_rows(sequences: Sequence[ScoredSequence]) -> PackedBatch:
     """Return the sequences as one packed row for the trainer."""
-    lengths = [len(ids) for ids in sequences]
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    columns = [routing_column(s.experts, n) for s, n in zip(sequences, lengths, strict=True)]
     total, num_sequences = sum(lengths), len(lengths)
     return PackedBatch(
-        token_ids=np.concatenate(sequences).astype(np.int32),
+        token_ids=np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int32),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         loss_weight=np.ones(total, dtype=np.float32),
         versions=np.full(total, -1, dtype=np.int32),
@@ -166,6 +203,7 @@ def to_rows(sequences: Sequence[I32]) -> PackedBatch:
         rewards=np.zeros(num_sequences, dtype=np.float32),
         advantages=None,
         sample_ids=np.arange(num_sequences, dtype=np.int64),
+        extras={name: np.concatenate([column[name] for column in columns]) for name in columns[0]},
     )
 
 
@@ -188,7 +226,7 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
         Mean("probe/logprob_abs_diff_mean", float(prefill.mean())),
     ]
     differences = [
-        np.abs(trainer.logprobs_of(c.token_ids)[-len(c.logprobs) :] - c.logprobs) for c in scores.continuations
+        np.abs(trainer.logprobs_of(c.sequence)[-len(c.logprobs) :] - c.logprobs) for c in scores.continuations
     ]
     if differences:
         num_cached = sum(c.num_cached for c in scores.continuations)
@@ -221,9 +259,23 @@ def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tup
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
     """Return |trainer - engine| of every token of the scored sequences except the first tokens."""
-    return np.abs(
-        np.concatenate([trainer.logprobs_of(ids) for ids in scores.token_ids]) - np.concatenate(scores.logprobs)
-    )
+    return np.abs(np.concatenate([trainer.logprobs_of(s) for s in scores.sequences]) - np.concatenate(scores.logprobs))
+
+
+def check_experts(difference: RoutingDifference, version: int, tolerance: float) -> tuple[Metric, ...]:
+    """Return metrics of the experts of the probe's tokens.
+
+    Raises ``ConsistencyError`` if the engine chose experts that the trainer's router ranks below its own by more than
+    ``tolerance``. Experts within ``tolerance`` are nearly tied: rounding decides between them.
+    """
+    if not difference.max_gap <= tolerance:
+        raise ConsistencyError(
+            f"after the push of version {version} engine and trainer choose different experts for {difference.share:.2%} of the "
+            f"probe's tokens, and the trainer's router prefers its own by up to {difference.max_gap:.3g}, above "
+            f"weights.probe_tolerance={tolerance:g}: these are not ties that rounding decides. The engine's routers differ from "
+            "the trainer's, or the experts were returned for other tokens; no step was trained after this push"
+        )
+    return difference.metrics("probe")
 
 
 def _check_differences(difference: F32, version: int, tolerance: float, description: str, cause: str) -> None:

@@ -40,6 +40,9 @@ class MicroBatch:
     values: Tensor | None = None  # the critic's, before its update
     returns: Tensor | None = None  # the critic's targets
     advantages: Tensor | None = None
+    experts: Tensor | None = (
+        None  # [routers of this rank, L, experts per token], to be replayed; as ``PackedRows.padding``
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class TokenLayout:
         return len(self.cu_seqlens) - 1
 
     def take[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
-        """Return this rank's part [L] of a column, with ``fill`` at padding."""
+        """Return this rank's part [L, ...] of a column [T, ...], with ``fill`` at padding."""
         return _gather(column_T, self.token_index, fill)
 
     def next_token[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
@@ -163,7 +163,7 @@ def tokens_by_rank(padded_cu_seqlens: I32, cp: int) -> I64:
 
 
 def _gather[Scalar: np.generic](column_T: npt.NDArray[Scalar], index_L: I64, fill: Any) -> npt.NDArray[Scalar]:
-    out = np.full(len(index_L), fill, dtype=column_T.dtype)
+    out = np.full((len(index_L), *column_T.shape[1:]), fill, dtype=column_T.dtype)
     inside = index_L >= 0
     out[inside] = column_T[index_L[inside]]
     return out

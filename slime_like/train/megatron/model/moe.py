@@ -16,6 +16,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from slime_like.train.megatron.model.expert_choice import ExpertChoice, GroupLimitedChoice
+
 
 def moe_builder(config: TransformerConfig, backend: BackendSpecProvider) -> partial[MoELayer]:
     """Return the builder of a layer's experts: MLPs of ``backend``'s linears, and the shared expert of models that have one."""
@@ -33,10 +35,14 @@ class ExpertRouter(TopKRouter):
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        if config.moe_router_group_topk:
-            self.router_replay: Any = GroupLimitedChoice(2 if self.score_function == "sigmoid" else 1)
+        self.router_replay: Any = expert_choice(config)
         self._load_E = torch.zeros(0)
         self._balance = torch.zeros(0)
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map hidden states [L, 1, H] to the weights and the mask of chosen experts [L, E]."""
+        self.router_replay.padding = padding_mask
+        return super().forward(input, padding_mask)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map logits [L, 1, E] to the weights and the mask of chosen experts [L, E]."""
@@ -78,26 +84,13 @@ class ExpertRouter(TopKRouter):
         return load_E.to(self.weight.device), balance.to(self.weight.device).double()
 
 
-class GroupLimitedChoice:
-    """Choice of experts within the best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2; V3, arXiv:2412.19437, 2.1.2).
-
-    The sum of its best ``ranked`` scores ranks a group; megatron's own choice sums topk / group_topk scores. It takes the
-    place of megatron's replay of choices, which is called for each choice.
-    """
-
-    layer_number: int | None = None  # set by megatron
-
-    def __init__(self, ranked: int) -> None:
-        self.ranked = ranked
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices [L, topk] of the experts chosen by ``scores`` [L, E]."""
-        by_group = scores.unflatten(-1, (num_groups, -1))
-        best = by_group.topk(self.ranked, -1).values.sum(-1).topk(group_topk, -1, sorted=False).indices
-        outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, value=False)
-        return by_group.masked_fill(outside[..., None], float("-inf")).flatten(-2).topk(topk, -1)
+def expert_choice(config: TransformerConfig) -> ExpertChoice:
+    """Return the choice of experts of a router."""
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    probabilities = bool(config.moe_router_pre_softmax) and not sigmoid
+    if config.moe_router_group_topk:
+        return GroupLimitedChoice(2 if sigmoid else 1, scores_are_probabilities=probabilities)
+    return ExpertChoice(scores_are_probabilities=probabilities)
 
 
 def _add(total: Tensor, value: Tensor) -> Tensor:

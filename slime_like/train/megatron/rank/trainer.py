@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slime_like.algo.bind import bind_loss, bind_token_advantage, critic_targets
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import FLOAT64_LAYERS
 from slime_like.config.schema.resolved import RankSpec
+from slime_like.data.routing import OWN_EXPERTS, RoutingDifference
 from slime_like.distributed.wrapper import install
 from slime_like.interfaces import Diagnostics, MultiKernelLayer, ReturnEstimator, TokenView
 from slime_like.metrics.types import Last, Mean, Metric
@@ -26,6 +28,7 @@ from slime_like.train.megatron.platform.collective import GroupSum
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import OpenRollout, RankModel
 from slime_like.train.megatron.step import optim
+from slime_like.train.megatron.step.routing import RoutingReplay
 from slime_like.train.megatron.step.sample_difference import SampleLogprobDifference
 from slime_like.train.megatron.step.step import PolicyStep
 from slime_like.types import F32
@@ -51,12 +54,40 @@ class RankTrainer(RankModel):
         self.optimizer_step = PolicyStep(
             self.wrapped, self.optimizer, self.schedule, loss, self.logprob_settings, rank_info
         )
+        self.routing = RoutingReplay(self.wrapped, rank_info)
         self.token_advantage = bind_token_advantage(spec.algo)
         self._reports_advantages = (
             spec.returns_advantages and self.token_advantage is not None and rank_info.is_shard_reporter
         )
         self.hf_export = HFExport(self.model, self.family, rank_info)  # for all pushes: weights stay in place
         self._last_advantages: list[tuple[PackedBatch, F32]] = []  # batches and advantages [T] of the last rollout
+
+    # ---- experts ---------------------------------------------------------------------------------------------------
+    def lay_out(self, batch: PackedBatch) -> MicroBatch:
+        """See ``RankModel.lay_out``; with the experts of the engine if they are replayed."""
+        micro = super().lay_out(batch)
+        return self.routing.attach(micro) if self.spec.routing_replay == "rollout" else micro
+
+    def _old_policy_routing(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Replay the experts of the engine in the pass for old log-probabilities, or record those of the pass."""
+        match self.spec.routing_replay:
+            case "rollout":
+                return self.routing.replay(micros, compare=True)
+            case "old":
+                return self.routing.record(micros)
+            case _:
+                return nullcontext()
+
+    def _training_routing(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Replay experts in the optimizer steps. They are compared before the first step changes a weight, if engines chose them."""
+        engine_compared = self.spec.routing_replay == "rollout" and self.spec.needs_old_logprobs
+        return self.routing.replay(micros, compare=not engine_compared)
+
+    @install.phase("score")
+    def routing_difference(self) -> RoutingDifference | None:
+        """Return how often the replayed experts of the scored batches differ from the trainer's choice; None except on the reporter."""
+        difference = self.routing.difference()
+        return difference if self.rank_info.is_reporter else None
 
     # ---- training ------------------------------------------------------------------------------------------------
     def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
@@ -122,8 +153,11 @@ class RankTrainer(RankModel):
         if frozen:
             metrics += sample_difference.close()
         start = time.perf_counter()
-        for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
-            metrics += self.optimizer_step(micros, count, sample_difference if k == 0 else None)
+        with self._training_routing(rollout.micros):
+            for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
+                metrics += self.optimizer_step(micros, count, sample_difference if k == 0 else None)
+        if self.spec.routing_replay != "off":
+            metrics += self.routing.difference().metrics("train")
         optim.gather_parameters(self.wrapped)
         metrics += [
             Last("train/num_tokens", float(sum(num_tokens))),
@@ -159,10 +193,16 @@ class RankTrainer(RankModel):
         metrics: list[Metric] = []
         micros = rollout.micros_by_step[0][:1]
         for kind in (*self.model_layer_kinds, ALL):
-            sample_difference = SampleLogprobDifference(self.version, self.rank_info)
-            sample_difference.add_columns(micros, self._scores(micros, kind) or [None])
-            metrics += sample_difference.metrics(f"/{kind}")
+            with self.routing.replay(micros, compare=False):
+                metrics += self._drift(micros, kind, kind)
+        if self.spec.routing_replay == "rollout":
+            metrics += self._drift(micros, OWN_EXPERTS, None)
         return metrics
+
+    def _drift(self, micros: Sequence[MicroBatch], name: str, float64_kind: str | None) -> list[Metric]:
+        sample_difference = SampleLogprobDifference(self.version, self.rank_info)
+        sample_difference.add_columns(micros, self._scores(micros, float64_kind) or [None])
+        return sample_difference.metrics(f"/{name}")
 
     @cached_property
     def model_layer_kinds(self) -> tuple[str, ...]:
@@ -175,9 +215,11 @@ class RankTrainer(RankModel):
         """Fill the old, reference and teacher log-probabilities that the algorithm needs. Return the durations."""
         metrics: list[Metric] = []
         if self.spec.needs_old_logprobs:
-            metrics.append(self._fill_scores("log_probs", "old_logprobs", micros))
+            with self._old_policy_routing(micros):
+                metrics.append(self._fill_scores("log_probs", "old_logprobs", micros))
         if self.reference is not None:
-            with self.swap_weights(self.reference):
+            replayed = micros if self.spec.routing_replay_reference else ()
+            with self.swap_weights(self.reference), self.routing.replay(replayed, compare=False):
                 metrics.append(self._fill_scores("ref_log_probs", "ref_logprobs", micros))
         if self.teacher is not None:
             with self.swap_weights(self.teacher):
@@ -250,7 +292,8 @@ class RankTrainer(RankModel):
         """
         micro = self.lay_out(batch)
         mask = np.ones(len(batch.token_ids), dtype=np.bool_)
-        with float64_layers.float64_layers(self.model, float64_kind):
+        replay = self.routing.replay([micro], compare=float64_kind is None)
+        with replay, float64_layers.float64_layers(self.model, float64_kind):
             scores = score_micros(self.wrapped, [micro], [mask], self.logprob_settings)
         return scores[0].cpu().numpy() if self.rank_info.is_reporter else None
 

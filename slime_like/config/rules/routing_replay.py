@@ -1,0 +1,68 @@
+"""Rules of ``algo.routing_replay``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+_NOT_CAPTURED: Mapping[str, str] = {
+    "pp_size": "SGLang returns the experts of the last pipeline stage only",
+    "speculative_algorithm": "SGLang's buffer of experts has no room for drafts",
+    "enable_hierarchical_cache": "keys and values that return from the host's cache lose their experts",
+    "disaggregation_mode": "the engine that decodes does not know the experts of the prompt",
+}
+"""Field of SGLang's ``ServerArgs`` -> reason why replies would lack experts. Their defaults are 1, None, False and "null"."""
+_DEFAULTS = (None, False, 1, "null")
+
+
+def check_routing_replay(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if the choice of experts cannot be recorded or replayed. Needs no file."""
+    algo = cfg.algo
+    if not isinstance(algo, PolicyConfig) or algo.routing_replay == "off":
+        return
+    key = f"algo.routing_replay={algo.routing_replay}"
+    if cfg.model.megatron.get("moe_router_fusion"):
+        raise ConfigError(
+            f"model.megatron.moe_router_fusion=true with {key}: the fused router always chooses experts itself; remove it"
+        )
+    if algo.routing_replay == "old":
+        if algo.use_rollout_logprobs:
+            raise ConfigError(
+                f"{key} with algo.use_rollout_logprobs=true: no pass for old log-probabilities records experts; set "
+                "algo.routing_replay=rollout"
+            )
+        return
+    if algo.routing_replay_reference and not any(getattr(algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef")):
+        raise ConfigError(
+            "algo.routing_replay_reference=true without a reference: set algo.kl_loss_coef above 0, or remove it"
+        )
+    if cfg.rollout.sglang.get("enable_return_routed_experts") is False:
+        raise ConfigError(
+            f"rollout.sglang.enable_return_routed_experts=false with {key}, which replays these experts: remove it"
+        )
+    for field, reason in _NOT_CAPTURED.items():
+        value = cfg.rollout.sglang.get(field)
+        if value not in _DEFAULTS:
+            raise ConfigError(
+                f"rollout.sglang.{field}={value!r} with {key}: {reason}; remove it, or set algo.routing_replay=old or off"
+            )
+
+
+def check_replayed_model(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` if ``model`` has no choice of experts to replay."""
+    if not isinstance(cfg.algo, PolicyConfig) or cfg.algo.routing_replay == "off":
+        return
+    key = f"algo.routing_replay={cfg.algo.routing_replay}"
+    if not model.num_experts:
+        raise ConfigError(
+            f"{key}: the model in {model.folder} (model_type {model.model_type}) has no experts; set algo.routing_replay=off"
+        )
+    if model.experts_per_token < 2:
+        raise ConfigError(
+            f"{key}: config.json of the model in {model.folder} has num_experts_per_tok={model.experts_per_token}, and replay "
+            "needs at least 2; set algo.routing_replay=off"
+        )

@@ -1,0 +1,132 @@
+"""Experts that an engine chose for the tokens of a sample: an extra column of samples and batches.
+
+Axis suffixes: L tokens, N tokens whose experts an engine computed, B blocks of the decoder, K experts per token. A row without a
+choice is zero: a choice has K different experts, and K is at least 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_like.errors import DataError, EngineError
+from slime_like.metrics.types import Max, Mean, Metric
+from slime_like.types import UNTRAINED, Sample, SampleGroup, Source
+
+ROUTED_EXPERTS = "routed_experts"  # name in ``extras`` of samples and batches
+OWN_EXPERTS = "own_experts"  # end of metrics of log-probabilities without replay
+
+Experts = npt.NDArray[Any]  # [N, B, K] or [L, B, K], uint8 or uint16
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """Shape of the experts of a token."""
+
+    num_blocks: int  # of the decoder; blocks without experts have zeros
+    experts_per_token: int
+    num_experts: int
+    sparse_blocks: tuple[int, ...]  # with experts
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Smallest integer type that holds the index of each expert."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    def parse(self, data: bytes, num_tokens: int) -> Experts:
+        """Return [N, B, K] from the int32 bytes that SGLang sends for ``num_tokens`` tokens. Raises ``EngineError``."""
+        flat = np.frombuffer(data, dtype=np.int32)
+        expected = (num_tokens, self.num_blocks, self.experts_per_token)
+        if flat.size != np.prod(expected):
+            raise EngineError(
+                f"/generate returned {flat.size} routed experts, not {' * '.join(map(str, expected))} (tokens * layers * "
+                "num_experts_per_tok of config.json): engine and trainer have different models"
+            )
+        if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
+            raise EngineError(
+                f"/generate returned routed experts {flat.min()} to {flat.max()}, but the model has {self.num_experts} experts"
+            )
+        return flat.astype(self.dtype).reshape(expected)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingDifference:
+    """Comparison of replayed experts with the trainer's own choice, over all ranks."""
+
+    share: float  # of the tokens of a layer, mean over the layers
+    max_share: float  # of the layer with the largest share
+    max_gap: float  # largest difference of scores by which a router prefers its own choice: logits, or sigmoids with their bias
+
+    def metrics(self, prefix: str) -> tuple[Metric, ...]:
+        """Return the metrics ``<prefix>/routed_experts_*``."""
+        return (
+            Mean(f"{prefix}/routed_experts_differ", self.share),
+            Max(f"{prefix}/routed_experts_differ_max", self.max_share),
+            Max(f"{prefix}/routed_experts_gap_max", self.max_gap),
+        )
+
+
+def routing_column(experts_NBK: Experts | None, num_tokens: int) -> dict[str, Experts]:
+    """Return the extra column of a sample of ``num_tokens`` tokens; empty if the engine returned no experts.
+
+    An engine computes no experts for the last token that it samples.
+    """
+    if experts_NBK is None:
+        return {}
+    column = np.zeros((num_tokens, *experts_NBK.shape[1:]), experts_NBK.dtype)
+    known = experts_NBK[:num_tokens]
+    column[: len(known)] = known
+    return {ROUTED_EXPERTS: column}
+
+
+def with_routing(groups: Sequence[SampleGroup], shape: RoutingShape) -> tuple[SampleGroup, ...]:
+    """Return ``groups`` with a column of experts in every sample, zeros in untrained samples that have none.
+
+    Raises ``EngineError`` if the experts of a token from which a trained token was sampled are missing.
+    """
+    return tuple(replace(group, samples=tuple(_checked(sample, shape) for sample in group.samples)) for group in groups)
+
+
+def check_dumped(groups: Sequence[SampleGroup], shape: RoutingShape, source: str) -> None:
+    """Raise ``DataError`` naming ``source`` if samples that a run wants to train on have no experts."""
+    try:
+        with_routing(groups, shape)
+    except EngineError as error:
+        raise DataError(
+            f"{source}: {error}; dump it with algo.routing_replay=rollout, or set algo.routing_replay=off"
+        ) from error
+
+
+def _checked(sample: Sample, shape: RoutingShape) -> Sample:
+    experts = sample.extras.get(ROUTED_EXPERTS)
+    trained = () if sample.status in UNTRAINED else sample.spans
+    ranges = [np.arange(max(s.start, 1), s.stop) - 1 for s in trained if s.source is Source.MODEL]
+    sources = np.concatenate([np.zeros(0, np.int64), *ranges])  # tokens from which a trained token was sampled
+    name = f"sample {sample.sample_id} of group {sample.group_id}"
+    expected = (len(sample.token_ids), shape.num_blocks, shape.experts_per_token)
+    if experts is None:
+        if len(sources):
+            raise EngineError(
+                f"{name} has no routed experts, which algo.routing_replay=rollout replays: a generate function has to return "
+                "samples of slime_like.rollout.generate (to_sample, Episode), or keep Completion.routed_experts in "
+                f"Sample.extras[{ROUTED_EXPERTS!r}]"
+            )
+        column: Mapping[str, Experts] = {ROUTED_EXPERTS: np.zeros(expected, shape.dtype)}
+        return replace(sample, extras={**sample.extras, **column})
+    if experts.shape != expected or experts.dtype != shape.dtype:
+        raise EngineError(
+            f"{name} has routed experts {experts.dtype}{list(experts.shape)}, the model has {shape.dtype}{list(expected)}"
+        )
+    chosen = experts[sources][:, list(shape.sparse_blocks)]
+    missing = chosen[..., 0] == chosen[..., 1]
+    if missing.any():
+        token, block = (int(axis[0]) for axis in np.nonzero(missing))
+        raise EngineError(
+            f"{name}: the engine returned no experts of token {sources[token]} in layer {shape.sparse_blocks[block]}, from which "
+            "a trained token was sampled: this engine does not capture the experts of every layer"
+        )
+    return sample

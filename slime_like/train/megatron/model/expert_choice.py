@@ -1,0 +1,119 @@
+"""Choice of the experts of each token: the best scores, or a recorded choice that is replayed.
+
+Replay fixes the indices alone. The weights of the experts are computed from the router's scores at these indices, so the router
+receives gradients (R3, https://arxiv.org/abs/2510.11370).
+
+Axis suffixes: L tokens of this rank, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ChoiceCounts:
+    """Comparison of replayed choices with the router's own, over the tokens of this rank."""
+
+    num_tokens: Tensor | float = 0.0
+    num_different: Tensor | float = 0.0  # tokens for which another set of experts was replayed
+    max_gap: Tensor | float = 0.0  # largest score that separates two such sets, see ``ExpertChoice.gap``
+
+    @torch.no_grad()
+    def add(self, known_L: Tensor, different_L: Tensor, gaps_L: Tensor) -> None:
+        """Add a micro-batch: tokens with a replayed choice, those for which it is different, and gaps."""
+        self.num_tokens = self.num_tokens + known_L.sum()
+        self.num_different = self.num_different + different_L.sum()
+        largest = gaps_L.masked_fill(~different_L, 0.0).amax()
+        self.max_gap = torch.maximum(torch.as_tensor(self.max_gap).to(largest), largest)
+
+
+class ExpertChoice:
+    """Choice of one router. It takes the place of megatron's replay of choices, which is called for each choice.
+
+    The mask of padding is the only tensor of a micro-batch that reaches a router in forward passes and in all kinds of recompute.
+    Its address therefore identifies the micro-batch.
+    """
+
+    layer_number: int | None = None  # set by megatron
+
+    def __init__(self, *, scores_are_probabilities: bool = False) -> None:
+        self._scores_are_probabilities = scores_are_probabilities
+        self.padding: Tensor | None = None  # mask of the current micro-batch
+        self.replayed: Mapping[int, Tensor] = {}  # address of a mask -> [L, K], integers of any type
+        self.recorded: dict[int, Tensor] | None = None  # address of a mask -> [L, K]; None: nothing is recorded
+        self.compares = False  # whether replayed choices are compared with the router's own
+        self.counts = ChoiceCounts()
+
+    def best(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices [L, K] of the experts that the router itself chooses by ``scores`` [L, E]."""
+        return default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices [L, K] of the experts to use; tokens without a recorded choice use the router's own."""
+        values, own_LK = self.best(scores, topk, num_groups, group_topk, default)
+        address = -1 if self.padding is None else self.padding.data_ptr()
+        if self.recorded is not None:
+            self.recorded[address] = own_LK.to(torch.int16)
+        replayed = self.replayed.get(address)
+        if replayed is None:
+            return values, own_LK
+        replayed_LK = replayed.to(own_LK.dtype)
+        known_L = replayed_LK[:, 0] != replayed_LK[:, 1]
+        chosen_LK = torch.where(known_L[:, None], replayed_LK, own_LK)
+        if self.compares:
+            different_L = (own_LK.sort(1).values != chosen_LK.sort(1).values).any(1)
+            units = scores.detach().log() if self._scores_are_probabilities else scores.detach()
+            self.counts.add(known_L, different_L, self.gap(units, own_LK, chosen_LK, num_groups, group_topk))
+        return scores.gather(1, chosen_LK), chosen_LK
+
+    def gap(
+        self, scores: Tensor, own: Tensor, chosen: Tensor, num_groups: int | None, group_topk: int | None
+    ) -> Tensor:
+        """Return [L]: the difference of scores by which the router prefers its ``own`` experts to ``chosen``; 0 if it does not."""
+        del num_groups, group_topk
+        return scores.gather(1, own).amin(1) - scores.gather(1, chosen).amin(1)
+
+
+class GroupLimitedChoice(ExpertChoice):
+    """Choice of experts within the best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2; V3, arXiv:2412.19437, 2.1.2).
+
+    The sum of its best ``ranked`` scores ranks a group; megatron's own choice sums topk / group_topk scores.
+    """
+
+    def __init__(self, ranked: int, *, scores_are_probabilities: bool = False) -> None:
+        super().__init__(scores_are_probabilities=scores_are_probabilities)
+        self.ranked = ranked
+
+    def best(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See ``ExpertChoice.best``."""
+        assert num_groups and group_topk
+        by_group = scores.unflatten(-1, (num_groups, -1))
+        best = self._groups(scores, num_groups).topk(group_topk, -1, sorted=False).indices
+        outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, value=False)
+        return by_group.masked_fill(outside[..., None], float("-inf")).flatten(-2).topk(topk, -1)
+
+    def gap(
+        self, scores: Tensor, own: Tensor, chosen: Tensor, num_groups: int | None, group_topk: int | None
+    ) -> Tensor:
+        """See ``ExpertChoice.gap``. If an expert is outside the router's groups, return the difference of the groups' ranks."""
+        assert num_groups and group_topk
+        groups = self._groups(scores, num_groups)
+        last = groups.topk(group_topk, -1).values.amin(-1)
+        between = (last - groups.gather(1, chosen // (scores.shape[-1] // num_groups)).amin(-1)).clamp(min=0.0)
+        return torch.where(between > 0, between, super().gap(scores, own, chosen, num_groups, group_topk))
+
+    def _groups(self, scores: Tensor, num_groups: int) -> Tensor:
+        """Return [L, groups]: the sums that rank the groups."""
+        return scores.unflatten(-1, (num_groups, -1)).topk(self.ranked, -1).values.sum(-1)
