@@ -9,14 +9,13 @@ from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-_NOT_CAPTURED: Mapping[str, str] = {
-    "pp_size": "SGLang returns the experts of the last pipeline stage only",
-    "speculative_algorithm": "SGLang's buffer of experts has no room for drafts",
-    "enable_hierarchical_cache": "keys and values that return from the host's cache lose their experts",
-    "disaggregation_mode": "the engine that decodes does not know the experts of the prompt",
+_NOT_CAPTURED: Mapping[str, tuple[object, str]] = {
+    "pp_size": (1, "SGLang returns the experts of the last pipeline stage only"),
+    "speculative_algorithm": (None, "SGLang's buffer of experts has no room for drafts"),
+    "enable_hierarchical_cache": (False, "keys and values that return from the host's cache lose their experts"),
+    "disaggregation_mode": ("null", "the engine that decodes does not know the experts of the prompt"),
 }
-"""Field of SGLang's ``ServerArgs`` -> reason why replies would lack experts. Their defaults are 1, None, False and "null"."""
-_DEFAULTS = (None, False, 1, "null")
+"""Field of SGLang's ``ServerArgs`` -> its default, and the reason why replies would lack experts with another value."""
 
 
 def check_routing_replay(cfg: TrainConfig) -> None:
@@ -44,9 +43,9 @@ def check_routing_replay(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"rollout.sglang.enable_return_routed_experts=false with {key}, which replays these experts: remove it"
         )
-    for field, reason in _NOT_CAPTURED.items():
-        value = cfg.rollout.sglang.get(field)
-        if value not in _DEFAULTS:
+    for field, (default, reason) in _NOT_CAPTURED.items():
+        value = cfg.rollout.sglang.get(field, default)
+        if value != default:
             raise ConfigError(
                 f"rollout.sglang.{field}={value!r} with {key}: {reason}; remove it, or set algo.routing_replay=old or off"
             )

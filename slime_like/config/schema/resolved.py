@@ -72,11 +72,6 @@ class RankSpec:
         return "off" if mode == "old" and not self.needs_old_logprobs else mode
 
     @property
-    def routing_replay_reference(self) -> bool:
-        """Return whether the reference's pass replays the experts of the engine."""
-        return self.routing_replay == "rollout" and self.algo.routing_replay_reference  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
     def needs_reference(self) -> bool:
         """Return whether the loss or the reward reads log-probabilities of the reference policy."""
         return any(getattr(self.algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef"))

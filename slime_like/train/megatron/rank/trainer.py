@@ -15,6 +15,7 @@ from torch import Tensor
 from slime_like.algo.bind import bind_loss, bind_token_advantage, critic_targets, diagnose, token_advantages
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import FLOAT64_LAYERS
+from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.data.routing import OWN_EXPERTS, RoutingDifference
 from slime_like.distributed.wrapper import install
@@ -218,7 +219,8 @@ class RankTrainer(RankModel):
             with self._old_policy_routing(micros):
                 metrics.append(self._fill_scores("log_probs", "old_logprobs", micros))
         if self.reference is not None:
-            replayed = micros if self.spec.routing_replay_reference else ()
+            algo = self.spec.algo
+            replayed = micros if isinstance(algo, PolicyConfig) and algo.routing_replay_reference else ()
             with self.swap_weights(self.reference), self.routing.replay(replayed, compare=False):
                 metrics.append(self._fill_scores("ref_log_probs", "ref_logprobs", micros))
         if self.teacher is not None:
