@@ -38,13 +38,13 @@ def old_choice(world: World, shared: Shared, layout: Layout, model: dict[str, An
     shards = [rows[actor.rank_info.dp_rank :: layout.dp] for rows in plan]
     micros = [actor.lay_out(row) for row in shards[0]]
     routers = [weight for key, weight in named_weights(actor.model) if key.endswith("router.weight")]
-    with actor._old_policy_routing(micros):
+    with actor.routing.in_old_pass(micros):
         recorded = actor._scores(micros)
     with torch.no_grad():
         for weight in routers:
             weight.neg_()
     own = actor._scores(micros)
-    with actor._training_routing(micros):
+    with actor.routing.in_training(micros):
         replayed = actor._scores(micros)
     difference = actor.routing.difference()
     with torch.no_grad():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from slime_like.algo.bind import bind_loss, bind_token_advantage, critic_targets, diagnose, token_advantages
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import FLOAT64_LAYERS
-from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.data.routing import OWN_EXPERTS, RoutingDifference
 from slime_like.distributed.wrapper import install
@@ -55,7 +53,7 @@ class RankTrainer(RankModel):
         self.optimizer_step = PolicyStep(
             self.wrapped, self.optimizer, self.schedule, loss, self.logprob_settings, rank_info
         )
-        self.routing = RoutingReplay(self.wrapped, rank_info)
+        self.routing = RoutingReplay(self.wrapped, rank_info, spec)
         self.token_advantage = bind_token_advantage(spec.algo)
         self._reports_advantages = (
             spec.returns_advantages and self.token_advantage is not None and rank_info.is_shard_reporter
@@ -66,23 +64,7 @@ class RankTrainer(RankModel):
     # ---- experts ---------------------------------------------------------------------------------------------------
     def lay_out(self, batch: PackedBatch) -> MicroBatch:
         """See ``RankModel.lay_out``; with the experts of the engine if they are replayed."""
-        micro = super().lay_out(batch)
-        return self.routing.attach(micro) if self.spec.routing_replay == "rollout" else micro
-
-    def _old_policy_routing(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay the experts of the engine in the pass for old log-probabilities, or record those of the pass."""
-        match self.spec.routing_replay:
-            case "rollout":
-                return self.routing.replay(micros, compare=True)
-            case "old":
-                return self.routing.record(micros)
-            case _:
-                return nullcontext()
-
-    def _training_routing(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay experts in the optimizer steps. They are compared before the first step changes a weight, if engines chose them."""
-        engine_compared = self.spec.routing_replay == "rollout" and self.spec.needs_old_logprobs
-        return self.routing.replay(micros, compare=not engine_compared)
+        return self.routing.attach(super().lay_out(batch))
 
     @install.phase("score")
     def routing_difference(self) -> RoutingDifference | None:
@@ -154,11 +136,10 @@ class RankTrainer(RankModel):
         if frozen:
             metrics += sample_difference.close()
         start = time.perf_counter()
-        with self._training_routing(rollout.micros):
+        with self.routing.in_training(rollout.micros):
             for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
                 metrics += self.optimizer_step(micros, count, sample_difference if k == 0 else None)
-        if self.spec.routing_replay != "off":
-            metrics += self.routing.difference().metrics("train")
+        metrics += self.routing.metrics()
         optim.gather_parameters(self.wrapped)
         metrics += [
             Last("train/num_tokens", float(sum(num_tokens))),
@@ -216,12 +197,10 @@ class RankTrainer(RankModel):
         """Fill the old, reference and teacher log-probabilities that the algorithm needs. Return the durations."""
         metrics: list[Metric] = []
         if self.spec.needs_old_logprobs:
-            with self._old_policy_routing(micros):
+            with self.routing.in_old_pass(micros):
                 metrics.append(self._fill_scores("log_probs", "old_logprobs", micros))
         if self.reference is not None:
-            algo = self.spec.algo
-            replayed = micros if isinstance(algo, PolicyConfig) and algo.routing_replay_reference else ()
-            with self.swap_weights(self.reference), self.routing.replay(replayed, compare=False):
+            with self.swap_weights(self.reference), self.routing.in_reference_pass(micros):
                 metrics.append(self._fill_scores("ref_log_probs", "ref_logprobs", micros))
         if self.teacher is not None:
             with self.swap_weights(self.teacher):

@@ -6,7 +6,7 @@ Axis suffixes: L tokens of this rank, T tokens of the packed batch, B blocks of 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.resolved import RankSpec
 from slime_like.data.routing import ROUTED_EXPERTS, RoutingDifference
+from slime_like.metrics.types import Metric
 from slime_like.train.megatron.model.expert_choice import ChoiceCounts, ExpertChoice
 from slime_like.train.megatron.model.forward import MicroBatch, to_device
 from slime_like.train.megatron.model.model import ModelSegments
@@ -22,10 +25,13 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class RoutingReplay:
-    """Replay in the routers of one rank's model."""
+    """Replay in the routers of one rank's model, by ``algo.routing_replay``."""
 
-    def __init__(self, wrapped: ModelSegments, rank_info: RankInfo) -> None:
+    def __init__(self, wrapped: ModelSegments, rank_info: RankInfo, spec: RankSpec) -> None:
         self._rank_info = rank_info
+        self._mode = spec.routing_replay
+        self._has_old_pass = spec.needs_old_logprobs
+        self._in_reference = isinstance(spec.algo, PolicyConfig) and spec.algo.routing_replay_reference
         self._routers: list[tuple[int, Any]] = [  # block and router
             ((int(layer.layer_number) - 1) // 2, layer.mlp.router)
             for policy in wrapped.policies
@@ -34,15 +40,27 @@ class RoutingReplay:
         ]
 
     def attach(self, micro: MicroBatch) -> MicroBatch:
-        """Give ``micro`` the experts of its batch that this rank's routers replay; none if the batch has no experts."""
+        """Give ``micro`` the engine's experts that this rank's routers replay; none if its batch has no experts."""
         experts_TBK = micro.batch.extras.get(ROUTED_EXPERTS)
-        if experts_TBK is not None:
+        if self._mode == "rollout" and experts_TBK is not None:
             experts_LBK = micro.layout.take(experts_TBK, 0)
             if self._rank_info.layout.sequence_parallel:
                 experts_LBK = np.split(experts_LBK, self._rank_info.layout.tp)[self._rank_info.tp_rank]
             blocks = [block for block, _ in self._routers]
             micro.experts = to_device(experts_LBK[:, blocks].swapaxes(0, 1).astype(np.int16), self._rank_info.device)
         return micro
+
+    def in_old_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Replay the engine's experts in the pass for old log-probabilities, or record those of the pass."""
+        return self.record(micros) if self._mode == "old" else self.replay(micros, compare=True)
+
+    def in_reference_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Replay the engine's experts in the reference's pass if the run does."""
+        return self.replay(micros if self._in_reference else (), compare=False)
+
+    def in_training(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Replay experts in the optimizer steps. Those of an engine are compared before a step changes a weight."""
+        return self.replay(micros, compare=self._mode == "old" or not self._has_old_pass)
 
     @contextmanager
     def replay(self, micros: Sequence[MicroBatch], *, compare: bool) -> Generator[None]:
@@ -70,6 +88,10 @@ class RoutingReplay:
         finally:
             for choice in self._choices():
                 choice.recorded = None
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the comparison since the last call; () if nothing is replayed. A collective."""
+        return () if self._mode == "off" else self.difference().metrics("train")
 
     def difference(self) -> RoutingDifference:
         """Return the comparison since the last call, the same on all ranks. A collective."""
