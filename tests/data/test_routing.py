@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime_like.algo.advantage import dr_grpo
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.routing import ROUTED_EXPERTS, RoutingShape, check_dumped, routing_column, with_routing
@@ -129,7 +130,7 @@ def test_batches_and_dumps_have_the_experts_of_each_token(tmp_path: Path) -> Non
     save_groups(tmp_path / "dump.npz", [group(sample(0, 4), sample(1, 2), failed)])
     groups = load_groups(tmp_path / "dump.npz")
     check_dumped(groups, SHAPE, "dump.npz")
-    spec = AssembleSpec(lambda rewards: rewards, "token_mean", 1, 1, 9, 16, routing=SHAPE)
+    spec = AssembleSpec(dr_grpo, "token_mean", 1, 1, 9, 16, routing=SHAPE)
     rows = assemble(groups, spec, 0).steps[0].micro_batches[0]
     assert len(rows) > 1
     for row in rows:

@@ -156,6 +156,7 @@ def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tup
     for version, name in ((3, "A"), (4, "B")):
         engine.run(engine.push(models.tensors(name), version))
         ((_, scored),) = engine.run(engine.client.score_with_experts([ids], 1.0))
+        assert scored is not None
         np.testing.assert_array_equal(np.sort(scored), chosen_by_hf(models.hf[name], ids)[:-1])
         completions = engine.run(engine.client.generate(ids, [1, 2], sampling))
         sequences = [np.concatenate([ids, completion.token_ids]) for completion in completions]
