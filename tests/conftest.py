@@ -31,6 +31,8 @@ ENGINE = tuple(
     )
 )
 RANKS = ("tests/train/",)
+# Files that share the fork server of tests/engine/forked_engines.py.
+FORKED_ENGINES = tuple(f"tests/engine/test_{name}.py" for name in ("dcp", "faults"))
 # Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
 HEAVY_IMPORTS = (
     "tests/engine/",
@@ -48,7 +50,9 @@ HEAVY_IMPORTS = (
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
     *(*ENGINE, *RANKS),
-    *(f"tests/e2e/test_{name}.py" for name in ("hybrid", "same_run", "split", "colocated", "library", "roles")),
+    *(f"tests/e2e/test_{name}.py" for name in ("hybrid", "same_run")),
+    *FORKED_ENGINES,
+    *(f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "library", "roles")),
     *("tests/e2e/", "tests/engine/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )
 
@@ -59,7 +63,7 @@ MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n(    .*\n)*\]|.*)", re.MULTILINE
 def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
     """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
     file = nodeid.partition("::")[0]
-    groups = (ENGINE, RANKS) if starts_engines else (HEAVY_IMPORTS,)
+    groups = (ENGINE, RANKS, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
     return next((shared[0] for shared in groups if file.startswith(shared)), file)
 
 

@@ -29,6 +29,7 @@ from slime_like.weight_sync.tensor import TensorSender
 from tests.data.character_tokenizer import characters
 from tests.data.sources import source, write
 from tests.engine.conftest import ADMIN_KEY, Models
+from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.test_weights import TensorSource
 
 HOST = "127.0.0.1"
@@ -130,7 +131,7 @@ class LocalSupervisor:
         self.client = EngineClient("http://nowhere", admin_key=ADMIN_KEY, name=name)
 
     def _start(self) -> EngineServer:
-        server = EngineServer(self._spec, admin_key=ADMIN_KEY)
+        server = ForkedEngineServer(self._spec, admin_key=ADMIN_KEY)
         server.start()
         return server
 

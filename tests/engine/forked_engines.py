@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pytest
+import setproctitle
 
 from slime_like.rollout.engine.environment import SPIN_COUNT
 from slime_like.rollout.engine.server import EngineServer
@@ -43,6 +44,7 @@ def import_sglang() -> None:
     with heavy_imports():
         for name in ("sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server"):
             importlib.import_module(name)
+    setproctitle.getproctitle()  # finds the memory of the title, which it cannot after a change of the environment
     assert len(os.listdir("/proc/self/task")) == 1, "only a process with one thread can be forked"
 
 
@@ -106,11 +108,12 @@ class ForkedEngineServer(EngineServer):
     """``EngineServer`` whose processes are forked."""
 
     def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        start_fork_server()
         return cast("subprocess.Popen[bytes]", ForkedEngine(log, environment))
 
 
 def start_fork_server() -> None:
-    """Start this process's fork server; its imports take the time of an engine's start."""
+    """Start this process's fork server; its imports take the time of an engine's start. Idempotent."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in IMPORTS.items():
             patch.setenv(name, value)

@@ -22,7 +22,7 @@ from slime_like.rollout.engine.replies import KvUsage
 from slime_like.types import I32
 from tests.engine import hybrid_models, test_families
 from tests.engine.conftest import ADMIN_KEY, Engine, Models, launch, make_sampling, prompt
-from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
+from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.test_weights import TensorSource
 
@@ -109,7 +109,6 @@ class EnginePairs:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePairs]:
     """Engines of all cases, started side by side from one process that has imported SGLang."""
-    start_fork_server()
     models = {name: build(tmp_path_factory.mktemp(name), case) for name, case in MODELS.items()}
     with contextlib.ExitStack() as stack:
         launches: dict[str, Any] = {}
@@ -244,7 +243,6 @@ def test_an_engine_that_would_compute_wrong_tokens_does_not_start(models: Models
         dcp=2,
         sglang={"attention_backend": "torch_native"},
     )
-    start_fork_server()
     server = ForkedEngineServer(spec, admin_key=ADMIN_KEY)
     server.start()
     try:
