@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from slime_like.weight_sync import shared
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
+from slime_like_plugins.weight_commit import latent
 from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
 
 REFUSAL = "_slime_like_refusal"
@@ -22,9 +24,12 @@ type GenerateStream = Callable[..., AsyncIterator[Any]]
 
 
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter of the runners that an update selects. Tied parameters are yielded once."""
+    """Yield each parameter of the runners that an update selects, and each tensor that SGLang computes from them.
+
+    Tied parameters are yielded once.
+    """
     for role, runner in manager._select_runners(selector):
-        for name, parameter in runner.model.named_parameters():
+        for name, parameter in itertools.chain(runner.model.named_parameters(), latent.derived_weights(runner.model)):
             yield (name if role == "target" else f"{role}.{name}"), parameter
 
 
@@ -34,6 +39,8 @@ def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     manager._session = None
     output = original(manager, request)
     if output.success:
+        for _, runner in manager._select_runners(request.selector):
+            latent.drop_waiting(runner.model)
         poison(parameters(manager, request.selector))
     return output
 
@@ -128,6 +135,7 @@ SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWe
 CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
+    latent.HOOK,
     Hook(f"{SCHEDULER}.begin_weight_update", "around", begin),
     Hook(f"{SCHEDULER}.end_weight_update", "around", end),
     Hook(f"{SCHEDULER}.update_weights_from_tensor", "around", load_tensors),
