@@ -41,12 +41,20 @@ def load(argv: list[str], folder: Path, *extra: str) -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "kimi_k2"])
-def test_engines_on_a_cpu_are_refused_and_a_gpu_is_not(model_type: str, argv: list[str], tmp_path: Path) -> None:
+def test_engines_on_a_cpu_are_planned(model_type: str, argv: list[str], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", **LATENT | {"model_type": model_type})
-    with refusal([f"cannot serve model_type '{model_type}' on a CPU", "algo=sft", "run.mode=train_only"]):
-        make_plan(load(argv, folder), MACHINE)
-    supervised = make_plan(load(argv, folder, "algo=sft", "rollout.n_samples_per_prompt=1"), MACHINE)
-    assert supervised.device == "cpu" and not supervised.needs_engines
+    plan = make_plan(load(argv, folder, "rollout.tp=2"), MACHINE)
+    assert plan.device == "cpu" and plan.needs_engines
+    assert plan.engines[0].dcp == 1
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_a_rotary_scaling_that_engines_read_as_another_is_refused(kind: str, argv: list[str], tmp_path: Path) -> None:
+    numbers = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    folder = write_model(tmp_path / "model", **LATENT | {"rope_scaling": {"rope_type": kind, **numbers}})
+    with refusal([f"rope_scaling.rope_type='{kind}'", "SGLang reads as yarn", "algo=sft"], CheckpointError):
+        load(argv, folder)
+    load(argv, folder, "algo=sft", "rollout.n_samples_per_prompt=1")
 
 
 @pytest.mark.parametrize(

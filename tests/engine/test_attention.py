@@ -19,26 +19,38 @@ USE_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) els
 KV_HEADS, GROUP, DIM, SLOTS, WIDTH = 2, 3, 8, 400, 64
 
 
-def backend(in_c: bool = False, **pools: Any) -> Any:
-    """Return the backend. The import is local because importing SGLang takes seconds."""
-    from slime_like_plugins.sglang_cpu.attention import BatchedAttention
+LATENT = 5  # width of the latents at the beginning of keys of width DIM
 
-    return BatchedAttention(SimpleNamespace(**pools), CKernels(build.build().path) if in_c else None)
+
+def backend(in_c: bool, latent: bool, **pools: Any) -> Any:
+    """Return the backend. The imports are local because importing SGLang takes seconds."""
+    from slime_like_plugins.sglang_cpu.attention import BatchedAttention
+    from slime_like_plugins.sglang_cpu.latent_attention import LatentAttention
+
+    kind = LatentAttention if latent else BatchedAttention
+    return kind(SimpleNamespace(**pools), CKernels(build.build().path) if in_c else None)
 
 
 def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_cached: int) -> torch.Tensor:
-    """q [Q, H, D] after ``prefix`` cached tokens, keys and values [L, K, D] -> [Q, H, D]."""
+    """q [Q, H, D] after ``num_cached`` tokens, keys [L, K, D] and values [L, K, V] -> [Q, H, V]."""
     q, keys, values = q.double(), keys.double(), values.double()
     later_QL = torch.arange(len(keys)) > num_cached + torch.arange(len(q))[:, None]
-    of_head = torch.arange(q.shape[1]) // GROUP
+    of_head = torch.arange(q.shape[1]) // (q.shape[1] // keys.shape[1])
     scores_HQL = torch.einsum("qhd,lhd->hql", q, keys[:, of_head]) / math.sqrt(DIM)
     weights_HQL = torch.softmax(scores_HQL.masked_fill(later_QL, -math.inf), -1)
     return torch.einsum("hql,lhd->qhd", weights_HQL, values[:, of_head])
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6), st.booleans(), USE_C)
-def test_a_batch_of_any_lengths_equals_the_reference(requests: list[tuple[int, int]], decode: bool, in_c: bool) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6),
+    st.booleans(),
+    USE_C,
+    st.booleans(),
+)
+def test_a_batch_of_any_lengths_equals_the_reference(
+    requests: list[tuple[int, int]], decode: bool, in_c: bool, latent: bool
+) -> None:
     generator = torch.Generator().manual_seed(len(requests))
     num_new = [1 if decode else n for n, _ in requests]
     num_cached = [p + n - 1 if decode else p for n, p in requests]
@@ -48,9 +60,11 @@ def test_a_batch_of_any_lengths_equals_the_reference(requests: list[tuple[int, i
     rows = torch.randperm(9, generator=generator)[: len(num_new)]
     for row, request_slots in zip(rows, slots, strict=True):
         table[row, : len(request_slots)] = request_slots.int()
-    keys, values = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) for _ in range(2))
+    keys, values = (torch.randn(SLOTS, 1 if latent else KV_HEADS, DIM, generator=generator) for _ in range(2))
+    values = keys[..., :LATENT] if latent else values
     batched = backend(
         in_c,
+        latent,
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values),
     )
@@ -66,7 +80,7 @@ def test_a_batch_of_any_lengths_equals_the_reference(requests: list[tuple[int, i
     )
     batched.init_forward_metadata(batch)
     layer = SimpleNamespace(
-        layer_id=0, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5
+        layer_id=0, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=DIM, v_head_dim=values.shape[-1], scaling=DIM**-0.5
     )
     layer.sliding_window_size, layer.is_cross_attention = -1, False
     q = torch.randn(sum(num_new), KV_HEADS * GROUP * DIM, generator=generator)

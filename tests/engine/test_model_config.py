@@ -26,6 +26,32 @@ def test_models_of_one_kind_of_layer_need_nothing(tmp_path: Path) -> None:
     assert override_args("somebody/a-model-of-the-hub") == {}
 
 
+BIASED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "deepseek_v3"}, BIASED),
+        ({"model_type": "kimi_k2"}, BIASED),
+        ({"model_type": "deepseek_v3", **BIASED}, {}),
+        ({"model_type": "deepseek_v3", **BIASED, "moe_layer_freq": 2}, {}),
+        (
+            {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4},
+            {"moe_layer_freq": 1, "scoring_func": "softmax"},
+        ),
+        (
+            {"model_type": "deepseek_v2", "topk_method": "greedy", "n_group": None, "moe_layer_freq": 1},
+            {"scoring_func": "softmax", "n_group": 1, "topk_group": 1},
+        ),
+    ],
+)
+def test_fields_of_experts_that_transformers_leaves_out(
+    config: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert overrides(tmp_path, config) == expected
+
+
 def test_the_interval_that_transformers_leaves_out(tmp_path: Path) -> None:
     assert overrides(tmp_path, HYBRID) == {"full_attention_interval": 4}
     assert overrides(tmp_path, HYBRID | {"full_attention_interval": 4}) == {}

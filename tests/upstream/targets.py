@@ -25,6 +25,7 @@ HOOK_SETS = (
     "weight_commit",
     "dequantise",
     "hybrid",
+    "latent",
     "dcp",
     "kv_capacity",
 )
@@ -50,7 +51,7 @@ def sglang() -> dict[str, str | None]:
     from slime_like_plugins.weight_commit import hooks as commit
 
     installers = (platform, process.install, exact.install, sampling.install, commit.install, dequantise.install)
-    installers += (hybrid, dcp, kv_capacity)
+    installers += (hybrid, latent, dcp, kv_capacity)
     return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 
@@ -75,6 +76,11 @@ def hybrid() -> None:
     targets = [f"{module}:{name}" for module, name, _ in (*install.OF_MODELS, *install.REPLACED)]
     stop_on("hybrid", [text for name in targets if (text := problem(functools.partial(pkgutil.resolve_name, name)))])
     install.bind(RadixLinearAttention())
+
+
+def latent() -> None:
+    """Import attention over latents; the platform has replaced the rotary embedding."""
+    pkgutil.resolve_name("slime_like_plugins.sglang_cpu.latent_attention")
 
 
 def dcp() -> None:

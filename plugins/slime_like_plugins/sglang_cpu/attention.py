@@ -213,9 +213,12 @@ class BatchedAttention(AttentionBackend):
         kv_heads = keys.shape[1]
         group = heads // kv_heads
         folded = q_bQHD.view(b, q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, group * q, dim)
-        k_bKLD = self._gather("k", keys, bucket.slots_bL).transpose(1, 2)
-        v_bKLD = self._gather("v", values, bucket.slots_bL).transpose(1, 2)
-        return folded, k_bKLD, v_bKLD
+        k_bLKD, v_bLKD = self._gathered(bucket, keys, values)
+        return folded, k_bLKD.transpose(1, 2), v_bLKD.transpose(1, 2)
+
+    def _gathered(self, bucket: LengthBucket, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [b, L, K, D] of a bucket."""
+        return self._gather("k", keys, bucket.slots_bL), self._gather("v", values, bucket.slots_bL)
 
     @staticmethod
     def _unfolded(out_bKRD: Tensor, q: int) -> Tensor:
@@ -247,10 +250,15 @@ def register() -> None:
 
 
 def create(runner: Any) -> BatchedAttention:
-    """Return the backend of a model runner; with DCP, the one for a sharded KV cache.
+    """Return the backend of a model runner: with DCP the one for a sharded KV cache, with latent attention the one for latents.
 
     Raises ``NotImplementedError`` for a model with a layer that it does not support.
     """
+    if runner.use_mla_backend:
+        from slime_like_plugins.sglang_cpu.latent_attention import LatentAttention, require_latent_layers
+
+        require_latent_layers(runner.model)
+        return LatentAttention(runner, selected().c)
     require_plain_layers(runner.model)
     if get_parallel().attn_dcp_size == 1:
         return BatchedAttention(runner, selected().c)

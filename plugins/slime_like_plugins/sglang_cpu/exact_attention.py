@@ -25,9 +25,8 @@ class ExactDecodeAttention(BatchedAttention):
             visible_bQL = torch.ones(b, 1, bucket.slots_bL.shape[1], dtype=torch.bool)
         if q > 1:
             visible_bQL = visible_bQL.repeat(1, group, 1)
-        k_bKLD = self._gather("k", keys, bucket.slots_bL).transpose(1, 2)
-        v_bKLD = self._gather("v", values, bucket.slots_bL).transpose(1, 2)
-        out = exact.attention(folded, k_bKLD, v_bKLD, visible_bQL, scale)
+        k_bLKD, v_bLKD = self._gathered(bucket, keys, values)
+        out = exact.attention(folded, k_bLKD.transpose(1, 2), v_bLKD.transpose(1, 2), visible_bQL, scale)
         return out.view(b, kv_heads, group, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, heads, dim)
 
 

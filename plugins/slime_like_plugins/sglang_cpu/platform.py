@@ -47,6 +47,11 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
                 f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} of a "
                 "hybrid model is not supported on a CPU: remove it, or set placement.device=cuda"
             )
+        if server_args.attn_dp_size is not None and server_args.attn_dp_size > 1:
+            raise SystemExit(
+                f"slime_like plugin {NAME!r}: rollout.sglang.attn_dp_size={server_args.attn_dp_size} is not supported on a CPU: "
+                "remove it, or set placement.device=cuda"
+            )
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION
         if server_args.max_total_tokens is None:
@@ -73,9 +78,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Register the attention backends and memory of the host; called once per worker, when the model runner is imported."""
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-        from slime_like_plugins.sglang_cpu import attention
+        from slime_like_plugins.sglang_cpu import attention, rotary
 
         attention.register()
+        rotary.install()
         ALLOC_MEMORY_FUNCS["cpu"] = host_memory
         if enabled(EXACT):
             from slime_like_plugins.sglang_cpu import exact_attention

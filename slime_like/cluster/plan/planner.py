@@ -19,7 +19,6 @@ from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
 from slime_like.cluster.plan.types import Decision, PlanDecisions, Role, num_gpus
-from slime_like.config.rules.files import check_engine_device
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
@@ -101,8 +100,6 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     critic = critic_spec(cfg, actor, decisions.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
     needs_engines = cfg.run.mode != "train_only" and not supervised
-    if needs_engines:
-        check_engine_device(device, model)
     engines = _engines(cfg, machine, model, device, dtype, context) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)

@@ -9,7 +9,7 @@ from slime_like.config.rules.dcp import check_dcp_model
 from slime_like.config.rules.eval_overrides import override_lengths
 from slime_like.config.rules.experts import check_experts
 from slime_like.config.rules.gdn import check_has_gdn
-from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config
+from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config, rope_type
 from slime_like.config.rules.pipeline import segments
 from slime_like.config.rules.roles import check_role_files, contradiction
 from slime_like.config.rules.routing_replay import check_replayed_model
@@ -97,25 +97,22 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` on a tied output layer that SGLang 0.5.23 would leave uninitialised."""
-    generates = cfg.run.mode != "train_only" and not isinstance(cfg.algo, SftConfig)
+    """Raise ``CheckpointError`` on a model that SGLang 0.5.23 would read as another one."""
+    if cfg.run.mode == "train_only" or isinstance(cfg.algo, SftConfig):
+        return
     family = names.FAMILIES.get(model.model_type)
-    if generates and model.tied and family is not None and not family.engine_ties:
+    if model.tied and family is not None and not family.engine_ties:
         raise CheckpointError(
             f"model.hf_checkpoint={model.folder!r}: config.json has tie_word_embeddings=true, which SGLang's "
             f"{model.model_type} does not read: its output layer would stay uninitialised; save the model with a separate "
             f"output layer (tie_word_embeddings=false)"
         )
-
-
-def check_engine_device(device: str, model: HfConfig | None) -> None:
-    """Raise ``ConfigError`` if the engines of a run would be on a CPU, on which they cannot serve the model."""
-    family = names.FAMILIES.get(model.model_type) if model is not None and device == "cpu" else None
-    if model is not None and family is not None and not family.cpu_engine:
-        raise ConfigError(
-            f"model.hf_checkpoint={model.folder!r}: engines cannot serve model_type {model.model_type!r} on a CPU, where SGLang's "
-            "attention does not read its cache of latents; run on a machine with a GPU (placement.device=cuda), or without "
-            "engines (algo=sft, or run.mode=train_only)"
+    kind = rope_type(model)
+    if model.latent and kind not in ("default", "yarn"):
+        raise CheckpointError(
+            f"model.hf_checkpoint={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}, which SGLang reads as "
+            "yarn in models with latent attention; use default or yarn, or train without engines (algo=sft, or "
+            "run.mode=train_only)"
         )
 
 

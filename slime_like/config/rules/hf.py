@@ -250,9 +250,14 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def rope_type(model: HfConfig) -> Any:
+    """Return the kind of scaling of rotary frequencies in config.json, of any type."""
+    return model.rope.get("rope_type", model.rope.get("type", "default"))
+
+
 def check_rope(key: str, model: HfConfig) -> None:
     """Raise ``CheckpointError`` on a scaling of rotary frequencies that is unsupported or incomplete."""
-    kind = model.rope.get("rope_type", model.rope.get("type", "default"))
+    kind = rope_type(model)
     setting = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
     family = FAMILIES.get(model.model_type)
     supported = [name for name in ROPE_TYPES if name != "yarn" or (family is not None and family.yarn)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,4 +19,5 @@ class FamilyEntry:
     bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise
     config_class: str = ""  # model_type whose transformers config reads the folder, if the family's own has none
     yarn: bool = False  # rope_type=yarn is supported
-    cpu_engine: bool = True  # an engine on a CPU can serve the model
+    engine_fields: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Fields that SGLang reads in config.json and transformers does not write -> value."""

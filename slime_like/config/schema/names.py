@@ -72,16 +72,23 @@ SINKS = {
     "tensorboard": "slime_like.metrics.tensorboard_sink:TensorboardSink",
     "wandb": "slime_like.metrics.wandb_sink:WandbSink",
 }
+_BIASED_EXPERTS = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 FAMILIES = {
-    "deepseek_v2": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV2", yarn=True, cpu_engine=False),
-    "deepseek_v3": FamilyEntry("slime_like.train.megatron.families.deepseek:DeepseekV3", yarn=True, cpu_engine=False),
+    "deepseek_v2": FamilyEntry(
+        "slime_like.train.megatron.families.deepseek:DeepseekV2",
+        yarn=True,
+        engine_fields={"moe_layer_freq": 1, "scoring_func": "softmax"},
+    ),
+    "deepseek_v3": FamilyEntry(
+        "slime_like.train.megatron.families.deepseek:DeepseekV3", yarn=True, engine_fields=_BIASED_EXPERTS
+    ),
     "glm4": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4"),
     "glm4_moe": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4Moe", engine_ties=False),
     "kimi_k2": FamilyEntry(
         "slime_like.train.megatron.families.deepseek:DeepseekV3",
         yarn=True,
-        cpu_engine=False,
         config_class="deepseek_v3",
+        engine_fields=_BIASED_EXPERTS,
     ),
     "llama": FamilyEntry("slime_like.train.megatron.families.llama:Llama", fused_engine_model="LlamaForCausalLM"),
     "qwen2": FamilyEntry("slime_like.train.megatron.families.qwen2:Qwen2", fused_engine_model="Qwen2ForCausalLM"),

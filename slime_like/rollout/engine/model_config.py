@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from slime_like.config.rules.quantised import CONFIG_KEY
+from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import CheckpointError
 
 LINEAR = "linear_attention"
 INTERVAL = "full_attention_interval"
+UNGROUPED = {"n_group": 1, "topk_group": 1}
 ROTARY = ("partial_rotary_factor", "rope_theta")
 
 
@@ -25,6 +27,8 @@ def override_args(model_path: str) -> dict[str, Any]:
     - A model with a vision part is served as a text model, since only the text part is trained and pushed.
     - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``. The
       plugin ``dequantise`` multiplies the weights that SGLang reads by their scales.
+    - SGLang's DeepSeek models choose experts within groups, also with ``topk_method`` greedy, which is without groups.
+    - ``FamilyEntry.engine_fields``.
 
     Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
     """
@@ -33,7 +37,8 @@ def override_args(model_path: str) -> dict[str, Any]:
     nested = isinstance(config.get("text_config"), dict)
     text = cast("dict[str, Any]", config["text_config"] if nested else config)
     types = text.get("layer_types") or []
-    return quantisation | (_hybrid_fields(text, types, model_path, nested=nested) if LINEAR in types else {})
+    fields = quantisation | _family_fields(text)
+    return fields | (_hybrid_fields(text, types, model_path, nested=nested) if LINEAR in types else {})
 
 
 def is_quantised(model_path: str) -> bool:
@@ -48,6 +53,13 @@ def _config(model_path: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
+
+
+def _family_fields(text: dict[str, Any]) -> dict[str, Any]:
+    """Return fields that the model's family needs."""
+    family = FAMILIES.get(str(text.get("model_type")))
+    fields = {} if family is None else {name: value for name, value in family.engine_fields.items() if name not in text}
+    return fields | (dict(UNGROUPED) if text.get("topk_method") == "greedy" else {})
 
 
 def _hybrid_fields(text: dict[str, Any], types: list[str], model_path: str, *, nested: bool) -> dict[str, Any]:

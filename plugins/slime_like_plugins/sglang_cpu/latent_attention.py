@@ -1,0 +1,58 @@
+"""Attention over a KV pool of latents (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1), for prefill and decode.
+
+SGLang multiplies queries by the keys' up projection and the output by the values' up projection (``w_kc``, ``w_vc``), so that a
+token's latent and rotated key are one key of width D, shared by all heads, and its latent is the value. The axes are those of
+``attention``, with one KV head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu.attention import BatchedAttention, LengthBucket
+from slime_like_plugins.sglang_cpu.kernels import CKernels
+from slime_like_plugins.sglang_cpu.process import ATTENTION
+
+
+class LatentAttention(BatchedAttention):
+    """The batched backend for absorbed queries. Attention returns weighted sums of whole keys, of which the latents are used."""
+
+    def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
+        super().__init__(runner, kernels)
+        AttentionBackendRegistry.register(ATTENTION, absorbed)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
+        """Return attention [T, H * latent] of q [T, H, D] with new keys k [T, 1, D]."""
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out_THD = self.attend(q_THD, (keys, keys), layer.scaling, forward_batch)
+        return out_THD[..., : layer.v_head_dim].reshape(len(q_THD), -1)
+
+    def _gathered(self, bucket: LengthBucket, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        gathered = self._gather("k", keys, bucket.slots_bL)
+        return gathered, gathered
+
+
+def absorbed(attention: Any, forward_batch: Any) -> AttnForwardMethod:
+    """Return SGLang's forward for absorbed queries. Its default for unknown backends prefills without the pool."""
+    return AttnForwardMethod.MLA
+
+
+def require_latent_layers(model: Any) -> None:
+    """Raise ``NotImplementedError`` unless every attention layer of ``model`` that reads the KV pool reads latents of one head."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, RadixAttention) or name.endswith(".attn_mha"):
+            continue
+        if layer.sliding_window_size > -1 or layer.tp_k_head_num != 1 or layer.qk_head_dim <= layer.v_head_dim:
+            raise NotImplementedError(
+                f"{ATTENTION}: {name} is not attention over latents that all heads share: set placement.device=cuda, or use "
+                "another model"
+            )

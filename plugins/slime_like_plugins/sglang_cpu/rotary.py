@@ -1,0 +1,45 @@
+"""Rotary embeddings of models with latent attention on a CPU: SGLang's function for them requires a scaling of frequencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.layers.rotary_embedding import factory
+
+from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.sglang_hooks import replace_attribute
+
+
+def install() -> None:
+    """Replace SGLang's function in this process. Remove when it accepts models without a scaling."""
+    replace_attribute(NAME, factory, "get_rope_cpu", with_unscaled(factory.get_rope_cpu))
+
+
+def with_unscaled(scaled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``scaled``, extended to models without a scaling, for which it returns the rotary embedding of other models."""
+
+    def get_rope(  # noqa: PLR0913  (a signature of SGLang)
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: dict[str, Any] | None = None,
+        dtype: Any = None,
+        partial_rotary_factor: float = 1.0,
+        device: str | None = None,
+    ) -> Any:
+        arguments = (
+            head_size,
+            rotary_dim,
+            max_position,
+            base,
+            is_neox_style,
+            rope_scaling,
+            dtype,
+            partial_rotary_factor,
+        )
+        return factory.get_rope(*arguments) if rope_scaling is None else scaled(*arguments, device)
+
+    return get_rope

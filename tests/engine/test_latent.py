@@ -1,0 +1,124 @@
+"""Engines of models with latent attention (DeepSeek-V2, DeepSeek-V3, Kimi K2) agree with transformers on every sequence.
+
+SGLang absorbs the up projections into queries and outputs, transformers expands keys and values. Prompts longer than
+``CHUNK`` are prefilled in chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config.schema.resolved import TransportSpec
+from slime_like.interfaces import Bucket, Completion
+from slime_like.types import I32
+from slime_like.weight_sync.broadcast import BroadcastSender
+from slime_like.weight_sync.shared import SharedBucketMemory
+from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
+from tests.engine.latent_models import FAMILIES, build
+from tests.engine.test_weights import TensorSource
+
+pytestmark = pytest.mark.engine
+TOLERANCE = 1e-5
+CHUNK = 48
+ENGINES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"cpu_kernels": "torch"},
+    "deepseek_v2 greedy": {},
+    "deepseek_v3": {},
+    "deepseek_v3 tp2": {"tp": 2},
+    "kimi_k2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
+    """Return the models and engine of each name; the engines start at the same time."""
+    start_fork_server()
+    models = {name: build(tmp_path_factory.mktemp("model"), name) for name in FAMILIES}
+    with contextlib.ExitStack() as stack:
+        launching: dict[str, tuple[Models, Any]] = {}
+        for name, options in ENGINES.items():
+            settings: dict[str, Any] = {
+                "tp": 1,
+                "chunked_prefill_size": CHUNK,
+                "server_type": ForkedEngineServer,
+                **options,
+            }
+            model = models[name if name in FAMILIES else name.split()[0]]
+            run = stack.enter_context(contextlib.closing(launch(model, tmp_path_factory.mktemp("run"), **settings)))
+            assert next(run) is None
+            launching[name] = model, run
+        yield {name: (models, next(run)) for name, (models, run) in launching.items()}
+
+
+def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, temperature: float) -> None:
+    """Assert that log-probabilities equal those of transformers, and that greedy tokens are its most probable ones."""
+    sequence = torch.from_numpy(np.concatenate([ids, completion.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = models.hf[name](sequence[None]).logits[0, len(ids) - 1 : -1]
+    expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, sequence[len(ids) :, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), rtol=0, atol=TOLERANCE)
+    if temperature == 0:
+        np.testing.assert_array_equal(completion.token_ids, logits.argmax(-1).numpy())
+
+
+class SingleTensors(TensorSource):
+    """Weight source in buckets of one tensor, so that the parts of each fused parameter are in different ones."""
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        yield from (Bucket((entry,)) for entry in self._tensors.items())
+
+
+async def push(engine: Engine, tensors: dict[str, torch.Tensor], version: int) -> None:
+    """Push version 1 over the tensor transport, and later ones over a process group."""
+    source = SingleTensors(tensors)
+
+    async def send() -> None:
+        region = SharedBucketMemory()
+        for bucket in source.buckets(0):
+            await engine.client.update_from_tensors(region.write(bucket))
+        region.close()
+
+    if version == 1:
+        await engine.update(send(), version)
+        return
+    transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
+    sender = BroadcastSender([engine.client], transport=transport, group_name="latent", host="127.0.0.1")
+    await engine.update(sender.send(source), version)
+    await sender.close()
+
+
+@pytest.mark.parametrize("name_of_engine", ENGINES)
+def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
+    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
+) -> None:
+    """Greedy and sampled responses to prompts of 1 to 100 tokens, some of which are prefixes of others; the last ones twice."""
+    models, engine = engines[name_of_engine]
+    long_prompt = prompt(100, seed=5)
+    prompts = [long_prompt, long_prompt[:60], prompt(1, seed=6), prompt(17, seed=7), long_prompt[:31]]
+    temperatures = [0.0, 0.8, 0.0, 0.8, 0.0]
+
+    async def answers() -> list[list[Completion]]:
+        requests = [
+            engine.client.generate(ids, [index], make_sampling(temperature, 12 + 5 * index))
+            for index, (ids, temperature) in enumerate(zip(prompts, temperatures, strict=True))
+        ]
+        return await asyncio.gather(*requests)
+
+    for version, name in enumerate("ABAA"):
+        if version in (1, 2):
+            engine.run(push(engine, models.tensors(name), version))
+        for ids, temperature, (completion,) in zip(prompts, temperatures, engine.run(answers()), strict=True):
+            assert_agrees(models, name, ids, completion, temperature)
+        (scores,) = engine.run(engine.client.score([long_prompt], 0.7))
+        np.testing.assert_allclose(scores, models.logprobs(name, long_prompt, 0.7), rtol=0, atol=TOLERANCE)
+    log = Path(engine.server._spec.log_path).read_text()  # pyright: ignore[reportPrivateUsage]
+    assert "#cached-token: 99," in log, "no request hit the prefix cache"
