@@ -37,6 +37,32 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedExpertSpec:
+    """Experts of DeepSeek-V3, chosen within groups, in place of the MLP of all layers but the first, and one shared expert."""
+
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    n_group: int = 4
+    topk_group: int = 2
+    moe_intermediate_size: int = 80
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = 1
+    routed_scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention of DeepSeek-V3."""
+
+    q_lora_rank: int = 64
+    kv_lora_rank: int = 48
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 16
+    v_head_dim: int = 32
+    num_nextn_predict_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shape of the model. Part of the cache's key."""
 
@@ -51,7 +77,8 @@ class ModelSpec:
     max_position_embeddings: int = 64
     tie_word_embeddings: bool = True
     linear: LinearSpec | None = None
-    experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
+    experts: ExpertSpec | GroupedExpertSpec | None = None
     tool_tokens: tuple[str, ...] = ()  # special tokens of the tokenizer, after the characters
     chat_template: str | None = None
     seed: int = 0
@@ -63,6 +90,14 @@ GDN = ModelSpec(model_type="qwen3_5_text", intermediate_size=256, num_hidden_lay
 NEXT = ModelSpec(  # SGLang's Qwen3-Next does not tie its output layer
     model_type="qwen3_next", num_hidden_layers=4, tie_word_embeddings=False, linear=LinearSpec(), experts=ExpertSpec()
 )
+LATENT = ModelSpec(  # head_dim is the rotated part of a head
+    model_type="deepseek_v3",
+    num_key_value_heads=4,
+    head_dim=16,
+    tie_word_embeddings=False,
+    latent=LatentSpec(),
+    experts=GroupedExpertSpec(),
+)
 
 
 def config_fields(spec: ModelSpec) -> dict[str, Any]:
@@ -70,9 +105,9 @@ def config_fields(spec: ModelSpec) -> dict[str, Any]:
     fields = {
         key: value
         for key, value in asdict(spec).items()
-        if key not in ("model_type", "linear", "experts", "tool_tokens", "chat_template", "seed")
+        if key not in ("model_type", "linear", "latent", "experts", "tool_tokens", "chat_template", "seed")
     }
-    for part in (spec.linear, spec.experts):
+    for part in (spec.linear, spec.latent, spec.experts):
         fields |= asdict(part) if part is not None else {}
     ids = {f"{name}_token_id": SPECIAL.index(f"<{name}>") for name in ("pad", "eos")}
     return fields | ids | {"bos_token_id": None, "dtype": "float32"}
