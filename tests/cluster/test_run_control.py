@@ -14,6 +14,7 @@ from slime_like.cluster.run.status import read_status
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.training_run import Run
 from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import EngineError
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import JsonlSink, SinkGroup
 from slime_like.metrics.spans import Spans
@@ -123,3 +124,19 @@ def test_failed_requests_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     finish(parts, 3)
     assert outcomes(tmp_path)["save"] == "failed: a run without a trainer has nothing to save"
     parts.run.control.close()
+
+
+def test_a_failing_evaluation_keeps_the_metrics_and_the_checkpoint_of_its_step(tmp_path: Path) -> None:
+    parts = make_run(tmp_path)
+    parts.run.cfg.run.save_interval = 1
+    parts.run.cfg.evaluation.interval = 1
+
+    def fail() -> Any:
+        raise EngineError("engine 0 is dead")
+
+    parts.rollout.evaluate = fail
+    with pytest.raises(EngineError, match="engine 0 is dead"):
+        finish(parts, 1)
+    parts.run.checkpoints._finish()
+    assert '"train/loss": 1.0' in (tmp_path / "metrics.jsonl").read_text()
+    assert parts.trainer.written == [1]

@@ -109,6 +109,11 @@ RULES = {
         "model.megatron.cp_comm_type='a2a' with model.attention=te",
         "remove cp_comm_type",
     ),
+    "selective recompute of nothing": (
+        "model.recompute=selective model.recompute_modules=[]",
+        "model.recompute=selective recomputes the modules of model.recompute_modules, which is empty",
+        "core_attn",
+    ),
     "recompute": ("model.recompute_modules=[core]", "model.recompute_modules=['core']", "core_attn"),
     "staleness": ("loop.max_staleness=1", "loop.max_staleness=1", "placement.mode=split"),
     "layout": (

@@ -98,6 +98,7 @@ def test_the_plan_shows_every_op_under_its_policy(
         ["model.hf_checkpoint=/no"],
         ["--help", "x"],
         ["--plan-for", "H200"],
+        ["--plan-for", "8x3090"],
     ],
 )
 def test_bad_input_exits_with_2(

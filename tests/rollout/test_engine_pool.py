@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slime_like.config.schema.faults import HealthConfig
-from slime_like.errors import EngineError, EngineLost
+from slime_like.errors import EngineError, EngineLost, WeightSyncError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
@@ -127,6 +127,32 @@ def test_an_engine_replaced_during_a_push_is_not_admitted() -> None:
         await resuming
         assert pool.router.engines == [engines[1]]
         assert pool.recoveries[0].joined == 0
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_an_error_of_one_engine_cancels_the_update_of_the_others() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        cancelled = asyncio.Event()
+
+        async def pause(*_: object) -> None:
+            """Answer immediately."""
+
+        async def fail(*_: object, **__: object) -> None:
+            raise WeightSyncError("engine 0 refuses the update")
+
+        async def hang(*_: object, **__: object) -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        for engine, begin in zip(engines, (fail, hang), strict=True):
+            engine.pause, engine.begin_update = pause, begin
+        with pytest.raises(WeightSyncError, match="engine 0 refuses"):
+            await EngineWeightUpdate(pool).begin()
+        assert cancelled.is_set()
 
     play(SlowSupervisor, HealthConfig(), scene)
 

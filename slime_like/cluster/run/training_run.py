@@ -138,13 +138,15 @@ class Run:
             seconds = max(collected.stopped - collected.started, 1e-9)
             metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
         requests = self.control.read(num_trained)
-        if self._is_eval_due(num_trained) or Request.EVAL in requests:
-            eval_metrics = self._evaluate(num_trained)
-            metrics += eval_metrics
-            if Request.EVAL in requests:
-                self._answer_eval(eval_metrics)
-        self._log(num_trained, metrics)
-        self._save_if_due(num_trained)
+        try:
+            if self._is_eval_due(num_trained) or Request.EVAL in requests:
+                eval_metrics = self._evaluate(num_trained)
+                metrics += eval_metrics
+                if Request.EVAL in requests:
+                    self._answer_eval(eval_metrics)
+        finally:  # an evaluation that fails must not take the trained step's metrics and checkpoint with it
+            self._log(num_trained, metrics)
+            self._save_if_due(num_trained)
         self._handle_requests(requests, num_trained)
 
     def _name_kernels(self) -> None:

@@ -11,11 +11,15 @@ import secrets
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 import psutil
 
 from slime_like.cluster.supervise import process_tree
+from slime_like.errors import DeadlineExceeded
+from slime_like.util.deadline import scale
 
+START_S = 60.0
 EXIT_S = 5.0
 
 
@@ -31,8 +35,13 @@ class Reaper:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._starter.stdin is not None and self._starter.stdout is not None
+        if not wait([self._starter.stdout.fileno()], START_S * scale()):
+            self._starter.kill()
+            raise DeadlineExceeded(
+                f"the process that kills user code's children did not start in {START_S * scale():.0f} s"
+            )
         self._reaper = psutil.Process(int(self._starter.stdout.readline()))
-        self._starter.wait()
+        self._starter.wait(EXIT_S * scale())
         os.environ[process_tree.MARK] = self._mark
 
     def close(self) -> None:

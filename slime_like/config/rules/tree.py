@@ -153,6 +153,11 @@ def _ranges(cfg: TrainConfig) -> None:
             within("algo.", cfg.algo, 0.0, 10.0, "kl_coef")
     if unknown := [m for m in cfg.model.recompute_modules if m not in RECOMPUTE_MODULES]:
         raise ConfigError(f"model.recompute_modules={unknown} is unknown: known are {', '.join(RECOMPUTE_MODULES)}")
+    if cfg.model.recompute == "selective" and not cfg.model.recompute_modules:
+        raise ConfigError(
+            "model.recompute=selective recomputes the modules of model.recompute_modules, which is empty: name some of "
+            f"{', '.join(RECOMPUTE_MODULES)}, or set model.recompute=none"
+        )
 
 
 def _algorithm(cfg: TrainConfig) -> None:

@@ -35,6 +35,7 @@ class Watchdog:
         self._limit = seconds * LIMIT_FACTOR + GRACE_S
         self._period = min(10.0, max(0.2, seconds / 10))
         self._stopped = threading.Event()
+        self._records = True
         self._end_process = end_process or (lambda: os._exit(EXIT_CODE))
         self._thread = threading.Thread(target=self._watch, name="collectives", daemon=True)
         self._thread.start()
@@ -46,7 +47,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._period):
-            self._wrapper.record_completed()
+            self._record_completed()
             issued_ns = oldest_in_flight(self._wrapper)
             if issued_ns is not None and (time.perf_counter_ns() - issued_ns) / 1e9 > self._limit:
                 try:
@@ -57,6 +58,16 @@ class Watchdog:
                 finally:
                     self._end_process()
                 return
+
+    def _record_completed(self) -> None:
+        """Record completed ops; after an error (of CUDA) they count as in flight, so that the thread still ends the process."""
+        if not self._records:
+            return
+        try:
+            self._wrapper.record_completed()
+        except Exception as error:  # noqa: BLE001 (fault boundary: the thread has to go on watching)
+            self._records = False
+            _print_error(f"ends of collectives are no longer recorded: {type(error).__name__}: {error}")
 
 
 def _print_error(text: str) -> None:

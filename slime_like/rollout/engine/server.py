@@ -23,11 +23,12 @@ from slime_like.errors import EngineError
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.environment import LOOPBACK, child_environment
 from slime_like.rollout.engine.main import EngineLaunch
-from slime_like.util.deadline import Deadline
+from slime_like.util.deadline import Deadline, scale
 from slime_like.util.ports import PortLease
 
 POLL_S = 0.05
 HEALTH_S = 5.0  # limit for one health request to a starting server
+KILL_S = 10.0  # for a killed process to end
 EXIT_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 REPLACED_EXIT_S = 1.0  # for the exit code of a server that is about to be replaced
 _DIRECT = build_opener(ProxyHandler({}))  # http_proxy is for other hosts
@@ -132,7 +133,8 @@ class EngineServer:
             self.segments |= processes.mapped_segments(self._process.pid)
             with contextlib.suppress(ProcessLookupError):  # the group has already ended
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a driver call ends after that call
+                self._process.wait(KILL_S * scale())
             processes.remove_segments(self.segments)
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # unread text of ``start``

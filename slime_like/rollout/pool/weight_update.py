@@ -17,6 +17,7 @@ from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSlot
+from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.deadline import scale
 
 ABORT_S = 5.0
@@ -107,14 +108,18 @@ class EngineWeightUpdate:
     async def _on_each(
         self, targets: Sequence[UpdateTarget], action: Callable[[EngineClient], Coroutine[Any, Any, None]]
     ) -> list[UpdateTarget]:
-        """Run ``action`` on each engine; return the targets that remain. Raises any error except the loss of an engine."""
+        """Run ``action`` on each engine; return the targets that remain.
+
+        Raises the first error other than the loss of an engine; the other calls are cancelled, so that none of them changes
+        an engine during ``abort``.
+        """
 
         async def run(engine: EngineClient) -> bool:
             await action(engine)
             return True
 
-        calls = (self._pool.call(target.slot, target.engine, run(target.engine)) for target in targets)
-        results = await asyncio.gather(*calls)
+        calls = [self._pool.call(target.slot, target.engine, run(target.engine)) for target in targets]
+        results = await gather_or_cancel(calls)
         # A target may have been lost and restarted while the other calls were in progress.
         return [target for target, ok in zip(targets, results, strict=True) if ok and target.is_current]
 
