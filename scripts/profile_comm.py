@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,12 @@ def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
         folder = profile_folder(load_config(argv, files=False).run.dir)
     except SlimeLikeError:
         return train_main(argv), Path()  # reports the error
-    for old in folder.glob("*.json"):
-        old.unlink()
-    return train_main(argv), folder
+    started_ns = time.time_ns()
+    code = train_main(argv)
+    for path in folder.glob("*.json"):
+        if code == 0 and path.stat().st_mtime_ns < started_ns:  # of an earlier run, perhaps with more ranks
+            path.unlink()
+    return code, folder
 
 
 def sweep(ranks: int, folder: Path) -> None:

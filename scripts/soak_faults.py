@@ -74,6 +74,7 @@ TARGETS = {
     "kill_runtime_env_agent": "Ray's runtime-env agent",
 }
 SIGNAL_TIMES_S = (2.0, 25.0)  # range of the time of signals at the start
+MAX_IDLE_PARTS = 3
 MAX_PART_S = 300.0  # of a part: its start, four restarts, the deadlines at its end
 
 
@@ -140,8 +141,11 @@ def main() -> int:
     soak = FaultSoak(options.folder or temporary_folder("soak_faults"), options.seed, options.rollouts)
     soak.reference()
     stop_at = min(options.faults, soak.num_faults + options.most)
-    while soak.num_faults < stop_at and not soak.finished:
-        soak.part(min(stop_at, soak.num_faults + 5) - soak.num_faults)
+    idle_parts = 0  # without an injected fault, in sequence
+    while soak.num_faults < stop_at and not soak.finished and idle_parts < MAX_IDLE_PARTS:
+        num_faults = soak.num_faults
+        soak.part(min(stop_at, num_faults + 5) - num_faults)
+        idle_parts = 0 if soak.num_faults > num_faults else idle_parts + 1
         if options.table is not None:
             options.table.write_text(soak.table())
     if soak.num_faults >= options.faults and not soak.finished:

@@ -35,6 +35,7 @@ TIMES = {
     "save": "perf/save_time",
 }
 PHASES = tuple(TIMES)
+MIN_ROLLOUTS = 3
 SAVE_S = 0.3  # if the metrics have no save time
 
 
@@ -68,9 +69,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--table", type=Path, default=None)
     options = parser.parse_args()
+    if options.rollouts < MIN_ROLLOUTS:
+        parser.error(f"--rollouts {options.rollouts}: give {MIN_ROLLOUTS} or more, since a third of them are killed")
     soak = ResumeSoak(options.folder or temporary_folder("soak_resume"), options.seed, options.rollouts)
     soak.reference()
-    while len(soak.kills) < options.kills:
+    while len(soak.kills) < options.kills and len(soak.verdicts) < options.kills:  # a run should have a kill or more
         soak.one_run(options.kills - len(soak.kills))
         if options.table is not None:
             options.table.write_text(soak.table())
