@@ -94,7 +94,7 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
     async def lost() -> EngineError:
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)
         handle = Handle(actor, listens)
-        supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S))
+        supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S), None)
         pool = EnginePool([supervisor], HealthConfig(max_restarts=2), receives_pushes=True)
         pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0: connection broke"))
         with pytest.raises(EngineError) as error_info:

@@ -94,7 +94,7 @@ def test_a_rank_ends_even_if_the_report_of_its_hang_fails(monkeypatch: pytest.Mo
     monkeypatch.setattr(watchdog, "oldest_in_flight", lambda wrapper: 0)
     wrapper: Any = SimpleNamespace(record_completed=lambda: None, ring=SimpleNamespace(folder=None))
     thread = object.__new__(watchdog.Watchdog)
-    thread._wrapper, thread._limit, thread._period = wrapper, 0.0, 0.0
+    thread._wrapper, thread._limit, thread._period, thread._records = wrapper, 0.0, 0.0, True
     thread._stopped, thread._end_process = watchdog.threading.Event(), lambda: ended.append("ended")
     with pytest.raises(OSError, match="no report"):
         thread._watch()

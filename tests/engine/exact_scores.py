@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_like.config.schema.resolved import Layout
-from slime_like.rollout.pool.probe import to_rows
+from slime_like.rollout.pool.probe import ScoredSequence, to_rows
 from slime_like.types import F32, I32
 from tests.train.jobs import make_actor
 from tests.train.ranks import World
@@ -50,7 +50,7 @@ def both_layouts(world: World, query: ScoreQuery) -> list[list[F32]]:
 
 
 def _score(actor: RankTrainer, sequences: Sequence[I32]) -> list[F32]:
-    column = actor.score(to_rows(sequences))
+    column = actor.score(to_rows([ScoredSequence(ids) for ids in sequences]))
     if column is None:
         return []
     cuts = np.cumsum([len(ids) for ids in sequences])[:-1]

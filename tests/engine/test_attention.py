@@ -25,9 +25,9 @@ LATENT = 5  # width of the latents at the beginning of keys of width DIM
 def backend(in_c: bool, latent: bool, **pools: Any) -> Any:
     """Return the backend. The imports are local because importing SGLang takes seconds."""
     from slime_like_plugins.sglang_cpu.attention import BatchedAttention
-    from slime_like_plugins.sglang_cpu.latent_attention import LatentAttention
+    from slime_like_plugins.sglang_cpu.latent_attention import LatentAttentionBackend
 
-    kind = LatentAttention if latent else BatchedAttention
+    kind = LatentAttentionBackend if latent else BatchedAttention
     return kind(SimpleNamespace(**pools), CKernels(build.build().path) if in_c else None)
 
 

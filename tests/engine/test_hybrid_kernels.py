@@ -284,6 +284,7 @@ def test_dcp_and_drafts_with_states_of_any_size(
         **dict.fromkeys(("tp_size", "pp_size"), 1),
         mamba_radix_cache_strategy="auto",
         dcp_size=2,
+        attn_dp_size=1,
         max_running_requests=max_running_requests,
         disable_radix_cache=False,
     )

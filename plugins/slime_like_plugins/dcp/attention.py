@@ -117,7 +117,7 @@ class ShardedAttention(BatchedAttention):
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
         replicated = self._queries.get(layer.layer_id)
         if forward_batch.forward_mode.is_decode():
-            q_TAD = self._gathered(q_THD) if replicated is None else replicated(forward_batch.positions)
+            q_TAD = self._queries_of_all_ranks(q_THD) if replicated is None else replicated(forward_batch.positions)
             out_THD, _ = self._attend_cached(q_TAD, (keys, values), layer.scaling, self._c)
         else:
             if replicated is not None:
@@ -134,12 +134,12 @@ class ShardedAttention(BatchedAttention):
         if prefixed_T is None:
             return self._attend_over(self._batch.new_buckets, q_THD, *new_TKD, scale)
         out_THD, lse_TH = self._attend_partially(self._batch.new_buckets, q_THD, *new_TKD, scale)
-        cached_THD, cached_TH = self._attend_cached(self._gathered(q_THD[prefixed_T]), pools, scale, None)
+        cached_THD, cached_TH = self._attend_cached(self._queries_of_all_ranks(q_THD[prefixed_T]), pools, scale, None)
         outs = torch.stack((out_THD[prefixed_T], cached_THD))
         out_THD[prefixed_T], _ = merge(outs, torch.stack((lse_TH[prefixed_T], cached_TH)))
         return out_THD
 
-    def _gathered(self, q_THD: Tensor) -> Tensor:
+    def _queries_of_all_ranks(self, q_THD: Tensor) -> Tensor:
         """Return the queries of all ranks, [T, A, D]."""
         return self._group.all_gather(q_THD, dim=1).contiguous()
 

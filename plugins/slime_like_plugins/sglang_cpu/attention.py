@@ -255,10 +255,10 @@ def create(runner: Any) -> BatchedAttention:
     Raises ``NotImplementedError`` for a model with a layer that it does not support.
     """
     if runner.use_mla_backend:
-        from slime_like_plugins.sglang_cpu.latent_attention import LatentAttention, require_latent_layers
+        from slime_like_plugins.sglang_cpu.latent_attention import LatentAttentionBackend, require_latent_layers
 
         require_latent_layers(runner.model)
-        return LatentAttention(runner, selected().c)
+        return LatentAttentionBackend(runner, selected().c)
     require_plain_layers(runner.model)
     if get_parallel().attn_dcp_size == 1:
         return BatchedAttention(runner, selected().c)

@@ -20,7 +20,7 @@ from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 
-class LatentAttention(BatchedAttention):
+class LatentAttentionBackend(BatchedAttention):
     """The batched backend for absorbed queries. Attention returns weighted sums of whole keys, of which the latents are used."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
