@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,17 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
         ]
         return await asyncio.gather(*requests)
 
+    log = Path(engine.server._spec.log_path)  # pyright: ignore[reportPrivateUsage]
+    log_before_last_version = ""
     for version, name in enumerate("ABAA"):
+        if version == 3:
+            log_before_last_version = log.read_text()
         if version in (1, 2):
             engine.run(push(engine, models.tensors(name), version))
         for ids, temperature, (completion,) in zip(prompts, temperatures, engine.run(answers()), strict=True):
             assert_agrees(models, name, ids, completion, temperature)
         (scores,) = engine.run(engine.client.score([long_prompt], 0.7))
         np.testing.assert_allclose(scores, models.logprobs(name, long_prompt, 0.7), rtol=0, atol=TOLERANCE)
-    log = Path(engine.server._spec.log_path).read_text()  # pyright: ignore[reportPrivateUsage]
-    assert "#cached-token: 99," in log, "no request hit the prefix cache"
+    repeated = log.read_text().removeprefix(log_before_last_version)
+    cached_tokens = sum(map(int, re.findall(r"#cached-token: (\d+)", repeated)))
+    assert cached_tokens >= len(long_prompt) - 1, "the second generation from the same prompts missed the prefix cache"
