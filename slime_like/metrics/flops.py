@@ -53,6 +53,8 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     dense = layers - len(sparse_layers(text))
     family = FAMILIES.get(str(text.get("model_type")))
     expert_mlp, shared = (int(text.get(k) or 0) for k in ("moe_intermediate_size", "shared_expert_intermediate_size"))
+    if text.get("num_local_experts"):
+        expert_mlp = expert_mlp or int(text["intermediate_size"])
     return DecoderShape(
         hidden=int(text["hidden_size"]),
         vocab=int(text["vocab_size"]),

@@ -131,7 +131,7 @@ def _attention(fields: _Fields) -> Attention:
         head_dim=_head_dim(fields, heads),
         gated=fields.optional("linear_num_value_heads") > 0,  # Qwen3-Next and Qwen3.5
         normed=kind.startswith("qwen3"),
-        bias=kind == "qwen2" or bool(fields.values.get("attention_bias")),
+        bias=kind in ("qwen2", "mimo") or bool(fields.values.get("attention_bias")),
     )
 
 
@@ -167,7 +167,8 @@ def _recurrence(fields: _Fields) -> Recurrence:
 
 
 def _experts(fields: _Fields) -> ExpertShape:
-    width = fields.count("moe_intermediate_size")
+    mixtral = fields.optional("num_local_experts") > 0  # such configs have the width of an expert in intermediate_size
+    width = fields.count("moe_intermediate_size", *(("intermediate_size",) if mixtral else ()))
     shared = fields.optional("shared_expert_intermediate_size")
     count, per_token = (
         fields.count("num_experts", "num_local_experts", "n_routed_experts"),

@@ -71,6 +71,22 @@ _GLM = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": False,
 }
+_MINIMAX = {
+    "model_type": "minimax_m2",
+    "hidden_size": 3_072,
+    "intermediate_size": 1_536,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_mtp_modules": 3,
+    "vocab_size": 200_064,
+    "max_position_embeddings": 196_608,
+    "tie_word_embeddings": False,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(1_024, 3_072, 28, 16, tied=True),
     "Qwen3-1.7B": _qwen3(2_048, 6_144, 28, 16, tied=True),
@@ -129,6 +145,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 128_256,
         "max_position_embeddings": 131_072,
     },
+    "MiMo-7B": {
+        **_qwen3(4_096, 11_008, 36, 32, tied=False),
+        "model_type": "mimo",
+        "attention_bias": True,
+        "vocab_size": 151_680,
+        "max_position_embeddings": 32_768,
+        "num_nextn_predict_layers": 1,
+    },
+    "MiniMax-M2": _MINIMAX,
+    "MiniMax-M2.1": _MINIMAX,
+    "MiniMax-M2.5": _MINIMAX,
     "DeepSeek-R1": _DEEPSEEK,
     "DeepSeek-V3": _DEEPSEEK,
     "Kimi-K2": {
@@ -169,6 +196,14 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Name on Hugging Face, without the owner -> fields of config.json."""
+REFUSED = {"DeepSeek-V3.2": "deepseek_v32", "GLM-5": "glm_moe_dsa"}
+"""Start of the name of a public model that is not supported -> its model_type, which REFUSED_FAMILIES explains."""
+
+
+def refused_type(name: str) -> str | None:
+    """Return the model_type of the public model that ``name`` (a path or owner/name) ends with, if it is in ``REFUSED``."""
+    last = Path(name).name.lower()
+    return next((kind for model, kind in REFUSED.items() if last.startswith(model.lower())), None)
 
 
 def table_config(name: str) -> dict[str, Any] | None:
@@ -188,6 +223,11 @@ def find_shape(flag: str, name: str) -> ModelShape:
     """
     if Path(name).is_dir():
         return read_shape(flag, name)
+    if kind := refused_type(name):
+        raise ConfigError(
+            f"{flag}={name!r} has model_type {kind!r}, which is not supported: its attention is sparse (DSA); plan a model with "
+            "full attention"
+        )
     values = table_config(name)
     if values is None:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slime_like.errors import ConfigError
-from slime_like_compat.flags.without_key import MODEL_SHAPE, NOT_HERE
+from slime_like_compat.flags.without_key import MODEL_SHAPE, MTP, NOT_HERE
 
 Value = bool | int | float | str | list[str] | list[int]
 Convert = Callable[[str, str], Value]  # (flag, text) -> value
@@ -303,7 +303,7 @@ REFUSED: dict[str, str] = {
     "--num-experts": "config.json of --hf-checkpoint has this number: remove the flag",
     "--micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
     "--rollout-seed": "the run has one seed: --seed",
-    "--enable-mtp-training": "",
+    "--enable-mtp-training": MTP,
     "--critic-save": "the critic is saved with the run: run.dir/checkpoints/critic",
     "--critic-num-nodes": "the critic has the actor's layout unless critic.tp, critic.pp, critic.cp or critic.dp are set",
     "--critic-num-gpus-per-node": "the critic has the actor's layout unless critic.tp, critic.pp, critic.cp or critic.dp are set",

@@ -14,6 +14,8 @@ _BUFFER = "there is no external rollout buffer: write a data source (data.source
 _OUTPUT = "see metrics.jsonl and the report of a run"
 _MEMORY = "memory is measured by guard.memory and the report"
 _ROUTER = "engines are addressed directly"
+# slime's MTP loss has gradients in these layers only (its tests/test_mimo_7B_mtp_only_grad.py), so the policy is the same.
+MTP = "layers for multi-token prediction are not trained, but exported as in --hf-checkpoint; the policy's training is the same"
 _DEADLINES = "every wait has its own deadline: rollout.start_deadline_s, rollout.request_deadline_s"
 
 MODEL_SHAPE: dict[str, str] = dict.fromkeys(
@@ -189,7 +191,7 @@ NOT_HERE: dict[str, str] = {
     "--enable-experimental": "",
     "--fp8-format": "",
     "--data-pad-size-multiplier": "rows are packed without padding",
-    "--mtp-num-layers": "",
+    "--mtp-num-layers": MTP,
     "--wandb-team": "set the environment variable WANDB_ENTITY",
     "--wandb-host": "set the environment variable WANDB_BASE_URL",
     "--wandb-mode": "set the environment variable WANDB_MODE",
@@ -249,6 +251,8 @@ HARMLESS: frozenset[str] = frozenset(
         "--no-check-for-nan-in-loss-and-grad",
         "--num-experts",
         "--enable-experimental",
+        "--enable-mtp-training",
+        "--mtp-num-layers",
         "--opsm-delta",
     }
 )

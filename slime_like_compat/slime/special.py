@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from slime_like.config.rules.user_functions import check_function
 from slime_like.config.schema import names
+from slime_like.config.schema.family_entry import REFUSED_FAMILIES
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.reward_names import split_prefix
 from slime_like.errors import ConfigError
@@ -34,6 +35,7 @@ CODE = {
     "--dynamic-sampling-filter-path": "rollout.filters",
 }
 SLIME_SOURCES = [f"{project}.rollout.data_source.RolloutDataSourceWithBuffer" for project in ("slime", "miles")]
+SPARSE_SPECS = ("glm5", "deepseek_v32")  # modules of slime and miles that build models with sparse attention
 HARMLESS_VARIABLE = re.compile(
     r"(NCCL|CUDA|PYTORCH|TORCH|NVSHMEM|GLOO|RAY|WANDB|HF|TOKENIZERS|OMP|MASTER)_\w+|PYTHON\w+|no_proxy"
 )
@@ -187,9 +189,16 @@ def _environment(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 def _spec(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
+    if any(f".{name}" in item.text for name in SPARSE_SPECS):
+        return "refused", REFUSED_FAMILIES["glm_moe_dsa"]
     if any(f".{name} " in f"{item.text} " for name in names.FAMILIES):  # slime_plugins.models.<name>
         return None
     return "refused", f"it builds no supported model family: one of {', '.join(names.FAMILIES)}"
+
+
+def _attention_variant(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
+    del flags
+    return ("refused", REFUSED_FAMILIES["deepseek_v32"]) if item.text == "dsa" else None
 
 
 def _positions(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
@@ -242,6 +251,7 @@ VERDICT_FUNCTIONS: dict[str, VerdictFunction] = {
     "--eval-max-context-len": _eval_context,
     "--train-env-vars": _environment,
     "--spec": _spec,
+    "--experimental-attention-variant": _attention_variant,
     "--num-layers": _num_layers,
     "--position-embedding-type": _positions,
     "--moe-router-load-balancing-type": _balancing,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from slime_like.config.schema.family_entry import REFUSED_FAMILIES
 from slime_like.errors import ConfigError
+from slime_like.planner.models import refused_type
 from slime_like.util.reading import InputFile
 from slime_like_compat.slime.occurrences import FlagOccurrence, Flags
 
@@ -47,8 +49,10 @@ def _model_name(path: str) -> str:
 
 
 def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --hf-checkpoint: refused if its weights are quantised."""
+    """Return the verdict on --hf-checkpoint: refused if its weights are quantised, or no family may read the model."""
     del flags
+    if model_type := refused_type(item.text):
+        return "refused", f"model_type {model_type} is not supported: {REFUSED_FAMILIES[model_type]}"
     config = Path(item.text) / "config.json"
     try:
         fields = InputFile(config, ConfigError).json_object() if config.is_file() else None

@@ -85,6 +85,14 @@ def test_yarn_is_read_only_for_families_that_support_it(argv: list[str], tmp_pat
         load(argv, write_model(tmp_path / "incomplete", **LATENT | incomplete))
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["auto", "deepseek_v3"])
+def test_sparse_attention_is_refused(model_type: str, family: str, argv: list[str], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", **LATENT | {"model_type": model_type})
+    with refusal([f"has model_type '{model_type}'", "sparse (DSA", "train a model with full attention"]):
+        load(argv, folder, f"model.family={family}")
+
+
 def test_layers_for_multi_token_prediction_follow_the_decoder(argv: list[str], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", **LATENT)
     tensors = {f"model.layers.{layer}.input_layernorm.weight": (SHAPE["hidden_size"],) for layer in range(5)}

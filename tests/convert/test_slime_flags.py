@@ -96,7 +96,15 @@ ROWS = {
     ),
     "--multi-latent-attention": ("--multi-latent-attention", "dropped", "config.json"),
     "--spec slime_plugins.models.glm4 get_glm_spec": ("--spec", "dropped", "config.json"),
-    "--spec slime_plugins.models.mimo get_mimo_spec": ("--spec", "refused", "no supported model family"),
+    "--spec slime_plugins.models.minimax_m2 get_minimax_m2_spec": ("--spec", "dropped", "config.json"),
+    "--spec slime_plugins.models.gemma4 get_gemma4_spec": ("--spec", "refused", "no supported model family"),
+    "--spec slime_plugins.models.glm5.glm5 get_glm5_spec": ("--spec", "refused", "its attention is sparse (DSA"),
+    "--experimental-attention-variant dsa": (
+        "--experimental-attention-variant",
+        "refused",
+        "its attention is sparse (DSA",
+    ),
+    "--hf-checkpoint /m/DeepSeek-V3.2-Exp": ("--hf-checkpoint", "refused", "its attention is sparse (DSA"),
     "--spec slime_plugins.models.qwen3_5 get_qwen3_5_spec": ("--spec", "dropped", "config.json"),
     "--moe-router-score-function sigmoid": ("--moe-router-score-function", "dropped", "config.json"),
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0": (

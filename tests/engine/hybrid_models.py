@@ -124,4 +124,5 @@ class HybridModels(Models):
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         tensors = by_expert(load_file(self.paths[name] / "model.safetensors"))
-        return {key: tensor for key, tensor in tensors.items() if ".visual." not in key}  # not trained, so never sent
+        carried = (".visual.", ".mtp_layers.")  # not trained, so never sent
+        return {key: tensor for key, tensor in tensors.items() if not any(part in key for part in carried)}

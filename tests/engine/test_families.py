@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.config.schema import names
 from slime_like.data.routing import RoutingShape
 from slime_like.types import I32
 from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
 from tests.engine.hybrid_models import HybridModels
 from tests.train.float8 import dequantising, quantise
-from tests.train.models import EPSILON, GROUPED, THETA
+from tests.train.models import EPSILON, GROUPED, THETA, rename_to_mimo
 from tests.train.parity import by_expert
 
 pytestmark = pytest.mark.engine
@@ -73,6 +74,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         **GROUPED,
     },
+    "minimax_m2": {
+        "rope_parameters": {**HALF_ROTATED, "rope_theta": THETA["minimax_m2"]},
+        "rms_norm_eps": EPSILON["minimax_m2"],
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "mimo": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA["qwen2"]},
+        "rms_norm_eps": EPSILON["qwen2"],
+        "tie_word_embeddings": False,
+    },
     "qwen2": {
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA["qwen2"]},
         "rms_norm_eps": EPSILON["qwen2"],
@@ -103,15 +117,20 @@ def build(folder: Any, family: str) -> Models:
     hf: dict[str, Any] = {}
     for seed, name in enumerate("AB"):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **FAMILIES[family]))
+        kind = names.FAMILIES[family].config_class or family
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **FAMILIES[family]))
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("bias"):
                     parameter.copy_(0.3 * torch.randn_like(parameter))  # transformers initialises biases to 0
+                elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.add_(0.3 * torch.randn_like(parameter))
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.1 * torch.randn_like(buffer))
         model.eval().save_pretrained(folder / name)
+        if family == "mimo":
+            rename_to_mimo(folder / name)
         hf[name] = model
     if family == FLOAT8:
         return Float8Models({name: folder / name for name in hf}, hf | {"A": load_float8(quantise(folder / "A"))})

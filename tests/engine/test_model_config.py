@@ -52,6 +52,14 @@ def test_fields_of_experts_that_transformers_leaves_out(
     assert overrides(tmp_path, config) == expected
 
 
+def test_the_rotated_channels_of_minimax(tmp_path: Path) -> None:
+    config = {"model_type": "minimax_m2", "head_dim": 128}
+    rope = {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
+    added = overrides(tmp_path, config | rope)
+    assert added["rotary_dim"] == 64 and added["use_qk_norm"] is added["use_routing_bias"] is True
+    assert "rotary_dim" not in overrides(tmp_path, config | rope | {"rotary_dim": 64})  # as released
+
+
 def test_the_interval_that_transformers_leaves_out(tmp_path: Path) -> None:
     assert overrides(tmp_path, HYBRID) == {"full_attention_interval": 4}
     assert overrides(tmp_path, HYBRID | {"full_attention_interval": 4}) == {}

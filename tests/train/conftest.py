@@ -17,6 +17,7 @@ from tests.train.models import (
     make_qwen3,
     make_vision,
     rename_to_kimi,
+    rename_to_mimo,
 )
 from tests.train.ranks import run_ranks
 
@@ -69,6 +70,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
         "glm4": make_model(folder / "glm4", "glm4", tied=False, seed=14),
         "glm4_moe": add_mtp_layer(make_model(folder / "glm4_moe", "glm4_moe", tied=False, seed=15)),
+        "minimax_m2": add_mtp_layer(make_model(folder / "minimax_m2", "minimax_m2", tied=False, seed=16)),
+        "mimo": rename_to_mimo(make_model(folder / "mimo", "qwen2", tied=False, seed=17)),
         "vision": make_vision(folder / "vision", seed=7),
         "vision experts": make_vision(folder / "vision_experts", seed=10, experts=True),
     }

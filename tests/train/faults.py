@@ -250,7 +250,28 @@ def experts_of_the_next_token() -> Any:
     return replace_attribute(RoutingReplay, "attach", attach)
 
 
+def norms_of_own_heads() -> Any:
+    """Norm queries and keys over the heads of a tensor parallel rank, instead of over those of all ranks."""
+    from slime_like.train.megatron.model import norms
+
+    stock = norms.reduce_from_tensor_model_parallel_region
+    return replace_attribute(
+        norms,
+        "reduce_from_tensor_model_parallel_region",
+        lambda x: stock(x) * 0 + 2 * x,  # the same collective
+    )
+
+
+def gradients_of_own_heads() -> Any:
+    """Skip the sum, over the heads of other ranks, of the gradient of the squares that all heads share."""
+    from slime_like.train.megatron.model import norms
+
+    return replace_attribute(norms, "copy_to_tensor_model_parallel_region", lambda x: x)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
+    "gradients_of_own_heads": gradients_of_own_heads,
+    "norms_of_own_heads": norms_of_own_heads,
     "experts_of_the_next_token": experts_of_the_next_token,
     "keys_of_own_heads": keys_of_own_heads,
     "channels_paired_in_halves": channels_paired_in_halves,

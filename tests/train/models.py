@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ THETA = {
     "deepseek_v3": 8e5,
     "glm4": 9e5,
     "glm4_moe": 3e6,
+    "minimax_m2": 1.1e6,
 }
 EPSILON = {
     "qwen2": 3e-5,
@@ -58,6 +60,7 @@ EPSILON = {
     "deepseek_v3": 9e-5,
     "glm4": 2.5e-5,
     "glm4_moe": 3.5e-5,
+    "minimax_m2": 4.5e-5,
 }
 
 
@@ -96,6 +99,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1},
     "glm4": {"head_dim": 16, "pad_token_id": None},
     "glm4_moe": {**GROUPED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    "minimax_m2": {"head_dim": 16, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "num_mtp_modules": 1},
     "qwen3": {"head_dim": 16},
     "qwen3_5_text": HYBRID,
     "qwen3_next": {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]},
@@ -139,7 +143,7 @@ def make_model(
         rope_parameters={
             **ROPE[rope],
             "rope_theta": THETA[family],
-            **({"partial_rotary_factor": 0.5} if family in (*HYBRIDS, "glm4", "glm4_moe") else {}),
+            **({"partial_rotary_factor": 0.5} if family in (*HYBRIDS, "glm4", "glm4_moe", "minimax_m2") else {}),
         },
         **{"num_key_value_heads": 2, **EXTRA.get(family, {}), **(changes or {})},
     )
@@ -204,17 +208,31 @@ def add_mtp(folder: Path) -> Path:
 
 
 def add_mtp_layer(folder: Path) -> Path:
-    """Add a layer for multi-token prediction to the DeepSeek-V3 in ``folder``, numbered after its decoder's layers."""
+    """Add a layer for multi-token prediction to the model in ``folder``, numbered after its decoder's layers."""
+    return _add_layer(folder, "model.layers.4.")
+
+
+def _add_layer(folder: Path, prefix: str) -> Path:
     names = ("enorm.weight", "eh_proj.weight", "self_attn.q_a_proj.weight", "shared_head.norm.weight")
-    more = {f"model.layers.4.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in names}
+    more = {f"{prefix}{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in names}
     rewrite(folder, lambda tensors: tensors | more)
     return folder
 
 
 def rename_to_kimi(folder: Path) -> Path:
     """Give the model in ``folder`` the model_type of Kimi K2, which transformers has no class for."""
+    return _edit_config(folder, {"model_type": "kimi_k2"})
+
+
+def rename_to_mimo(folder: Path) -> Path:
+    """Make the Qwen2 in ``folder`` a MiMo, which transformers has no class for, with a layer for multi-token prediction."""
+    own = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    return _add_layer(_edit_config(folder, own), "model.mtp_layers.0.")
+
+
+def _edit_config(folder: Path, changes: dict[str, Any]) -> Path:
     file = folder / "config.json"
-    file.write_text(file.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"'))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return folder
 
 

@@ -77,9 +77,9 @@ def reference(folder: Path, coefficient: float = 0.0, kind: str = "") -> Referen
     """Return HF's loss and gradients of ``batch(kind)``. Gradients include the routers' auxiliary loss with ``coefficient``."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, config=HFFolder(folder).config(), dtype=torch.float32, attn_implementation="sdpa"
-    )
+    config = HFFolder(folder).config()
+    config.model_type = type(config).model_type  # by which transformers converts names of tensors
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="sdpa")
     total = torch.zeros(())
     columns: list[np.ndarray] = []
     logits: list[np.ndarray] = []  # [T, V] per sequence
@@ -110,7 +110,9 @@ def reference(folder: Path, coefficient: float = 0.0, kind: str = "") -> Referen
     norm = torch.cat([g.flatten().double() for g in grads.values()]).norm()
     means = float(balance.detach().mean()), load
     first = np.concatenate(logits[: len(batch()[0].cu_seqlens) - 1])
-    return Reference(float(total.detach()), float(norm), by_expert(grads), columns, first, *means)
+    return Reference(
+        float(total.detach()), float(norm), by_expert(as_saved(grads, config.model_type)), columns, first, *means
+    )
 
 
 def _balance(router_logits: list[list[tuple[Tensor, ...]]], top: int) -> tuple[Tensor, float]:
@@ -127,6 +129,19 @@ def _balance(router_logits: list[list[tuple[Tensor, ...]]], top: int) -> tuple[T
         counts = torch.cat(chosen).sum(0)
         loads.append(float(counts.max() / counts.mean()))
     return torch.stack(layers), float(np.mean(loads))
+
+
+def as_saved(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Return ``tensors`` of a model with the names of router and experts in files, which differ for MiniMax-M2."""
+    if model_type != "minimax_m2":
+        return tensors
+    new = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+    out: dict[str, Tensor] = {}
+    for name, tensor in by_expert(tensors).items():
+        for before, after in new.items():
+            name = name.replace(before, after)
+        out[name] = tensor
+    return out
 
 
 def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -147,7 +147,7 @@ def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str 
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 
-    assert dist.get_world_size() == 1
+    assert not dist.is_initialized() or dist.get_world_size() == 1
     for name in sources:
         source = megatron_folder(shared.scratch.with_name(f"reshard_from_{name}".replace(" ", "_")))
         assert source is not None

@@ -17,9 +17,10 @@ NAME, DEQUANTISE = "weight_commit", "dequantise"
 def load() -> None:
     """Entry point ``sglang.srt.plugins``."""
     if enabled(NAME):
-        from slime_like_plugins.weight_commit import hooks
+        from slime_like_plugins.weight_commit import hooks, model_types
 
         hooks.install()
+        model_types.register()
         record_loaded(NAME)
     if enabled(DEQUANTISE):
         from slime_like_plugins.weight_commit import dequantise

@@ -7,12 +7,13 @@ from typing import Any
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
+from slime_like.config.rules.files import refuse_family
 from slime_like.config.rules.hf import HfConfig, hf_config, read_hf_config
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError
 from slime_like.planner.config_json import read_shape, shape_of
-from slime_like.planner.models import MODELS, table_config
+from slime_like.planner.models import MODELS, refused_type, table_config
 from slime_like.planner.shapes import ModelShape
 from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, config_fields
 
@@ -31,7 +32,7 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
 
     Without that folder, it is the one that ``run.prepare`` of a default job will write, and None for any other function. A
     described machine need not have the folder either: then the planner's table of public models is used. Raises
-    ``CheckpointError`` if there is neither.
+    ``CheckpointError`` if there is neither, and ``ConfigError`` if the name is that of an unsupported public model.
     """
     folder = cfg.model.hf_checkpoint
     if Path(folder).exists():
@@ -41,6 +42,7 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
         return None if spec is None else hf_config(KEY, folder, {"model_type": spec.model_type, **config_fields(spec)})
     if machine.is_local:
         return read_hf_config(KEY, folder)
+    refuse_family(KEY, folder, refused_type(folder) or "")
     values = table_config(folder)
     if values is None:
         raise CheckpointError(

@@ -17,6 +17,7 @@ from slime_like.config.rules.trained_sampling import check_replayed_sampling
 from slime_like.config.rules.weight_files import check_shapes
 from slime_like.config.schema import names
 from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.family_entry import REFUSED_FAMILIES
 from slime_like.config.schema.gdn import gdn_cp_mode
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, DataError
@@ -64,7 +65,8 @@ def check_model(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def family_of(cfg: TrainConfig, model: HfConfig) -> str:
-    """Return the model's family. Raises ``ConfigError`` if its model_type has none."""
+    """Return the model's family. Raises ``ConfigError`` if its model_type has none, or none may read it."""
+    refuse_family("model.hf_checkpoint", model.folder, model.model_type)
     if cfg.model.family != "auto":
         return cfg.model.family
     if model.model_type not in names.FAMILIES:
@@ -73,6 +75,12 @@ def family_of(cfg: TrainConfig, model: HfConfig) -> str:
             f"{nearest(model.model_type, names.FAMILIES)}; model.family=<name> reads it with the weight names of another family"
         )
     return model.model_type
+
+
+def refuse_family(key: str, folder: str, model_type: str) -> None:
+    """Raise ``ConfigError`` naming ``key`` if no family may read models of this ``model_type``."""
+    if reason := REFUSED_FAMILIES.get(model_type):
+        raise ConfigError(f"{key}={folder!r} has model_type {model_type!r}, which is not supported: {reason}")
 
 
 def _layout(cfg: TrainConfig, model: HfConfig) -> None:

@@ -75,6 +75,8 @@ class Sizes(TypedDict, total=False):
     topk_group: Few | None
     routed_scaling_factor: Positive | None
     num_nextn_predict_layers: Amount | None
+    num_mtp_modules: Amount | None
+    rotary_dim: Size | None
     q_lora_rank: Size | None
     kv_lora_rank: Size | None
     qk_nope_head_dim: Size
@@ -173,7 +175,7 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         tied=bool(top.get("tie_word_embeddings")),
         gdn=gdn_shape(text),
         latent=bool(text.get("kv_lora_rank")),
-        mtp_layers=text.get("num_nextn_predict_layers") or 0,
+        mtp_layers=text.get("num_nextn_predict_layers") or text.get("num_mtp_modules") or 0,
         rope_key=rope_key,
         rope=cast("dict[str, Any]", text.get(rope_key) or {}),
     )
@@ -222,15 +224,15 @@ def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
 def refuse_windows(key: str, folder: str, text: Mapping[str, Any], model_type: str) -> None:
     """Raise ``CheckpointError`` if layers of a model attend to a sliding window, which trainer and engines would ignore.
 
-    ``text`` is the text part of its config.json. In transformers, ``use_sliding_window`` exists in Qwen's configs only, where it
-    is false by default. Other configs, such as Mistral's, have a window if ``sliding_window`` is a number.
+    ``text`` is the text part of its config.json. ``use_sliding_window`` exists in configs of Qwen and models derived from it,
+    and is false by default. Other configs, such as Mistral's, have a window if ``sliding_window`` is a number.
     """
     width = text.get("sliding_window")
     if "sliding_attention" in (text.get("layer_types") or ()):
         field, without = "layer_types", "full_attention in place of sliding_attention"
     elif text.get("use_sliding_window"):
         field, without = "use_sliding_window", "false"
-    elif width and not model_type.startswith("qwen"):
+    elif width and "use_sliding_window" not in text and not model_type.startswith("qwen"):
         field, without = "sliding_window", "null"
     else:
         return

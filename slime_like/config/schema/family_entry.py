@@ -1,4 +1,4 @@
-"""Entries of table FAMILIES, which describe a model family without importing it."""
+"""Entries of table FAMILIES, which describe a model family without importing it, and the models that no family may read."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ class FamilyEntry:
     )
     bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise
     config_class: str = ""  # model_type whose transformers config reads the folder, if the family's own has none
+    engine_rotary_dim: bool = False  # SGLang's model reads rotary_dim, the number of rotated channels of a head
     yarn: bool = False  # rope_type=yarn is supported
     engine_fields: Mapping[str, object] = field(default_factory=dict[str, object])
     """Fields that SGLang reads in config.json and transformers does not write -> value."""
+
+
+_SPARSE_ATTENTION = (
+    "its attention is sparse (DSA: an indexer chooses the keys of each query), which neither the trainer nor the CPU engines "
+    "implement, and an engine that attends to chosen keys differs from a trainer that attends to all; train a model with full "
+    "attention"
+)
+REFUSED_FAMILIES = {"deepseek_v32": _SPARSE_ATTENTION, "glm_moe_dsa": _SPARSE_ATTENTION}
+"""``model_type`` of models that no family may read -> reason and fix."""

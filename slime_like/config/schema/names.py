@@ -91,6 +91,18 @@ FAMILIES = {
         engine_fields=_BIASED_EXPERTS,
     ),
     "llama": FamilyEntry("slime_like.train.megatron.families.llama:Llama", fused_engine_model="LlamaForCausalLM"),
+    "mimo": FamilyEntry("slime_like.train.megatron.families.mimo:Mimo", config_class="qwen2"),
+    "minimax_m2": FamilyEntry(
+        "slime_like.train.megatron.families.minimax:MinimaxM2",
+        engine_ties=False,
+        engine_rotary_dim=True,
+        engine_fields={
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+    ),
     "qwen2": FamilyEntry("slime_like.train.megatron.families.qwen2:Qwen2", fused_engine_model="Qwen2ForCausalLM"),
     "qwen3": FamilyEntry(
         "slime_like.train.megatron.families.qwen3:Qwen3", fused_engine_model="Qwen3ForCausalLM", bitwise=True

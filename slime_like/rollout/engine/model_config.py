@@ -28,7 +28,7 @@ def override_args(model_path: str) -> dict[str, Any]:
     - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``. The
       plugin ``dequantise`` multiplies the weights that SGLang reads by their scales.
     - SGLang's DeepSeek models choose experts within groups, also with ``topk_method`` greedy, which is without groups.
-    - ``FamilyEntry.engine_fields``.
+    - ``FamilyEntry.engine_fields``, and ``rotary_dim`` for families with ``FamilyEntry.engine_rotary_dim``.
 
     Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
     """
@@ -59,6 +59,10 @@ def _family_fields(text: dict[str, Any]) -> dict[str, Any]:
     """Return fields that the model's family needs."""
     family = FAMILIES.get(str(text.get("model_type")))
     fields = {} if family is None else {name: value for name, value in family.engine_fields.items() if name not in text}
+    if family is not None and family.engine_rotary_dim and "rotary_dim" not in text:
+        rotary = cast("dict[str, Any]", text.get("rope_parameters") or text)
+        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        fields["rotary_dim"] = int(head_dim * (rotary.get("partial_rotary_factor") or 1.0))
     return fields | (dict(UNGROUPED) if text.get("topk_method") == "greedy" else {})
 
 

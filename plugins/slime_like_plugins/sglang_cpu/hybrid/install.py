@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.sglang_cpu import NAME, projection_norm
 from slime_like_plugins.sglang_cpu.hybrid import conv, delta_rule, layers
 from slime_like_plugins.sglang_hooks import replace_attribute
 
@@ -36,6 +36,8 @@ OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{MODELS}.qwen3_5", "fused_qkvzba_split_reshape_cat_contiguous", layers.split_contiguous),
     (f"{MODELS}.qwen3_5", "fused_sigmoid_mul", layers.fused_sigmoid_mul),
     (f"{MODELS}.qwen2_moe", "fused_gate_sigmoid_mul_add", layers.fused_gate_sigmoid_mul_add),
+    (f"{MODELS}.minimax_m2", "rms_sumsq_serial", projection_norm.sums_of_squares),
+    (f"{MODELS}.minimax_m2", "rms_apply_serial", projection_norm.normalise),
 )
 
 

@@ -129,6 +129,8 @@ class Family(ABC):
     """Prefixes of HF tensors that are not trained and that an export copies from the source folder."""
     output_norms: ClassVar[bool] = False
     """True if a norm follows attention and MLP, before the residual is added."""
+    projection_norms: ClassVar[bool] = False
+    """True if a norm of queries or keys is over all heads, not over each head."""
     shape_keys: ClassVar[tuple[str, ...]] = ()
     """Additional keys of the HF config in which two models of the family may differ."""
 

@@ -53,6 +53,9 @@ class Experts(DenseDecoder):
     Names are those of transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
     """
 
+    expert_block: ClassVar[str] = "mlp"  # name of router and experts in a decoder layer
+    gate_up_names: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
+    down_name: ClassVar[str] = "down_proj"
     shared_name: ClassVar[str] = "shared_expert"
     shared_gate: ClassVar[bool] = True  # True: a sigmoid gate scales the output of the shared expert
 
@@ -79,8 +82,13 @@ class Experts(DenseDecoder):
         return int(self.hf.num_experts) if any(self.sparse) else 0
 
     @property
+    def expert_size(self) -> int:
+        """Intermediate size of a routed expert."""
+        return int(self.hf.moe_intermediate_size)
+
+    @property
     def mlp_size(self) -> int:
-        return int(self.hf.moe_intermediate_size) if all(self.sparse) else super().mlp_size
+        return self.expert_size if all(self.sparse) else super().mlp_size
 
     @property
     def shared_size(self) -> int:
@@ -123,7 +131,7 @@ class Experts(DenseDecoder):
         return {
             "num_moe_experts": self.num_experts,
             "moe_router_topk": int(self.hf.num_experts_per_tok),
-            "moe_ffn_hidden_size": int(self.hf.moe_intermediate_size),
+            "moe_ffn_hidden_size": self.expert_size,
             "moe_router_score_function": "softmax",
             # The softmax over the chosen experts equals the renormalised softmax over all experts.
             "moe_router_pre_softmax": not self.renormalises,
@@ -133,17 +141,17 @@ class Experts(DenseDecoder):
     def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
         if not self.is_sparse(block):
             return super().mlp(block, prefix)
-        hidden, size, mlp = int(self.hf.hidden_size), int(self.hf.moe_intermediate_size), f"{prefix}.mlp"
+        hidden, size, mlp = int(self.hf.hidden_size), self.expert_size, f"{prefix}.{self.expert_block}"
         norm = Replicated((f"{prefix}.post_attention_layernorm.weight",), ((hidden,),))
         router = Replicated((f"{mlp}.gate.weight",), ((self.num_experts, hidden),))
         out: dict[str, Weight] = {"pre_mlp_layernorm.weight": norm, "mlp.router.weight": router}
         for e in range(self.num_experts):
             expert = f"{mlp}.experts.{e}"
-            gate_up = (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
+            gate_up = tuple(f"{expert}.{name}.weight" for name in self.gate_up_names)
             out[f"{EXPERTS}{e}.linear_fc1.weight"] = self._expert(
                 gate_up, ((size, hidden),) * 2, "gate_up_proj", mlp, e
             )
-            down = (f"{expert}.down_proj.weight",)
+            down = (f"{expert}.{self.down_name}.weight",)
             out[f"{EXPERTS}{e}.linear_fc2.weight"] = self._expert(down, ((hidden, size),), "down_proj", mlp, e)
         return out | (self._shared(mlp) if self.shared_size else {})
 

@@ -52,7 +52,7 @@ class GroupedExperts(Experts):
 
     @property
     def shared_size(self) -> int:
-        return int(self.hf.n_shared_experts or 0) * int(self.hf.moe_intermediate_size)
+        return int(self.hf.n_shared_experts or 0) * self.expert_size
 
     @property
     def renormalises(self) -> bool:

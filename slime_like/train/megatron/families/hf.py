@@ -46,7 +46,9 @@ class HFFolder:
         try:
             with without_model_classes():
                 if family is not None and family.config_class:
-                    return AutoConfig.for_model(**{**self.raw_config, "model_type": family.config_class})
+                    config = AutoConfig.for_model(**{**self.raw_config, "model_type": family.config_class})
+                    config.model_type = self.raw_config["model_type"]  # names the family, in errors and checkpoints too
+                    return config
                 return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
             # Fault boundary: transformers' config classes raise errors of many types.
         except Exception as error:

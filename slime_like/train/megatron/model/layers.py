@@ -32,7 +32,7 @@ from slime_like.train.megatron.model import sdpa
 from slime_like.train.megatron.model.latent import latent_attention
 from slime_like.train.megatron.model.layout import AttentionPieces
 from slime_like.train.megatron.model.moe import moe_builder
-from slime_like.train.megatron.model.norms import NormedOutput, RMSNorm
+from slime_like.train.megatron.model.norms import NormedOutput, NormedQKV, RMSNorm
 from slime_like.train.megatron.model.vocab import VocabScores, vocab_scores
 
 
@@ -228,11 +228,17 @@ MIXER_FIELDS = {"G": "gdn_layer"}
 
 
 def stack_spec(
-    config: TransformerConfig, parts: LayerParts, rotary_scale: float, *, output_norms: bool = False
+    config: TransformerConfig,
+    parts: LayerParts,
+    rotary_scale: float,
+    *,
+    output_norms: bool = False,
+    projection_norms: bool = False,
 ) -> ModuleSpec:
     """Return the spec of the hybrid stack: token mixers, MLPs and experts, each with its norm and residual.
 
     ``rotary_scale`` multiplies cosines and sines of the rotary angles. ``output_norms``: a norm follows attention and MLP.
+    ``projection_norms``: norms of queries and keys are over all heads.
     """
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     output: Any = partial(NormedOutput, norm=parts.norm) if output_norms else RowParallelLinear
@@ -251,7 +257,7 @@ def stack_spec(
         attention = {"mla_layer": mixer(latent_attention(parts.core_attention, parts.norm, rotary_scale))}
     else:
         assert rotary_scale == 1.0, f"attention without latents has no rotary scale {rotary_scale}"
-        attention = {"attention_layer": mixer(_attention(config, parts, output))}
+        attention = {"attention_layer": mixer(_attention(config, parts, output, projection_norms=projection_norms))}
     sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output)
     return ModuleSpec(
@@ -265,13 +271,13 @@ def stack_spec(
     )
 
 
-def _attention(config: TransformerConfig, parts: LayerParts, output: Any) -> ModuleSpec:
+def _attention(config: TransformerConfig, parts: LayerParts, output: Any, *, projection_norms: bool) -> ModuleSpec:
     """Return the spec of grouped-query attention with the class ``output`` of its output projection."""
     return ModuleSpec(
         parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=NormedQKV if projection_norms else ColumnParallelLinear,
             core_attention=parts.core_attention,
             linear_proj=output,
             q_layernorm=parts.norm if config.qk_layernorm else None,

@@ -52,7 +52,13 @@ class PolicyModel(HybridModel):
         rotary = Rotary(family.hf, family.head_dim, current_device(), interleaved=config.rotary_interleaved)
         super().__init__(
             config,
-            stack_spec(config, parts, rotary.scale, output_norms=family.output_norms),
+            stack_spec(
+                config,
+                parts,
+                rotary.scale,
+                output_norms=family.output_norms,
+                projection_norms=family.projection_norms,
+            ),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
             hybrid_layer_pattern=pipeline_pattern(family.blocks(), rank_info.layout),

@@ -1,4 +1,4 @@
-"""Root mean square norms (https://arxiv.org/abs/1910.07467): plain, zero-centred, and gated per head."""
+"""Root mean square norms (https://arxiv.org/abs/1910.07467): plain, zero-centred, over all heads, and gated per head."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from slime_like.train.megatron.platform.device import current_device
@@ -51,6 +58,67 @@ class NormedOutput(RowParallelLinear):
         out, bias = super().forward(input_)
         assert bias is None
         return self.output_norm(out), None
+
+
+class NormedQKV(ColumnParallelLinear):
+    """Projection to queries, keys and values, followed by a norm over all heads of the queries and one of the keys.
+
+    The norms are not megatron's ``q_layernorm`` and ``k_layernorm``, whose gradients it sums over tensor parallel ranks as those of
+    weights that all heads share.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        assert groups is not None and dim is not None
+        self.shape_of_output = groups // config.tensor_model_parallel_size, heads // groups + 2, dim
+        self.query_norm = ProjectionNorm(config, heads * dim)
+        self.key_norm = ProjectionNorm(config, groups * dim)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Map [L, 1, input_size] to [L, 1, output_size / tp], by query group as ``families.base.QKV``; there is no bias."""
+        out, bias = super().forward(*args, **kwargs)
+        assert bias is None
+        groups, rows, dim = self.shape_of_output
+        query, key, value = out.unflatten(-1, (groups, rows, dim)).split((rows - 2, 1, 1), -2)
+        normed = (norm(x.flatten(-3)).view(x.shape) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
+        return torch.cat((*normed, value), -2).flatten(-3), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return megatron's sharded state, in which each weight is split over tensor parallel ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(state, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,  # pyright: ignore[reportArgumentType]  megatron annotates a group or an int
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+class ProjectionNorm(torch.nn.Module):
+    """Norm over all heads of a projection, which tensor parallel ranks divide.
+
+    The sum of squares of a token is reduced over the ranks in forward, and the gradient of this sum in backward. A rank has the
+    weights of its heads and all tokens, so the gradients of the weights need no reduction.
+    """
+
+    def __init__(self, config: TransformerConfig, num_channels: int) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.num_channels = num_channels
+        local = torch.ones(num_channels // config.tensor_model_parallel_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(local.to(current_device()))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [L, 1, num_channels / tp] to the same shape, computed in at least float32 and rounded once."""
+        wide = x.float() if x.dtype in _HALF else x
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
+        mean = copy_to_tensor_model_parallel_region(squares) / self.num_channels
+        normed = wide * (mean + self.eps).rsqrt() * self.weight.to(wide.dtype)
+        return normed.to(x.dtype)
 
 
 class GatedHeadNorm(torch.nn.Module):

@@ -1,0 +1,20 @@
+"""Model types that transformers has no config class for: an engine reads them by the class that the trainer uses."""
+
+from __future__ import annotations
+
+from slime_like.config.schema.names import FAMILIES
+
+
+def register() -> None:
+    """Register a config class for each family with ``FamilyEntry.config_class``, unless its model_type has one.
+
+    SGLang reads config.json through transformers, without the code of the model's folder.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for name, family in FAMILIES.items():
+        if family.config_class and name not in CONFIG_MAPPING:
+            base = CONFIG_MAPPING[family.config_class]
+            # transformers finds the tokenizer by the name of the config class.
+            AutoConfig.register(name, type(base.__name__, (base,), {"model_type": name}))
