@@ -254,6 +254,10 @@ def test_a_too_small_ring_buffer_is_refused() -> None:
         module.Ring(bytearray(HEAD + 8 * RECORD.size - 1), HEAD, 8)
     with pytest.raises(ValueError, match="does not hold so many records"):
         module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 6)
+    with pytest.raises(ValueError, match="does not hold so many records"):
+        module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 2**61)  # whose size in bytes is a multiple of 2**64
+    with pytest.raises(ValueError, match="does not hold so many records"):
+        module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD + 16 * RECORD.size, 1)
     with pytest.raises(ValueError, match="smaller than a word"):
         module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 8).watch(bytearray(7))
     with pytest.raises(TypeError):

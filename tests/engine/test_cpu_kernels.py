@@ -197,3 +197,29 @@ def test_kernels_propagate_nan() -> None:
         product = torch.empty(2, 20, dtype=dtype)
         C().silu_mul(x.to(dtype), product)
         assert product[0, 13].isnan()
+
+
+@needs_compiler
+def test_attention_without_requests_reads_no_length() -> None:
+    pool, table = random(1, 9, 2, 32), torch.zeros(4, 9, dtype=torch.int32)
+    no_rows = torch.empty(0, dtype=torch.int64)
+    assert C().attention(torch.empty(0, 4, 32), (pool, pool), table, no_rows, no_rows, 0.2).shape == (0, 4, 32)
+
+
+@needs_compiler
+def test_arguments_with_which_c_would_read_outside_its_memory_are_refused() -> None:
+    x = random(0, 2, 40)
+    with pytest.raises(AssertionError, match=r"summand of torch\.bfloat16"):
+        C().add_rms_norm(x, x.bfloat16(), torch.ones(40), torch.empty_like(x), 1e-6)
+    with pytest.raises(AssertionError, match=r"SwiGLU of torch\.bfloat16 into torch\.float32"):
+        C().silu_mul(x.bfloat16(), torch.empty(2, 20))
+    with pytest.raises(AssertionError, match=r"gate and up \(2, 40\) for 2 x 21"):
+        C().silu_mul(x, torch.empty(2, 21))
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float16)
+        table, rows, lens = torch.zeros(1, 9, dtype=torch.int32), torch.tensor([0]), torch.tensor([3])
+        out, lse = C().partial_attention(x[:1].view(1, 2, 20), (x.view(2, 2, 20),) * 2, table, rows, lens, 0.2)
+    finally:
+        torch.set_default_dtype(default)
+    assert out.dtype is lse.dtype is torch.float32

@@ -131,7 +131,7 @@ class CKernels:
         self._uniforms.argtypes, self._uniforms.restype = [pointer, pointer, pointer, integer], None
         self._threads = library["threads"]
         self._threads.argtypes, self._threads.restype = [], integer
-        self._workspace = torch.empty(0)
+        self._workspace = torch.empty(0, dtype=torch.float32)
 
     @property
     def threads(self) -> int:
@@ -141,12 +141,15 @@ class CKernels:
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
         dtype = x_BT.dtype
         assert weight_T.dtype is dtype is out_BT.dtype, f"RMSNorm of {dtype} with a weight of {weight_T.dtype}"
+        assert delta_BT is None or delta_BT.dtype is dtype, f"RMSNorm of {dtype} with a summand of {delta_BT.dtype}"
         delta = 0 if delta_BT is None else delta_BT.data_ptr()
         pointers = (x_BT.data_ptr(), delta, weight_T.data_ptr(), out_BT.data_ptr())
         self._functions["add_rms_norm", dtype](*pointers, *x_BT.shape, eps)
 
     def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
         rows, width = out_BF.shape
+        assert gate_up_BF.dtype is out_BF.dtype, f"SwiGLU of {gate_up_BF.dtype} into {out_BF.dtype}"
+        assert gate_up_BF.shape == (rows, 2 * width), f"gate and up {tuple(gate_up_BF.shape)} for {rows} x {width}"
         self._functions["silu_mul", out_BF.dtype](gate_up_BF.data_ptr(), out_BF.data_ptr(), rows, width)
 
     def rope_and_store(
@@ -195,7 +198,7 @@ class CKernels:
 
         Without slots, the output is 0 and the log-sum-exp -inf.
         """
-        out, lse = torch.empty(queries_BHD.shape), torch.empty(queries_BHD.shape[:2])
+        out, lse = (torch.empty(queries_BHD.shape[:n], dtype=torch.float32) for n in (3, 2))
         self._attend("partial_attention", queries_BHD, pools, (table, rows_B, lens_B), (out, lse), scale)
         return out, lse
 
@@ -226,7 +229,7 @@ class CKernels:
         """Return a buffer for attention scores over any row of a page table, and its size per thread."""
         per_thread = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
         if self._workspace.numel() < per_thread * self.threads:
-            self._workspace = torch.empty(per_thread * self.threads)
+            self._workspace = torch.empty(per_thread * self.threads, dtype=torch.float32)
         return self._workspace, per_thread
 
     # ---- products ----------------------------------------------------------------------------------------------------
@@ -274,8 +277,9 @@ class CKernels:
         assert [c.dtype for c in columns] == [torch.float32, torch.int32, torch.int64]
         positions_B = positions_B.to(torch.int64).contiguous()
         blocks = -(-vocabulary // BLOCK)
-        weights, sums = torch.empty(blocks * BLOCK), torch.empty(blocks, dtype=torch.float64)
-        tokens, logprobs = torch.empty(size, dtype=torch.int32), torch.empty(size)
+        weights = torch.empty(blocks * BLOCK, dtype=torch.float32)
+        sums = torch.empty(blocks, dtype=torch.float64)
+        tokens, logprobs = (torch.empty(size, dtype=dtype) for dtype in (torch.int32, torch.float32))
         num_invalid: int = self._sample(
             *(logits_BV.data_ptr(), logits_BV.stride(0), size, vocabulary),
             *(column.data_ptr() for column in columns),

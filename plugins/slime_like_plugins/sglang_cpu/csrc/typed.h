@@ -182,6 +182,7 @@ static void NAME(attend_requests)(const T *queries, const T *keys, const T *valu
                                   float *lse, float *workspace, int64_t scores_per_thread, int64_t n, int64_t heads,
                                   int64_t kv_heads, int64_t d, float scale) {
     const int64_t group = heads / kv_heads;
+    if (n == 0) return; /* an empty array has no lens[0] */
     PARALLEL_ROWS(n * heads * d * (lens[0] + 1))
     for (int64_t i = 0; i < n; i++) {
         const int32_t *slots = table + rows[i] * table_stride;

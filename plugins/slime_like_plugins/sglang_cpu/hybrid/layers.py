@@ -43,8 +43,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: 
 
 def fused_norm_forward(module: Any, x: Tensor, g: Tensor, **options: Any) -> Tensor:
     """Replace ``FusedRMSNormGated.forward`` (Qwen3-Next)."""
-    if any(options.values()):
-        raise NotImplementedError(f"a gated norm with {', '.join(options)} is not supported on a plain CPU")
+    if unsupported := [name for name, value in options.items() if value is not None and value is not False]:
+        raise NotImplementedError(f"a gated norm with {', '.join(unsupported)} is not supported on a plain CPU")
     return gated_norm(x, g, module.weight, module.eps, module.activation)
 
 

@@ -23,8 +23,8 @@ static int Ring_init(Ring *self, PyObject *args, PyObject *kw)
         return -1;
     }
     if (PyObject_GetBuffer(memory, &self->buffer, PyBUF_WRITABLE)) return -1;
-    if (slots < 1 || slots & (slots - 1) || head < 0 || head % 8
-        || (int64_t)self->buffer.len < head + slots * WIDTH * 8) {
+    int64_t room = (int64_t)self->buffer.len - head; /* compared without products, which could overflow */
+    if (slots < 1 || slots & (slots - 1) || head < 0 || head % 8 || room < 0 || slots > room / (WIDTH * 8)) {
         PyBuffer_Release(&self->buffer);
         PyErr_SetString(PyExc_ValueError, "the memory does not hold so many records");
         return -1;
