@@ -103,7 +103,7 @@ def simulate(
 ) -> BenchmarkResult:
     """Return the result of requests of ``lengths``, of which ``clients`` are in the engine at once.
 
-    As in SGLang, prefill comes before decoding, and requests are new_requests in order. Each has to fit the KV cache.
+    As in SGLang, prefill comes before decoding, and requests are admitted in order. Each has to fit the KV cache.
     """
     engine = _SimulatedEngine(
         engine_memory(shape, settings, hardware).tokens, [_SimulatedRequest(*length) for length in lengths], clients

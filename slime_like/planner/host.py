@@ -82,7 +82,7 @@ def rank_weights(shape: ModelShape, settings: EngineSettings) -> float:
 def _slots(shape: ModelShape, settings: EngineSettings, room: float) -> int:
     """Return the number of recurrent states: the configured one, the CPU platform's default, or SGLang's share of ``room``."""
     slots = SLOTS_PER_REQUEST * (settings.max_running or RUNNING)
-    everywhere = state_bytes(shape, replace(settings, gpus=1, dcp=1, weights="float32"))
+    everywhere = state_bytes(shape, replace(settings, gpus=1, dp_attention=1, dcp=1, weights="float32"))
     if settings.state_slots is None and slots * everywhere <= MAX_STATE_BYTES:
         return slots
     return state_slots(settings, room, state_bytes(shape, settings))

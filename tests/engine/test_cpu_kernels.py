@@ -219,7 +219,8 @@ def test_arguments_with_which_c_would_read_outside_its_memory_are_refused() -> N
     try:
         torch.set_default_dtype(torch.float16)
         table, rows, lens = torch.zeros(1, 9, dtype=torch.int32), torch.tensor([0]), torch.tensor([3])
-        out, lse = C().partial_attention(x[:1].view(1, 2, 20), (x.view(2, 2, 20),) * 2, table, rows, lens, 0.2)
+        pool = x.view(2, 2, 20)
+        out, lse = C().partial_attention(x[:1].view(1, 2, 20), (pool, pool), table, rows, lens, 0.2)
     finally:
         torch.set_default_dtype(default)
     assert out.dtype is lse.dtype is torch.float32

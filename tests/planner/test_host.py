@@ -114,3 +114,9 @@ def test_defaults_are_those_of_the_engines_plugin() -> None:
     assert (MAX_STATE_BYTES, MAX_PACKED_BYTES) == (states.MAX_BYTES, products.MAX_BYTES)
     source = (Path(states.__file__).parents[1] / "platform.py").read_text()
     assert f"KV_TOKENS = {KV_TOKENS:_}" in source and f"MEMORY_FRACTION = {MEMORY_FRACTION}" in source
+
+
+def test_data_parallel_attention_has_as_many_recurrent_states_as_one_rank() -> None:
+    """Both bound the states of all ranks together, whatever the layout."""
+    spread = replace(ENGINE, gpus=2, dp_attention=2)
+    assert host_pool(shape(GDN), spread, available=13 * GIB).slots == host_pool(shape(GDN), ENGINE, 13 * GIB).slots

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.planner import published
+from slime_like.planner import constants, published
 from slime_like.planner.constants import CONSTANTS, FITTED
 from slime_like.planner.published import PublishedRun
 from slime_like.planner.traced import traced_peaks
@@ -50,6 +50,9 @@ def test_long_responses_are_predicted_by_a_fit_to_short_ones() -> None:
 
 def test_at_most_two_constants_are_fitted_and_each_has_a_source() -> None:
     assert len(FITTED) == 2
+    assert {id(constant) for constant in CONSTANTS} == {
+        id(value) for value in vars(constants).values() if isinstance(value, constants.Constant)
+    }
     assert all(constant.source and constant.unit for constant in CONSTANTS)
 
 
