@@ -25,12 +25,18 @@ BALANCE = {"qwen3_moe balanced": 0.05}  # kind -> coefficient of the routers' au
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return folders of small models: Qwen3 tied and untied, and one per other family and variant."""
-    folder = tmp_path_factory.mktemp("models")
-    qwen3 = {
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return folders of small Qwen3 models, tied and untied: tests without ranks do not wait for the other families."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    return {
         kind: make_qwen3(folder / kind, tied=kind == "tied", seed=seed) for seed, kind in enumerate(("tied", "untied"))
     }
+
+
+@pytest.fixture(scope="session")
+def models(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return folders of small models: those of ``qwen3``, and one per other family and variant."""
+    folder = tmp_path_factory.mktemp("models")
     folders = qwen3 | {
         "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
         "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),

@@ -20,9 +20,9 @@ from tests.train.weights import assert_shards_merge, family_of
 
 
 @pytest.fixture
-def folder(models: dict[str, Path], tmp_path: Path) -> Path:
+def folder(qwen3: dict[str, Path], tmp_path: Path) -> Path:
     """Return a copy of a model that a test may damage."""
-    return Path(shutil.copytree(models["untied"], tmp_path / "model"))
+    return Path(shutil.copytree(qwen3["untied"], tmp_path / "model"))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -32,12 +32,12 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:
-    assert_shards_merge(family_of(models[kind], "qwen3", tp), models[kind], tp)
+def test_shards_merge_to_the_hf_tensors(qwen3: dict[str, Path], kind: str, tp: int) -> None:
+    assert_shards_merge(family_of(qwen3[kind], "qwen3", tp), qwen3[kind], tp)
 
 
-def test_vocabulary_padding_does_not_depend_on_tp(models: dict[str, Path]) -> None:
-    hf = HFFolder(models["tied"]).config()
+def test_vocabulary_padding_does_not_depend_on_tp(qwen3: dict[str, Path]) -> None:
+    hf = HFFolder(qwen3["tied"]).config()
     assert {Qwen3(hf, tp).padded_vocabulary for tp in (1, 2)} == {256}
     assert VOCAB < 256
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.train.megatron.platform import pickles
-
 Patch = Callable[[ModuleType], None]
 
 
@@ -218,11 +216,15 @@ def _checkpoint_reader(module: ModuleType) -> None:
 
     Remove when torch reads ``.metadata`` and the objects next to it by an allow list.
     """
+    from slime_like.train.megatron.platform import pickles  # imports torch.distributed.checkpoint, as ``module`` does
+
     replace(module, "_get_filesystem_reader", lambda checkpoint_dir, **_: pickles.CheckedReader(checkpoint_dir))
 
 
 def _checkpoint_common(module: ModuleType) -> None:
     """Read ``common.pt`` by an allow list: upstream uses torch's default for ``weights_only``, which an environment variable changes."""
+    from slime_like.train.megatron.platform import pickles
+
     replace(module, "load_common", pickles.load_common)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from slime_like.errors import CheckpointError
+from slime_like.train.megatron.platform.patches import GroupStepAdamW
 
 # Classes that torch and megatron-core write into .metadata: dataclasses, enums and sizes. Unpickling them runs no code.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -117,8 +118,6 @@ def load_object(file: io.BytesIO | Path, path: Path) -> Any:
 
     Raises ``CheckpointError`` naming ``path`` and any other class or function that the file needs.
     """
-    from slime_like.train.megatron.platform.patches import GroupStepAdamW  # patches imports this module
-
     try:
         with torch.serialization.safe_globals([*OPTIMIZERS, GroupStepAdamW]):
             return torch.load(file, map_location="cpu", weights_only=True)
