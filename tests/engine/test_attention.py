@@ -91,14 +91,32 @@ def test_a_batch_of_any_lengths_equals_the_reference(
 
 
 def test_a_model_with_an_unsupported_layer_is_refused() -> None:
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
+    from slime_like_plugins.sglang_cpu import exact_attention
     from slime_like_plugins.sglang_cpu.attention import require_plain_layers
 
     def layer(**options: Any) -> RadixAttention:
         return RadixAttention(num_heads=2, head_dim=8, scaling=1.0, num_kv_heads=1, layer_id=5, **options)
 
     require_plain_layers(torch.nn.ModuleList([layer()]))
-    for unsupported in (layer(sliding_window_size=128), layer(v_head_dim=4)):
+    for options in (
+        {"sliding_window_size": 128},
+        {"v_head_dim": 4},
+        {"logit_cap": 30.0},
+        {"use_irope": True},
+        {"attn_type": AttentionType.ENCODER_ONLY},
+        {"is_cross_attention": True},
+    ):
+        model = torch.nn.ModuleList([layer(), layer(**options)])
         with pytest.raises(NotImplementedError, match=r"layer 5 is not plain causal.*set placement.device=cuda"):
-            require_plain_layers(torch.nn.ModuleList([layer(), unsupported]))
+            require_plain_layers(model)
+        with pytest.raises(NotImplementedError, match=r"layer 5 is not plain causal"):
+            exact_attention.create(SimpleNamespace(model=model))
+
+
+def test_an_option_of_attention_that_the_backend_does_not_compute_is_refused() -> None:
+    attention: Any = backend(False, False, req_to_token_pool=None, token_to_kv_pool=None)
+    layer, tensors = SimpleNamespace(layer_id=3), (torch.ones(1),) * 3
+    with pytest.raises(NotImplementedError, match=r"layer 3 has attention with sinks, which engines on a CPU"):
+        attention.forward_decode(*tensors, layer, None, sinks=torch.ones(2), rope=None)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
@@ -147,8 +147,20 @@ class BatchedAttention(AttentionBackend):
             self.buckets = extend_buckets(table, new, prefix)
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
     ) -> Tensor:
+        if unsupported := [name for name, value in options.items() if value is not None and value is not False]:
+            raise NotImplementedError(
+                f"{ATTENTION}: layer {layer.layer_id} has attention with {', '.join(unsupported)}, which engines on a CPU do not "
+                "support: set placement.device=cuda, or use another model"
+            )
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     forward_decode = forward_extend
@@ -159,8 +171,10 @@ class BatchedAttention(AttentionBackend):
     @staticmethod
     def require_plain(layer: Any) -> None:
         """Raise ``NotImplementedError`` unless ``layer`` is plain causal self-attention."""
-        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
-        if windowed or layer.is_cross_attention or layer.qk_head_dim != layer.v_head_dim:
+        is_causal = not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER
+        sees_all = layer.sliding_window_size == -1 and not layer.use_irope
+        plain_scores = not layer.logit_cap and layer.xai_temperature_len <= 0
+        if not (is_causal and sees_all and plain_scores) or layer.qk_head_dim != layer.v_head_dim:
             raise NotImplementedError(
                 f"{ATTENTION}: layer {layer.layer_id} is not plain causal self-attention, the only kind that engines on a CPU "
                 "support: set placement.device=cuda, or use another model"

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from torch import Tensor
 
 from slime_like.util import exact
-from slime_like_plugins.sglang_cpu.attention import BatchedAttention, LengthBucket
+from slime_like_plugins.sglang_cpu.attention import BatchedAttention, LengthBucket, require_plain_layers
 from slime_like_plugins.sglang_cpu.exact import EXACT_ATTENTION
 
 
-class ExactDecodeAttention(BatchedAttention):
+class FixedOrderAttention(BatchedAttention):
     """Batched attention with sums in a fixed order."""
 
     def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Return attention [b, Q, H, D] of q [b, Q, H, D] to the KV pool [slots, K, D]."""
-        b, q, heads, dim = q_bQHD.shape
-        kv_heads = keys.shape[1]
-        group = heads // kv_heads
-        folded = q_bQHD.view(b, q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, group * q, dim)
+        b, q, heads, _ = q_bQHD.shape
+        folded, k_bKLD, v_bKLD = self._folded(bucket, q_bQHD, keys, values)
         visible_bQL = bucket.visible_bQL
         if visible_bQL is None:
             visible_bQL = torch.ones(b, 1, bucket.slots_bL.shape[1], dtype=torch.bool)
         if q > 1:
-            visible_bQL = visible_bQL.repeat(1, group, 1)
-        k_bLKD, v_bLKD = self._gathered(bucket, keys, values)
-        out = exact.attention(folded, k_bLKD.transpose(1, 2), v_bLKD.transpose(1, 2), visible_bQL, scale)
-        return out.view(b, kv_heads, group, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, heads, dim)
+            visible_bQL = visible_bQL.repeat(1, heads // keys.shape[1], 1)
+        return self._unfolded(exact.attention(folded, k_bKLD, v_bKLD, visible_bQL, scale), q)
 
 
 def register() -> None:
     """Register the backend with SGLang."""
-    register_attention_backend(EXACT_ATTENTION)(ExactDecodeAttention)
+    register_attention_backend(EXACT_ATTENTION)(create)
+
+
+def create(runner: Any) -> FixedOrderAttention:
+    """Return the backend of a model runner. Raises ``NotImplementedError`` for a model with a layer that it does not support."""
+    require_plain_layers(runner.model)
+    return FixedOrderAttention(runner)
