@@ -82,7 +82,6 @@ def test_a_batch_of_any_lengths_equals_the_reference(
     layer = SimpleNamespace(
         layer_id=0, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=DIM, v_head_dim=values.shape[-1], scaling=DIM**-0.5
     )
-    layer.sliding_window_size, layer.is_cross_attention = -1, False
     q = torch.randn(sum(num_new), KV_HEADS * GROUP * DIM, generator=generator)
     out = batched.forward_extend(q, q, q, layer, batch, save_kv_cache=False)
     queries = q.view(-1, KV_HEADS * GROUP, DIM).split(num_new)

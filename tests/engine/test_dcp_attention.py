@@ -118,7 +118,7 @@ def test_any_mix_of_lengths_over_ranks(
         out_cache_loc=case.slots_L[case.fresh_L],
     )
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM)
-    layer.scaling, layer.sliding_window_size, layer.is_cross_attention = DIM**-0.5, -1, False
+    layer.scaling = DIM**-0.5
     parallel = SimpleNamespace(dcp_group=group, attn_dcp_size=size, dcp_comm_backend=form, dcp_replicate_q_proj=False)
     released: list[int] = []  # ranks that released the hidden states of a prefill
 

@@ -105,7 +105,6 @@ class ShardedAttention(BatchedAttention):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
         """q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
-        self.require_plain(layer)
         assert self._batch is not None
         k_TKD = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v_TKD = v.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)

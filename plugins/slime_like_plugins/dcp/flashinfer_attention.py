@@ -36,20 +36,17 @@ LN_2 = math.log(2)
 
 def runner_obstacles(runner: Any) -> list[str]:
     """Return the reasons why the model or the arguments of ``runner`` do not work with this backend."""
-    config, reads_new_tokens_from_cache = (
-        runner.model_config,
-        "would read new tokens from the cache, where a rank has a part",
-    )
+    reads_new_tokens = "which would read new tokens from the cache, where a rank has a part"
     reasons = {
         "multi-head latent attention": runner.use_mla_backend,
         "sliding windows, whose KV cache SGLang does not shard": runner.sliding_window_size is not None,
-        "cross attention and its custom masks": config.is_encoder_decoder,
+        "cross attention and its custom masks": runner.model_config.is_encoder_decoder,
         "speculative decoding, whose verification has custom masks": get_spec().speculative_algorithm is not None,
         "multi-item scoring, which has custom masks": get_exec().features.enable_mis,
-        f"enable_deterministic_inference, which {reads_new_tokens_from_cache}": (
+        f"enable_deterministic_inference, {reads_new_tokens}": (
             get_exec().deterministic.enable_deterministic_inference
         ),
-        f"SGLANG_FLASHINFER_USE_PAGED, which {reads_new_tokens_from_cache}": envs.SGLANG_FLASHINFER_USE_PAGED.get(),
+        f"SGLANG_FLASHINFER_USE_PAGED, {reads_new_tokens}": envs.SGLANG_FLASHINFER_USE_PAGED.get(),
     }
     return [reason for reason, applies in reasons.items() if applies]
 

@@ -104,9 +104,9 @@ def _chunk_order(lengths_N: tuple[int, ...], num_rows: int, chunk: int, device: 
     num_tokens, size = first_row[-1], starts[-1] * chunk
     place = torch.empty(num_tokens, dtype=torch.int64)
     base = torch.tensor(starts, dtype=torch.int64) * chunk
-    for rank, n in enumerate(sequences):
+    for index, n in enumerate(sequences):
         token = torch.arange(lengths_N[n])
-        place[first_row[n] : first_row[n + 1]] = base[token // chunk] + rank * chunk + token % chunk
+        place[first_row[n] : first_row[n + 1]] = base[token // chunk] + index * chunk + token % chunk
     source = torch.full((size,), -1, dtype=torch.int64)
     source[place] = torch.arange(num_tokens)
     gaps = (source < 0).nonzero().squeeze(1)
