@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from slime_like.algo.bind import bind_loss, bind_token_advantage
 from slime_like.config.schema.algo import CispoConfig, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.config.schema.resolved import Layout
+from slime_like.errors import UserCodeError
+from slime_like.interfaces import LossOutput, LossView
 from slime_like.metrics.types import reduce_metrics
 from tests.algo.reference import importance, is_kept, surrogate
 from tests.train.faults import replace_attribute
@@ -56,6 +59,13 @@ def every_algorithm(
     with replace_attribute(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
         metrics = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
     metrics["own"] = _own_step(actor, layout)
+    names = (
+        itertools.repeat(f"rank{actor.rank_info.dp_rank}")
+        if layout.dp > 1
+        else (f"micro{i}" for i in itertools.count())
+    )
+    if layout in (Layout(), Layout(dp=2)):
+        metrics["names"] = {_error_of_names(actor, layout, names): 1.0}
     if not actor.rank_info.is_reporter:
         return {}, {}
     reported_scores = [score for score in scores if score is not None]
@@ -65,6 +75,10 @@ def every_algorithm(
 
 def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
     actor.optimizer_step._loss = bind_loss(config)
+    return _train(actor, layout)
+
+
+def _train(actor: Any, layout: Layout) -> dict[str, float]:
     micro_batches = batch(1)
     return reduce_metrics(
         actor.train_rollout([micro_batches[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(micro_batches)])
@@ -78,6 +92,23 @@ def _own_step(actor: Any, layout: Layout) -> dict[str, float]:
         replace_attribute(trainer, "token_advantage", bind_token_advantage(OWN)),
     ):
         return _step(actor, layout, OWN)
+
+
+def _error_of_names(actor: Any, layout: Layout, names: Iterator[str]) -> str:
+    """Return the error of a step whose loss returns, for each micro-batch, a mean with the next of ``names``."""
+    loss: Any = bind_loss(GrpoConfig())
+
+    def renamed(view: LossView) -> LossOutput:
+        output: LossOutput = loss(view)
+        return replace(output, means={next(names): output.loss.detach()}, maxima={})
+
+    setattr(renamed, "needs_entropy", False)  # noqa: B010  (functions have no such attribute)
+    actor.optimizer_step._loss = renamed
+    try:
+        _train(actor, layout)
+    except UserCodeError as error:
+        return str(error)
+    return "no error"
 
 
 def own_reference(scores: list[np.ndarray]) -> float:

@@ -55,6 +55,24 @@ def test_own_loss_and_advantage_train_a_step(layout: str, results: Results) -> N
     assert metrics["own"]["train/grad_norm"] > 0
 
 
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            "single",
+            "the loss returned means['micro0'] for one micro-batch and means['micro1'] for another of the same step",
+        ),
+        ("dp2", "the loss returned means['rank0'] on this rank and other names on another rank: return the same names"),
+    ],
+)
+def test_a_loss_with_other_names_for_another_micro_batch_or_rank_is_refused(
+    layout: str, message: str, results: Results
+) -> None:
+    metrics, _ = reported(results, layout)
+    (error,) = metrics["names"]
+    assert message in error
+
+
 def test_sums_over_one_context_parallel_rank_are_detected(results: Results) -> None:
     single, _ = reported(results, "single")
     faulty, _ = reported(results, "local sums")
@@ -83,4 +101,4 @@ def test_clipping_and_masking_affect_some_tokens(results: Results) -> None:
     for algo, metric in shares.items():
         assert 0.05 < metrics_of[algo][f"train/{metric}"] < 0.95, (algo, metrics_of[algo])
     assert metrics_of["mis"]["train/mis_maskfrac_low"] > 0.05
-    assert len({metrics["train/grad_norm"] for metrics in metrics_of.values()}) == len(metrics_of)
+    assert len({metrics_of[algo]["train/grad_norm"] for algo in (*ALGORITHMS, "own")}) == len(ALGORITHMS) + 1

@@ -10,6 +10,7 @@ H hidden size.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.algo.loss import PackedSequences
+from slime_like.errors import UserCodeError
 from slime_like.interfaces import LossFn, LossOutput, LossView
 from slime_like.metrics.types import Last, Max, Mean, Metric
 from slime_like.train.megatron.model.forward import LogprobSettings, MicroBatch, run_schedule, to_device
@@ -175,10 +177,18 @@ class StepReport:
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # F64 []
     maxima: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     num_tokens: int = 0
+    _names: list[str] | None = None  # of means and maxima, the same for all micro-batches
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add a micro-batch: its loss, the means and maxima of the loss function, and further ``columns`` to average."""
+        names = [*sorted(f"means[{name!r}]" for name in out.means), *sorted(f"maxima[{name!r}]" for name in out.maxima)]
+        if self._names is not None and self._names != names:
+            raise UserCodeError(
+                f"the loss returned {_text(self._names)} for one micro-batch and {_text(names)} for another of the same step: "
+                "return the same names in means and maxima for every micro-batch, also for one without tokens"
+            )
+        self._names = names
         self.num_tokens += len(weight_N)
         self._sum("weight", weight_N)
         self._sum("loss", weight_N * out.loss.detach())
@@ -196,9 +206,13 @@ class StepReport:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def metrics(self, group: Any, num_tokens: int) -> list[Metric]:
-        """Return global values, the same on every rank of ``group``. Means are weighted by ``weight_N``."""
+        """Return global values, the same on every rank of ``group``. Means are weighted by ``weight_N``.
+
+        Raises ``UserCodeError`` on every rank if the losses of two ranks returned different names.
+        """
         names = sorted(self.sums)
         device = self.sums["weight"].device
+        self._require_equal_names(group, device)
         counted = torch.tensor(float(self.num_tokens), dtype=torch.float64, device=device)
         totals = torch.stack([counted, *(self.sums[name] for name in names)])
         dist.all_reduce(totals, group=group)
@@ -215,6 +229,17 @@ class StepReport:
                 out.append(Mean(f"train/{metric}", total[name] / weight))
         return [*out, *self._maxima(group)]
 
+    def _require_equal_names(self, group: Any, device: torch.device) -> None:
+        """Raise unless all ranks sum the same names: an all-reduce of different ones would hang or add up other metrics."""
+        digest = float(zlib.crc32(repr(self._names).encode()))
+        largest_and_smallest = torch.tensor([digest, -digest], dtype=torch.float64, device=device)
+        dist.all_reduce(largest_and_smallest, op=dist.ReduceOp.MAX, group=group)
+        if largest_and_smallest.sum() != 0:
+            raise UserCodeError(
+                f"the loss returned {_text(self._names)} on this rank and other names on another rank: return the same names in "
+                "means and maxima on every rank, also for a micro-batch without tokens"
+            )
+
     def _maxima(self, group: Any) -> Iterable[Metric]:
         names = sorted(self.maxima)
         if not names:
@@ -222,3 +247,7 @@ class StepReport:
         maxima = torch.stack([self.maxima[name] for name in names])
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         return [Max(f"train/{name}", value) for name, value in zip(names, maxima.tolist(), strict=True)]
+
+
+def _text(names: Sequence[str] | None) -> str:
+    return ", ".join(names or ()) or "no means and maxima"
