@@ -41,7 +41,7 @@ def ask(engine: Engine, kinds: Sequence[str], seed: int) -> dict[str, dict[str, 
         ],
         "return_logprob": True,
     }
-    reply_list = engine.run(engine.client._post("generate", "/generate", request))
+    reply_list = engine.run(engine.client._connection.post("generate", "/generate", request))
     return dict(zip(kinds, reply_list, strict=True))
 
 

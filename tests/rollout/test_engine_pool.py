@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_an_engine_replaced_during_a_push_is_not_admitted() -> None:
                 await release.wait()
 
         for engine, verb in zip(engines, (post, late), strict=True):
-            engine._post = engine._request = verb
+            engine._connection = SimpleNamespace(post=verb, request=verb)
             engine.pause = engine.begin_update = lambda *_: post("")
         update = EngineWeightUpdate(pool)
         assert [address.name for address in await update.begin()] == ["engine 0", "engine 1"]

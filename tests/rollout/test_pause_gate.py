@@ -67,6 +67,6 @@ def test_an_abort_counts_as_ended_only_after_its_request(monkeypatch: pytest.Mon
     async def post(*request: Any) -> None:
         num_ended.append(client.num_ended_aborts)
 
-    monkeypatch.setattr(client, "_post", post)
+    monkeypatch.setattr(client._connection, "post", post)
     asyncio.run(client.abort_all())
     assert (num_ended, client.num_aborts, client.num_ended_aborts) == ([0], 1, 1)

@@ -7,25 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
-import orjson
-
 from slime_like.data.routing import Experts, RoutingShape
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import Completion, EngineAddress, Sampling, TensorMeta
-from slime_like.rollout.engine.replies import (
-    KvUsage,
-    any_aborted,
-    completions,
-    error_text,
-    kv_usage,
-    scored_experts,
-    scores,
-)
+from slime_like.rollout.engine.connection import EngineConnection
+from slime_like.rollout.engine.replies import KvUsage, any_aborted, completions, kv_usage, scored_experts, scores
 from slime_like.types import F32, I32
-from slime_like.util.deadline import Deadline
-
-KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
 
 
 class EngineClient:
@@ -47,30 +34,26 @@ class EngineClient:
     ) -> None:
         """``routing`` is the shape of the routed experts that the engine returns; None if it returns none."""
         self.name = name
-        self._routing = routing
-        self._url = url
-        self._tp = tp
-        self._deadline_s = deadline_s
         self.address = EngineAddress(name, url, admin_key, tp)
-        self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
-        self._session: aiohttp.ClientSession | None = None
         self.num_aborts = 0  # calls of ``abort_all``
         self._aborting = 0  # calls in progress
+        self._routing = routing
+        self._connection = EngineConnection(self.address, deadline_s)
 
     @property
     def tp(self) -> int:
         """Tensor-parallel ranks of the engine."""
-        return self._tp
+        return self.address.tp
 
     @property
     def url(self) -> str:
         """Address of the server."""
-        return self._url
+        return self.address.url
 
     @property
     def host(self) -> str:
         """Address of the server's node."""
-        return str(urlsplit(self._url).hostname)
+        return str(urlsplit(self.url).hostname)
 
     @property
     def num_ended_aborts(self) -> int:
@@ -134,7 +117,7 @@ class EngineClient:
             "return_logprob": True,
             "return_routed_experts": routing is not None,
         }
-        return completions(await self._post(phase, "/generate", request), len(token_ids), routing)
+        return completions(await self._connection.post(phase, "/generate", request), len(token_ids), routing)
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
         """Return per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1."""
@@ -158,7 +141,7 @@ class EngineClient:
         }
         while True:
             aborts = self.num_ended_aborts
-            reply = await self._post("score", "/generate", request)
+            reply = await self._connection.post("score", "/generate", request)
             if self.num_aborts == aborts or not any_aborted(reply):
                 return reply
 
@@ -167,7 +150,7 @@ class EngineClient:
         self.num_aborts += 1
         self._aborting += 1
         try:
-            await self._post("abort", "/abort_request", {"abort_all": True})
+            await self._connection.post("abort", "/abort_request", {"abort_all": True})
         finally:
             self._aborting -= 1
 
@@ -177,36 +160,36 @@ class EngineClient:
 
         Their KV cache is dropped, so ``flush`` works, and is recomputed with the weights in effect at resume.
         """
-        await self._request("pause", "POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
+        await self._connection.request("pause", "POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
 
     async def resume(self) -> None:
         """Decode again; refused while a weight update is open or failed."""
-        await self._post("resume", "/continue_generation", {"torch_empty_cache": False})
+        await self._connection.post("resume", "/continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
         """Drop the entire KV cache, so that no prefix computed under old weights is reused."""
-        await self._post("flush", "/flush_cache", {})
+        await self._connection.post("flush", "/flush_cache", {})
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_update(self) -> None:
         """Open a weight update on a paused engine: from here every parameter counts as unwritten."""
-        await self._post("begin update", "/begin_weight_update", {})
+        await self._connection.post("begin update", "/begin_weight_update", {})
 
     async def end_update(self, version: int) -> None:
         """Commit the update. Raises ``EngineError`` naming the parameters that were not completely written."""
-        await self._post("end update", "/end_weight_update", {})
-        await self._post(
+        await self._connection.post("end update", "/end_weight_update", {})
+        await self._connection.post(
             "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
         )
 
     async def abort_update(self) -> None:
         """Abort an open update. The engine refuses to generate until a complete update is committed."""
-        await self._request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
+        await self._connection.request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
     async def update_from_tensors(self, payload: bytes) -> None:
         """Load a pickled ``[(name, host tensor)]`` with HF names, or the tensors that a ``weight_sync.shared`` message describes."""
         request = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "flush_cache": False}
-        await self._post("update", "/update_weights_from_tensor", request)
+        await self._connection.post("update", "/update_weights_from_tensor", request)
 
     async def init_broadcast_group(
         self, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -220,7 +203,7 @@ class EngineClient:
             "group_name": group_name,
             "backend": backend,
         }
-        await self._post("join", "/init_weights_update_group", request)
+        await self._connection.post("join", "/init_weights_update_group", request)
 
     async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
         """Receive and load tensors, broadcast in this order by rank 0 of the group."""
@@ -231,16 +214,16 @@ class EngineClient:
             "group_name": group_name,
             "flush_cache": False,
         }
-        await self._post("update", "/update_weights_from_distributed", request)
+        await self._connection.post("update", "/update_weights_from_distributed", request)
 
     async def destroy_broadcast_group(self, group_name: str) -> None:
         """Leave a group."""
-        await self._post("leave", "/destroy_weights_update_group", {"group_name": group_name})
+        await self._connection.post("leave", "/destroy_weights_update_group", {"group_name": group_name})
 
     # ---- state -------------------------------------------------------------------------------------------------------
     async def version(self) -> int:
         """Return the version of the last committed update."""
-        reply = await self._request("version", "GET", "/model_info", None)
+        reply = await self._connection.request("version", "GET", "/model_info", None)
         return int(reply["weight_version"])
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
@@ -249,7 +232,7 @@ class EngineClient:
         """
         path = "/health_generate" if decodes else "/health"
         try:
-            await self._request("health", "GET", path, None, seconds=seconds)
+            await self._connection.request("health", "GET", path, None, seconds=seconds)
         except EngineLost:
             raise
         except (EngineError, DeadlineExceeded):
@@ -258,52 +241,8 @@ class EngineClient:
 
     async def kv_usage(self, seconds: float | None = None) -> KvUsage:
         """Return the use of the KV cache since the last call; the scheduler answers between two batches."""
-        return kv_usage(await self._request("KV usage", "GET", "/server_info", None, seconds=seconds))
+        return kv_usage(await self._connection.request("KV usage", "GET", "/server_info", None, seconds=seconds))
 
     async def close(self) -> None:
         """Close the connections; the engine keeps running."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    # ---- transport ---------------------------------------------------------------------------------------------------
-    async def _post(self, phase: str, path: str, body: Any) -> Any:
-        return await self._request(phase, "POST", path, body)
-
-    async def _request(
-        self,
-        phase: str,
-        method: str,
-        path: str,
-        body: Any,
-        accept: Sequence[int] = (200,),
-        seconds: float | None = None,
-    ) -> Any:
-        """Send one HTTP request; return the decoded JSON of the reply, or None if it has no body."""
-        deadline = Deadline("rollout", phase, seconds or self._deadline_s)
-        data = None if body is None else orjson.dumps(body)
-        timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._describe(path)))
-        try:
-            async with self._pool().request(method, self._url + path, data=data, timeout=timeout) as response:
-                content = await response.read()
-        except TimeoutError as error:
-            raise deadline.exceeded(self._describe(path)) from error
-        except aiohttp.ClientError as error:
-            raise EngineLost(f"{self._describe(path)}: {error or type(error).__name__}") from error
-        try:
-            reply = orjson.loads(content) if content else None
-        except orjson.JSONDecodeError:
-            reply = None
-        if response.status not in accept:
-            raise EngineError(f"{self._describe(path)}: {error_text(response.status, content, reply)}")
-        return reply
-
-    def _describe(self, path: str) -> str:
-        return f"{self.name} at {self._url}{path}"
-
-    def _pool(self) -> aiohttp.ClientSession:
-        """Connection pool, created in the event loop that uses it. It has no limit, as a request waits for its group."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self._session
+        await self._connection.close()

@@ -1,0 +1,73 @@
+"""HTTP connections to one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from slime_like.errors import EngineError, EngineLost
+from slime_like.interfaces import EngineAddress
+from slime_like.rollout.engine.replies import error_text
+from slime_like.util.deadline import Deadline
+
+KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
+
+
+class EngineConnection:
+    """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply."""
+
+    def __init__(self, address: EngineAddress, deadline_s: float) -> None:
+        self._address, self._deadline_s = address, deadline_s
+        self._headers = {"Authorization": f"Bearer {address.admin_key}", "Content-Type": "application/json"}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, phase: str, path: str, body: Any) -> Any:
+        """Send a POST request and return the decoded JSON of the reply."""
+        return await self.request(phase, "POST", path, body)
+
+    async def request(
+        self,
+        phase: str,
+        method: str,
+        path: str,
+        body: Any,
+        accept: Sequence[int] = (200,),
+        seconds: float | None = None,
+    ) -> Any:
+        """Send one HTTP request; return the decoded JSON of the reply, or None if it has no body."""
+        deadline = Deadline("rollout", phase, seconds or self._deadline_s)
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._describe(path)))
+        try:
+            async with self._pool().request(method, self._address.url + path, data=data, timeout=timeout) as response:
+                content = await response.read()
+        except TimeoutError as error:
+            raise deadline.exceeded(self._describe(path)) from error
+        except aiohttp.ClientError as error:
+            raise EngineLost(f"{self._describe(path)}: {error or type(error).__name__}") from error
+        try:
+            reply = orjson.loads(content) if content else None
+        except orjson.JSONDecodeError:
+            reply = None
+        if response.status not in accept:
+            raise EngineError(f"{self._describe(path)}: {error_text(response.status, content, reply)}")
+        return reply
+
+    async def close(self) -> None:
+        """Close the connections; the engine keeps running."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _describe(self, path: str) -> str:
+        return f"{self._address.name} at {self._address.url}{path}"
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """Connection pool, created in the event loop that uses it. It has no limit, as a request waits for its group."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session
