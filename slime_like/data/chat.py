@@ -53,6 +53,11 @@ def render(
     return cast(str, text)
 
 
+def tokenizer_folder(tokenizer: Tokenizer) -> str:
+    """Return the folder that the tokenizer was read from, for messages; its config key if the tokenizer does not know it."""
+    return tokenizer.name_or_path or "model.hf_checkpoint"
+
+
 def has_template(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer has a chat template."""
     return bool(tokenizer.chat_template)
@@ -61,7 +66,7 @@ def has_template(tokenizer: Tokenizer) -> bool:
 def require_template(tokenizer: Tokenizer, needed_by: str) -> None:
     """Raise ``ConfigError`` naming the tokenizer's folder if it has no chat template."""
     if not has_template(tokenizer):
-        folder = tokenizer.name_or_path or "model.hf_checkpoint"
+        folder = tokenizer_folder(tokenizer)
         raise ConfigError(
             f"the tokenizer in {folder!r} has no chat template, and {needed_by} needs one; add chat_template.jinja to "
             f"that folder, or use prompts that are plain strings with data.apply_chat_template=false"
@@ -76,7 +81,7 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[I32]:
         encodings = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     # Fault boundary of the tokenizer's code, which fails on a vocabulary without unk token, for example.
     except Exception as error:
-        folder = tokenizer.name_or_path or "model.hf_checkpoint"
+        folder = tokenizer_folder(tokenizer)
         raise ConfigError(
             f"the tokenizer in {folder!r} cannot encode the data ({reason(error)}); copy the tokenizer files there again"
         ) from error

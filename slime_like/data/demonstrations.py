@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.data.chat import tokenize
+from slime_like.data.chat import tokenize, tokenizer_folder
 from slime_like.data.conversations import Conversations, MaskedTokens, is_conversation
 from slime_like.data.prompts import FileSource
 from slime_like.errors import ConfigError, DataError
@@ -31,9 +31,8 @@ class Demonstrations:
         conversations: Conversations | None = None,
     ) -> None:
         if not isinstance(tokenizer.eos_token_id, int):
-            folder = tokenizer.name_or_path or "model.hf_checkpoint"
             raise ConfigError(
-                f"the tokenizer in {folder!r} has no eos_token, so a demonstration cannot end; "
+                f"the tokenizer in {tokenizer_folder(tokenizer)!r} has no eos_token, so a demonstration cannot end; "
                 f"set eos_token in its tokenizer_config.json"
             )
         self._source = source

@@ -46,7 +46,9 @@ def test_stop_tokens_come_from_tokenizer_checkpoint_and_user(tmp_path: Path) -> 
 def test_a_stop_token_outside_the_vocabulary_is_refused(
     tmp_path: Path, tokenizer: int | None, generation: object, config: object, name: str
 ) -> None:
-    with pytest.raises(DataError, match=f"the {name} of .* ends responses with token 100, .* ends at 99"):
+    with pytest.raises(
+        DataError, match=f"model.hf_checkpoint=.*: its {name} ends responses with token 100, .* ends at 99"
+    ):
         stops(tmp_path, tokenizer=tokenizer, generation=generation, config=config)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like.errors import ConfigError
 from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.requests import NEUTRAL, ApiError, Message, parse_request
 from slime_like.rollout.agent.tool_calls import find_calls
@@ -108,6 +109,13 @@ def test_reserved_chat_template_arguments_are_refused() -> None:
     request = parse_request(body(chat_template_kwargs={"tokenize": True}))
     with pytest.raises(ApiError, match=r"chat_template_kwargs\.tokenize"):
         Renderer(characters(), {}).conversation(request)
+
+
+def test_a_template_that_changes_answers_is_refused_with_its_folder() -> None:
+    tokenizer = characters(template="{% for message in messages %}{{ message['content'] | title }}{% endfor %}")
+    request = parse_request(body(messages=[USER, {"role": "assistant", "content": "yes"}, USER]))
+    with pytest.raises(ConfigError, match=r"tokenizer in '/models/tiny' changes the content of an assistant message"):
+        Renderer(tokenizer, {}).after(request, 1)
 
 
 def test_a_lone_surrogate_is_refused() -> None:

@@ -145,7 +145,7 @@ def stop_tokens(cfg: TrainConfig, tokenizer: Any, vocab_size: int) -> tuple[int,
     for name, tokens in ends.items():
         if beyond := next((token for token in tokens if token >= vocab_size), None):
             raise DataError(
-                f"model.hf_checkpoint: the {name} of {folder} ends responses with token {beyond}, and the vocabulary of "
+                f"model.hf_checkpoint={str(folder)!r}: its {name} ends responses with token {beyond}, and the vocabulary of "
                 f"its config.json ends at {vocab_size - 1}: no response could end with it; correct eos_token_id or vocab_size"
             )
     return tuple(sorted({*cfg.rollout.stop_token_ids, *(token for tokens in ends.values() for token in tokens)}))

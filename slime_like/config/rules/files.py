@@ -188,7 +188,8 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
         expected, actual = getattr(model, field), getattr(reference, field)
         if expected != actual:
             raise CheckpointError(
-                f"model.ref_checkpoint={folder!r} has {field} {actual}, model.hf_checkpoint has {expected}: "
+                f"model.ref_checkpoint={folder!r} has {field} {actual}, "
+                f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} has {expected}: "
                 "the reference runs on the actor's ranks by swapping weights, so both models must have the same shape"
             )
     if name := contradiction(cfg.model.hf_checkpoint, folder):

@@ -120,8 +120,8 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
     if folder is not None:
         if critic.vocab_size != model.vocab_size:
             raise CheckpointError(
-                f"{key}={folder!r} has a vocabulary of {critic.vocab_size} tokens, but model.hf_checkpoint "
-                f"has {model.vocab_size}: the critic reads the policy's tokens; use a model with the same tokenizer"
+                f"{key}={folder!r} has a vocabulary of {critic.vocab_size} tokens, but "
+                f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} has {model.vocab_size}: the critic reads the policy's tokens; use a model with the same tokenizer"
             )
         check_shapes(key, critic)
     _layout("critic", cfg.critic, critic, cfg)
@@ -153,7 +153,7 @@ def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
     difference = shape_difference(cfg.model.hf_checkpoint, folder)
     if cfg.teacher.placement == "swap" and difference is not None:
         raise CheckpointError(
-            f"{key}={folder!r} differs from model.hf_checkpoint in {difference}: it cannot swap weights with the actor "
+            f"{key}={folder!r} differs from model.hf_checkpoint={cfg.model.hf_checkpoint!r} in {difference}: it cannot swap weights with the actor "
             "on the same ranks; set teacher.placement=colocated for separate ranks"
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 
-from slime_like.data.chat import render, tokenize
+from slime_like.data.chat import render, tokenize, tokenizer_folder
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Tokenizer
 from slime_like.rollout.agent.requests import ApiError, ChatRequest, Message
@@ -40,8 +40,8 @@ class Renderer:
         _, mark, following = text.rpartition(MARK)
         if not mark:
             raise ConfigError(
-                "model.hf_checkpoint: its chat template changes the content of an assistant message, so "
-                "calls of one conversation cannot be joined; use another chat_template.jinja"
+                f"the chat template of the tokenizer in {tokenizer_folder(self._tokenizer)!r} changes the content of an assistant "
+                "message, so calls of one conversation cannot be joined; use another chat_template.jinja there"
             )
         return self._ids(following)
 
