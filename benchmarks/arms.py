@@ -23,6 +23,7 @@ REQUIREMENTS = REPOSITORY / "scripts" / "requirements" / "trl.txt"
 LEARNING_RATE = 1e-3
 WARM_UP = 2  # steps left out of every figure
 SAMPLE_S = 1.0  # interval of the memory readings
+RUN_S, STOP_S = 7_200.0, 60.0  # limits of one run, and of its end after SIGTERM
 
 
 @dataclass(slots=True)
@@ -59,13 +60,18 @@ class ArmRecord:
         self.rewards.append((statistics.mean(rewards[:third]), statistics.mean(rewards[-third:])))
 
 
-def run_tree(command: Sequence[str], environment: dict[str, str], log: Path) -> float:
-    """Run a command and return the peak proportional memory of its process tree in MiB. Raises ``SystemExit`` if it fails."""
+def run_tree(
+    command: Sequence[str], environment: dict[str, str], log: Path, *, limit_s: float = RUN_S, stop_s: float = STOP_S
+) -> float:
+    """Run a command and return the peak proportional memory of its process tree in MiB.
+
+    Raises ``SystemExit`` if it fails, or does not end within ``limit_s``.
+    """
+    peak, ended = [0.0], threading.Event()
     with log.open("ab") as file:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
-        peak, ended = [0.0], threading.Event()
 
         def watch() -> None:
             while not ended.wait(SAMPLE_S):
@@ -73,12 +79,26 @@ def run_tree(command: Sequence[str], environment: dict[str, str], log: Path) -> 
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
-        code = process.wait()
-        ended.set()
-        watcher.join()
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            _stop(process, stop_s)
+            raise SystemExit(f"{' '.join(command[:3])} ... did not end within {limit_s:g} s; see {log}") from None
+        finally:
+            ended.set()
+            watcher.join(2 * SAMPLE_S)
     if code != 0:
         raise SystemExit(f"{' '.join(command[:3])} ... ended with exit code {code}; see {log}")
     return peak[0]
+
+
+def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Let the process stop its own processes, and kill it if it is still there after ``seconds``."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _memory(pid: int) -> float:

@@ -30,6 +30,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 import torch  # noqa: E402  (after the lines above, as the imports below)
 
 from benchmarks.decode import DecodeShape, make_model  # noqa: E402
+from benchmarks.options import at_least  # noqa: E402
 from benchmarks.run import PAGES, machine, write  # noqa: E402
 from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
 from slime_like.interfaces import Completion, Sampling  # noqa: E402
@@ -207,7 +208,7 @@ def page(results: Mapping[str, Sequence[DcpRound]], case: DcpCase, machine_line:
 def main(argv: list[str]) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--case", choices=CASES, default="wide", help="model and requests")
     parser.add_argument("--write", action="store_true", help="write docs/measurements/dcp.md")
     options = parser.parse_args(argv)

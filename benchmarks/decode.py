@@ -31,11 +31,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from slime_like.config.schema.resolved import EngineSpec
-from slime_like.interfaces import Sampling
-from slime_like.printable import visible
-from slime_like.rollout.engine.client import EngineClient
-from slime_like.rollout.engine.server import EngineServer
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+from benchmarks.options import at_least  # noqa: E402
+from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
+from slime_like.interfaces import Sampling  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.rollout.engine.client import EngineClient  # noqa: E402
+from slime_like.rollout.engine.server import EngineServer  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -128,8 +132,10 @@ class EngineArm:
             client = EngineClient(self.server.url, admin_key="bench", name=self.name, deadline_s=600)
             sampling = Sampling(temperature=1.0, max_new_tokens=tokens)
             seeds = range(SAMPLES_PER_PROMPT)
-            await asyncio.gather(*(client.generate(row, seeds, sampling) for row in prompts))
-            await client.close()
+            try:
+                await asyncio.gather(*(client.generate(row, seeds, sampling) for row in prompts))
+            finally:
+                await client.close()
 
         asyncio.run(generate())
 
@@ -210,10 +216,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--arms", nargs="+", choices=("off", "torch", "c", "hf"), default=["off", "torch", "c", "hf"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64, 256])
-    parser.add_argument("--steps", type=int, default=64, help="new tokens per sample")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batches", nargs="+", type=at_least(8, multiple=SAMPLES_PER_PROMPT), default=[16, 64, 256])
+    parser.add_argument("--steps", type=at_least(2), default=64, help="new tokens per sample")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--threads", type=at_least(1), default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "transformers"))

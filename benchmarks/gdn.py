@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +28,8 @@ import torch  # noqa: E402
 
 from benchmarks.gdn_arms import GdnArm, GdnShape, kernels_seen, make_arms, make_call, measure, ratio  # noqa: E402
 from benchmarks.gdn_plot import plot  # noqa: E402
+from benchmarks.options import at_least  # noqa: E402
+from benchmarks.run import commit, cpu_model  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from tests.gdn import recurrence  # noqa: E402
 
@@ -43,10 +43,12 @@ PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
 
 
 def shape_of(text: str) -> GdnShape:
-    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``."""
-    tokens, heads, value_heads, dim = text.split(",")
-    count, _, length = tokens.rpartition("x")
-    return GdnShape((int(length),) * int(count or 1), int(heads), int(value_heads), int(dim))
+    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``. Raises ``ArgumentTypeError`` naming the form."""
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*),([1-9]\d*),([1-9]\d*),([1-9]\d*)", text, re.ASCII)
+    if match is None or int(match[4]) % int(match[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not T,H,HV,D or NxT,H,HV,D, with HV a multiple of H")
+    count, length, heads, value_heads, dim = (int(number or 1) for number in match.groups())
+    return GdnShape((length,) * count, heads, value_heads, dim)
 
 
 def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], bool]:
@@ -77,8 +79,7 @@ def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
         "| T, H/HV x D | arm | first call ms | forward ms | forward + backward ms | peak MiB | ratio |",
         "|---|---|---|---|---|---|---|",
     ]
-    for text in options.shapes:
-        shape = shape_of(text)
+    for shape in options.shapes:
         timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
         base = next(iter(timings.values()))
         for name, timing in timings.items():
@@ -117,7 +118,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         + ", ".join(
             f"`{name[:60]}`"
             for name in kernels_seen(
-                make_call(arm, shape_of(options.shapes[0]), options.device, getattr(torch, options.dtype)).both,
+                make_call(arm, options.shapes[0], options.device, getattr(torch, options.dtype)).both,
                 options.device,
             )
         )
@@ -130,7 +131,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         "",
         f"`python benchmarks/gdn.py {' '.join(sys.argv[1:])}`",
         "",
-        f"Commit {commit()}, torch {torch.__version__}, {options.dtype}, {machine(options.device)}; medians of "
+        f"{commit()} Torch {torch.__version__}, {options.dtype}, {machine(options.device)}; medians of "
         f"{options.rounds} rounds; in a round each arm runs once.",
         f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster.",
         "",
@@ -154,18 +155,7 @@ def machine(device: str) -> str:
     """Return the name of the GPU, or the model of the CPU; one thread computes on it."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    path = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
-    return f"{os.cpu_count()} cores of {model[1] if model else platform.machine()}, one thread"
-
-
-def commit() -> str:
-    """Return the commit of the repository, with ``+`` if files differ from it."""
-    try:
-        command = ["git", "describe", "--always", "--dirty=+"]
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown (no git here)"
+    return f"{os.cpu_count()} cores of {cpu_model()}, one thread"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -173,17 +163,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--long", nargs="+", type=int, default=list(LONG))
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=[shape_of(text) for text in SHAPES])
+    parser.add_argument("--long", nargs="+", type=at_least(1), default=list(LONG))
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16" if device == "cuda" else "float32")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--output", type=Path, help="page to write; its plot goes to the same folder")
     parser.add_argument(
         "--end-to-end", nargs="+", metavar="OVERRIDE", help="arguments of train.py: one run per backend"
     )
     parser.add_argument(
-        "--rollouts", type=int, default=12, help="rollouts of each run of --end-to-end, including the warm-up"
+        "--rollouts", type=at_least(1), default=12, help="rollouts of each run of --end-to-end, including the warm-up"
     )
     return parser.parse_args(argv)
 
@@ -197,7 +187,7 @@ def main(argv: list[str]) -> int:
         backends = [name for name in options.arms if name != "hf"]
         return compare(backends, options.end_to_end, options.rollouts)
     torch.set_num_threads(1)
-    arms, missing = make_arms(options.arms, options.device, options.dtype, shape_of(options.shapes[0]).dim)
+    arms, missing = make_arms(options.arms, options.device, options.dtype, options.shapes[0].dim)
     for name, reason in missing.items():
         print(visible(f"{name} does not run here: {reason}"), file=sys.stderr)
     if not arms:

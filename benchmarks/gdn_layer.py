@@ -13,10 +13,11 @@ A layer that every rank computes in full costs each rank as much as ``tp1``.
 from __future__ import annotations
 
 import argparse
-import pickle
+import json
+import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,18 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from slime_like.config.schema.gdn import GDNConfig
-from slime_like.config.schema.guard_policy import GuardSpec
-from slime_like.config.schema.resolved import Layout, RankSpec
-from slime_like.printable import visible
-from slime_like.train.megatron.model_io.convert import untrained_spec
-from slime_like.train.megatron.platform import host
-from slime_like.util.leave import leave
-from slime_like.util.ports import PortLease, RendezvousAddress
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+from benchmarks.options import at_least  # noqa: E402
+from slime_like.config.schema.gdn import GDNConfig  # noqa: E402
+from slime_like.config.schema.guard_policy import GuardSpec  # noqa: E402
+from slime_like.config.schema.resolved import Layout, RankSpec  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.train.megatron.model_io.convert import untrained_spec  # noqa: E402
+from slime_like.train.megatron.platform import host  # noqa: E402
+from slime_like.util.leave import leave  # noqa: E402
+from slime_like.util.ports import PortLease, RendezvousAddress  # noqa: E402
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -75,7 +80,7 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     layer, hidden, packed = build(rank_info, spec, args)
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
     activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(Cost(parameters, activations, collectives, seconds)))
+    Path(folder, str(rank)).write_text(json.dumps(asdict(Cost(parameters, activations, collectives, seconds))))
     torch.distributed.barrier()
     leave(0)
 
@@ -163,15 +168,17 @@ def main() -> None:
     """Measure every layout and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--key-heads", type=int, default=8)
-    parser.add_argument("--value-heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--tokens", type=at_least(1), default=2048)
+    parser.add_argument("--sequences", type=at_least(1), default=4)
+    parser.add_argument("--hidden", type=at_least(1), default=512)
+    parser.add_argument("--key-heads", type=at_least(1), default=8)
+    parser.add_argument("--value-heads", type=at_least(1), default=16)
+    parser.add_argument("--head-dim", type=at_least(1), default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     args = parser.parse_args()
+    if args.tokens < args.sequences:
+        parser.error(f"--tokens {args.tokens} are fewer than the --sequences {args.sequences}: raise --tokens")
     host.install("cpu")
     for name in ("train.megatron.rank.trainer", "train.megatron.families.qwen3_5"):
         import_module(f"slime_like.{name}")  # imported once; the ranks are forked
@@ -186,7 +193,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
             job = (port, name, args, folder)
             mp.start_processes(run_rank, job, layout.world_size, start_method="fork")
-            costs = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(layout.world_size)]  # noqa: S301
+            costs = [Cost(**json.loads(Path(folder, str(rank)).read_text())) for rank in range(layout.world_size)]
         worst = Cost(*(max(getattr(c, field) for c in costs) for field in FIELDS))
         first = first or worst
         cells = (

@@ -25,6 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from torch._C._distributed_c10d import FakeWork  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from benchmarks.options import at_least  # noqa: E402
 from slime_like.cluster.plan.guard import guard_spec  # noqa: E402
 from slime_like.config.load.loader import load_config  # noqa: E402
 from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy  # noqa: E402
@@ -228,8 +229,8 @@ def main(argv: Sequence[str]) -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cost", "simulate"))
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the simulated trainer")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {CALLS} calls of each op")
+    parser.add_argument("--steps", type=at_least(1), default=STEPS, help="of the simulated trainer")
+    parser.add_argument("--rounds", type=at_least(1), default=ROUNDS, help=f"of {CALLS} calls of each op")
     arguments = parser.parse_args(argv)
     with world():
         for line in cost(arguments.rounds) if arguments.what == "cost" else simulate(arguments.steps):

@@ -21,6 +21,7 @@ from torch import Tensor
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
+from benchmarks.options import at_least  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like_plugins.sglang_cpu.build import BuildError, build  # noqa: E402  (found by the line above)
 from slime_like_plugins.sglang_cpu.kernels import CKernels  # noqa: E402
@@ -38,9 +39,9 @@ SHAPES = {  # outputs, inputs
 def main(argv: list[str] | None = None) -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cold-mb", type=int, default=40)
+    parser.add_argument("--rows", type=at_least(1), nargs="+", default=[32, 64])
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--cold-mb", type=at_least(0), default=40)
     options = parser.parse_args(argv)
     try:
         c = CKernels(build().path)

@@ -14,14 +14,12 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,9 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.config.schema.faults import HealthConfig  # noqa: E402  (found by the line above)
+from benchmarks.options import at_least  # noqa: E402  (found by the line above)
+from benchmarks.run import BELOW, machine, write_below  # noqa: E402
+from slime_like.config.schema.faults import HealthConfig  # noqa: E402
 from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
 from slime_like.config.schema.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig  # noqa: E402
 from slime_like.config.schema.run import LoopConfig  # noqa: E402
@@ -148,11 +148,10 @@ async def rollout(arm: RolloutArm, rollout_id: int, *, counts: bool) -> None:
     collected = await arm.manager.collect(rollout_id)
     seconds = time.perf_counter() - start
     metrics = reduce_metrics([*collected.metrics, *group_metrics(collected.groups, rollout_id)])
-    samples = [sample for group in collected.groups for sample in group.samples]
-    lengths = [sample.num_response_tokens for sample in samples]
+    lengths = [sample.num_response_tokens for group in collected.groups for sample in group.samples]
     if counts:
         arm.rows.append(
-            metrics | {"seconds": seconds, "samples": len(samples), "tokens": sum(lengths), "longest": max(lengths)}
+            metrics | {"seconds": seconds, "samples": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
         )
 
 
@@ -192,7 +191,7 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lengths = sorted(response_length(i, j) for i in range(5_000) for j in range(4))
     share = [lengths[int(q * len(lengths))] for q in (0.5, 0.9, 0.99)]
-    sizes = f"{options.batch} groups of {options.samples} samples per rollout; over-sampling starts {options.started}."
+    sizes = f"{options.batch} groups of {options.samples} samples per rollout; over-sampling starts {options.over_sampling}."
     text = (
         f"{sizes} Lengths: median {share[0]}, 90 % {share[1]}, 99 % {share[2]}, at most {MAX_LENGTH}, mean "
         f"{statistics.mean(lengths):.1f}. {options.rounds} rounds after {options.warm} that are not counted."
@@ -225,13 +224,18 @@ async def prefix(servers: Mapping[str, EngineServer], rounds: int) -> str:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16, help="groups of a rollout")
-    parser.add_argument("--samples", type=int, default=4, help="samples of a group")
-    parser.add_argument("--begun", dest="started", type=int, default=24, help="groups that over-sampling starts")
-    parser.add_argument("--out", type=Path, help="page whose part below the line of dashes is replaced")
+    parser.add_argument("--rounds", type=at_least(1), default=8)
+    parser.add_argument("--warm", type=at_least(0), default=3)
+    parser.add_argument("--batch", type=at_least(1), default=16, help="groups of a rollout")
+    parser.add_argument("--samples", type=at_least(2), default=4, help="samples of a group")
+    parser.add_argument("--over-sampling", type=at_least(1), default=24, help="groups that over-sampling starts")
+    parser.add_argument(
+        "--out", type=Path, help=f"page to write; of an existing one, the part below the line {BELOW} is replaced"
+    )
     options = parser.parse_args()
+    if options.over_sampling < options.batch:
+        parser.error(f"--over-sampling {options.over_sampling} is below --batch {options.batch}: raise it")
+    machine_line = machine(os.getloadavg()[0])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         options.model, options.prompts = Path(folder) / "model", Path(folder) / "prompts.jsonl"
@@ -247,12 +251,12 @@ def main() -> None:
                 server.wait_ready()
             arms = [
                 make_arm("all waited for", servers, options),
-                make_arm("over-sampling", servers, options, over_sampling_batch_size=options.started),
+                make_arm("over-sampling", servers, options, over_sampling_batch_size=options.over_sampling),
                 make_arm(
                     "over-sampling, partial",
                     servers,
                     options,
-                    over_sampling_batch_size=options.started,
+                    over_sampling_batch_size=options.over_sampling,
                     partial_rollout=True,
                 ),
             ]
@@ -261,15 +265,10 @@ def main() -> None:
         finally:
             for server in (*servers, lpm_server):
                 server.stop()
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "transformers"))
-    words = (
-        f"`python {' '.join(sys.argv)}`, Python {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}."
-    )
-    text = f"{words} {table(arms, options)}\n16 groups of 8 samples, 256 tokens of prompt, 16 sampled, one engine:\n\n{shared}\n"
+    text = f"`python {' '.join(sys.argv)}`. {machine_line} {table(arms, options)}\n16 groups of 8 samples, 256 tokens of prompt, 16 sampled, one engine:\n\n{shared}\n"
     print(visible(text))
     if options.out is not None:
-        head, line, _ = options.out.read_text().partition("<!-- measured -->\n")
-        options.out.write_text(f"{head}{line}\n{text}")
+        write_below(options.out, "# Over-sampling and partial rollouts", text)
 
 
 def spec(options: argparse.Namespace, number: int, **sglang: Any) -> EngineSpec:

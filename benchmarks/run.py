@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,9 +24,11 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 from benchmarks import arms, spin, startup  # noqa: E402
 from benchmarks.arms import ArmRecord  # noqa: E402
 from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, TOKENS, write_inputs  # noqa: E402
+from benchmarks.options import at_least, comma_separated, name_of  # noqa: E402
 from slime_like.cluster.plan.machine import cpu_count, memory_bytes  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
+CPU_INFO = Path("/proc/cpuinfo")
 PAGES = REPOSITORY / "docs" / "measurements"
 STEPS = {"tiny": 25, "20m": 12}
 SPIN_STEPS = 15
@@ -33,6 +36,7 @@ GOALS = {"tiny": 1.2, "20m": 1.8}
 QUIET_LOAD = 0.5
 DTYPES = ("float32", "bfloat16")
 MARK = "<!-- below: written by hand, kept by benchmarks/run.py -->"
+BELOW = "<!-- measured -->"  # in pages whose measured part is at the end
 
 
 def main(argv: list[str]) -> int:
@@ -45,12 +49,11 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(
             visible(f"load average {load:.1f}: other processes run, and threads that spin (TRL's) suffer most of it\n")
         )
-    machine_line, command, sizes = machine(load), f"python benchmarks/run.py {' '.join(argv)}", args.sizes.split(",")
+    machine_line, command, sizes = machine(load), f"python benchmarks/run.py {' '.join(argv)}", args.sizes
     if args.what == "startup":
         page, text = "startup.md", startup.report(startup.measure(args.rounds, work), machine_line, command)
     elif args.what == "spin":
-        turns = [int(count) for count in args.turns.split(",")]
-        tables = spin.measure(sizes, turns, args.rounds, args.steps or SPIN_STEPS, work)
+        tables = spin.measure(sizes, args.turns, args.rounds, args.steps or SPIN_STEPS, work)
         page, text = None, "\n".join([machine_line, "", f"Command: `{command}`.", "", tables])
     else:
         python = arms.trl_python(Path(args.trl_env).resolve())
@@ -67,12 +70,18 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("trl", "startup", "spin"))
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm")
+    parser.add_argument("--rounds", type=at_least(1), default=2, help="runs of each arm")
     parser.add_argument("--write", action="store_true", help="write the page in docs/measurements (spin has none)")
     parser.add_argument("--work", help="folder for models and runs; default: temporary")
-    parser.add_argument("--sizes", default="tiny,20m", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--steps", type=int, help=f"steps per run; default {STEPS}, for spin {SPIN_STEPS}")
-    parser.add_argument("--turns", default="0,2000,5000", help="numbers of turns for spin")
+    names = ", ".join(SHAPES)
+    sizes = comma_separated(name_of(SHAPES, names))
+    parser.add_argument("--sizes", type=sizes, default="tiny,20m", help=f"of {names}")
+    least_steps = arms.WARM_UP + 2  # one time remains: times lie between steps
+    parser.add_argument(
+        "--steps", type=at_least(least_steps), help=f"steps per run; default {STEPS}, for spin {SPIN_STEPS}"
+    )
+    turns = comma_separated(at_least(0))
+    parser.add_argument("--turns", type=turns, default="0,2000,5000", help="numbers of turns for spin")
     parser.add_argument("--trl-env", default="runs/bench/trl-env", help="TRL's environment; created if missing")
     parser.add_argument("--override", action="append", default=[], help="an override of train.py for our arms")
     return parser
@@ -161,15 +170,19 @@ def commit() -> str:
     return f"Commit {head}{', with changes that are not committed' if changed else ''}."
 
 
+def cpu_model() -> str:
+    """Return the name of the CPU."""
+    match = re.search(r"^model name\s*: (.+)$", CPU_INFO.read_text(), re.MULTILINE) if CPU_INFO.exists() else None
+    return match[1] if match else platform.machine()
+
+
 def machine(load: float) -> str:
     """Return a line with machine and commit."""
-    match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    flags = Path("/proc/cpuinfo").read_text()
-    features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in CPU_INFO.read_text()]
     names = ("torch", "sglang", "megatron-core", "ray", "transformers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return (
-        f"Machine: {cpu_count()} cores of {match[1] if match else 'unknown'} ({', '.join(features) or 'no avx512'}), "
+        f"Machine: {cpu_count()} cores of {cpu_model()} ({', '.join(features) or 'no avx512'}), "
         f"{memory_bytes() / 2**30:.0f} GiB; load average {load:.1f} before the run. {versions}. {commit()}"
     )
 
@@ -178,6 +191,13 @@ def write(path: Path, text: str) -> None:
     """Replace the measured part of a page and keep the text below ``MARK``, which is written by hand."""
     below = path.read_text().partition(MARK)[2].lstrip("\n") if path.exists() else ""
     path.write_text(f"{text.rstrip()}\n\n{MARK}\n\n{below}" if below else f"{text.rstrip()}\n")
+
+
+def write_below(path: Path, title: str, text: str) -> None:
+    """Write a page with this title, or replace the part below ``BELOW`` of an existing page, above which text is kept."""
+    head = path.read_text().partition(BELOW)[0].rstrip() if path.exists() else title
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{head}\n\n{BELOW}\n\n{text}")
 
 
 if __name__ == "__main__":

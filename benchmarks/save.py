@@ -21,6 +21,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
+from benchmarks.options import at_least  # noqa: E402
 from slime_like.config.schema.algo import SftConfig  # noqa: E402  (found by the line above)
 from slime_like.config.schema.model import ModelConfig, OptimConfig  # noqa: E402
 from slime_like.config.schema.resolved import Layout, RankSpec  # noqa: E402
@@ -30,6 +31,7 @@ from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
 from slime_like.util.ports import open_rendezvous  # noqa: E402
 
 HOST = "127.0.0.1"
+SEQUENCES = 8  # of a rollout
 SHAPE = ModelSpec(
     hidden_size=384,
     intermediate_size=1792,
@@ -46,10 +48,10 @@ KINDS = {"no checkpoint": None, "synchronous": False, "asynchronous": True}  # -
 def main() -> int:
     """Print a table of medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rollouts", type=int, default=3, help="rollouts of each kind in a round")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of a rollout")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--rollouts", type=at_least(1), default=3, help="rollouts of each kind in a round")
+    parser.add_argument("--tokens", type=at_least(16, multiple=SEQUENCES), default=512, help="tokens of a rollout")
+    parser.add_argument("--threads", type=at_least(1), default=1)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory() as name:
@@ -96,8 +98,8 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
     from slime_like.batch import PackedBatch
 
     rng = np.random.default_rng(seed)
-    bounds = np.arange(0, tokens + 1, tokens // 8).astype(np.int32)
-    weight = np.full(tokens, 1 / (tokens - 8), np.float32)
+    bounds = np.arange(0, tokens + 1, tokens // SEQUENCES).astype(np.int32)
+    weight = np.full(tokens, 1 / (tokens - SEQUENCES), np.float32)
     weight[bounds[:-1]] = 0  # the first token of a sequence is not predicted
     rows = PackedBatch(
         token_ids=rng.integers(2, SHAPE.vocab_size, tokens).astype(np.int32),
@@ -106,10 +108,10 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
         versions=np.zeros(tokens, np.int32),
         rollout_logprobs=np.zeros(tokens, np.float32),
         advantages=None,
-        rewards=np.zeros(8, np.float32),
-        sample_ids=np.arange(8, dtype=np.int64),
+        rewards=np.zeros(SEQUENCES, np.float32),
+        sample_ids=np.arange(SEQUENCES, dtype=np.int64),
     )
-    actor.train_rollout([[rows]], [tokens - 8])
+    actor.train_rollout([[rows]], [tokens - SEQUENCES])
 
 
 def _checkpoints(run_dir: Path, actor: Any, async_save: bool | None) -> Any:

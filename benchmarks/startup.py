@@ -80,9 +80,9 @@ def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
     """Describe the origin of the recipe's initial model: creating it takes a minute."""
     creating_rounds = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
     if creating_rounds:
-        return f"The warm start was made in round {', '.join(creating_rounds)}, which took that much longer."
-    origin = "made in the pair that is left out" if first.warm_started else "there before the first pair"
-    return f"The warm start was cached: {origin}, and found by every round."
+        return f"The warm start was created in round {', '.join(creating_rounds)}, which took that much longer."
+    origin = "created in the pair that is left out" if first.warm_started else "present before the first pair"
+    return f"The warm start was cached: {origin}, and every round used it."
 
 
 def report(measured: Sequence[Round], machine: str, command: str) -> str:

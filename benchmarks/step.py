@@ -32,6 +32,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, write_inputs  # noqa: E402
+from benchmarks.options import at_least  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
 from slime_like.batch import PackedBatch  # noqa: E402
 from slime_like.cluster.start.placement import CPU_ENV  # noqa: E402
@@ -61,18 +62,20 @@ class Case:
     @classmethod
     def of(cls, text: str) -> Case:
         """Parse a case, for example ``tiny,bfloat16,2``."""
-        size, dtype, threads = text.split(",")
-        if size not in SHAPES or dtype not in TOLERANCE:
-            raise argparse.ArgumentTypeError(f"{text!r}: size of {', '.join(SHAPES)}, dtype of {', '.join(TOLERANCE)}")
-        return cls(size, dtype, int(threads))
+        size, dtype, threads = (*text.split(","), "", "")[:3]
+        if size not in SHAPES or dtype not in TOLERANCE or text.count(",") != 2:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not SIZE,DTYPE,THREADS: a size of {', '.join(SHAPES)}, a dtype of {', '.join(TOLERANCE)}"
+            )
+        return cls(size, dtype, at_least(1)(threads))
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables. Raises ``SystemExit`` if the arms disagree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", type=Case.of, default=[Case.of(case) for case in CASES])
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each arm, and repeats of a part")
-    parser.add_argument("--sequences", type=int, default=PROMPTS * SAMPLES)
+    parser.add_argument("--cases", nargs="+", type=Case.of, default=[Case.of(case) for case in CASES])
+    parser.add_argument("--rounds", type=at_least(1), default=9, help="timed steps of each arm, and repeats of a part")
+    parser.add_argument("--sequences", type=at_least(1), default=PROMPTS * SAMPLES)
     parser.add_argument("--tables", nargs="+", choices=("steps", "parts"), default=["steps", "parts"])
     parser.add_argument("--output", type=Path, help="a page to write")
     args = parser.parse_args(argv)
@@ -87,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
-    """Return the median seconds per step. Raises ``SystemExit`` if the arms' gradients differ."""
+    """Yield a table of median seconds per step. Raises ``SystemExit`` if the arms' gradients differ."""
     yield "| model, dtype, threads | torch, wall (CPU) | c, wall (CPU) | ratio, wall (CPU) |"
     yield "|---|---|---|---|"
     for case in cases:

@@ -41,7 +41,7 @@ def test_a_page_of_small_shapes(script: Any, tmp_path: Path, capsys: pytest.Capt
     parts = "| case | arm | out | final | dq | dk | dv | dg | dbeta | dinitial |"  # each error has a column
     assert parts in text
     assert all(line.count("|") == parts.count("|") for line in text.splitlines() if "| one sequence |" in line)
-    assert f"Commit {script.commit()}, torch " in text and f"{script.machine('cpu')}; medians" in text
+    assert f"{script.commit()} Torch " in text and f"{script.machine('cpu')}; medians" in text
     assert "gdn.svg" in text
     lines = ET.fromstring((tmp_path / "gdn.svg").read_text()).findall("{http://www.w3.org/2000/svg}polyline")
     assert [len(line.attrib["points"].split()) for line in lines] == [2, 2]

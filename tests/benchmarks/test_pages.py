@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+arms: Any = importlib.import_module("benchmarks.arms")
 run: Any = importlib.import_module("benchmarks.run")
 spin: Any = importlib.import_module("benchmarks.spin")
 startup: Any = importlib.import_module("benchmarks.startup")
@@ -27,9 +29,9 @@ def started(bare: float, first: float, *, warm: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("rounds", "warm_start"),
     [
-        ([started(9, 99), started(10, 15), started(10, 17)], "there before the first pair, and found by every round"),
-        ([started(9, 99, warm=True), started(10, 15), started(10, 17)], "made in the pair that is left out"),
-        ([started(9, 99), started(10, 15), started(10, 17, warm=True)], "was made in round 2"),
+        ([started(9, 99), started(10, 15), started(10, 17)], "present before the first pair, and every round used it"),
+        ([started(9, 99, warm=True), started(10, 15), started(10, 17)], "created in the pair that is left out"),
+        ([started(9, 99), started(10, 15), started(10, 17, warm=True)], "was created in round 2"),
     ],
 )
 def test_a_page_of_starts_names_the_origin_of_the_warm_start(rounds: list[Any], warm_start: str) -> None:
@@ -65,6 +67,38 @@ def test_the_hand_written_part_of_a_page_is_kept(tmp_path: Path) -> None:
     for text in ("third\n\n", "fourth"):
         run.write(page, text)
         assert page.read_text() == f"{text.strip()}\n\n{run.MARK}\n\n## Findings\n\nOne.\n"
+
+
+def test_the_measured_end_of_a_page_is_replaced_and_a_missing_page_is_created(tmp_path: Path) -> None:
+    page = tmp_path / "new" / "page.md"
+    for text in ("first\n", "second\n"):
+        run.write_below(page, "# Title", text)
+        assert page.read_text() == f"# Title\n\n{run.BELOW}\n\n{text}"
+    page.write_text(f"# Title\n\nFindings.\n\n{run.BELOW}\n\nold\n")
+    run.write_below(page, "# Title", "third\n")
+    assert page.read_text() == f"# Title\n\nFindings.\n\n{run.BELOW}\n\nthird\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trl", "--steps", "3"], "argument --steps: '3' is not a number, 4 or more"),
+        (["spin", "--rounds", "0"], "argument --rounds: '0' is not a number, 1 or more"),
+        (["spin", "--turns", "2000,-1"], "argument --turns: '-1' is not a number, 0 or more"),
+        (["spin", "--sizes", "tiny,huge"], "argument --sizes: 'huge' is none of tiny, 20m"),
+    ],
+)
+def test_bad_options_are_refused_before_a_run(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run.main(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_an_arm_that_does_not_end_is_stopped() -> None:
+    with pytest.raises(SystemExit, match=r"cat /dev/zero \.\.\. did not end within 0.1 s; see "):
+        arms.run_tree(["cat", "/dev/zero"], {"PATH": os.environ["PATH"]}, Path("/dev/null"), limit_s=0.1)
 
 
 def test_decode_steps_are_read_from_the_engines_log() -> None:

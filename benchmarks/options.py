@@ -1,0 +1,34 @@
+"""Types of the benchmarks' options, which refuse a bad value before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Container
+
+
+def at_least(minimum: int, *, multiple: int = 1) -> Callable[[str], int]:
+    """Return the type of an option: a number of ``minimum`` or more, a multiple of ``multiple``."""
+    kind = f"a multiple of {multiple}" if multiple > 1 else "a number"
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < minimum or int(text) % multiple:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}, {minimum} or more")
+        return int(text)
+
+    return parse
+
+
+def comma_separated[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return the type of an option: values that ``parse`` accepts, separated by commas."""
+    return lambda text: [parse(value) for value in text.split(",")]
+
+
+def name_of(names: Container[str], description: str) -> Callable[[str], str]:
+    """Return the type of an option: one of ``names``, which ``description`` lists."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {description}")
+        return text
+
+    return parse
