@@ -35,6 +35,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "deepseek_v2 greedy": {},
     "deepseek_v3": {},
     "deepseek_v3 tp2": {"tp": 2},
+    "deepseek_v3 dp2": {"tp": 2, "attn_dp_size": 2},
     "kimi_k2": {},
 }
 

@@ -168,6 +168,12 @@ class BatchedAttention(AttentionBackend):
     def support_triton(self) -> Any:
         return False
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Return the length of requests that pad a rank's batch to the size of another rank's."""
+        return 1
+
+    get_cuda_graph_seq_len_fill_value = get_cpu_graph_seq_len_fill_value
+
     @staticmethod
     def require_plain(layer: Any) -> None:
         """Raise ``NotImplementedError`` unless ``layer`` is plain causal self-attention."""

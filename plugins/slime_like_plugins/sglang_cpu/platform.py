@@ -48,10 +48,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
                 "hybrid model is not supported on a CPU: remove it, or set placement.device=cuda"
             )
         if server_args.attn_dp_size is not None and server_args.attn_dp_size > 1:
-            raise SystemExit(
-                f"slime_like plugin {NAME!r}: rollout.sglang.attn_dp_size={server_args.attn_dp_size} is not supported on a CPU: "
-                "remove it, or set placement.device=cuda"
-            )
+            server_args.enable_dp_lm_head = True  # logits of a rank's own requests only
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION
         if server_args.max_total_tokens is None:
@@ -93,7 +90,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         import torch
 
         from slime_like_plugins import rollout_sampling
-        from slime_like_plugins.sglang_cpu import fused
+        from slime_like_plugins.sglang_cpu import data_parallel, fused
         from slime_like_plugins.sglang_cpu.hybrid import install as hybrid
         from slime_like_plugins.sglang_cpu.selection import selected
 
@@ -103,6 +100,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             from slime_like_plugins.sglang_cpu import exact
 
             exact.check(model)
+        data_parallel.install()
         linear_attention = hybrid.bind(model)
         selection = selected()
         description = fused.bind(model, selection.leaf)

@@ -1,0 +1,46 @@
+"""Data-parallel attention on a CPU (``attn_dp_size``): ranks hold different sequences.
+
+SGLang supports it on its own CPU engine. On an out-of-tree platform it selects Triton kernels, pinned memory and collectives
+that are registered for another device. Remove when SGLang's platforms select them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.sglang_hooks import replace_attribute, stop_on
+
+COLLECTIVES = ("inplace_all_reduce", "reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
+WAKE_MS = 10
+"""Longest sleep of an idle engine: a request wakes the rank that it is for, and each forward needs all ranks."""
+
+
+def install() -> None:
+    """Replace the functions in this process, if the engine's attention is data-parallel."""
+    if get_parallel().attn_dp_size > 1:
+        replace()
+
+
+def replace() -> None:
+    """Replace the functions. Stop the engine if one does not exist."""
+    exchange: Any = importlib.import_module("sglang.srt.layers.dp_attention")
+    batches: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
+    collectives: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
+    sleeper: Any = importlib.import_module("sglang.srt.managers.scheduler_components.idle_sleeper")
+    missing = [name for name in COLLECTIVES if not hasattr(getattr(collectives, name, None), "__wrapped__")]
+    stop_on(NAME, [f"{collectives.__name__}.{name} is not a custom op" for name in missing])
+    replace_attribute(NAME, exchange, "memcpy_func", exchange.memcpy_cpu)
+    replace_attribute(NAME, batches, "_is_cpu", True)
+    replace_attribute(NAME, sleeper.IdleSleeper, "maybe_sleep", sleep)
+    for name in COLLECTIVES:
+        replace_attribute(NAME, collectives, name, getattr(collectives, name).__wrapped__)
+
+
+def sleep(self: Any) -> None:
+    """Wait for a request on the first rank. The others wait for its next broadcast, so all wake at the same time."""
+    if get_parallel().tp_rank == 0:
+        self.poller.poll(WAKE_MS)
