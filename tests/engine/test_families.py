@@ -93,6 +93,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+# Other layouts than one rank. With attn_dp_size, ranks hold different sequences and share the experts.
+LAYOUTS: dict[str, dict[str, Any]] = {"glm4_moe": {"tp": 2}, "minimax_m2": {"tp": 2, "attn_dp_size": 2}}
 
 
 class Float8Models(Models):
@@ -146,7 +148,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, t
             folder = tmp_path_factory.mktemp(family)
             models = build(folder, family)
             routing = ROUTING if family == REPLAYED else None
-            run = stack.enter_context(contextlib.closing(launch(models, folder, 1, routing=routing)))
+            options = {"tp": 1, **LAYOUTS.get(family, {})}
+            run = stack.enter_context(contextlib.closing(launch(models, folder, routing=routing, **options)))
             assert next(run) is None
             launching[family] = models, run
         yield {family: (models, next(run)) for family, (models, run) in launching.items()}

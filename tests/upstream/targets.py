@@ -26,6 +26,7 @@ HOOK_SETS = (
     "dequantise",
     "hybrid",
     "latent",
+    "data_parallel",
     "dcp",
     "kv_capacity",
 )
@@ -46,12 +47,12 @@ def problem(install: Callable[[], object]) -> str | None:
 def sglang() -> dict[str, str | None]:
     """Install each set of hooks of the engine plugins."""
     from slime_like_plugins.rollout_sampling import hooks as sampling
-    from slime_like_plugins.sglang_cpu import exact, process
+    from slime_like_plugins.sglang_cpu import data_parallel, exact, process
     from slime_like_plugins.weight_commit import dequantise
     from slime_like_plugins.weight_commit import hooks as commit
 
     installers = (platform, process.install, exact.install, sampling.install, commit.install, dequantise.install)
-    installers += (hybrid, latent, dcp, kv_capacity)
+    installers += (hybrid, latent, data_parallel.replace, dcp, kv_capacity)
     return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 

@@ -47,8 +47,6 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
                 f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} of a "
                 "hybrid model is not supported on a CPU: remove it, or set placement.device=cuda"
             )
-        if server_args.attn_dp_size is not None and server_args.attn_dp_size > 1:
-            server_args.enable_dp_lm_head = True  # logits of a rank's own requests only
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION
         if server_args.max_total_tokens is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime_like.checkpoint.files import LATEST, megatron_folder
-from slime_like.config.rules.dcp import check_dcp_model
+from slime_like.config.rules.dcp import check_dcp_model, num_attention_ranks
 from slime_like.config.rules.eval_overrides import override_lengths
 from slime_like.config.rules.experts import check_experts
 from slime_like.config.rules.gdn import check_has_gdn
@@ -84,28 +84,29 @@ def refuse_family(key: str, folder: str, model_type: str) -> None:
 
 
 def _layout(cfg: TrainConfig, model: HfConfig) -> None:
-    p = cfg.parallel
+    p, ranks = cfg.parallel, num_attention_ranks(cfg)
+    engine = "rollout.tp" if ranks == cfg.rollout.tp else "rollout.tp / rollout.sglang.attn_dp_size", ranks
     _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
     _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
     if model.gdn is not None:
-        for key, size in (("parallel.tp", p.tp), ("rollout.tp", cfg.rollout.tp)):
+        for key, size in (("parallel.tp", p.tp), engine):
             _divides(key, size, model.gdn.key_heads, "linear attention key heads", model)
             _divides(key, size, model.gdn.value_heads, "linear attention value heads", model)
         gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=p.tp, cp=p.cp)
     segments(p, model.num_layers)
     check_experts(cfg, model)
     check_replayed_model(cfg, model)
-    _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
-    if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
+    _divides(*engine, model.num_heads, "attention heads", model)
+    if model.num_kv_heads % ranks and ranks % model.num_kv_heads:
         raise ConfigError(
-            f"rollout.tp={cfg.rollout.tp} is neither a divisor nor a multiple of the "
-            f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set rollout.tp={model.num_kv_heads}"
+            f"{engine[0]}={ranks} is neither a divisor nor a multiple of the "
+            f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set it to {model.num_kv_heads}"
         )
     check_dcp_model(cfg, model)
 
 
 def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` on a model that SGLang 0.5.23 would read as another one."""
+    """Raise ``CheckpointError`` or ``ConfigError`` on a model that SGLang 0.5.23 would compute as another one."""
     if cfg.run.mode == "train_only" or isinstance(cfg.algo, SftConfig):
         return
     family = names.FAMILIES.get(model.model_type)
@@ -114,6 +115,13 @@ def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
             f"model.hf_checkpoint={model.folder!r}: config.json has tie_word_embeddings=true, which SGLang's "
             f"{model.model_type} does not read: its output layer would stay uninitialised; save the model with a separate "
             f"output layer (tie_word_embeddings=false)"
+        )
+    groups = cfg.rollout.sglang.get("attn_dp_size", 1)
+    if groups > 1 and family is not None and not family.engine_dp_attention:
+        raise ConfigError(
+            f"rollout.sglang.attn_dp_size={groups}: SGLang's {model.model_type}, which the model in {model.folder} is, does not "
+            "implement data-parallel attention and would add outputs of different requests: remove it, and set "
+            "rollout.num_engines for more engines"
         )
     kind = rope_type(model)
     if model.latent and kind not in ("default", "yarn"):

@@ -18,6 +18,7 @@ class FamilyEntry:
     )
     bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise
     config_class: str = ""  # model_type whose transformers config reads the folder, if the family's own has none
+    engine_dp_attention: bool = True  # SGLang's model supports attn_dp_size, data-parallel attention
     engine_rotary_dim: bool = False  # SGLang's model reads rotary_dim, the number of rotated channels of a head
     yarn: bool = False  # rope_type=yarn is supported
     engine_fields: Mapping[str, object] = field(default_factory=dict[str, object])

@@ -82,7 +82,7 @@ FAMILIES = {
     "deepseek_v3": FamilyEntry(
         "slime_like.train.megatron.families.deepseek:DeepseekV3", yarn=True, engine_fields=_BIASED_EXPERTS
     ),
-    "glm4": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4"),
+    "glm4": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4", engine_dp_attention=False),
     "glm4_moe": FamilyEntry("slime_like.train.megatron.families.glm4:Glm4Moe", engine_ties=False),
     "kimi_k2": FamilyEntry(
         "slime_like.train.megatron.families.deepseek:DeepseekV3",
@@ -90,8 +90,14 @@ FAMILIES = {
         config_class="deepseek_v3",
         engine_fields=_BIASED_EXPERTS,
     ),
-    "llama": FamilyEntry("slime_like.train.megatron.families.llama:Llama", fused_engine_model="LlamaForCausalLM"),
-    "mimo": FamilyEntry("slime_like.train.megatron.families.mimo:Mimo", config_class="qwen2"),
+    "llama": FamilyEntry(
+        "slime_like.train.megatron.families.llama:Llama",
+        engine_dp_attention=False,
+        fused_engine_model="LlamaForCausalLM",
+    ),
+    "mimo": FamilyEntry(
+        "slime_like.train.megatron.families.mimo:Mimo", engine_dp_attention=False, config_class="qwen2"
+    ),
     "minimax_m2": FamilyEntry(
         "slime_like.train.megatron.families.minimax:MinimaxM2",
         engine_ties=False,
@@ -103,7 +109,11 @@ FAMILIES = {
             "use_routing_bias": True,
         },
     ),
-    "qwen2": FamilyEntry("slime_like.train.megatron.families.qwen2:Qwen2", fused_engine_model="Qwen2ForCausalLM"),
+    "qwen2": FamilyEntry(
+        "slime_like.train.megatron.families.qwen2:Qwen2",
+        engine_dp_attention=False,
+        fused_engine_model="Qwen2ForCausalLM",
+    ),
     "qwen3": FamilyEntry(
         "slime_like.train.megatron.families.qwen3:Qwen3", fused_engine_model="Qwen3ForCausalLM", bitwise=True
     ),
