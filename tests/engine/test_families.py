@@ -148,7 +148,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, t
             folder = tmp_path_factory.mktemp(family)
             models = build(folder, family)
             routing = ROUTING if family == REPLAYED else None
-            options = {"tp": 1, **LAYOUTS.get(family, {})}
+            options: dict[str, Any] = {"tp": 1, **LAYOUTS.get(family, {})}
             run = stack.enter_context(contextlib.closing(launch(models, folder, routing=routing, **options)))
             assert next(run) is None
             launching[family] = models, run
