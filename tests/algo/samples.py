@@ -22,19 +22,24 @@ class Shape:
     status: Status
 
 
-def shapes() -> st.SearchStrategy[Shape]:
-    """Strategy of one sample, usually completed."""
-    statuses = st.sampled_from([Status.COMPLETED] * 5 + [Status.TRUNCATED, Status.FAILED, Status.ABORTED])
-    lengths = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2), st.integers(0, 3))
-    return st.builds(Shape, lengths, st.sampled_from(REWARDS), statuses)
+# One sample, usually completed.
+SHAPES = st.builds(
+    Shape,
+    st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2), st.integers(0, 3)),
+    st.sampled_from(REWARDS),
+    st.sampled_from([Status.COMPLETED] * 5 + [Status.TRUNCATED, Status.FAILED, Status.ABORTED]),
+)
+STRUCTURES = st.lists(st.lists(SHAPES, min_size=1, max_size=4), min_size=2, max_size=4)
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> list[SampleGroup]:
-    """Draw two to four groups of up to five samples, each with at least one completed sample."""
-    structure = draw(st.lists(st.lists(shapes(), min_size=1, max_size=4), min_size=2, max_size=4))
+def batches() -> st.SearchStrategy[list[SampleGroup]]:
+    """Strategy of two to four groups of up to five samples, each with at least one completed sample."""
     first = Shape((1, 2, 0, 0), 1.0, Status.COMPLETED)
-    return groups_of([[first, *group] for group in structure], seed=draw(st.integers(0, 10_000)))
+    return st.builds(
+        lambda structure, seed: groups_of([[first, *group] for group in structure], seed=seed),
+        STRUCTURES,
+        st.integers(0, 10_000),
+    )
 
 
 def groups_of(structure: list[list[Shape]], seed: int = 0) -> list[SampleGroup]:
