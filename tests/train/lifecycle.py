@@ -195,12 +195,12 @@ def _error(function: Callable[[], Any]) -> str:
 
 # ---- export ----------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
-class Exported:
+class ExportedWeights:
     """An export, and the trainer's scores with the same weights."""
 
     folder: Path
     manifest: list[tuple[str, tuple[int, ...], str]]
-    sent: list[list[tuple[str, tuple[int, ...], str]]]  # (name, shape, dtype) per bucket
+    buckets: list[list[tuple[str, tuple[int, ...], str]]]  # (name, shape, dtype) per bucket
     bucket_bytes: list[int]
     is_sender: bool
     rows: PackedBatch
@@ -213,22 +213,24 @@ def round_trip(world: World, shared: Shared, kind: str, layout: Layout) -> Path:
     return shared.scratch / "hf"
 
 
-def export(world: World, shared: Shared, kind: str, layout: Layout, max_bytes: int, dtype: str = "float32") -> Exported:
+def export(
+    world: World, shared: Shared, kind: str, layout: Layout, max_bytes: int, dtype: str = "float32"
+) -> ExportedWeights:
     """Take one optimizer step, then export to a folder and in buckets."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), dtype=dtype)
     train(actor, layout, 1)
     actor.export_hf(shared.scratch / "hf")
     source = actor.hf_export
-    sent: list[list[tuple[str, tuple[int, ...], str]]] = []
+    buckets: list[list[tuple[str, tuple[int, ...], str]]] = []
     sizes: list[int] = []
     for bucket in source.buckets(max_bytes):
-        sent.append([(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in bucket.tensors])
+        buckets.append([(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in bucket.tensors])
         sizes.append(sum(t.numel() * t.element_size() for _, t in bucket.tensors))
     micro_batch = batch(1)[0]
-    return Exported(
+    return ExportedWeights(
         folder=shared.scratch / "hf",
         manifest=[(m.name, m.shape, m.dtype) for m in source.manifest()],
-        sent=sent,
+        buckets=buckets,
         bucket_bytes=sizes,
         is_sender=source.is_sender,
         rows=micro_batch,
@@ -297,12 +299,12 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     scored: list[PackedBatch] = []
     for i, row in enumerate(micro_batches):
         score = _from_reporter(actor.score(row))
-        trained = row.loss_weight > 0
+        trained_T = row.loss_weight > 0
         scored.append(
             dataclasses.replace(
                 row,
-                rollout_logprobs=np.where(trained, score + 0.25, 0).astype(np.float32),
-                versions=np.where(trained, 1 if i == 1 else 0, -1).astype(np.int32),
+                rollout_logprobs=np.where(trained_T, score + 0.25, 0).astype(np.float32),
+                versions=np.where(trained_T, 1 if i == 1 else 0, -1).astype(np.int32),
             )
         )
     shard = scored[actor.rank_info.dp_rank :: layout.dp]
@@ -397,7 +399,7 @@ def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bo
     micro_batch = batch(5)[0]
     first = actor.score(micro_batch)
     train(actor, layout, 1)
-    before, trained = digest(actor), actor.score(micro_batch)
+    policy_digest, trained_scores = digest(actor), actor.score(micro_batch)
     assert actor.reference is not None
     with actor.swap_weights(actor.reference):
         swapped_digest, referenced = digest(actor), actor.score(micro_batch)
@@ -407,8 +409,8 @@ def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bo
     return {
         "scores of the loss are the reference's": first is None
         or bool(np.allclose(column, np.where(micro_batch.loss_weight > 0, first, 0.0), rtol=0, atol=1e-5)),
-        "policy restored": digest(actor) == before,
-        "weights differ while swapped": swapped_digest != before,
+        "policy restored": digest(actor) == policy_digest,
+        "weights differ while swapped": swapped_digest != policy_digest,
         "reference scores kept": first is None or bool(np.array_equal(referenced, first)),  # pyright: ignore[reportArgumentType]
-        "policy moved": first is None or not np.array_equal(trained, first),  # pyright: ignore[reportArgumentType]
+        "policy moved": first is None or not np.array_equal(trained_scores, first),  # pyright: ignore[reportArgumentType]
     }

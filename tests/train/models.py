@@ -250,8 +250,8 @@ def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     matrices_of: dict[str, dict[str, list[Tensor]]] = {}
     names = [name for name in tensors if ".mlp.experts." in name]
     for name in sorted(names, key=lambda name: int(name.partition(".mlp.experts.")[2].partition(".")[0])):
-        block, _, rest = name.partition(".mlp.experts.")
-        matrices_of.setdefault(f"{block}.mlp.experts", {}).setdefault(rest.split(".")[1], []).append(tensors[name])
+        block, _, suffix = name.partition(".mlp.experts.")
+        matrices_of.setdefault(f"{block}.mlp.experts", {}).setdefault(suffix.split(".")[1], []).append(tensors[name])
     for prefix, parts in matrices_of.items():
         gate, up, down = (torch.stack(parts[f"{part}_proj"]) for part in ("gate", "up", "down"))
         out |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}.down_proj": down}
@@ -283,16 +283,16 @@ def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> PackedB
     rng = np.random.default_rng(seed)
     total = sum(lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    trained = np.zeros(total, dtype=bool)
+    trained_T = np.zeros(total, dtype=bool)
     for start, stop in itertools.pairwise(bounds):
-        trained[start + max(1, (stop - start) // 3) : stop] = True
-    weight = np.where(trained, rng.uniform(0.5, 1.5, total), 0).astype(np.float32)
+        trained_T[start + max(1, (stop - start) // 3) : stop] = True
+    weight = np.where(trained_T, rng.uniform(0.5, 1.5, total), 0).astype(np.float32)
     return PackedBatch(
         token_ids=rng.integers(0, VOCAB, total).astype(np.int32),
         cu_seqlens=bounds,
         loss_weight=weight,
-        versions=np.where(trained, version, -1).astype(np.int32),
-        rollout_logprobs=np.where(trained, rng.uniform(-7, -4, total), 0).astype(np.float32),
+        versions=np.where(trained_T, version, -1).astype(np.int32),
+        rollout_logprobs=np.where(trained_T, rng.uniform(-7, -4, total), 0).astype(np.float32),
         rewards=rng.normal(size=len(lengths)).astype(np.float32),
         advantages=rng.normal(size=len(lengths)).astype(np.float32),
         sample_ids=np.arange(len(lengths), dtype=np.int64),

@@ -343,9 +343,9 @@ def pretended_offload(fraction: float) -> Generator[None]:
                     num_offloaded += p.numel()
                     copies[p], originals[master] = master, p
                 halves[0 if offloaded else 1].append(master)
-            for chosen, params in zip((on_host, on_device), halves, strict=True):
+            for param_groups, params in zip((on_host, on_device), halves, strict=True):
                 if params:
-                    chosen.append({**group, "params": params})
+                    param_groups.append({**group, "params": params})
         return on_host, on_device, copies, originals, masters
 
     with (
@@ -363,15 +363,15 @@ def cpu_kernels(world: World, shared: Shared) -> dict[str, str]:
     from slime_like.train.megatron.model.model import _on_cpu_kernels
     from slime_like_plugins.megatron_cpu import layer
 
-    def chosen(setting: str) -> str:
+    def norm_class(setting: str) -> str:
         layer.kernels.cache_clear()
         try:
             return _on_cpu_kernels(LayerParts(), setting).norm.__name__
         except ConfigError as error:
             return str(error)
 
-    out = {f"compiler, {setting}": chosen(setting) for setting in ("auto", "c", "torch")}
+    out = {f"compiler, {setting}": norm_class(setting) for setting in ("auto", "c", "torch")}
     with mock.patch.dict(os.environ, {"PATH": "/nowhere", "CC": "", "XDG_CACHE_HOME": str(shared.scratch)}):
-        out |= {f"none, {setting}": chosen(setting) for setting in ("auto", "c", "torch")}
+        out |= {f"none, {setting}": norm_class(setting) for setting in ("auto", "c", "torch")}
     layer.kernels.cache_clear()
     return out

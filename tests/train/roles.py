@@ -30,7 +30,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedColumns:
     """Metrics per rollout on the reporter, and on all ranks the column of every row before and after training."""
 
     metrics: list[dict[str, float]]
@@ -89,7 +89,7 @@ def by_row(ranks: list[Columns]) -> list[list[F32]]:
 
 
 # ---- critic ----------------------------------------------------------------------------------------------------------
-def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> Trained:
+def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> TrainedColumns:
     """Train actor and critic on rollouts, in the order of ``MultiRoleTrainer``."""
     with _sum_gradient_twice() if fault else contextlib.nullcontext():
         actor = make_actor(
@@ -107,7 +107,7 @@ def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, faul
         dist.all_gather_object(advantages_of_ranks, actor.token_advantages([0, 12, 101, 110, 999]))
         advantages = {sample_id: column for of_rank in advantages_of_ranks for sample_id, column in of_rank.items()}
         assert sum(map(len, advantages_of_ranks)) == len(advantages), "exactly one rank reports each shard"
-        return Trained(metrics, first, by_row(gather_shards(last, critic.rank_info.dp_rank)), advantages)
+        return TrainedColumns(metrics, first, by_row(gather_shards(last, critic.rank_info.dp_rank)), advantages)
 
 
 def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False) -> tuple[list[list[F32]], Any]:
@@ -166,11 +166,11 @@ def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, An
     save_checkpoint(critic, folder, 1)
     save_checkpoint(actor, shared.scratch / "actor", 1)
     expected, _ = critic.score(rollout(layout, critic.rank_info.dp_rank)[0])
-    other = make_critic(world, shared.models["untied"], layout)
-    other.load(folder, 1)
-    values, _ = other.score(rollout(layout, other.rank_info.dp_rank)[0])
-    _, report = ppo_rollout(actor, other, layout)
-    out = {"expected": expected, "resumed": values, "version": other.version, "report": report}
+    resumed = make_critic(world, shared.models["untied"], layout)
+    resumed.load(folder, 1)
+    values, _ = resumed.score(rollout(layout, resumed.rank_info.dp_rank)[0])
+    _, report = ppo_rollout(actor, resumed, layout)
+    out = {"expected": expected, "resumed": values, "version": resumed.version, "report": report}
     load = str(folder / "iter_0000001")
     started = make_critic(world, shared.models["untied"], layout, load=load)
     out["loaded"], _ = started.score(rollout(layout, started.rank_info.dp_rank)[0])
@@ -190,7 +190,7 @@ def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, An
     return out
 
 
-def faulty_ppo(world: World, shared: Shared, layout: Layout) -> Trained:
+def faulty_ppo(world: World, shared: Shared, layout: Layout) -> TrainedColumns:
     """Run ``ppo`` with the fault."""
     return ppo(world, shared, layout, fault=True)
 
@@ -198,7 +198,7 @@ def faulty_ppo(world: World, shared: Shared, layout: Layout) -> Trained:
 # ---- teacher ---------------------------------------------------------------------------------------------------------
 def distill(
     world: World, shared: Shared, layout: Layout, *, own_ranks: bool, algo: AlgoConfig = DISTILL, rollouts: int = 2
-) -> Trained:
+) -> TrainedColumns:
     """Train a student that starts as a copy of its teacher and diverges from it by rewards."""
     folder = shared.models["untied"]
     swapped = None if own_ranks else str(folder)
@@ -217,15 +217,15 @@ def distill(
             columns = {"teacher_logprobs": shards[actor.rank_info.dp_rank]}
         assert actor.compute_advantages(columns) is None
         metrics.append(reduce_metrics(actor.update(counts, frozen=False)))
-    return Trained(metrics, by_row(shards) if shards else [], [])
+    return TrainedColumns(metrics, by_row(shards) if shards else [], [])
 
 
-def own_teacher(world: World, shared: Shared, layout: Layout) -> Trained:
+def own_teacher(world: World, shared: Shared, layout: Layout) -> TrainedColumns:
     """Distill from a teacher on separate ranks."""
     return distill(world, shared, layout, own_ranks=True)
 
 
-def swapped_teacher(world: World, shared: Shared, layout: Layout) -> Trained:
+def swapped_teacher(world: World, shared: Shared, layout: Layout) -> TrainedColumns:
     """Distill from a teacher whose weights are swapped into the actor."""
     return distill(world, shared, layout, own_ranks=False)
 

@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 Columns = Sequence[F32]
 
 
-def sampled(rows: Sequence[PackedBatch], columns: Columns, version: int) -> list[PackedBatch]:
+def with_engine_logprobs(rows: Sequence[PackedBatch], columns: Columns, version: int) -> list[PackedBatch]:
     """Return ``rows`` with log-probabilities and version of an engine, and sample ids that identify the micro-batch."""
     return [
         replace(
@@ -60,7 +60,7 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
         columns: Sequence[Columns], version: int, change: Callable[[PackedBatch], PackedBatch] = lambda row: row
     ) -> Any:
         """Train on a rollout after applying ``change`` to the last micro-batch of the last optimizer step."""
-        batches = [sampled(rows, column, version) for rows, column in zip(plan, columns, strict=True)]
+        batches = [with_engine_logprobs(rows, column, version) for rows, column in zip(plan, columns, strict=True)]
         batches[-1][-1] = change(batches[-1][-1])
         shards = [batch[actor.rank_info.dp_rank :: layout.dp] for batch in batches]
         return reduce_metrics(actor.train_rollout(shards, [count_tokens(batch) for batch in batches]))
@@ -108,10 +108,10 @@ def begun_by_another(row: PackedBatch) -> PackedBatch:
 def one_tensor_left_behind(actor: Any) -> Generator[None]:
     """Make the swap of the reference leave one of its tensors in the policy."""
     trainer = actor
-    changed = min(name for name in trainer.reference if "linear_fc2" in name)
+    stale_name = min(name for name in trainer.reference if "linear_fc2" in name)
 
     def fill(weights: dict[str, Any]) -> None:
-        stock({**weights, changed: trainer.reference[changed]} if changed in weights else weights)
+        stock({**weights, stale_name: trainer.reference[stale_name]} if stale_name in weights else weights)
 
     stock = trainer._set_weights
     with replace_attribute(trainer, "_set_weights", fill):

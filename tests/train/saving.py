@@ -51,19 +51,19 @@ def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
 
 # ---- during training -------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def held_writers() -> Generator[threading.Event]:
+def waiting_writers() -> Generator[threading.Event]:
     """Make the threads that write checkpoints wait until the event is set."""
     from slime_like.train.megatron.model_io.save import PendingSave
 
     release = threading.Event()
     write = PendingSave._write
 
-    def held(self: PendingSave, *args: Any) -> None:
+    def write_after_release(self: PendingSave, *args: Any) -> None:
         assert release.wait(60)
         write(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PendingSave, "_write", held)
+        patch.setattr(PendingSave, "_write", write_after_release)
         yield release
 
 
@@ -91,7 +91,7 @@ def save_during_training(world: World, shared: Shared, layout: Layout) -> dict[s
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     train(actor, layout, 1)
     saved, version = digest(actor), actor.version
-    with held_writers() as release, hashing_threads() as hashed_by:
+    with waiting_writers() as release, hashing_threads() as hashed_by:
         if world.rank < world.size - 1:
             release.set()
         actor.begin_save(shared.scratch, 1)

@@ -8,7 +8,7 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
-from tests.train.lifecycle import Exported
+from tests.train.lifecycle import ExportedWeights
 from tests.train.parity import by_expert
 from tests.train.weights import assert_hf_agrees
 
@@ -40,26 +40,28 @@ def test_hf_loads_the_export_and_agrees(name: str, results: Results) -> None:
 def test_buckets_hold_every_hf_tensor_once_and_in_order(name: str, results: Results) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    exported: list[Exported] = results[name]
+    exported: list[ExportedWeights] = results[name]
     kind = CASES[name][0]
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(exported[0].folder))
     expected = {n: tuple(p.shape) for n, p in by_expert(dict(model.named_parameters())).items()}
     assert ("lm_head.weight" in expected) == (kind != "tied")
     shapes_sent: dict[str, tuple[int, ...]] = {}
     for e in exported:
-        sent = [entry for bucket in e.sent for entry in bucket]
-        assert len(e.sent) > 3
+        tensors = [entry for bucket in e.buckets for entry in bucket]
+        assert len(e.buckets) > 3
         if not e.is_sender:
-            assert sent == []
+            assert tensors == []
             continue
-        assert sent == e.manifest
-        assert all(size <= MAX_BYTES or len(bucket) == 1 for size, bucket in zip(e.bucket_bytes, e.sent, strict=True))
-        assert not shapes_sent.keys() & {n for n, _, _ in sent}
-        shapes_sent |= {n: shape for n, shape, _ in sent}
+        assert tensors == e.manifest
+        assert all(
+            size <= MAX_BYTES or len(bucket) == 1 for size, bucket in zip(e.bucket_bytes, e.buckets, strict=True)
+        )
+        assert not shapes_sent.keys() & {n for n, _, _ in tensors}
+        shapes_sent |= {n: shape for n, shape, _ in tensors}
     assert shapes_sent == expected
 
 
 def test_export_records_its_dtype(results: Results) -> None:
-    exported: list[Exported] = results["export bfloat16"]
+    exported: list[ExportedWeights] = results["export bfloat16"]
     assert {dtype for _, _, dtype in exported[0].manifest} == {"bfloat16"}
     assert json.loads((exported[0].folder / "config.json").read_text())["dtype"] == "bfloat16"

@@ -37,5 +37,5 @@ def test_the_kind_that_rounds_is_found(name: str, results: Results) -> None:
     assert errors[""] > 3e-4, f"the fault has no effect: {errors}"
     assert errors[fault] < 0.03 * errors[""]
     assert errors["all"] < 0.03 * errors[""]
-    for other in set(KINDS) - {fault}:
-        assert errors[other] > 0.5 * errors[""]
+    for kind in set(KINDS) - {fault}:
+        assert errors[kind] > 0.5 * errors[""]

@@ -40,8 +40,8 @@ def test_ranks_have_every_token_once_and_equally_many_tokens(row: list[int], siz
 def test_tokens_by_rank_concatenates_the_ranks_tokens(row: list[int], size: tuple[int, int]) -> None:
     tp, cp = size
     layouts = ranks(row, tp, cp)
-    held = np.concatenate([layout.local_index for layout in layouts])
-    assert (tokens_by_rank(layouts[0].padded_cu_seqlens, cp) == held).all()
+    tokens = np.concatenate([layout.local_index for layout in layouts])
+    assert (tokens_by_rank(layouts[0].padded_cu_seqlens, cp) == tokens).all()
 
 
 @given(lengths, sizes)

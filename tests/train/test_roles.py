@@ -12,7 +12,7 @@ import torch
 from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import batch
-from tests.train.roles import STEPS, Trained, head_weight
+from tests.train.roles import STEPS, TrainedColumns, head_weight
 
 pytestmark = pytest.mark.ranks
 
@@ -55,15 +55,15 @@ EXPECTED = {
 }
 
 
-def reported(results: Results, name: str) -> Trained:
+def reported(results: Results, name: str) -> TrainedColumns:
     """Return the ranks' results with the metrics of all ranks, each of which exactly one rank reports."""
-    ranks: list[Trained] = results[name]
+    ranks: list[TrainedColumns] = results[name]
     metrics: list[dict[str, float]] = []
     for per_rank in zip(*(rank.metrics for rank in ranks), strict=True):
         names = [metric for metrics_of_rank in per_rank for metric in metrics_of_rank]
         assert len(names) == len(set(names)), "a metric was reported twice"
         metrics.append({metric: value for metrics_of_rank in per_rank for metric, value in metrics_of_rank.items()})
-    return Trained(metrics, ranks[0].before, ranks[0].after, ranks[0].advantages)
+    return TrainedColumns(metrics, ranks[0].before, ranks[0].after, ranks[0].advantages)
 
 
 def close(actual: list[list[Any]], expected: list[list[Any]], bound: float = 1e-5) -> bool:

@@ -93,10 +93,10 @@ def test_a_gap_is_the_least_change_of_scores_that_allows_the_choice(seed: int, r
     """The gap is 0 for the router's own choice, and above 0 for any other set of experts."""
     rng = np.random.default_rng(seed)
     scores = torch.from_numpy(rng.normal(size=(4, 6)))
-    other = torch.from_numpy(rng.random((4, 6)).argsort(-1)[:, :2].copy())
+    random_choice = torch.from_numpy(rng.random((4, 6)).argsort(-1)[:, :2].copy())
     for choice, groups in ((ExpertChoice(), (None, None)), (GroupLimitedChoice(ranked), (3, 2))):
         own = choose(choice, scores, groups)[1]
         assert choice.gap(scores, own, own.flip(1), *groups).abs().max() == 0
-        gaps = choice.gap(scores, own, other, *groups)
-        for gap, own_set, other_set in zip(gaps.tolist(), own.tolist(), other.tolist(), strict=True):
+        gaps = choice.gap(scores, own, random_choice, *groups)
+        for gap, own_set, other_set in zip(gaps.tolist(), own.tolist(), random_choice.tolist(), strict=True):
             assert (gap > 0) == (set(own_set) != set(other_set))

@@ -60,8 +60,8 @@ def test_files_are_synced_before_they_are_named(results: Results) -> None:
 
     target = first("os.rename", "iter_0000002.tmp", "iter_0000002")
     named = first("os.rename", "latest", "latest_checkpointed_iteration.txt")
-    written = {o.path for o in operations[:target] if o.event == "open" and "iter_0000002.tmp/" in o.path}
-    final_paths = {path.removesuffix(".tmp") for path in written if not path.endswith("iter_0000002.tmp")}
+    opened_paths = {o.path for o in operations[:target] if o.event == "open" and "iter_0000002.tmp/" in o.path}
+    final_paths = {path.removesuffix(".tmp") for path in opened_paths if not path.endswith("iter_0000002.tmp")}
     assert len(final_paths) >= 4
     for path in final_paths:
         assert any(o == Operation("fsync", path) for o in operations[:target]), path

@@ -37,21 +37,21 @@ JOBS = {
 
 def test_gpt_model_stacks_its_layers(results: Results) -> None:
     """Check the keys of megatron's trainers, for which the reader exists."""
-    (written,) = results["gpt"]
-    assert "decoder.layers.self_attention.linear_qkv.weight" in written["keys"]
-    assert "decoder.final_layernorm.weight" in written["keys"]
+    (source,) = results["gpt"]
+    assert "decoder.layers.self_attention.linear_qkv.weight" in source["keys"]
+    assert "decoder.final_layernorm.weight" in source["keys"]
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt fused", *(f"gpt, {name}" for name in TARGETS), "gpt experts, ep2"])
 def test_a_gpt_checkpoint_gives_the_same_scores(name: str, results: Results) -> None:
-    (written,) = results[name.split(",")[0]]
+    (source,) = results[name.split(",")[0]]
     (started,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
     if "tp2" in name:  # projections are sums of two halves, with other rounding
-        np.testing.assert_allclose(started["logits"], written["logits"], atol=3e-6, rtol=0)
+        np.testing.assert_allclose(started["logits"], source["logits"], atol=3e-6, rtol=0)
     elif "experts" not in name:
-        assert np.array_equal(started["logits"], written["logits"])
-    np.testing.assert_allclose(started["scores"][1:], written["logprobs"], atol=1e-5, rtol=0)
-    assert np.ptp(written["logprobs"]) > 0.1
+        assert np.array_equal(started["logits"], source["logits"])
+    np.testing.assert_allclose(started["scores"][1:], source["logprobs"], atol=1e-5, rtol=0)
+    assert np.ptp(source["logprobs"]) > 0.1
     assert started["kl"] == 0  # the reference has the initial weights
 
 

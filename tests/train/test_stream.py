@@ -19,9 +19,9 @@ def streams(draw: st.DrawFn) -> tuple[int, np.ndarray]:
     return cp, token_layout(rows, cp=cp).padded_cu_seqlens if cp > 1 else rows
 
 
-def exchanged(parts: list[StreamPart], held: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the tokens that each rank receives in an all-to-all of ``held``, in stream order."""
-    cut = [np.split(held[rank], np.cumsum(part.send)[:-1]) for rank, part in enumerate(parts)]
+def exchanged(parts: list[StreamPart], tokens_by_rank: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the tokens that each rank receives in an all-to-all of ``tokens_by_rank``, in stream order."""
+    cut = [np.split(tokens_by_rank[rank], np.cumsum(part.send)[:-1]) for rank, part in enumerate(parts)]
     out: list[np.ndarray] = []
     for rank, part in enumerate(parts):
         pieces = [cut[source][rank] for source in range(len(parts))]
@@ -34,8 +34,8 @@ def exchanged(parts: list[StreamPart], held: list[np.ndarray]) -> list[np.ndarra
 def test_an_exchange_by_the_plan_gives_every_rank_its_consecutive_tokens(stream: tuple[int, np.ndarray]) -> None:
     cp, bounds = stream
     parts = [stream_part(bounds, cp=cp, cp_rank=rank) for rank in range(cp)]
-    held = [token_layout(bounds, cp=cp, cp_rank=rank).local_index for rank in range(cp)]
-    received = exchanged(parts, held)
+    tokens_by_rank = [token_layout(bounds, cp=cp, cp_rank=rank).local_index for rank in range(cp)]
+    received = exchanged(parts, tokens_by_rank)
     assert np.concatenate(received).tolist() == list(range(int(bounds[-1])))
 
 

@@ -120,8 +120,8 @@ def test_drift_is_measured_only_on_tokens_of_the_trainers_version(results: Resul
 
 def test_ranks_without_trained_tokens_change_nothing(results: Results) -> None:
     (expected,) = results["no idle rank"]
-    metrics, other = results["idle rank"]
-    assert other == {}
+    metrics, idle_metrics = results["idle rank"]
+    assert idle_metrics == {}
     for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/num_tokens"):
         assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5)
 

@@ -192,6 +192,6 @@ def pipeline_shapes(world: World, shared: Shared) -> dict[str, tuple[list[int], 
     trainer = make_actor(world, shared.models["tied"], Layout(pp=2))
     communicator: Any = P2PCommunicator(trainer.rank_info.pp_group, trainer.model.last.config)
     to_next, to_previous = torch.zeros(1 + world.rank, 1, 8), torch.zeros(11 + world.rank, 1, 8)
-    ours = communicator._communicate_shapes(to_next, to_previous, True, True)
+    shapes = communicator._communicate_shapes(to_next, to_previous, True, True)
     exchange = stock("P2PCommunicator", "_communicate_shapes")
-    return {"ours": ours, "upstream": exchange(communicator, to_next, to_previous, True, True)}
+    return {"ours": shapes, "upstream": exchange(communicator, to_next, to_previous, True, True)}

@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.families.base import Family, family_class
 from slime_like.train.megatron.families.hf import HFFolder
-from tests.train.lifecycle import Exported
+from tests.train.lifecycle import ExportedWeights
 from tests.train.parity import TEMPERATURE, by_expert, without_fla
 
 
@@ -59,7 +59,7 @@ def assert_same_tensors(actual_folder: Path, expected_folder: Path) -> None:
     assert all(torch.equal(actual[key], expected[key]) and actual[key].dtype == expected[key].dtype for key in expected)
 
 
-def assert_hf_agrees(exported: list[Exported]) -> None:
+def assert_hf_agrees(exported: list[ExportedWeights]) -> None:
     """Assert that transformers computes the trainer's log-probabilities from the exported folder."""
     from transformers import AutoModelForCausalLM
 
