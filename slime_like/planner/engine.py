@@ -118,8 +118,8 @@ def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
     """Return the weights that FlowMLA shards, as many as one attention rank would have without it."""
     assert shape.latent is not None, "check_engine refuses other models"
     parts = latent_parts(shape.hidden, shape.latent)
-    chosen = sum(parts[name] for name in FLOW_PARTS[settings.flow_mla])
-    return shape.count(LATENT) * chosen / settings.attention_tp
+    num_sharded = sum(parts[name] for name in FLOW_PARTS[settings.flow_mla])
+    return shape.count(LATENT) * num_sharded / settings.attention_tp
 
 
 def _flow_slots(shape: ModelShape, settings: EngineSettings) -> float:

@@ -40,6 +40,7 @@ _H20 = "lmsys.org 2025-09-26 (H20-96G); memory: nvidia-smi; multiprocessors: CUD
 _DGX = "NVIDIA data sheet; memory: nvidia-smi; network: one 400 Gb/s adapter per GPU, as in a DGX H100"
 _AMPERE = "NVIDIA data sheet; memory: nvidia-smi; network: one 200 Gb/s adapter per GPU, as in a DGX A100"
 _CARD = "NVIDIA data sheet; memory: nvidia-smi; links: PCIe 4.0 x16; network: 100 Gb/s"
+_CARD_5 = "NVIDIA data sheet; memory: nvidia-smi; links: PCIe 5.0 x16; network: 100 Gb/s"
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -47,11 +48,13 @@ GPUS = {
         _gpu("H800", 81_559, 132, (3_350, 200, 50), (989, 1_979), _DGX),
         _gpu("H100", 81_559, 132, (3_350, 450, 50), (989, 1_979), _DGX),
         _gpu("H100-NVL", 95_830, 132, (3_900, 300, 50), (835, 1_671), _DGX),
+        _gpu("H100-PCIe", 81_559, 114, (2_000, 64, 12.5), (756, 1_513), _CARD_5),
         _gpu("H20-3e", 143_771, 78, (4_800, 450, 50), (148, 296), _DGX),
         _gpu("H200", 143_771, 132, (4_800, 450, 50), (989, 1_979), _DGX),
         _gpu("B200", 183_359, 148, (8_000, 900, 50), (2_250, 4_500), _DGX),
         _gpu("A100", 81_920, 108, (2_039, 300, 25), (312, 312), _AMPERE),
         _gpu("A100-40GB", 40_960, 108, (1_555, 300, 25), (312, 312), _AMPERE),
+        _gpu("A100-PCIe", 81_920, 108, (1_935, 32, 12.5), (312, 312), _CARD),
         _gpu("A800", 81_920, 108, (2_039, 200, 25), (312, 312), _AMPERE),
         _gpu("L4", 23_034, 58, (300, 32, 12.5), (121, 242), _CARD),
         _gpu("L40S", 46_068, 142, (864, 32, 12.5), (362, 733), _CARD),
@@ -61,7 +64,9 @@ GPUS = {
 # Names of the driver, which contain more than the table's: in order, the first match counts.
 _DRIVER_NAMES = (
     (r"A100.*40GB", "A100-40GB"),
+    (r"A100.*PCIe", "A100-PCIe"),
     (r"H100 NVL", "H100-NVL"),
+    (r"H100.*PCIe", "H100-PCIe"),
     (r"H20-3e", "H20-3e"),
     (r"RTX 4090", "RTX4090"),
     *((rf"\b{name}\b", name) for name in ("H20", "H800", "H100", "H200", "B200", "A100", "A800", "L40S", "L4")),
