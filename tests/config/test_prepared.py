@@ -43,7 +43,7 @@ REFUSED = {
     ),
     "drafts": (
         "quickstart_gdn run.mode=rollout_only rollout.sglang.speculative_algorithm=NGRAM",
-        "speculative_algorithm=NGRAM for the hybrid model in",
+        "speculative_algorithm=NGRAM with placement.device=cpu",
     ),
     "virtual stages": (
         "quickstart parallel.pp=2 parallel.vpp=2",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +188,14 @@ def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: lis
     assert torch.equal(pool[unused_rows], pool_before_use[unused_rows])
 
 
+def test_a_gated_norm_with_options_is_refused_by_their_names() -> None:
+    x = random(0, 2, 4)
+    module = SimpleNamespace(weight=random(1, 4), eps=1e-6, activation="silu")
+    assert layers.fused_norm_forward(module, x, x, residual=None, prenorm=False).shape == x.shape
+    with pytest.raises(NotImplementedError, match=r"a gated norm with residual is not supported"):
+        layers.fused_norm_forward(module, x, x, residual=x, prenorm=False)
+
+
 def test_speculative_decoding_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="speculative"):
         delta_rule.fused_sigmoid_gating_delta_rule_update(
@@ -291,6 +298,6 @@ def test_dcp_and_drafts_with_states_of_any_size(
     PlainCpu().apply_server_args_defaults(arguments)
     assert arguments.disable_radix_cache is disabled
     arguments.speculative_algorithm = "NGRAM"
-    message = r"rollout\.sglang\.speculative_algorithm=NGRAM of a hybrid model .* remove it"
-    with pytest.raises(SystemExit, match=message) if disabled else nullcontext():
+    message = r"rollout\.sglang\.speculative_algorithm=NGRAM is not supported on a CPU: remove it"
+    with pytest.raises(SystemExit, match=message):
         PlainCpu().apply_server_args_defaults(arguments)

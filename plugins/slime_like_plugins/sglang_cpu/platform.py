@@ -42,10 +42,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Set defaults of unset arguments, and refuse unsupported ones; called while SGLang resolves its arguments."""
-        if server_args.speculative_algorithm is not None and has_states(server_args):
+        if server_args.speculative_algorithm is not None:
             raise SystemExit(
-                f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} of a "
-                "hybrid model is not supported on a CPU: remove it, or set placement.device=cuda"
+                f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} is not "
+                "supported on a CPU: remove it, or set placement.device=cuda"
             )
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION

@@ -24,7 +24,7 @@ def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, d
         raise ConfigError(
             "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"
         )
-    check_drafts(cfg, device, model)
+    check_drafts(cfg, device)
     check_dcp_device(cfg, device, model)
     check_flashinfer(cfg, device, machine.kernels if cfg.placement.ray_address is None else None, model)
     check_dcp_states(cfg, device, model)
