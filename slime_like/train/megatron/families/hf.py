@@ -60,7 +60,8 @@ class HFFolder:
         locations = self._locations()
         if name not in locations:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} is missing; config.json describes another model, or the checkpoint is incomplete"
+                f"{self.key}={str(self.path)!r} has no tensor {name!r}: its config.json describes another model, or the checkpoint "
+                "is incomplete; download it again"
             )
         self._check_shape(name, shape)
         return self.scaled(name, self._open(locations[name]).get_tensor(name))
@@ -116,7 +117,7 @@ class HFFolder:
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if (stored_shape := self._entry(name).shape) != tuple(shape):
             raise CheckpointError(
-                f"{self.path / self._locations()[name]}: {name} has shape {stored_shape} but config.json implies "
+                f"{self.key}: {self.path / self._locations()[name]}: {name} has shape {stored_shape} but config.json implies "
                 f"{tuple(shape)}; use the config.json that belongs to these weights"
             )
 
@@ -129,7 +130,7 @@ class HFFolder:
                 self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
             else:
                 raise CheckpointError(
-                    f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are supported: convert the model"
+                    f"{self.key}={str(self.path)!r} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are supported: convert the model"
                 )
         return self._file_of
 
@@ -142,11 +143,12 @@ class HFFolder:
                 (name for name, tensor_file in files_of_tensors if tensor_file == file and name not in entries), None
             ):
                 raise CheckpointError(
-                    f"{self.path / INDEX} places {missing!r} in {file}, which does not contain it; download {file} again"
+                    f"{self.key}: {self.path / INDEX} places {missing!r} in {file}, which does not contain it; download {file} again"
                 )
             try:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: truncated or corrupt ({error}); download or export it again") from error
+                message = f"{self.key}: {path}: truncated or corrupt ({error}); download or export it again"
+                raise CheckpointError(message) from error
             self._entries |= entries
         return self._files[file]
