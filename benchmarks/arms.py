@@ -116,7 +116,9 @@ def _memory(pid: int) -> float:
     return total / 1024
 
 
-def ours(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, extra: Sequence[str]) -> Path:
+def run_train_py(
+    record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, extra: Sequence[str]
+) -> Path:
     """Run train.py unchanged, on the same model, rows and sizes as TRL, and return the folder of the run."""
     run_dir = work / f"ours-{dtype}-{len(record.runs)}"
     overrides = [
@@ -166,7 +168,7 @@ def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
         raise SystemExit("our arm took a step without a gradient")
 
 
-def trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, python: Path) -> None:
+def run_trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, python: Path) -> None:
     """Run TRL's GRPOTrainer in its own environment, with all cores."""
     out = work / f"trl-{dtype}-{len(record.runs)}.json"
     options: dict[str, Any] = {

@@ -8,11 +8,11 @@ from collections.abc import Callable, Container
 
 def at_least(minimum: int, *, multiple: int = 1) -> Callable[[str], int]:
     """Return the type of an option: a number of ``minimum`` or more, a multiple of ``multiple``."""
-    kind = f"a multiple of {multiple}" if multiple > 1 else "a number"
+    kind = f"a number of at least {minimum}" + (f" that is a multiple of {multiple}" if multiple > 1 else "")
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or int(text) < minimum or int(text) % multiple:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}, {minimum} or more")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
         return int(text)
 
     return parse

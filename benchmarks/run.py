@@ -50,9 +50,9 @@ def main(argv: list[str]) -> int:
             visible(f"load average {load:.1f}: other processes run, and threads that spin (TRL's) suffer most of it\n")
         )
     machine_line, command, sizes = machine(load), f"python benchmarks/run.py {' '.join(argv)}", args.sizes
-    if args.what == "startup":
+    if args.benchmark == "startup":
         page, text = "startup.md", startup.report(startup.measure(args.rounds, work), machine_line, command)
-    elif args.what == "spin":
+    elif args.benchmark == "spin":
         tables = spin.measure(sizes, args.turns, args.rounds, args.steps or SPIN_STEPS, work)
         page, text = None, "\n".join([machine_line, "", f"Command: `{command}`.", "", tables])
     else:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trl", "startup", "spin"))
+    parser.add_argument("benchmark", choices=("trl", "startup", "spin"))
     parser.add_argument("--rounds", type=at_least(1), default=2, help="runs of each arm")
     parser.add_argument("--write", action="store_true", help="write the page in docs/measurements (spin has none)")
     parser.add_argument("--work", help="folder for models and runs; default: temporary")
@@ -95,8 +95,8 @@ def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> st
     records = {(side, dtype): ArmRecord(f"{side}, {dtype}") for side in ("slime_like", "TRL") for dtype in DTYPES}
     for index in range(args.rounds):
         for dtype in DTYPES:
-            arms.ours(records["slime_like", dtype], inputs, dtype, steps, folder, args.override)
-            arms.trl(records["TRL", dtype], inputs, dtype, steps, folder, python)
+            arms.run_train_py(records["slime_like", dtype], inputs, dtype, steps, folder, args.override)
+            arms.run_trl(records["TRL", dtype], inputs, dtype, steps, folder, python)
             for side in ("slime_like", "TRL"):
                 record = records[side, dtype]
                 sys.stderr.write(visible(f"{size} round {index + 1}: {record.arm}: {record.runs[-1]:.3f} s per step\n"))
@@ -161,13 +161,13 @@ def commit() -> str:
             ["rev-parse", "--short", "HEAD"],
             ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"],
         ]
-        head, changed = (
+        head, changes = (
             subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
             for words in options
         )
     except (OSError, subprocess.CalledProcessError):
         return "Commit unknown (no git checkout)."
-    return f"Commit {head}{', with changes that are not committed' if changed else ''}."
+    return f"Commit {head}{', with changes that are not committed' if changes else ''}."
 
 
 def cpu_model() -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.arms import ArmRecord, ours
+from benchmarks.arms import ArmRecord, run_train_py
 from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, write_inputs
 from slime_like.printable import visible
 from slime_like.rollout.engine.environment import SPIN
@@ -51,7 +51,7 @@ def measure(sizes: Sequence[str], turns: Sequence[int], rounds: int, steps: int,
                 out.mkdir(exist_ok=True)
                 with _environment(SPIN, str(count)):
                     override = f"+rollout.sglang.decode_log_interval={INTERVAL}"
-                    run_dir = ours(arm.record, inputs, DTYPE, steps, out, [override])
+                    run_dir = run_train_py(arm.record, inputs, DTYPE, steps, out, [override])
                 arm.decode_s.append(decode_seconds((run_dir / "logs" / "engine_0.log").read_text(errors="replace")))
                 label = f"{size} round {index + 1}, {count} turns"
                 print(

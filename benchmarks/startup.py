@@ -100,6 +100,6 @@ def report(measured: Sequence[Round], machine: str, command: str) -> str:
     ]
     out += [f"| {i} | {r.bare:.1f} | {r.first_rollout:.1f} | {r.ratio:.2f} |" for i, r in enumerate(rounds, 1)]
     out += ["", "| of the middle round, after the command | s |", "|---|---|"]
-    out += [f"| {what} | {seconds:.1f} |" for what, seconds in middle.lines.items()]
+    out += [f"| {line} | {seconds:.1f} |" for line, seconds in middle.lines.items()]
     out += [f"| first rollout begins | {middle.first_rollout:.1f} |", ""]
     return "\n".join(out)

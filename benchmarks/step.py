@@ -133,13 +133,13 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
 
     trainers = {arm: RankTrainer(spec, rank_info) for arm, spec in specs.items()}
     rows = make_rows(sequences, SHAPES[case.size]["vocab_size"])
-    trained = int((rows.loss_weight > 0).sum())
+    num_trained = int((rows.loss_weight > 0).sum())
     times: Times = {arm: [] for arm in ARMS}
     norms: dict[str, float] = {}
     for _ in range(WARM_UP + rounds):
         for arm, trainer in trainers.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            metrics = trainer.train_rollout([[rows]], [trained])
+            metrics = trainer.train_rollout([[rows]], [num_trained])
             times[arm].append((time.perf_counter() - wall, time.process_time() - cpu))
             norms.setdefault(arm, next(metric.value for metric in metrics if metric.name == "train/grad_norm"))
     results = {"times": {arm: pairs[WARM_UP:] for arm, pairs in times.items()}, "norms": norms}
@@ -163,13 +163,13 @@ def make_rows(sequences: int, vocabulary: int) -> PackedBatch:
     numbers = np.random.default_rng(0)
     lengths = NEW_TOKENS + np.resize([4, 5, 6], sequences)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    trained = np.concatenate([np.arange(length) >= length - NEW_TOKENS for length in lengths])
+    trained_T = np.concatenate([np.arange(length) >= length - NEW_TOKENS for length in lengths])
     return PackedBatch(
-        token_ids=numbers.integers(0, vocabulary, len(trained)).astype(np.int32),
+        token_ids=numbers.integers(0, vocabulary, len(trained_T)).astype(np.int32),
         cu_seqlens=bounds,
-        loss_weight=(trained / trained.sum()).astype(np.float32),
-        versions=np.where(trained, 0, -1).astype(np.int32),
-        rollout_logprobs=np.where(trained, -6.0, 0.0).astype(np.float32),
+        loss_weight=(trained_T / trained_T.sum()).astype(np.float32),
+        versions=np.where(trained_T, 0, -1).astype(np.int32),
+        rollout_logprobs=np.where(trained_T, -6.0, 0.0).astype(np.float32),
         rewards=numbers.normal(size=sequences).astype(np.float32),
         advantages=numbers.normal(size=sequences).astype(np.float32),
         sample_ids=np.arange(sequences, dtype=np.int64),

@@ -82,9 +82,9 @@ def test_the_measured_end_of_a_page_is_replaced_and_a_missing_page_is_created(tm
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trl", "--steps", "3"], "argument --steps: '3' is not a number, 4 or more"),
-        (["spin", "--rounds", "0"], "argument --rounds: '0' is not a number, 1 or more"),
-        (["spin", "--turns", "2000,-1"], "argument --turns: '-1' is not a number, 0 or more"),
+        (["trl", "--steps", "3"], "argument --steps: '3' is not a number of at least 4"),
+        (["spin", "--rounds", "0"], "argument --rounds: '0' is not a number of at least 1"),
+        (["spin", "--turns", "2000,-1"], "argument --turns: '-1' is not a number of at least 0"),
         (["spin", "--sizes", "tiny,huge"], "argument --sizes: 'huge' is none of tiny, 20m"),
     ],
 )
