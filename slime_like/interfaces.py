@@ -255,7 +255,10 @@ class LossView:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """Result of a loss. The caller sums ``loss * loss_weight``; ``means`` and ``maxima`` become metrics ``train/<name>``."""
+    """Result of a loss. The caller sums ``loss * loss_weight``; ``means`` and ``maxima`` become metrics ``train/<name>``.
+
+    Their names are the same for every micro-batch on every rank.
+    """
 
     loss: Tensor  # F32 [T]
     means: Mapping[str, Tensor]  # F32 [T], averaged with loss_weight
