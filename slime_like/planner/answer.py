@@ -88,8 +88,8 @@ def answer(shape: ModelShape, settings: EngineSettings, hardware: Hardware, work
 
 def changes(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> Iterator[Change]:
     """Yield every single change that applies to the layout, with its effect."""
-    for flag, changed in _candidates(shape, settings, hardware):
-        yield Change(flag, answer(shape, changed, hardware, workload))
+    for flag, new_settings in _candidates(shape, settings, hardware):
+        yield Change(flag, answer(shape, new_settings, hardware, workload))
 
 
 def _candidates(
