@@ -28,12 +28,13 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Experts in place of the MLP of each layer, and one shared expert."""
+    """Experts in place of the MLP of each layer, and one shared expert (none if its size is 0)."""
 
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 40
     shared_expert_intermediate_size: int = 40
+    norm_topk_prob: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class ModelSpec:
     vocab_size: int = 32
     max_position_embeddings: int = 64
     tie_word_embeddings: bool = True
+    initializer_range: float = 0.02  # if embeddings are not tied, 0.08 gives smaller gradients of the embeddings
     linear: LinearSpec | None = None
     latent: LatentSpec | None = None
     experts: ExpertSpec | GroupedExpertSpec | None = None
@@ -95,8 +97,15 @@ LATENT = ModelSpec(  # head_dim is the rotated part of a head
     num_key_value_heads=4,
     head_dim=16,
     tie_word_embeddings=False,
+    initializer_range=0.08,
     latent=LatentSpec(),
     experts=GroupedExpertSpec(),
+)
+MOE = ModelSpec(  # nor does its Qwen3-MoE, whose published models normalise the weights of a token's experts
+    model_type="qwen3_moe",
+    tie_word_embeddings=False,
+    initializer_range=0.08,
+    experts=ExpertSpec(moe_intermediate_size=80, shared_expert_intermediate_size=0),
 )
 
 

@@ -18,7 +18,7 @@ from slime_like.errors import ConfigError, WorkerError
 from slime_like.printable import visible
 from slime_like.quickstart.arithmetic import ArithmeticSpec
 from slime_like.quickstart.child import run_child
-from slime_like.quickstart.model import DENSE, GDN, LATENT, NEXT, TOOL, ModelSpec, write_model
+from slime_like.quickstart.model import DENSE, GDN, LATENT, MOE, NEXT, TOOL, ModelSpec, write_model
 from slime_like.quickstart.tool import ToolSpec
 from slime_like.util.deadline import Deadline
 from slime_like.util.private import exclusive
@@ -52,6 +52,11 @@ def prepare_gdn(cfg: TrainConfig) -> None:
 def prepare_next(cfg: TrainConfig) -> None:
     """Prepare ``+recipe=quickstart_next``; see ``prepare_job``."""
     prepare_job(cfg, PreparedJob(NEXT, "quickstart_next_sft", ArithmeticSpec()))
+
+
+def prepare_moe(cfg: TrainConfig) -> None:
+    """Prepare ``+recipe=quickstart_moe``; see ``prepare_job``."""
+    prepare_job(cfg, PreparedJob(MOE, "quickstart_moe_sft", ArithmeticSpec()))
 
 
 def prepare_latent(cfg: TrainConfig) -> None:

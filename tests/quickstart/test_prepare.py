@@ -11,7 +11,7 @@ from slime_like.config.schema.algo import GrpoConfig, SftConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.quickstart import prepare as prepare_module
-from slime_like.quickstart.prepare import prepare, prepare_gdn, prepare_latent, prepare_next
+from slime_like.quickstart.prepare import prepare, prepare_gdn, prepare_latent, prepare_moe, prepare_next
 
 
 def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
@@ -23,7 +23,7 @@ def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
     )
 
 
-@pytest.mark.parametrize("job", [prepare, prepare_gdn, prepare_next, prepare_latent])
+@pytest.mark.parametrize("job", [prepare, prepare_gdn, prepare_next, prepare_moe, prepare_latent])
 def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
 
@@ -38,8 +38,9 @@ def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_p
     model = AutoModelForCausalLM.from_pretrained(weights.parent)
     assert 100_000 < model.num_parameters() < 1_000_000
     kinds = getattr(model.config, "layer_types", None)
-    assert job in (prepare, prepare_latent) or kinds == ["linear_attention"] * 3 + ["full_attention"]
-    assert (job is prepare_next) == (getattr(model.config, "num_experts", 0) > 0)
+    assert job not in (prepare_gdn, prepare_next) or kinds == ["linear_attention"] * 3 + ["full_attention"]
+    num_experts = getattr(model.config, "num_experts", None) or getattr(model.config, "n_routed_experts", 0)
+    assert (job in (prepare_next, prepare_moe, prepare_latent)) == (num_experts == 8)
     weights = dict(model.named_parameters(remove_duplicate=False))
     embedding = next(weight for name, weight in weights.items() if name.endswith("embed_tokens.weight"))
     tied = embedding is weights["lm_head.weight"]
