@@ -136,10 +136,14 @@ def _completed(tree: Any) -> DictConfig:
     if algo not in ALGORITHMS:
         raise ConfigError(f"algo.name={algo!r} in the saved configuration is not one of {', '.join(ALGORITHMS)}")
     try:
-        schema = OmegaConf.structured(TrainConfig(algo=ALGORITHMS[algo]()))
-        return cast("DictConfig", OmegaConf.merge(schema, tree))
+        return cast("DictConfig", OmegaConf.merge(_schema(algo), tree))  # merges into a copy
     except (OmegaConfBaseException, *UNREADABLE) as error:
         raise explain(error, {}, algo) from error
+
+
+@functools.cache
+def _schema(algo: str) -> DictConfig:
+    return OmegaConf.structured(TrainConfig(algo=ALGORITHMS[algo]()))
 
 
 def _values(tree: DictConfig, values: dict[str, str]) -> TrainConfig:
