@@ -2,6 +2,7 @@
 
 results=()
 failed=0
+unset PYTHONDONTWRITEBYTECODE # each process of the tests would compile the project's files again
 
 # note NAME SECONDS CODE: add a line to the summary.
 note() {
