@@ -71,6 +71,14 @@ def test_a_folder_with_code_is_refused(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2", "mimo", "minimax_m2"])
+def test_code_of_a_supported_family_is_not_needed(model_type: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", model_type=model_type, auto_map={"AutoConfig": "own.Config"})
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\n")
+    assert HFFolder(folder, "model.hf_checkpoint").config().model_type == model_type
+    assert not (tmp_path / "ran").exists()
+
+
 def test_sglang_gets_trust_remote_code_false() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.trust_remote_code=True belongs to the run itself"):
         check_foreign("rollout.sglang", {"trust_remote_code": True})

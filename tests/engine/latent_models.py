@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.conftest import VOCAB, Models
 from tests.engine.hybrid_models import HybridModels
-from tests.train.models import EPSILON, EXTRA, ROPE, THETA, randomise_constants, rename_to_kimi
+from tests.train.models import EPSILON, EXTRA, ROPE, THETA, add_code, randomise_constants, rename_to_kimi
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -53,6 +53,6 @@ def build(folder: Path, name: str) -> Models:
         randomise_constants(model)
         model.eval().save_pretrained(folder / model_name)
         if name == KIMI:
-            rename_to_kimi(folder / model_name)
+            add_code(rename_to_kimi(folder / model_name))
         hf[model_name] = model
     return HybridModels({model_name: folder / model_name for model_name in hf}, hf)

@@ -21,7 +21,7 @@ from slime_like.types import I32
 from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
 from tests.engine.hybrid_models import HybridModels
 from tests.train.float8 import dequantising, quantise
-from tests.train.models import EPSILON, GROUPED, THETA, rename_to_mimo
+from tests.train.models import EPSILON, GROUPED, THETA, add_code, rename_to_mimo
 from tests.train.parity import by_expert
 
 pytestmark = pytest.mark.engine
@@ -133,6 +133,8 @@ def build(folder: Any, family: str) -> Models:
         model.eval().save_pretrained(folder / name)
         if family == "mimo":
             rename_to_mimo(folder / name)
+        if family in ("mimo", "minimax_m2"):
+            add_code(folder / name)
         hf[name] = model
     if family == FLOAT8:
         return Float8Models({name: folder / name for name in hf}, hf | {"A": load_float8(quantise(folder / "A"))})

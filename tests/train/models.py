@@ -230,6 +230,12 @@ def rename_to_mimo(folder: Path) -> Path:
     return _add_layer(_edit_config(folder, own), "model.mtp_layers.0.")
 
 
+def add_code(folder: Path) -> Path:
+    """Add code that must not be run to ``folder``, as the releases of DeepSeek-V3, Kimi K2, MiniMax-M2 and MiMo have it."""
+    (folder / "own.py").write_text("raise AssertionError('code of a model folder runs')")
+    return _edit_config(folder, {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}})
+
+
 def _edit_config(folder: Path, changes: dict[str, Any]) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -144,22 +145,32 @@ def choose(scores_BV: Tensor, get_probs: Callable[[], Tensor], info: Any, positi
 def score(original: Callable[..., tuple[Any, Tensor]], processor: Any, **call: Any) -> tuple[Any, Tensor]:
     """Hook around ``InputLogprobProcessor.forward``: score input tokens at the request's temperature.
 
-    Rows with a temperature other than 1 are projected a second time: scoring is rare, and the sampled rows of the same
-    batch must not change.
+    Scores come from the logits that SGLang computes anyway, chunk by chunk. Another projection would be a collective that ranks
+    without scored tokens do not take part in, if attention is data-parallel.
     """
-    result, sampled = original(processor, **call)
     metadata, rows_R = call["logits_metadata"], call["input_logprob_indices"]
     temperatures = metadata.temperature
     if temperatures is None or not len(rows_R) or bool((temperatures == 1).all()):
-        return result, sampled
-    sequence_R = torch.tensor(call["token_to_seq_idx"], device=rows_R.device)[rows_R]
-    token_R = metadata.extend_input_logprob_token_ids_gpu
+        return original(processor, **call)
+    get_logits = call.pop("get_logits_fn")
+    rows: list[int] = metadata.input_logprob_indices_cpu  # sorted
+    sequence_R = torch.tensor([call["token_to_seq_idx"][row] for row in rows], device=rows_R.device)
+    token_R, temperature_R = metadata.extend_input_logprob_token_ids_gpu, temperatures[sequence_R]
     parts: list[Tensor] = []
-    for part in torch.arange(len(rows_R), device=rows_R.device).split(SCORE_ROWS):
-        states = call["pruned_states"][rows_R[part]]
-        logits = call["get_logits_fn"](states, call["lm_head"], metadata, use_logits_buffer=False).float()
-        logprobs = torch.log_softmax(logits / temperatures[sequence_R[part]], dim=-1)
-        parts.append(logprobs.gather(1, token_R[part][:, None])[:, 0])
+    first_row = 0
+
+    def get_scored_logits(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal first_row
+        logits = get_logits(states, *args, **kwargs)
+        low, high = bisect_left(rows, first_row), bisect_left(rows, first_row + len(states))
+        for start in range(low, high, SCORE_ROWS):
+            part = slice(start, min(start + SCORE_ROWS, high))
+            part_logits = logits[rows_R[part] - first_row].float() / temperature_R[part]
+            parts.append(torch.log_softmax(part_logits, dim=-1).gather(1, token_R[part][:, None])[:, 0])
+        first_row += len(states)
+        return logits
+
+    result, sampled = original(processor, get_logits_fn=get_scored_logits, **call)
     result.token_logprobs = torch.cat(parts)
     return result, sampled
 

@@ -182,8 +182,12 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
 
 
 def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if the JSON ``values`` of ``path`` name code in the folder, which is never run."""
-    if code := values.get("auto_map"):
+    """Raise ``CheckpointError`` if the JSON ``values`` of ``path`` name code in the folder that is needed to read it.
+
+    Code is never run. A config.json whose model_type has a class here needs none: transformers prefers that class.
+    """
+    code = values.get("auto_map")
+    if code and values.get("model_type") not in FAMILIES:
         raise CheckpointError(
             f"{key}: {path} has auto_map {code!r}: the model ships its own code, which is never run "
             "(trust_remote_code=False); use a folder in the format of a class in transformers, or remove auto_map if "
