@@ -182,12 +182,19 @@ def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware)
             f"--train-ep {options.train_ep} has to divide the {experts} experts of {shape.name} and the {ranks} ranks of a "
             "pipeline stage: set a common divisor"
         )
+    width, shared = 1 if shape.experts is None else shape.experts.width, ranks // options.train_ep
+    if shared % options.train_etp or width % options.train_etp:
+        raise ConfigError(
+            f"--train-etp {options.train_etp} has to divide the {width} features of an expert of {shape.name} and the {shared} "
+            f"ranks of a pipeline stage for each of the --train-ep {options.train_ep} ranges of experts: set a common divisor"
+        )
     return TrainerSettings(
         tp=options.train_tp,
         pp=options.train_pp,
         cp=options.train_cp,
         dp=hardware.num_gpus // model,
         ep=options.train_ep,
+        etp=options.train_etp,
         tokens=options.tokens,
         recompute=options.recompute,
         logits_chunk=options.logits_chunk,
@@ -246,7 +253,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     engine.add_argument("--max-running", type=_count, metavar="N", help="max_running_requests of one engine")
     train: Any = parser.add_argument_group("trainer, with --train")
     train.add_argument("--train", action="store_true", help="show a trainer rank on all GPUs of --on")
-    for name in ("tp", "pp", "cp", "ep"):
+    for name in ("tp", "pp", "cp", "ep", "etp"):
         train.add_argument(f"--train-{name}", type=_count, default=1, metavar="N", help=f"parallel.{name} (1)")
     train.add_argument("--tokens", type=_count, default=8_192, metavar="N", help="parallel.max_tokens_per_rank (8192)")
     train.add_argument(

@@ -199,7 +199,7 @@ def case_lines(rows: Sequence[PublishedRun]) -> Iterator[str]:
 
 
 def _layout(settings: TrainerSettings) -> str:
-    sizes = {name: getattr(settings, name) for name in ("tp", "cp", "dp", "ep")}
+    sizes = {name: getattr(settings, name) for name in ("tp", "cp", "dp", "ep", "etp")}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 

@@ -34,7 +34,7 @@ def traced() -> tuple[Traced, ...]:
         layout(dense, 123.2, tp=1, dp=8, tokens=16_384, recompute="selective"),
         layout(dense, 74.9, tp=1, dp=1, tokens=8_192, recompute="full"),
         layout(dense, 20.2, tp=2, cp=2, dp=2, tokens=8_192, recompute="full"),
-        layout(sparse, 71.2, tp=2, dp=4, ep=8, tokens=8_192, recompute="full"),
+        layout(sparse, 71.2, tp=2, dp=4, ep=8, tokens=8_192, recompute="full", grouped_experts=False),
     )
 
 
@@ -45,7 +45,7 @@ def shortened() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
     """
     base = TrainerSettings(trained_share=2 / 3)
     dense, sparse = "Qwen3-4B", "Qwen3-30B-A3B"
-    experts = replace(base, tp=2, dp=4, ep=8)
+    experts = replace(base, tp=2, dp=4, ep=8, grouped_experts=False)
     context = replace(base, tp=2, cp=2, dp=2)
     return (
         (dense, 4, replace(base, dp=8), 16.33),
@@ -54,8 +54,8 @@ def shortened() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
         (dense, 8, replace(base, tp=2, dp=4), 12.98),
         ("Qwen3-0.6B", 8, replace(base, dp=8), 11.69),
         ("Qwen3-8B", 8, replace(base, dp=8), 37.46),
-        (sparse, 2, replace(base, dp=8, ep=8), 15.56),
-        (sparse, 4, replace(base, dp=8, ep=8), 20.83),
+        (sparse, 2, replace(experts, tp=1, dp=8), 15.56),
+        (sparse, 4, replace(experts, tp=1, dp=8), 20.83),
         (dense, 8, replace(base, tp=2, dp=4, recompute="full"), 8.28),
         (dense, 4, replace(base, tp=2, dp=4, logits_chunk=1_024), 7.23),
         (dense, 4, replace(base, tp=2, dp=4, logits_chunk=1_024, recompute="full"), 4.88),

@@ -27,6 +27,7 @@ class TrainerSettings:
     cp: int = 1
     dp: int = 1
     ep: int = 1
+    etp: int = 1
     tokens: int = 8_192  # packed tokens of a micro-batch on one rank
     dtype: str = "bfloat16"
     recompute: str = "none"  # none | selective | full
@@ -36,6 +37,7 @@ class TrainerSettings:
     offload: float = 0.0  # share of the optimizer that is in host memory
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
+    grouped_experts: bool = True  # products over all experts of a rank, not one expert after the other
     trained_share: float = 1.0  # trained tokens / tokens: prompts are not scored
     task: str = POLICY
     segments: tuple[int, ...] = ()  # layers of each of the pp * vpp pipeline segments; (): an even split without vpp
@@ -64,7 +66,7 @@ class RankParameters:
         s = settings
         if not s.distributed_optimizer:
             return self.total
-        return self.dense / (s.dp * s.cp) + self.experts / max(1, s.tp * s.cp * s.dp // s.ep)
+        return self.dense / (s.dp * s.cp) + self.experts / max(1, s.tp * s.cp * s.dp // (s.ep * s.etp))
 
 
 def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -> RankParameters:
@@ -80,7 +82,7 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
     head = part.hidden * (is_last + (is_last and s.task == VALUE))  # final norm, and a critic's value head
     return RankParameters(
         dense=matrices / s.tp + norms + table * ((stage == 0) + has_output) + head,
-        experts=part.routed_parameters / s.ep,
+        experts=part.routed_parameters / (s.ep * s.etp),
     )
 
 
@@ -93,7 +95,9 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
     """Return the peak memory of one rank during an optimizer step, with the allocator's overhead."""
     allocated = allocated_items(shape, settings)
-    groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep)) + (settings.world_size > 1)
+    groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep, settings.etp)) + (
+        settings.world_size > 1
+    )
     rest = items(
         ("allocator", allocated.total * (constants.ALLOCATOR.value - 1), "reserved but not allocated"),
         ("CUDA context", constants.CUDA_CONTEXT.value, ""),
@@ -133,8 +137,9 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
 
     Around mixer and MLP: the residual stream and each norm's output, five tensors of the hidden size. Attention saves
     queries before and after rotation and its output, keys and values twice, cosines and sines. An MLP saves both halves
-    of its first product, their activation, and the second product's input, five tensors of its width. Gated DeltaNet in
-    torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a GPU keep fewer.
+    of its first product, their activation, and the second product's input, five tensors of its width. Grouped experts save
+    both halves and the second product's input alone. The etp ranks that share an expert each have its tokens and a part of
+    its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a GPU keep fewer.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     local = s.tp if s.sequence_parallel else 1
@@ -153,7 +158,8 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
         return element * (numbers + 5 * shape.dense_width / s.tp) + small
     assert shape.experts is not None, "a sparse layer has experts"
     e = shape.experts
-    routed = e.per_token * (shape.hidden + 5 * e.width) + 4 * shape.hidden
+    kept = 3 if s.grouped_experts else 5
+    routed = e.per_token * (s.etp * shape.hidden + kept * e.width) + 4 * shape.hidden
     return element * (numbers + routed / local + 5 * e.shared_width / s.tp) + small
 
 

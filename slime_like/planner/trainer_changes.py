@@ -14,6 +14,7 @@ FLAGS = {
     "pp": "--train-pp",
     "cp": "--train-cp",
     "ep": "--train-ep",
+    "etp": "--train-etp",
     "tokens": "--tokens",
     "recompute": "--recompute",
     "logits_chunk": "--logits-chunk",
@@ -55,7 +56,11 @@ def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[Tr
 
 def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
     s = settings
-    if shape.experts is not None and s.tp * s.cp * s.dp % (2 * s.ep) == 0 and shape.experts.count % (2 * s.ep) == 0:
+    if (
+        shape.experts is not None
+        and s.tp * s.cp * s.dp % (2 * s.ep * s.etp) == 0
+        and shape.experts.count % (2 * s.ep) == 0
+    ):
         yield _change(s, ep=2 * s.ep)
     if s.dp % 2:
         return
@@ -66,7 +71,7 @@ def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[
     if s.tokens > 1:  # the cp ranks share a micro-batch: with half the tokens each, it is as long as before
         yield _change(half_dp, cp=2 * s.cp, tokens=s.tokens // 2)
     num_segments = 2 * max(len(s.segments), s.pp)  # as many per rank as before
-    if num_segments <= len(shape.layers) and s.tp * s.cp * half_dp.dp % s.ep == 0:
+    if num_segments <= len(shape.layers) and s.tp * s.cp * half_dp.dp % (s.ep * s.etp) == 0:
         segments = even_sizes(len(shape.layers), num_segments) if len(s.segments) > s.pp else ()
         yield _change(replace(half_dp, segments=segments), pp=2 * s.pp)
 

@@ -58,7 +58,7 @@ def trainer_lines(
     s, memory = settings, hardware.gpu.memory
     place = f", {table.place}" if table.place else ""
     yield (
-        f"trainer rank (tp {s.tp}, pp {s.pp}, cp {s.cp}, dp {s.dp}, ep {s.ep}; {s.tokens} tokens, recompute "
+        f"trainer rank (tp {s.tp}, pp {s.pp}, cp {s.cp}, dp {s.dp}, ep {s.ep}, etp {s.etp}; {s.tokens} tokens, recompute "
         f"{s.recompute}), per GPU{place}"
     )
     yield from memory_lines(table, memory)

@@ -219,7 +219,6 @@ HARMLESS: frozenset[str] = frozenset(
         "--sglang-server-concurrency",
         # layout and memory
         "--attention-backend",
-        "--expert-tensor-parallel-size",
         "--num-gpus-per-node",
         "--allgather-cp",
         "--log-probs-max-tokens-per-gpu",

@@ -9,12 +9,18 @@ from slime_like_compat.verl.job import Job
 
 def map_layout(job: Job, max_len: int) -> None:
     """Set the ranks of the trainer and their token budget."""
-    sizes = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "ep": "expert_model"}
+    sizes = {
+        "tp": "tensor_model",
+        "pp": "pipeline_model",
+        "vpp": "virtual_pipeline_model",
+        "ep": "expert_model",
+        "etp": "expert_tensor",
+    }
     for our_key, name in sizes.items():
         key = f"{MEGATRON}.{name}_parallel_size"
         if job.value(key) is not None:
             job.set(f"parallel.{our_key}", job.count(key), key)
-        job.leave_out("one stage per rank", key)
+        job.leave_out(f"parallel.{our_key} is 1", key)
     cp = f"{MEGATRON}.context_parallel_size"
     ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
     cp = ulysses if job.has(ulysses) and not job.has(cp) else cp

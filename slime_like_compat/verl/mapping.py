@@ -59,7 +59,6 @@ _KERNELS = (
     "cp_partition_mode",
     "sequence_parallel",
     "use_distributed_optimizer",
-    "expert_tensor_parallel_size",
     "variable_seq_lengths",
 )
 

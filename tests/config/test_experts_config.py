@@ -24,7 +24,8 @@ MACHINE = Machine(0, 8, 64 * 2**30, ())
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model of eight experts, with the key that transformers writes for this family."""
     folder = tmp_path_factory.mktemp("sparse")
-    return write_model(folder, model_type="qwen3_moe", num_local_experts=8, num_experts_per_tok=2)
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return write_model(folder, model_type="qwen3_moe", **experts)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,18 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "+model.megatron.moe_expert_capacity_factor=1.0",
             ["moe_expert_capacity_factor", "every token reaches its experts"],
         ),
+        ("+model.megatron.moe_grouped_gemm=maybe", ["moe_grouped_gemm='maybe'", "expected bool"]),
         (
-            "+model.megatron.moe_grouped_gemm=true",
-            ["moe_grouped_gemm=True cannot be set", "TransformerEngine", "remove this key"],
+            "+model.megatron.expert_tensor_parallel_size=2",
+            ["expert_tensor_parallel_size=2", "set it there", "parallel.etp"],
         ),
+        (
+            "parallel.ep=2 parallel.etp=2 parallel.cp=2",
+            ["parallel.ep=2 * parallel.etp=2 = 4", "2 ranks of a pipeline stage", "set parallel.ep to one of 1"],
+        ),
+        ("parallel.etp=3 parallel.cp=2", ["parallel.etp=3", "2 ranks", "set parallel.etp to a divisor of 2"]),
+        ("parallel.etp=5 parallel.cp=5", ["parallel.etp=5", "size 48 of the experts", "a divisor of 48"]),
+        ("parallel.etp=0", ["parallel.etp=0"]),
     ],
 )
 def test_an_invalid_expert_layout_is_named(overrides: str, words: list[str], sparse: Path, argv: list[str]) -> None:
@@ -63,6 +72,7 @@ def test_an_invalid_expert_layout_is_named(overrides: str, words: list[str], spa
     ("overrides", "words"),
     [
         ("parallel.ep=2 parallel.cp=2", ["parallel.ep=2", "model_type qwen3", "no experts", "set parallel.ep=1"]),
+        ("parallel.etp=2 parallel.cp=2", ["parallel.etp=2", "no experts", "set parallel.etp=1"]),
         (
             "model.recompute=selective model.recompute_modules=[moe]",
             ["model.recompute_modules=['moe']", "no experts", "remove moe"],
@@ -162,6 +172,14 @@ def test_the_plan_shows_experts_per_rank(sparse: Path, argv: list[str]) -> None:
     assert decisions["experts per rank"] == ("4", "8 experts / parallel.ep 2; copies of each: 2")
 
 
+def test_the_plan_shows_shards_of_experts(sparse: Path, argv: list[str]) -> None:
+    layout = ["parallel.ep=2", "parallel.etp=2", "parallel.tp=2", "placement.actor_num_gpus_per_node=4"]
+    plan = make_plan(load_config([*argv, f"model.hf_checkpoint={sparse}", *layout]), MACHINE)
+    assert (plan.actor.layout.ep, plan.actor.layout.etp, plan.actor.layout.dp) == (2, 2, 2)
+    reasons = {d.key: d.reason for d in plan.decisions}
+    assert reasons["experts per rank"] == "8 experts / parallel.ep 2, each over parallel.etp 2 ranks; copies of each: 1"
+
+
 @pytest.mark.parametrize(("ep", "dense", "expected"), [("2", False, 2), ("2", True, 1), ("1", False, 1)])
 def test_a_teacher_has_the_experts_of_its_own_model(
     ep: str, dense: bool, expected: int, sparse: Path, tmp_path: Path, argv: list[str]
@@ -176,9 +194,19 @@ def test_a_teacher_has_the_experts_of_its_own_model(
 
 
 def test_flags_of_megatron_reach_their_keys() -> None:
-    flags = ["--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.001", "--moe-router-dtype", "fp32"]
+    flags = [
+        "--expert-model-parallel-size",
+        "2",
+        "--expert-tensor-parallel-size",
+        "4",
+        "--moe-aux-loss-coeff",
+        "0.001",
+        "--moe-router-dtype",
+        "fp32",
+    ]
     assert translate(flags).overrides == (
         "parallel.ep=2",
+        "parallel.etp=4",
         "model.megatron.moe_aux_loss_coeff=0.001",
         "model.megatron.moe_router_dtype='fp32'",
     )

@@ -204,7 +204,7 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
             1e-6,
             0.0,
             True,
-            {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1},
+            {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1},
             {**model, "head": "policy"},
         ),
         rollout=written_files(checkpoints / "rollout", side_files(checkpoints, NUM_DONE)),

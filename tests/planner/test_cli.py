@@ -31,7 +31,7 @@ def test_shows_the_trainer_and_writes_a_plot(tmp_path: Path, capsys: pytest.Capt
     assert main(["Qwen3-4B", "--on", "8xH100", *layout, "--svg", str(plot)]) == 0
     text = capsys.readouterr().out
     assert (
-        "trainer rank (tp 2, pp 1, cp 1, dp 4, ep 1; 16384 tokens, recompute full)" in text
+        "trainer rank (tp 2, pp 1, cp 1, dp 4, ep 1, etp 1; 16384 tokens, recompute full)" in text
         and "50% on the host" in text
     )
     assert "they take turns" in text and "room for KV" in text

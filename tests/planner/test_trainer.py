@@ -51,6 +51,15 @@ def test_experts_are_divided_by_ep_and_not_by_tp() -> None:
     assert weights[1] - weights[8] == pytest.approx(2 * shape.routed_parameters * 7 / 8)
 
 
+def test_shards_of_experts_need_less_memory_for_weights_and_more_for_rows() -> None:
+    shape, plain = find_shape("MODEL", "Qwen3-30B-A3B"), TrainerSettings(dp=8, ep=4)
+    shards, wider = (allocated_items(shape, replace(plain, **sizes)) for sizes in ({"etp": 2}, {"ep": 8}))
+    for item in ("weights", "gradients", "optimizer"):
+        assert shards.of(item) == pytest.approx(wider.of(item))
+    rows = 2 * 8_192 * shape.sparse_layers * 8 * shape.hidden  # bfloat16, eight experts per token
+    assert shards.of("activations") - wider.of("activations") == pytest.approx(rows)
+
+
 def test_offloaded_state_moves_to_the_host() -> None:
     offloaded = replace(BASE, offload=1.0)
     assert allocated_items(SHAPE, offloaded).of("optimizer") == 0

@@ -316,7 +316,7 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
             continue  # a bias of a router
         weight = trainer.table[key]
         full_grads = [grads[name.replace("model.language_model.", "model.")] for name in weight.names]
-        expected = weight.split(full_grads, rank_info.layout.tp, rank_info.tp_rank)
+        expected = weight.split(full_grads, *rank_info.shard(expert=weight.is_expert))
         top = max(float(g.abs().max()) for g in full_grads)
         typed_parameter: Any = parameter
         errors[key] = float((typed_parameter.main_grad.float() - expected).abs().max()) / top

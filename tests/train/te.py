@@ -29,7 +29,17 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
     parameters: dict[tuple[int, int], dict[str, Any]] = {}
     for cp, rank in ((size, rank) for size in sizes for rank in range(size)):
         rank_info = RankInfo(
-            Layout(cp=cp), torch.device("cpu"), 0, 0, rank, 0, *[None] * 5, ep_rank=0, expert_dp_rank=0, ep_group=None
+            Layout(cp=cp),
+            torch.device("cpu"),
+            0,
+            0,
+            rank,
+            0,
+            *[None] * 5,
+            ep_rank=0,
+            etp_rank=0,
+            expert_dp_rank=0,
+            expert_group=None,
         )
         micro = make_micro(make_rows(lengths, 0), rank_info)
         fields = vars(micro.packed.on_device())

@@ -88,7 +88,19 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    assert_agree(lambda x: SwiGLUFunction.apply(x, C()), definition, inputs)
+    assert_agree(lambda x: SwiGLUFunction.apply(x, None, C()), definition, inputs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, seed=SEEDS)
+def test_scaled_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    (gate_up,), (scale,) = random(seed, (rows, 2 * width), dtype=dtype), random(seed, (rows,), dtype=torch.float32)
+
+    def definition(x: Tensor, scale: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up * scale[:, None]
+
+    assert_agree(lambda x, s: SwiGLUFunction.apply(x, s, C()), definition, [gate_up, scale])
 
 
 def test_swiglu_far_from_zero() -> None:

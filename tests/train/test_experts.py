@@ -3,6 +3,7 @@ bit, and a checkpoint can be resumed with another distribution of the experts.""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,18 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "dp2": Layout(dp=2),
         "tp2 sp": Layout(**SP),
         "tp2 sp ep2": Layout(ep=2, **SP),
+        "tp2 sp etp2": Layout(etp=2, **SP),
         "ep2 overlap": Layout(dp=2, ep=2, overlap_grad_reduce=True, overlap_param_gather=True),
         "pp2": Layout(pp=2),
         "pp2 vpp2": Layout(pp=2, vpp=2),
         "cp2": Layout(cp=2),
         "cp2 ep2": Layout(cp=2, ep=2),
     },
-    4: {"dp4 ep2": Layout(dp=4, ep=2), "pp2 tp2 sp ep2": Layout(pp=2, ep=2, **SP)},
+    4: {
+        "dp4 ep2": Layout(dp=4, ep=2),
+        "pp2 tp2 sp ep2": Layout(pp=2, ep=2, **SP),
+        "dp2 tp2 sp ep2 etp2": Layout(dp=2, ep=2, etp=2, **SP),
+    },
 }
 HYBRIDS = ("qwen3_next experts", "qwen3_5_moe", "vision experts")
 HYBRID_LAYOUTS = {
@@ -70,19 +76,33 @@ BALANCED = {
     "balanced pp2": Layout(pp=2),
 }
 COEFFICIENT = {"megatron": {"moe_aux_loss_coeff": 0.05}}
+SHARDED = "tp2 sp etp2"
 ROUND_TRIP = {
     f"round trip {kind} {name}": (kind, LAYOUTS[2][name])
     for kind, name in (
         ("qwen3_moe", "ep2"),
         ("qwen3_moe", "tp2 sp ep2"),
         ("qwen3_moe", "cp2 ep2"),
+        ("qwen3_moe", SHARDED),
         ("qwen3_next experts", "tp2 sp ep2"),
         ("qwen3_5_moe", "ep2"),
         ("vision experts", "ep2"),
     )
 }
 RESHARDED = {name: LAYOUTS[2][name] for name in ("ep2", "dp2", "tp2 sp", "tp2 sp ep2", "pp2")}
-RESHARDED_SOURCES = [f"experts {source}" for source in RESHARDED]
+SOURCES: dict[str, tuple[str, ...]] = {  # by target
+    **{target: tuple(RESHARDED) for target in ("single", *RESHARDED)},
+    "ep2": (*RESHARDED, SHARDED),
+    SHARDED: ("ep2", SHARDED),
+}
+SAVED = RESHARDED | {SHARDED: LAYOUTS[2][SHARDED]}
+
+
+def folders(sources: Sequence[str]) -> list[str]:
+    """Return the names of the checkpoints of ``sources``."""
+    return [f"experts {source}" for source in sources]
+
+
 PARITY = "tests.train.parity:compare"
 JOBS = {size: [Job(name, PARITY, (*case, {}, None)) for name, case in cases.items()] for size, cases in CASES.items()}
 for name, layout in BALANCED.items():
@@ -98,25 +118,37 @@ JOBS[2] += [
     *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
     *(
         Job(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, "qwen3_moe", True))
-        for name, layout in RESHARDED.items()
+        for name, layout in SAVED.items()
     ),
     *(
         Job(
             f"reshard experts to {name}",
             "tests.train.lifecycle:resume_from_each",
-            (RESHARDED_SOURCES, layout, "qwen3_moe"),
+            (folders(SOURCES[name]), layout, "qwen3_moe"),
         )
-        for name, layout in RESHARDED.items()
+        for name, layout in SAVED.items()
     ),
 ]
+JOBS[4].append(
+    Job(
+        "round trip of shards on four ranks",
+        "tests.train.lifecycle:round_trip",
+        CASES[4]["qwen3_moe dp2 tp2 sp ep2 etp2"],
+    )
+)
 JOBS[1] += [
     Job(
         "reshard experts to single",
         "tests.train.lifecycle:resume_from_each",
-        (RESHARDED_SOURCES, Layout(), "qwen3_moe"),
+        (folders(SOURCES["single"]), Layout(), "qwen3_moe"),
         late=True,
     ),
-    Job("export each with experts", "tests.train.starting:export_each", (RESHARDED_SOURCES, "qwen3_moe"), late=True),
+    Job(
+        "export each with experts",
+        "tests.train.starting:export_each",
+        (folders(SOURCES["single"]), "qwen3_moe"),
+        late=True,
+    ),
 ]
 NAMES = [*(name for cases in CASES.values() for name in cases), *RECOMPUTE, *BALANCED]
 
@@ -153,8 +185,14 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
     assert {name.split(".")[0] for name in before if name.startswith(("mtp.", "model.visual."))} == carried
 
 
-@pytest.mark.parametrize("target", ["single", *RESHARDED])
-@pytest.mark.parametrize("source", RESHARDED)
+def test_shards_of_experts_are_exported_bit_for_bit(models: dict[str, Path], results: Results) -> None:
+    assert_same_tensors(results["round trip of shards on four ranks"][0], models["qwen3_moe"])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(source, target) for target, sources in SOURCES.items() for source in sources],
+)
 def test_another_distribution_of_experts_continues_the_run(source: str, target: str, results: Results) -> None:
     (expected,) = [r["losses"] for r in results[f"reshard from experts {source}"] if r["losses"][0] is not None]
     (losses,) = [

@@ -30,20 +30,22 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """SwiGLU: (gate and up [..., 2 F], kernels) -> [..., F]."""
+    """SwiGLU, scaled by row: (gate and up [..., 2 F], scale F32 [N] of the N rows or None, kernels) -> [..., F]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, kernels: TrainKernels) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, scale_N: Tensor | None, kernels: TrainKernels) -> Tensor:
         rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
-        ctx.save_for_backward(rows)
+        scale_N = None if scale_N is None else scale_N.contiguous()
+        ctx.save_for_backward(rows, scale_N)
         ctx.kernels, ctx.shape = kernels, gate_up.shape
-        return kernels.swiglu(rows).view(*gate_up.shape[:-1], -1)
+        return kernels.swiglu(rows, scale_N).view(*gate_up.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (rows,) = ctx.saved_tensors
+        rows, scale_N = ctx.saved_tensors
         grad = grads[0].reshape(len(rows), -1).contiguous()
-        return ctx.kernels.swiglu_back(rows, grad).view(ctx.shape), None
+        grad_gate_up, grad_scale_N = ctx.kernels.swiglu_back(rows, grad, scale_N)
+        return grad_gate_up.view(ctx.shape), grad_scale_N, None
 
 
 class SplitRotateFunction(torch.autograd.Function):

@@ -25,8 +25,8 @@ _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "rms_norm": [*[_POINTER] * 4, *[_INT64] * 2, _FLOAT, _INT],
     "rms_norm_back": [*[_POINTER] * 6, *[_INT64] * 2, _INT],
-    "swiglu": [*[_POINTER] * 2, *[_INT64] * 2, _INT],
-    "swiglu_back": [*[_POINTER] * 3, *[_INT64] * 2, _INT],
+    "swiglu": [*[_POINTER] * 3, *[_INT64] * 2, _INT],
+    "swiglu_back": [*[_POINTER] * 5, *[_INT64] * 2, _INT],
     "split_rotate": [*[_POINTER] * 8, *[_INT64] * 4, _FLOAT, _INT],
     "split_rotate_back": [*[_POINTER] * 11, *[_INT64] * 4, _INT],
     "attention": [*[_POINTER] * 7, *[_INT64] * 5, _FLOAT, _INT],
@@ -81,21 +81,26 @@ class TrainKernels:
         self._call("rms_norm_back", x_NH.dtype, (x_NH, weight_H, inverse_N, grad_NH, grad_x_NH, shares), n, h)
         return grad_x_NH, shares.sum(0).to(weight_H.dtype)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up [N, F] of [N, 2 F] with gate, then up."""
+    def swiglu(self, gate_up: Tensor, scale_N: Tensor | None = None) -> Tensor:
+        """Return silu(gate) * up [N, F], times the scale F32 [N], of [N, 2 F] with gate, then up."""
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         _check(gate_up.dtype, (gate_up, (n, 2 * f)))
+        _check_scale(scale_N, n)
         out_NF = gate_up.new_empty((n, f))
-        self._call("swiglu", gate_up.dtype, (gate_up, out_NF), n, f)
+        self._call("swiglu", gate_up.dtype, (gate_up, scale_N, out_NF), n, f)
         return out_NF
 
-    def swiglu_back(self, gate_up: Tensor, grad_NF: Tensor) -> Tensor:
-        """Return the gradient of ``gate_up`` [N, 2 F]."""
+    def swiglu_back(
+        self, gate_up: Tensor, grad_NF: Tensor, scale_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of ``gate_up`` [N, 2 F] and of the scale F32 [N]."""
         n, f = grad_NF.shape
         _check(gate_up.dtype, (gate_up, (n, 2 * f)), (grad_NF, (n, f)))
+        _check_scale(scale_N, n)
         grad_gate_up = torch.empty_like(gate_up)
-        self._call("swiglu_back", gate_up.dtype, (gate_up, grad_NF, grad_gate_up), n, f)
-        return grad_gate_up
+        grad_scale_N = None if scale_N is None else torch.empty_like(scale_N)
+        self._call("swiglu_back", gate_up.dtype, (gate_up, scale_N, grad_NF, grad_gate_up, grad_scale_N), n, f)
+        return grad_gate_up, grad_scale_N
 
     def split_rotate(
         self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads, eps: float
@@ -223,6 +228,11 @@ def _check(dtype: torch.dtype, *pairs: tuple[Tensor, tuple[int, ...]]) -> None:
         assert tensor.dtype is dtype, f"the tensor is {tensor.dtype}, expected {dtype}"
         assert tensor.shape == shape, f"the shape is {tuple(tensor.shape)}, expected {shape}"
         assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tensor.device}, strides {tensor.stride()}"
+
+
+def _check_scale(scale_N: Tensor | None, n: int) -> None:
+    if scale_N is not None:
+        _check(torch.float32, (scale_N, (n,)))
 
 
 def _check_qkv(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads) -> None:

@@ -11,8 +11,10 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from slime_like.errors import ConfigError
-from slime_like.train.megatron.model.layers import LayerParts, PackedAttention, PackedRows, Stack, wait_for_weights
+from slime_like.train.megatron.model.grouped_mlp import GroupedMLP
+from slime_like.train.megatron.model.layers import LayerParts, PackedAttention, PackedRows, Stack
 from slime_like.train.megatron.model.norms import RMSNorm
+from slime_like.train.megatron.model.param_gather import wait_for_weights
 from slime_like_plugins.megatron_cpu.functions import (
     AttentionFunction,
     RMSNormFunction,
@@ -59,9 +61,19 @@ class FusedMLP(MLP):
         gate_up, bias = first(hidden_states)
         gate_up = gate_up if bias is None else gate_up + bias
         if gate_up.dtype in SUFFIX:
-            return second(SwiGLUFunction.apply(gate_up, kernels()))
+            return second(SwiGLUFunction.apply(gate_up, None, kernels()))
         gate, up = gate_up.chunk(2, -1)
         return second(F.silu(gate) * up)
+
+
+class FusedGroupedMLP(GroupedMLP):
+    """Grouped experts with weighted SwiGLU in one pass."""
+
+    def activate(self, gate_up: Tensor, probs_R: Tensor) -> Tensor:
+        if gate_up.dtype not in SUFFIX:
+            return super().activate(gate_up, probs_R)
+        out: Any = SwiGLUFunction.apply(gate_up, probs_R.float(), kernels())
+        return out
 
 
 class FusedCoreAttention(PackedAttention):
@@ -155,6 +167,7 @@ def with_c_kernels(parts: LayerParts) -> LayerParts:
         norm=FusedRMSNorm,
         self_attention=FusedAttention,
         mlp=FusedMLP,
+        experts=FusedGroupedMLP,
         stack=FusedStack,
         scores=fused_vocab_scores,
     )

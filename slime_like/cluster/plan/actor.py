@@ -79,11 +79,12 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
 
 
 def _add_expert_decision(cfg: TrainConfig, world: int, model: HfConfig | None, decisions: PlanDecisions) -> None:
-    experts, ep = 0 if model is None else model.num_experts, cfg.parallel.ep
+    experts, ep, etp = 0 if model is None else model.num_experts, cfg.parallel.ep, cfg.parallel.etp
     if experts:
-        copies = stage_ranks(cfg, world) // ep
+        copies = stage_ranks(cfg, world) // (ep * etp)
+        shards = f", each over parallel.etp {etp} ranks" if etp > 1 else ""
         decisions.add(
-            "experts per rank", experts // ep, f"{experts} experts / parallel.ep {ep}; copies of each: {copies}"
+            "experts per rank", experts // ep, f"{experts} experts / parallel.ep {ep}{shards}; copies of each: {copies}"
         )
 
 
@@ -141,6 +142,7 @@ def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, decisions: PlanD
         cp=p.cp,
         dp=dp,
         ep=p.ep,
+        etp=p.etp,
         sequence_parallel=p.sequence_parallel and p.tp > 1,
         distributed_optimizer=p.distributed_optimizer,
         overlap_grad_reduce=p.overlap_grad_reduce,

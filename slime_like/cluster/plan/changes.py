@@ -15,6 +15,7 @@ KEYS = {
     "pp": "parallel.pp",
     "cp": "parallel.cp",
     "ep": "parallel.ep",
+    "etp": "parallel.etp",
     "tokens": "parallel.max_tokens_per_rank",
     "recompute": "model.recompute",
     "logits_chunk": "model.logits_chunk",

@@ -113,7 +113,7 @@ def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, in
     is_written = model is not None and Path(model.folder).exists()
     params = check_weights("model.hf_checkpoint", cfg.model.hf_checkpoint) if is_written else 0
     p = cfg.parallel
-    copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep))
+    copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep * p.etp))
     engines = processes.get("engine", 0)
     optimizer = 8 if cfg.parallel.distributed_optimizer else 8 * copies
     weights = params * ((8 * copies + optimizer if copies else 0) + 4 * engines)

@@ -99,9 +99,16 @@ def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Lay
     tp, pp = role.tp or actor.tp, role.pp or actor.pp
     cp, dp = role.cp or actor.cp, role.dp or actor.dp
     sequence_parallel = cfg.parallel.sequence_parallel and tp > 1
-    experts = read_hf_config(key, folder).num_experts if Path(folder).exists() else actor.ep
-    ep = actor.ep if experts and experts % actor.ep == 0 and (tp * cp * dp) % actor.ep == 0 else 1
-    return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sequence_parallel=sequence_parallel, vpp=1, segments=())
+    experts, width = actor.ep, actor.etp
+    if Path(folder).exists():
+        model = read_hf_config(key, folder)
+        experts, width = model.num_experts, model.expert_width
+    stage = tp * cp * dp
+    ep = actor.ep if experts and experts % actor.ep == 0 and stage % actor.ep == 0 else 1
+    etp = actor.etp if experts and width % actor.etp == 0 and stage % (ep * actor.etp) == 0 else 1
+    return replace(
+        actor, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, etp=etp, sequence_parallel=sequence_parallel, vpp=1, segments=()
+    )
 
 
 def role_devices(

@@ -106,7 +106,8 @@ def _virtual(layout: Layout) -> str:
 
 
 def _experts(layout: Layout) -> str:
-    return f", experts over {layout.ep}" if layout.ep > 1 else ""
+    shards = f", each over {layout.etp}" if layout.etp > 1 else ""
+    return f", experts over {layout.ep}{shards}" if layout.ep * layout.etp > 1 else ""
 
 
 def _sharded_cache(plan: Plan) -> str:

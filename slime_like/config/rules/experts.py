@@ -12,15 +12,17 @@ EXPERT_RECOMPUTE_MODULES = ("moe", "shared_experts")  # values of model.recomput
 
 
 def stage_ranks(cfg: TrainConfig, world: int) -> int:
-    """Return the number of ranks of a pipeline stage. Raises ``ConfigError`` unless ``parallel.ep`` divides it."""
+    """Return the number of ranks of a pipeline stage. Raises ``ConfigError`` unless ``parallel.ep`` and ``etp`` divide it."""
     p = cfg.parallel
     stage = world // p.pp
-    if stage % p.ep:
-        fits = ", ".join(str(n) for n in range(1, stage + 1) if stage % n == 0)
-        ranks = math.lcm(p.tp * p.cp, p.ep) * p.pp
+    if stage % (p.ep * p.etp):
+        fits = ", ".join(str(n) for n in range(1, stage + 1) if stage % (n * p.etp) == 0)
+        ranks = math.lcm(p.tp * p.cp, p.ep * p.etp) * p.pp
+        sizes = f"parallel.ep={p.ep}" + (f" * parallel.etp={p.etp} = {p.ep * p.etp}" if p.etp > 1 else "")
+        change = f"parallel.ep to one of {fits}" if fits else f"parallel.etp to a divisor of {stage}"
         raise ConfigError(
-            f"parallel.ep={p.ep} does not divide the {stage} ranks of a pipeline stage (parallel.tp {p.tp} * parallel.cp "
-            f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set parallel.ep to one of {fits}, or "
+            f"{sizes} does not divide the {stage} ranks of a pipeline stage (parallel.tp {p.tp} * parallel.cp "
+            f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set {change}, or "
             f"set placement.actor_num_gpus_per_node so that the trainer has a multiple of {ranks} ranks"
         )
     return stage
@@ -31,11 +33,12 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
     p, experts = cfg.parallel, model.num_experts
     check_sequence_parallel("parallel.tp", p.tp, cfg, model)
     if not experts:
-        if p.ep > 1:
-            raise ConfigError(
-                f"parallel.ep={p.ep}: the model in {model.folder} (model_type {model.model_type}) has no experts to "
-                "distribute; set parallel.ep=1"
-            )
+        for key, size in (("ep", p.ep), ("etp", p.etp)):
+            if size > 1:
+                raise ConfigError(
+                    f"parallel.{key}={size}: the model in {model.folder} (model_type {model.model_type}) has no experts to "
+                    f"distribute; set parallel.{key}=1"
+                )
         if cfg.model.recompute == "selective" and (
             idle := [m for m in cfg.model.recompute_modules if m in EXPERT_RECOMPUTE_MODULES]
         ):
@@ -47,6 +50,11 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
         fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ConfigError(
             f"parallel.ep={p.ep} does not divide the {experts} experts of the model in {model.folder}: set parallel.ep to one of {fits}"
+        )
+    if model.expert_width % p.etp:
+        raise ConfigError(
+            f"parallel.etp={p.etp} does not divide the intermediate size {model.expert_width} of the experts of the model in "
+            f"{model.folder}: set parallel.etp to a divisor of {model.expert_width}"
         )
 
 

@@ -106,10 +106,9 @@ OWNED: dict[str, dict[str, str]] = {
         "moe_router_force_load_balancing": ALL_TOKENS,
         "moe_router_force_biased": ALL_TOKENS,
         "moe_router_load_balancing_type": "the trainer (aux_loss, weighted by model.megatron.moe_aux_loss_coeff)",
-        "moe_grouped_gemm": TE_EXPERTS,
         "moe_permute_fusion": TE_EXPERTS,
         "moe_router_fusion": TE_EXPERTS,
-        "expert_tensor_parallel_size": "the trainer (an expert is never split across ranks)",
+        "expert_tensor_parallel_size": "parallel.etp",
     },
 }
 """Fields that this project sets: field -> the key or component that sets it."""

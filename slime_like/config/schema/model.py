@@ -83,6 +83,10 @@ class ParallelConfig(Config):
     ep: int = key(
         1, "Expert parallel size: number of ranks (out of tp * cp * dp) over which each layer's experts are split."
     )
+    etp: int = key(
+        1,
+        "Expert tensor parallel size: ranks over which each expert's matrices are sharded, so that an expert has ep * etp.",
+    )
     sequence_parallel: bool = key(True, "Also shard norms and residuals over tp (no effect with tp=1).")
     distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
     overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket during backward.")
@@ -99,7 +103,7 @@ class ParallelConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "tp", "pp", "cp", "ep", "max_tokens_per_rank", "bucket_size")
+        positive(prefix, self, "tp", "pp", "cp", "ep", "etp", "max_tokens_per_rank", "bucket_size")
         positive(prefix, self, "vpp", "layers_per_virtual_stage", "first_stage_layers", "last_stage_layers")
 
 

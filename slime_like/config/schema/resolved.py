@@ -19,6 +19,7 @@ class Layout:
     cp: int = 1
     dp: int = 1
     ep: int = 1
+    etp: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False

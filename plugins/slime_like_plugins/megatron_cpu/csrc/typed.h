@@ -40,31 +40,37 @@ void NAME(rms_norm_back)(const T *x, const T *weight, const float *inverse, cons
     }
 }
 
-/* gate_up [n, 2 h] -> out [n, h] = silu(gate) * up */
-void NAME(swiglu)(const T *gate_up, T *out, int64_t n, int64_t h, int threads) {
+/* gate_up [n, 2 h] -> out [n, h] = silu(gate) * up, times scale [n] unless it is null */
+void NAME(swiglu)(const T *gate_up, const float *scale, T *out, int64_t n, int64_t h, int threads) {
     SHARED(threads) {
         ROWS for (int64_t i = 0; i < n; i++) {
             const T *gate = gate_up + i * 2 * h, *up = gate + h;
             T *oi = out + i * h;
+            const float c = scale ? scale[i] : 1.0f;
             EACH_LANE for (int64_t j = 0; j < h; j++) {
                 const float a = NAME(load)(gate[j]);
-                oi[j] = NAME(store)(a * sigmoid(a) * NAME(load)(up[j]));
+                oi[j] = NAME(store)(a * sigmoid(a) * NAME(load)(up[j]) * c);
             }
         }
     }
 }
 
-/* Backward: grad_out [n, h] -> grad_gate_up [n, 2 h] */
-void NAME(swiglu_back)(const T *gate_up, const T *grad_out, T *grad_gate_up, int64_t n, int64_t h, int threads) {
+/* Backward: grad_out [n, h] -> grad_gate_up [n, 2 h], and grad_scale [n] if there is a scale */
+void NAME(swiglu_back)(const T *gate_up, const float *scale, const T *grad_out, T *grad_gate_up, float *grad_scale,
+                       int64_t n, int64_t h, int threads) {
     SHARED(threads) {
         ROWS for (int64_t i = 0; i < n; i++) {
             const T *gate = gate_up + i * 2 * h, *up = gate + h, *gi = grad_out + i * h;
             T *to_gate = grad_gate_up + i * 2 * h, *to_up = to_gate + h;
-            EACH_LANE for (int64_t j = 0; j < h; j++) {
-                const float a = NAME(load)(gate[j]), s = sigmoid(a), g = NAME(load)(gi[j]);
-                to_up[j] = NAME(store)(g * a * s);
-                to_gate[j] = NAME(store)(g * NAME(load)(up[j]) * s * (1.0f + a * (1.0f - s)));
+            const float c = scale ? scale[i] : 1.0f;
+            float dot = 0;
+            SUM_OF(dot) for (int64_t j = 0; j < h; j++) {
+                const float a = NAME(load)(gate[j]), u = NAME(load)(up[j]), s = sigmoid(a), g = NAME(load)(gi[j]);
+                dot += g * a * s * u;
+                to_up[j] = NAME(store)(c * g * a * s);
+                to_gate[j] = NAME(store)(c * g * u * s * (1.0f + a * (1.0f - s)));
             }
+            if (scale) grad_scale[i] = dot;
         }
     }
 }

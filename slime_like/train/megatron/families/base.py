@@ -47,6 +47,11 @@ class Weight(ABC):
         """True if tensor parallel ranks hold different shards."""
         return True
 
+    @property
+    def is_expert(self) -> bool:
+        """True for a routed expert, which expert tensor parallel ranks share instead of tensor parallel ranks."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class Replicated(Weight):

@@ -1,6 +1,6 @@
 """Mixture-of-experts mix-in: a router, routed experts and an optional shared expert replace the MLP of some blocks.
 
-Experts are divided over expert parallel ranks and never split by tensor parallelism. An export has separate matrices per
+Experts are divided over expert parallel ranks, and their matrices over expert tensor parallel ranks. An export has separate matrices per
 expert (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read. An HF folder that is loaded may
 also have one fused tensor of all experts.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from slime_like.errors import ConfigError
@@ -23,7 +22,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix(Weight):
-    """Matrices of one routed expert, stacked along the output dimension: gate over up, or down alone."""
+    """Matrices of one routed expert: gate over up, each split along the output dimension, or down, along the input dimension."""
 
     fused: str  # name of the fused tensor [experts, rows, columns], which the folder may have instead
     expert: int
@@ -37,14 +36,18 @@ class ExpertMatrix(Weight):
         return list(stacked.split([shape[0] for shape in self.shapes]))
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
-        return torch.cat(list(tensors), 0)
+        return self._kind.split(self, tensors, tp, rank)
 
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(shards[0].split([shape[0] for shape in self.shapes], 0))
+        return self._kind.merge(self, shards)
 
     @property
-    def is_split(self) -> bool:
-        return False
+    def _kind(self) -> type[Weight]:
+        return RowParallel if len(self.names) == 1 else Stacked
+
+    @property
+    def is_expert(self) -> bool:
+        return True
 
 
 class Experts(DenseDecoder):

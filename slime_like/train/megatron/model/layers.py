@@ -29,6 +29,7 @@ from torch import Tensor
 
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.model import sdpa
+from slime_like.train.megatron.model.grouped_mlp import GroupedMLP
 from slime_like.train.megatron.model.latent import latent_attention
 from slime_like.train.megatron.model.layout import AttentionPieces
 from slime_like.train.megatron.model.moe import moe_builder
@@ -81,12 +82,6 @@ class PackedRows(PackedSeqParams):
             max_seqlen_kv=self.max_seqlen_kv,
             pad_between_seqs=False,  # otherwise TransformerEngine compares bounds and waits for the GPU
         )
-
-
-def wait_for_weights(part: torch.nn.Module) -> None:
-    """Wait until overlap_param_gather has gathered the weights of ``part``. Required to read them without its forward."""
-    for hook in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]  no public function lists hooks
-        hook(part, ())
 
 
 def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
@@ -219,6 +214,7 @@ class LayerParts:
     norm: type[RMSNorm] = RMSNorm
     self_attention: type[SelfAttention] = SelfAttention
     mlp: type[MLP] = MLP
+    experts: type[GroupedMLP] = GroupedMLP  # with moe_grouped_gemm
     stack: type[Stack] = Stack
     scores: VocabScores = vocab_scores
 
@@ -258,7 +254,11 @@ def stack_spec(
     else:
         assert rotary_scale == 1.0, f"attention without latents has no rotary scale {rotary_scale}"
         attention = {"attention_layer": mixer(_attention(config, parts, output, projection_norms=projection_norms))}
-    sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
+    sparse = (
+        {}
+        if config.num_moe_experts is None
+        else {"moe_layer": after_norm(moe_builder(config, TorchParts(), parts.experts))}
+    )
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output)
     return ModuleSpec(
         parts.stack,

@@ -20,7 +20,8 @@ from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.experts import global_key
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.exact_attention import ExactAttention
-from slime_like.train.megatron.model.layers import LayerParts, PackedRows, stack_spec, wait_for_weights
+from slime_like.train.megatron.model.layers import LayerParts, PackedRows, stack_spec
+from slime_like.train.megatron.model.param_gather import wait_for_weights
 from slime_like.train.megatron.model.rotary import Rotary
 from slime_like.train.megatron.model.transformer_config import pipeline_pattern
 from slime_like.train.megatron.model.vocab import VocabularyPart
@@ -232,6 +233,6 @@ def load_hf(model: ModelSegments, table: Mapping[str, Weight], folder: HFFolder,
             continue
         weight = table[key]
         tensors = [tensor.to(target.dtype) for tensor in weight.read(folder)]
-        shard = weight.split(tensors, rank_info.layout.tp, rank_info.tp_rank)
+        shard = weight.split(tensors, *rank_info.shard(expert=weight.is_expert))
         assert shard.shape == target.shape, f"{key}: shard {tuple(shard.shape)} for weight {tuple(target.shape)}"
         target.copy_(shard)

@@ -11,18 +11,31 @@ import torch.distributed as dist
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from slime_like.train.megatron.model.dispatch import RowMoELayer
 from slime_like.train.megatron.model.expert_choice import ExpertChoice, GroupLimitedChoice
+from slime_like.train.megatron.model.grouped_mlp import GroupedMLP
 
 
-def moe_builder(config: TransformerConfig, backend: BackendSpecProvider) -> partial[MoELayer]:
-    """Return the builder of a layer's experts: MLPs of ``backend``'s linears, and the shared expert of models that have one."""
+def moe_builder(
+    config: TransformerConfig, backend: BackendSpecProvider, grouped: type[GroupedMLP]
+) -> partial[MoELayer]:
+    """Return the builder of a layer's experts: MLPs of ``backend``'s linears, and the shared expert of models that have one.
+
+    With moe_grouped_gemm, the experts are ``grouped``; otherwise megatron computes them one by one.
+    """
     stock: Any = get_moe_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts)
-    return partial(MoELayer, submodules=dataclasses.replace(stock.keywords["submodules"], router=ExpertRouter))
+    submodules = dataclasses.replace(stock.keywords["submodules"], router=ExpertRouter)
+    if not config.moe_grouped_gemm:
+        return partial(MoELayer, submodules=submodules)
+    linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
+    experts: Any = partial(grouped, submodules=linears)
+    return partial(RowMoELayer, submodules=dataclasses.replace(submodules, experts=experts))
 
 
 class ExpertRouter(TopKRouter):

@@ -61,8 +61,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": 1,
-        "moe_grouped_gemm": False,  # megatron's grouped GEMM needs TransformerEngine
+        "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -73,6 +72,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     }
     chosen: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default rejects rows of different lengths, even without experts
+        "moe_grouped_gemm": family.num_experts > 0,  # ``GroupedMLP``; megatron's needs TransformerEngine
         "moe_router_dtype": "fp32",
         "moe_router_bias_update_rate": 0.0,  # an expert bias is not trained, but can be updated to balance the load
         # With virtual stages on two ranks, one batch would pair messages of opposite directions (see patches).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 class HFExport:
     """``WeightSource`` over the live parameters of one rank.
 
-    A tensor parallel group gathers each parameter, an expert parallel group the parameters of its ranks' experts. The
+    A tensor parallel group gathers each parameter, the ranks that share a copy of the experts gather their parameters. The
     first rank of a pipeline stage is its sender. The first stage alone sends tied embeddings. Vocabulary padding is cut.
     """
 
@@ -87,15 +88,16 @@ class HFExport:
         rank_info = self._rank_info
         local = parameter.detach().contiguous()
         parts: list[Tensor] = []
-        if len(weights) != 1:  # the sender is in the first expert parallel group
+        sizes = rank_info.layout
+        if weights[0].is_expert:  # the sender is among the ranks of the first copy of the experts
             if rank_info.expert_dp_rank == 0:
-                parts = all_gather(local, rank_info.layout.ep, rank_info.ep_group)
+                parts = all_gather(local, sizes.ep * sizes.etp, rank_info.expert_group)
         elif rank_info.dp_rank == rank_info.cp_rank == 0:
-            parts = all_gather(local, rank_info.layout.tp if weights[0].is_split else 1, rank_info.tp_group)
+            parts = all_gather(local, sizes.tp if weights[0].is_split else 1, rank_info.tp_group)
         if not self.is_sender:
             return ()
-        groups = [parts] if len(weights) == 1 else [[part] for part in parts]  # shards of each weight
-        merged = (tensor for weight, shards in zip(weights, groups, strict=True) for tensor in weight.merge(shards))
+        shards = itertools.batched(parts, len(parts) // len(weights))  # of each weight
+        merged = (tensor for weight, own in zip(weights, shards, strict=True) for tensor in weight.merge(own))
         return tuple(tensor.contiguous() for tensor in merged)
 
 

@@ -69,7 +69,7 @@ def _create_moments(optimizer: Any) -> None:
 def layout_sizes(rank_info: RankInfo) -> dict[str, int]:
     """Return the parallel sizes that the checkpoint's manifest records."""
     sizes = rank_info.layout
-    return {"tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "dp": sizes.dp, "ep": sizes.ep}
+    return {"tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "dp": sizes.dp, "ep": sizes.ep, "etp": sizes.etp}
 
 
 # ---- random number generators ----------------------------------------------------------------------------------------

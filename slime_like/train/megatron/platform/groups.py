@@ -35,8 +35,13 @@ class RankInfo:
     dp_group: Any  # ranks with the same part of the model and the same cp_rank
     dp_cp_group: Any  # all ranks with the same part of the model
     ep_rank: int  # index of the range of experts that this rank holds
+    etp_rank: int  # index of this rank's shard of each of them
     expert_dp_rank: int  # index of this copy of the range
-    ep_group: Any
+    expert_group: Any  # ranks that share one copy of all experts: shards of the first range, of the second, and so on
+
+    def shard(self, *, expert: bool) -> tuple[int, int]:
+        """Return the number of shards of a split parameter, and the index of this rank's."""
+        return (self.layout.etp, self.etp_rank) if expert else (self.layout.tp, self.tp_rank)
 
     @property
     def is_first(self) -> bool:
@@ -68,10 +73,12 @@ def check_layout(layout: Layout, world_size: int) -> None:
             "change parallel.* or placement.actor_num_gpus_per_node"
         )
     stage = layout.tp * layout.cp * layout.dp
-    if stage % layout.ep:
+    if stage % (layout.ep * layout.etp):
+        sizes = f"parallel.ep={layout.ep}" + (f" * parallel.etp={layout.etp}" if layout.etp > 1 else "")
         raise ConfigError(
-            f"parallel.ep={layout.ep} does not divide the {stage} ranks of a pipeline stage (tp {layout.tp} * cp "
-            f"{layout.cp} * dp {layout.dp}), over which experts are distributed: set parallel.ep to a divisor of {stage}"
+            f"{sizes} does not divide the {stage} ranks of a pipeline stage (tp {layout.tp} * cp "
+            f"{layout.cp} * dp {layout.dp}), over which experts are distributed: set parallel.ep to a divisor of "
+            f"{stage // layout.etp if stage % layout.etp == 0 else stage}"
         )
 
 
@@ -128,7 +135,7 @@ def make_groups(spec: RankSpec, device: torch.device) -> RankInfo:
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,  # tensor parallelism does not split experts
+        expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=collective_seconds(spec) / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )
@@ -147,6 +154,7 @@ def make_groups(spec: RankSpec, device: torch.device) -> RankInfo:
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_group().rank(),
         expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
-        ep_group=parallel_state.get_expert_model_parallel_group(),
+        expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
     )

@@ -1,0 +1,104 @@
+"""Dispatch of tokens to experts over expert parallel ranks: megatron's all-to-all with rows moved by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from slime_like.train.megatron.model.token_rows import Reorder, TokenRows, by_expert, token_rows
+
+
+class RowDispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron's dispatcher without its sort of the [experts, tokens] mask and its loops over experts.
+
+    megatron adds the rows of a token one by one in the model's dtype; this adds them in float32 and rounds once.
+    """
+
+    _rows: TokenRows | None = None
+    _orders: tuple[Tensor, Tensor] | None = None  # index that orders received rows by expert, and its inverse
+    _counts_SE: Tensor | None = None  # number of received rows by sender and expert, on the device
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Return the number of rows of each local expert."""
+        counts: Tensor = super().preprocess(routing_map)
+        self._counts_SE = self.num_global_tokens_per_local_expert if self._is_spread else None
+        return counts
+
+    @property
+    def _is_spread(self) -> bool:
+        """True if received rows are not in the order of the experts."""
+        return self.num_local_experts > 1 and self.tp_size * self.ep_size > 1
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Return the rows [R, H] of hidden states [L, 1, H], and the probabilities [R] of their experts."""
+        self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
+        self.tokens_per_expert = self.preprocess(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        counts_E = routing_map.sum(0)
+        self._rows = token_rows(routing_map, counts_E, self.config.moe_router_topk)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        return self._rows.gather(hidden_states.flatten(0, 1)), self._rows.probabilities(probs)
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
+        """Return the rows of this rank's experts, ordered by expert, their number for each expert, and the probabilities."""
+        rows, probs = global_input_tokens, global_probs
+        if self.tp_size > 1:
+            rows, probs = self._gather(rows), self._gather(probs)
+        if self._counts_SE is not None:
+            self._orders = by_expert(self._counts_SE, len(rows))
+            rows, probs = Reorder.apply(rows, *self._orders), Reorder.apply(probs, *self._orders)
+        counts = self.tokens_per_expert
+        for point in ("before_permutation_2", "before_finish"):
+            counts = self._maybe_dtoh_and_synchronize(point, counts)
+        return rows, counts, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Any:
+        """Return the experts' results in the order in which their rows were received, summed over expert tensor parallel ranks."""
+        rows: Any = hidden_states
+        if self._orders is not None:
+            rows, self._orders = Reorder.apply(rows, *reversed(self._orders)), None
+        return rows if self.tp_size == 1 else self._reduce_scatter(rows.to(self.probs.dtype)).to(rows.dtype)
+
+    def _gather(self, local: Tensor) -> Tensor:
+        """Return the rows of all expert tensor parallel ranks, whose numbers differ: gloo's all-gather needs equal numbers."""
+        count = self.tp_size
+        return all_to_all(self.tp_group, torch.cat([local] * count), self._sizes(), [len(local)] * count)
+
+    def _reduce_scatter(self, rows: Tensor) -> Tensor:
+        """Return the sum, over the expert tensor parallel ranks, of the results for this rank's rows."""
+        sizes, count = self._sizes(), self.tp_size
+        own = sizes[self.tp_rank]
+        return all_to_all(self.tp_group, rows, [own] * count, sizes).unflatten(0, (count, own)).sum(0)
+
+    def _sizes(self) -> list[int]:
+        """Return the number of rows of each expert tensor parallel rank."""
+        splits: Any = self.output_splits_tp
+        return splits.tolist()
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Return the sum of each token's rows, in the shape of the hidden states."""
+        assert self._rows is not None
+        output = self._rows.combine(permutated_local_input_tokens).view(self.hidden_shape)
+        self._rows = None
+        if self.shared_experts is None:
+            return output
+        shared: Any = self.shared_experts.get_output()
+        return output + shared
+
+
+class RowMoELayer(MoELayer):
+    """megatron's layer of experts with ``RowDispatcher`` in the place of the all-to-all dispatcher."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.token_dispatcher = RowDispatcher(
+                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+            )

@@ -1,0 +1,50 @@
+"""Experts of a rank as grouped products over the rows of all experts, with the parameters of megatron's ``SequentialMLP``.
+
+Axes: R rows (tokens, ordered by expert), E experts of this rank, F features of SwiGLU, H hidden, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from slime_like.train.megatron.model.grouped_products import GroupedLinear, WeightedSwiGLU
+from slime_like.train.megatron.model.param_gather import wait_for_weights
+
+
+class GroupedMLP(SequentialMLP):
+    """SwiGLU experts without biases. A product and its two gradients each cover the rows of all experts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config: Any = self.config
+        is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
+        is_swiglu = config.gated_linear_unit and config.activation_func is F.silu and is_plain
+        assert is_swiglu and not config.add_bias_linear, "the experts are not SwiGLU without biases"
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  megatron annotates no result
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Map rows [R, H] with their number per expert I64 [E] and probabilities [R] to [R, H]; there is no bias."""
+        experts: Any = self.local_experts
+        counts = tokens_per_expert.tolist()
+        gate_up = grouped_linear(permuted_local_hidden_states, counts, [e.linear_fc1 for e in experts])
+        activation = self.activate(gate_up, permuted_probs)
+        return grouped_linear(activation, counts, [e.linear_fc2 for e in experts]), None
+
+    def activate(self, gate_up: Tensor, probs_R: Tensor) -> Tensor:
+        """Return silu(gate) * up * probability [R, F] of [R, 2 F] with gate, then up."""
+        out: Any = WeightedSwiGLU.apply(gate_up, probs_R)
+        return out
+
+
+def grouped_linear(rows_RI: Tensor, counts: Sequence[int], linears: Sequence[Any]) -> Tensor:
+    """Return [R, O]: the rows of each expert times its weight [O, I]. ``linears`` has each expert's module."""
+    for linear in linears:
+        wait_for_weights(linear)
+    out: Any = GroupedLinear.apply(rows_RI, tuple(counts), *(linear.weight for linear in linears))
+    return out
