@@ -154,7 +154,7 @@ def make_groups(spec: RankSpec, device: torch.device) -> RankInfo:
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_group().rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),  # pyright: ignore[reportArgumentType]  set once groups are made
         expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
         expert_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
     )
