@@ -113,6 +113,7 @@ SAME: dict[str, Any] = {
     f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
     f"{MEGATRON}.context_parallel_size": 1,
     f"{MEGATRON}.expert_model_parallel_size": 1,
+    f"{MEGATRON}.expert_tensor_parallel_size": None,
     f"{MEGATRON}.sequence_parallel": True,
     f"{MEGATRON}.use_distributed_optimizer": True,
     f"{ROLLOUT}.calculate_log_probs": True,
