@@ -68,6 +68,13 @@ def test_an_invalid_expert_layout_is_named(overrides: str, words: list[str], spa
         load_config([*argv, f"model.hf_checkpoint={sparse}", *overrides.split()])
 
 
+def test_the_width_of_an_expert_may_be_the_intermediate_size(argv: list[str], tmp_path: Path) -> None:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
+    folder = write_model(tmp_path / "model", model_type="minimax_m2", **experts)
+    with refusal(["parallel.etp=5", "size 48 of the experts", "a divisor of 48"]):
+        load_config([*argv, f"model.hf_checkpoint={folder}", "parallel.etp=5", "parallel.cp=5"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

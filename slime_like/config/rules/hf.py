@@ -129,7 +129,7 @@ class HfConfig:
     rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
     float8: Float8 | None = None  # None: no weight is quantised
-    expert_width: int = 0  # intermediate size of a routed expert
+    expert_width: int = 0  # intermediate size of a routed expert, in models that have experts
 
 
 def read_hf_config(key: str, folder: str) -> HfConfig:
@@ -173,7 +173,7 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         num_experts=num_experts(text),
         experts_per_token=int(text.get("num_experts_per_tok") or 0),
         sparse_layers=sparse_layers(text),
-        expert_width=text.get("moe_intermediate_size") or 0,
+        expert_width=text.get("moe_intermediate_size") or text.get("intermediate_size") or 0,
         tied=bool(top.get("tie_word_embeddings")),
         gdn=gdn_shape(text),
         latent=bool(text.get("kv_lora_rank")),
