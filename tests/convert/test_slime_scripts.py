@@ -23,7 +23,7 @@ KINDS = {
     ),
     "run-moe-8nodes.sh": (
         SAME,
-        {"--sglang-dp-size": "mapped", "--ref-load": "mapped", "--moe-grouped-gemm": "dropped"},
+        {"--sglang-dp-size": "mapped", "--ref-load": "mapped", "--moe-grouped-gemm": "mapped"},
     ),
     "run-fp8.sh": (NONE, {"--hf-checkpoint": "refused", "--fp8-format": "refused"}),
     "run-fault-tolerance.sh": (SAME, {"--use-fault-tolerance": "mapped", "--update-weight-mode": "dropped"}),
@@ -52,6 +52,7 @@ OUTCOMES: dict[str, dict[str, Any]] = {
         "rollout.sglang": {"attn_dp_size": 4, "ep_size": 16},
         "rollout.num_engines": 4,
         "model.megatron_checkpoint": "/m/Moe-30B-tuned_torch_dist",
+        "model.megatron": {"moe_grouped_gemm": True, "moe_aux_loss_coeff": 0, "moe_token_dispatcher_type": "alltoall"},
         "placement.ray_address": "auto",
         "rollout.filters": ["nonzero_std"],
     },
