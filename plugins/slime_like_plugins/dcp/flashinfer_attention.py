@@ -162,7 +162,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     ) -> tuple[Tensor, Tensor]:
         """Attend the queries of the group to this rank's rows. Returns [T, A, D] and natural log-sum-exp [T, A].
 
-        FlashInfer leaves its outputs undefined for the tokens ``empty_T``, of whose requests this rank has no row: they
+        FlashInfer leaves its outputs undefined for the tokens ``empty_T``, whose requests have no row on this rank: they
         get 0 and -inf.
         """
         q_TAD = self.group.all_gather(q_THD, dim=1).contiguous()

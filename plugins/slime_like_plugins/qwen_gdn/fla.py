@@ -73,7 +73,7 @@ class FlaGDN:
         return padded(out, rows), final
 
     def _options(self, cu_seqlens_cpu: Tensor) -> dict[str, Any]:
-        """Return the arguments of this package's rule in addition to the common ones."""
+        """Return the arguments of ``_rule`` in which fla and FlashQLA differ."""
         return {"cu_seqlens_cpu": cu_seqlens_cpu}
 
     def causal_conv(
@@ -113,7 +113,7 @@ class FlaGDN:
         return rule
 
     def kernels(self) -> str:
-        """Return the kernels and their versions, and the functions that fla has dispatched to other packages so far."""
+        """Return the kernels with their versions, and the functions whose calls fla has dispatched to other packages so far."""
         dispatched = ", ".join(dispatched_functions()) or "none"
         versions = f"fla-core {metadata.version('fla-core')} on triton {metadata.version('triton')}"
         return f"{versions}, dispatched to other packages: {dispatched}"
