@@ -110,10 +110,10 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
     check_engine(shape, settings)
     largest = useful_dcp(shape, settings)
     if settings.dcp > largest:
-        heads = "latent attention has one KV head" if shape.attention is None else f"{shape.kv_heads} KV heads"
+        heads = "whose latents every rank stores" if shape.attention is None else f"which has {shape.kv_heads} KV heads"
         raise ConfigError(
-            f"--dcp {settings.dcp}: {settings.attention_tp} ranks share {shape.name}'s KV cache ({heads}), so more than "
-            f"{largest} of them add no capacity: set --dcp {largest}"
+            f"--dcp {settings.dcp}: {settings.attention_tp} attention ranks store {largest} cop{'y' if largest == 1 else 'ies'} of "
+            f"each KV head of {shape.name}, {heads}, and more ranks than copies add no capacity: set --dcp {largest}"
         )
     _check_static(shape, settings, hardware)
     return settings
@@ -125,7 +125,7 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))
     memory = engine_memory(shape, settings, hardware)
-    usable_bytes = (weights + memory.pool) / settings.static
+    usable_bytes = (weights + memory.pool + memory.table.of("recurrent states")) / settings.static
     if settings.static * usable_bytes <= weights < usable_bytes:
         raise ConfigError(
             f"--static {settings.static} gives the engine {gib(settings.static * usable_bytes)} of a GPU, less than its "

@@ -26,6 +26,8 @@ MAX_LAYERS = 2**16
 
 def read_shape(flag: str, folder: str) -> ModelShape:
     """Read the shape from ``config.json`` in ``folder``. Raises ``CheckpointError`` naming ``flag``."""
+    if not (Path(folder) / "config.json").exists():
+        raise CheckpointError(f"{flag}: {folder} has no config.json: give the folder of a model in Hugging Face format")
     file = InputFile(Path(folder) / "config.json", CheckpointError, "download it again", flag)
     return shape_of(file.json_object(), folder, file)
 

@@ -43,7 +43,7 @@ def engine_lines(
         yield f"decode     {_step_text(step)}; prefill {1e3 * now.steady.prefill:.0f} ms per request"
         engines = hardware.num_gpus // s.gpus
         speed = now.steady.tokens_per_second
-        yield f"throughput {speed:,.0f} tokens/s per engine, {engines * speed:,.0f} of {engines} engines on {hardware}"
+        yield f"throughput {speed:,.0f} tokens/s per engine, {engines * speed:,.0f} with {engines} engine{'s' * (engines > 1)} on {hardware}"
     rows = [_change_row(now, change) for change in alternatives]
     if rows:
         yield ""

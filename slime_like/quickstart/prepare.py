@@ -73,21 +73,24 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
     """Create the missing inputs of ``cfg``: datasets and random model; for GRPO also the warm-started model.
 
     Each folder has a stamp of the specs and sources of its files, and is written again when a spec or source changes. Raises
-    ``ConfigError`` on a folder with other files, which may belong to the user.
+    ``ConfigError`` like ``check_folders``.
     """
+    check_folders(cfg)
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
-    supervised = isinstance(cfg.algo, SftConfig)
-    _check_owned("data.train", assets)
-    if not supervised:
-        _check_owned("model.hf_checkpoint", warm)
-        if Path(cfg.model.hf_checkpoint).name != EXPORT:
-            raise ConfigError(
-                f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must end in /{EXPORT}"
-            )
     with _exclusive(assets.parent):
         _write_assets(assets, job)
-        if not supervised:
+        if not isinstance(cfg.algo, SftConfig):
             _warm_start(cfg, job, assets, warm)
+
+
+def check_folders(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` on a folder of inputs that has other files, which may belong to the user, or another name."""
+    _check_owned("data.train", Path(cfg.data.train).parent)
+    if isinstance(cfg.algo, SftConfig):
+        return
+    _check_owned("model.hf_checkpoint", Path(cfg.model.hf_checkpoint).parent)
+    if Path(cfg.model.hf_checkpoint).name != EXPORT:
+        raise ConfigError(f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must end in /{EXPORT}")
 
 
 def _check_owned(key: str, folder: Path) -> None:

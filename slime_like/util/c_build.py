@@ -21,6 +21,7 @@ from slime_like.util import caches
 from slime_like.util.caches import is_private
 
 COMPILERS = ("cc", "gcc", "clang")
+LAUNCHERS = ("ccache", "distcc", "sccache")  # words of ``$CC`` before the compiler
 COMPILE_S = 300
 
 
@@ -48,7 +49,8 @@ class SharedObject:
 
 def find_compiler() -> str:
     """Return the path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError``."""
-    candidates = os.environ.get("CC", "").split()[:1] or COMPILERS
+    words = [word for word in os.environ.get("CC", "").split() if Path(word).name not in LAUNCHERS]
+    candidates = words[:1] or COMPILERS
     for name in candidates:
         if path := shutil.which(name):
             return path

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from slime_like.cluster.plan.shapes import PREPARED
 from slime_like.cluster.plan.view import show_plan
 from slime_like.cluster.start import prepared
 from slime_like.cluster.start.prepared import load_prepared
 from slime_like.errors import ConfigError
+from slime_like.quickstart import prepare
+from slime_like.quickstart.prepare import PreparedJob
+from slime_like.registry import resolve
 from tests.config.machines import LAPTOP
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +76,29 @@ def test_a_default_job_is_refused_before_its_model_is_written(
             refuse(argv)
         assert all(word in str(refusal.value) for word in words), refusal.value
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", PREPARED)
+def test_the_plan_knows_the_model_that_a_default_job_writes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[PreparedJob] = []
+    monkeypatch.setattr(prepare, "prepare_job", lambda cfg, job: jobs.append(job))
+    resolve("run.prepare", path, {})(None)
+    assert [job.model for job in jobs] == [PREPARED[path]]
+
+
+def test_every_default_job_has_a_model_in_the_plan() -> None:
+    named = {
+        line for file in CONFIGS.rglob("*.yaml") for line in re.findall(r"^  prepare: (\S+)$", file.read_text(), re.M)
+    }
+    assert named - {"null"} == set(PREPARED)
+
+
+def test_data_of_the_user_is_not_taken_for_that_of_a_default_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text("{}")
+    argv = ["+recipe=quickstart", f"data.train={tmp_path}/mine/train.jsonl"]
+    for load in (show_plan, load_prepared):
+        with pytest.raises(ConfigError, match=r"data\.train: the folder .*mine has files .*run\.prepare=null"):
+            load(argv)

@@ -80,6 +80,15 @@ def test_a_failing_compiler_is_quoted_and_leaves_no_file(
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.parametrize("launcher", ["", "ccache ", "/usr/bin/sccache "])
+def test_a_launcher_before_the_compiler_is_skipped(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_compiler(tmp_path, "exit 0")
+    monkeypatch.setenv("CC", f"{launcher}{compiler} -m64")
+    assert cpu_build.find_compiler() == str(compiler)
+
+
 @needs_compiler
 def test_a_compiler_without_openmp_is_sufficient(cache: Path, short_source: Path, tmp_path: Path) -> None:
     compiler = fake_compiler(

@@ -72,7 +72,8 @@ def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
         ),
         (
             ["Qwen3-235B-A22B", "--on", "8xH20", "--dcp", "4"],
-            "(4 KV heads), so more than 2 of them add no capacity: set --dcp 2",
+            "8 attention ranks store 2 copies of each KV head of Qwen3-235B-A22B, which has 4 KV heads, and more ranks than "
+            "copies add no capacity: set --dcp 2",
         ),
         (["Qwen3-4B", "--on", "8xH20", "--train", "--train-tp", "16", "--tp", "8"], "does not divide the 8 GPUs"),
         (

@@ -38,12 +38,12 @@ class SwiGLUFunction(torch.autograd.Function):
         scale_N = None if scale_N is None else scale_N.contiguous()
         ctx.save_for_backward(rows, scale_N)
         ctx.kernels, ctx.shape = kernels, gate_up.shape
-        return kernels.swiglu(rows, scale_N).view(*gate_up.shape[:-1], -1)
+        return kernels.swiglu(rows, scale_N).view(*gate_up.shape[:-1], rows.shape[1] // 2)  # also of no rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, scale_N = ctx.saved_tensors
-        grad = grads[0].reshape(len(rows), -1).contiguous()
+        grad = grads[0].reshape(len(rows), rows.shape[1] // 2).contiguous()
         grad_gate_up, grad_scale_N = ctx.kernels.swiglu_back(rows, grad, scale_N)
         return grad_gate_up.view(ctx.shape), grad_scale_N, None
 

@@ -19,7 +19,8 @@ def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, d
     device = cfg.placement.device
     if device == "auto":
         device = "cuda" if machine.num_gpus else "cpu"
-        decisions.add("placement.device", device, f"{machine.num_gpus} GPUs are visible")
+        where = "are visible" if machine.is_local else "on the nodes"
+        decisions.add("placement.device", device, f"{machine.num_gpus} GPUs {where}")
     if device == "cuda" and not machine.num_gpus and cfg.placement.ray_address is None:
         raise ConfigError(
             "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"

@@ -33,13 +33,18 @@ def rank_roles(
     if device == "cuda" and colocated and world and engines and engine_devices[-1][-1] >= world:
         raise ConfigError(
             f"rollout.num_engines {len(engines)} * rollout.tp {cfg.rollout.tp} = {len(engines) * cfg.rollout.tp} GPUs, "
-            f"but the trainer that they share has {world}: set rollout.num_engines={max(1, world // cfg.rollout.tp)}, "
+            f"but the trainer that they share has {world}: set {_fewer_engines(cfg.rollout.tp, world)}, "
             f"placement.actor_num_gpus_per_node, or placement.mode=split"
         )
     if device == "cpu":
         ranks, engine_devices = tuple(() for _ in ranks), tuple(() for _ in engine_devices)
     roles = (Role("trainer", ranks, actor.layout), Role("engine", engine_devices))
     return tuple(role for role in roles if role.devices)
+
+
+def _fewer_engines(tp: int, world: int) -> str:
+    """Return settings with which engines of ``tp`` GPUs fit the ``world`` GPUs of the trainer."""
+    return f"rollout.num_engines={world // tp}" if world >= tp else f"rollout.num_engines=1 rollout.tp={world}"
 
 
 def add_roles(

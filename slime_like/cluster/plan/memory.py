@@ -38,7 +38,7 @@ def plan_memory(
         return replace(plan, warning=_host_warning(plan))
     hardware = known_hardware(cfg, machine, shapes)
     if isinstance(hardware, str):
-        return MemoryPlan(unknown=hardware)
+        return MemoryPlan(unknown=hardware, warning="" if machine.is_local else f"memory is not checked: {hardware}")
     demand = Demand(cfg, shapes, actor, engines, roles, others, machine, hardware)
     plan = replace(demand.plan(), demand=demand, source=_source(machine))
     if plan.least > plan.available:

@@ -15,12 +15,14 @@ from slime_like.errors import CheckpointError
 from slime_like.planner.config_json import read_shape, shape_of
 from slime_like.planner.models import MODELS, refused_type, table_config
 from slime_like.planner.shapes import ModelShape
-from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, config_fields
+from slime_like.quickstart.model import DENSE, GDN, LATENT, MOE, NEXT, TOOL, config_fields
 
 KEY = "model.hf_checkpoint"
 PREPARED = {
     "slime_like.quickstart.prepare:prepare": DENSE,
     "slime_like.quickstart.prepare:prepare_gdn": GDN,
+    "slime_like.quickstart.prepare:prepare_latent": LATENT,
+    "slime_like.quickstart.prepare:prepare_moe": MOE,
     "slime_like.quickstart.prepare:prepare_next": NEXT,
     "slime_like.quickstart.prepare:prepare_tool": TOOL,
 }

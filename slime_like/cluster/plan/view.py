@@ -10,12 +10,13 @@ from slime_like.cluster.plan.guard import guard_lines
 from slime_like.cluster.plan.machine import Machine, described_machine, probe_machine
 from slime_like.cluster.plan.memory_view import change_lines, memory_lines, plot_lines
 from slime_like.cluster.plan.planner import Plan, Role, make_plan
-from slime_like.cluster.plan.shapes import model_config
+from slime_like.cluster.plan.shapes import PREPARED, model_config
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
 from slime_like.config.rules.files import check_files, check_model
 from slime_like.config.schema.resolved import Layout
 from slime_like.config.schema.root import TrainConfig
+from slime_like.quickstart.prepare import check_folders
 from slime_like_compat.flags.translate import Command
 
 
@@ -39,6 +40,8 @@ def show_plan(argv: Sequence[str], description: str | None = None) -> str:
     """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)
+    if description is None and cfg.run.prepare in PREPARED:
+        check_folders(cfg)
     if description is None and (cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists()):
         check_files(cfg)
     elif (model := model_config(cfg, machine)) is not None:

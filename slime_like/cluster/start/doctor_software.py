@@ -130,10 +130,15 @@ def check_collective() -> Iterator[DoctorFinding]:
         f"two processes all-reduced in {deadline.elapsed():.1f} s"
         if is_ok
         else f"two processes could not all-reduce: {problem}",
-        ""
-        if is_ok
-        else "unset GLOO_SOCKET_IFNAME, or set it to the interface of the network that ranks share (lo on one machine)",
+        "" if is_ok else _collective_fix(problem),
     )
+
+
+def _collective_fix(problem: str) -> str:
+    """Return the fix of an all-reduce that failed with ``problem``, the last line of a traceback."""
+    if "ModuleNotFoundError" in problem or "ImportError" in problem:
+        return "bash scripts/setup.sh"
+    return "unset GLOO_SOCKET_IFNAME, or set it to the interface of the network that ranks share (lo on one machine)"
 
 
 def _environment() -> dict[str, str]:

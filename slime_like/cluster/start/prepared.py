@@ -7,12 +7,13 @@ from pathlib import Path
 
 from slime_like.cluster.plan.device import resolve_device
 from slime_like.cluster.plan.machine import probe_machine
-from slime_like.cluster.plan.shapes import model_config
+from slime_like.cluster.plan.shapes import PREPARED, model_config
 from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_files, check_model
 from slime_like.config.rules.user_functions import check_function
 from slime_like.config.schema.root import TrainConfig
+from slime_like.quickstart.prepare import check_folders
 from slime_like.registry import resolve
 
 
@@ -33,6 +34,8 @@ def _check_unwritten(cfg: TrainConfig) -> None:
     A folder that exists is not read: ``run.prepare`` may write it again, and otherwise ends at once.
     """
     machine = probe_machine()
+    if cfg.run.prepare in PREPARED:
+        check_folders(cfg)
     model = None if Path(cfg.model.hf_checkpoint).exists() else model_config(cfg, machine)
     if model is not None:
         check_model(cfg, model)

@@ -212,5 +212,5 @@ def _divides_tp(cfg: TrainConfig, size: int) -> None:
     sizes = [str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0]
     raise ConfigError(
         f"rollout.dcp={size} does not divide the {ranks} attention ranks of an engine ({source}), which it groups: "
-        f"set rollout.dcp={' or '.join(sizes)}"
+        f"set rollout.dcp={' or '.join(sizes)}, of which only divisors of {ranks} / the model's KV heads hold more tokens"
     )

@@ -118,7 +118,8 @@ def trainer_ranks(cfg: TrainConfig) -> int:
         raise ConfigError(
             f"{product} do not fit placement.actor_num_nodes {place.actor_num_nodes} * "
             f"placement.actor_num_gpus_per_node {place.actor_num_gpus_per_node} = {world} ranks: make them a multiple of "
-            f"{model}, as with placement.actor_num_gpus_per_node={-(-world // model) * model // place.actor_num_nodes}"
+            f"{model}, as with placement.actor_num_gpus_per_node={-(-world // model) * model // place.actor_num_nodes}, or "
+            "lower parallel.*"
         )
     dp = world // model
     if dp > (step := batch_identity(cfg)):

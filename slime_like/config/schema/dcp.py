@@ -122,7 +122,7 @@ def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:
     if num_kv_heads >= tp:
         return (
             f"each of the {tp} attention ranks already stores different KV heads (the model has {num_kv_heads}), so there are no "
-            f"copies that sharding the tokens could save; set rollout.dcp=1, or rollout.tp={num_kv_heads * dcp}"
+            f"copies that sharding the tokens could save; set rollout.dcp=1 (engines of rollout.tp={num_kv_heads * dcp} ranks would have {dcp} copies)"
         )
     copies = tp // num_kv_heads
     if copies * num_kv_heads == tp and copies % dcp == 0:
