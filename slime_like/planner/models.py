@@ -71,6 +71,23 @@ _GLM = {
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": False,
 }
+_GLM_355B = {
+    **_GLM,
+    "hidden_size": 5_120,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 1_536,
+    "num_hidden_layers": 92,
+    "n_routed_experts": 160,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+}
+_GLM_9B = {
+    **_qwen3(4_096, 13_696, 40, 32, tied=False, kv_heads=2),
+    "model_type": "glm4",
+    "attention_bias": True,
+    "vocab_size": 151_552,
+    "max_position_embeddings": 32_768,
+}
 _MINIMAX = {
     "model_type": "minimax_m2",
     "hidden_size": 3_072,
@@ -158,6 +175,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "MiniMax-M2.5": _MINIMAX,
     "DeepSeek-R1": _DEEPSEEK,
     "DeepSeek-V3": _DEEPSEEK,
+    "Moonlight-16B-A3B": {
+        **{field: value for field, value in _DEEPSEEK.items() if field != "q_lora_rank"},
+        "hidden_size": 2_048,
+        "intermediate_size": 11_264,
+        "moe_intermediate_size": 1_408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "vocab_size": 163_840,
+        "max_position_embeddings": 8_192,
+    },
     "Kimi-K2": {
         **_DEEPSEEK,
         "model_type": "kimi_k2",
@@ -168,23 +200,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 163_840,
         "max_position_embeddings": 131_072,
     },
-    "GLM-4-9B-0414": {
-        **_qwen3(4_096, 13_696, 40, 32, tied=False, kv_heads=2),
-        "model_type": "glm4",
-        "attention_bias": True,
-        "vocab_size": 151_552,
-        "max_position_embeddings": 32_768,
-    },
-    "GLM-4.5": {
-        **_GLM,
-        "hidden_size": 5_120,
-        "intermediate_size": 12_288,
-        "moe_intermediate_size": 1_536,
-        "num_hidden_layers": 92,
-        "n_routed_experts": 160,
-        "first_k_dense_replace": 3,
-        "use_qk_norm": True,
-    },
+    "GLM-4-9B-0414": _GLM_9B,
+    "GLM-Z1-9B-0414": _GLM_9B,
+    "GLM-4.5": _GLM_355B,
+    "GLM-4.6": _GLM_355B,
+    "GLM-4.7": _GLM_355B,
     "GLM-4.5-Air": {
         **_GLM,
         "hidden_size": 4_096,
@@ -196,7 +216,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Name on Hugging Face, without the owner -> fields of config.json."""
-REFUSED = {"DeepSeek-V3.2": "deepseek_v32", "GLM-5": "glm_moe_dsa"}
+REFUSED = {"DeepSeek-V3.2": "deepseek_v32", "GLM-4.7-Flash": "glm4_moe_lite", "GLM-5": "glm_moe_dsa"}
 """Start of the name of a public model that is not supported -> its model_type, which REFUSED_FAMILIES explains."""
 
 

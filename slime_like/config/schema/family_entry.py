@@ -30,5 +30,9 @@ _SPARSE_ATTENTION = (
     "implement, and an engine that attends to chosen keys differs from a trainer that attends to all; train a model with full "
     "attention"
 )
-REFUSED_FAMILIES = {"deepseek_v32": _SPARSE_ATTENTION, "glm_moe_dsa": _SPARSE_ATTENTION}
+REFUSED_FAMILIES = {
+    "deepseek_v32": _SPARSE_ATTENTION,
+    "glm4_moe_lite": "no family has its latent attention with GLM's tensor names; train GLM-4.5-Air (glm4_moe)",
+    "glm_moe_dsa": _SPARSE_ATTENTION,
+}
 """``model_type`` of models that no family may read -> reason and fix."""
