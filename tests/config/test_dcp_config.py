@@ -265,7 +265,7 @@ HEADS: dict[tuple[int, int, int], str | None] = {
     (8, 4, 2): None,
     (8, 4, 4): "2 copies of each head, and dcp must divide the copies; set rollout.dcp=1 or 2",
     (4, 2, 8): "each of the 4 attention ranks already stores different KV heads (the model has 8)",  # Llama-3.1-8B
-    (4, 2, 4): "set rollout.dcp=1, or rollout.tp=8",
+    (4, 2, 4): "set rollout.dcp=1 (engines of rollout.tp=8 ranks would have 2 copies)",
     (6, 2, 2): "3 copies of each head, and dcp must divide the copies; set rollout.dcp=1 or 3",
 }
 

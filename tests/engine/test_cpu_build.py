@@ -86,7 +86,7 @@ def test_a_launcher_before_the_compiler_is_skipped(
 ) -> None:
     compiler = fake_compiler(tmp_path, "exit 0")
     monkeypatch.setenv("CC", f"{launcher}{compiler} -m64")
-    assert cpu_build.find_compiler() == str(compiler)
+    assert c_build.find_compiler() == str(compiler)
 
 
 @needs_compiler

@@ -85,6 +85,7 @@ def test_the_grouped_kernel_has_the_same_shapes() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", STEP)
 @pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 0, 64], [0, 0, 0, 0]])
 def test_grouped_linear_on_a_gpu(counts: list[int], dtype: torch.dtype) -> None:
