@@ -90,8 +90,13 @@ def dcp() -> None:
 
     hooks.install()
     hooks.register_flashinfer()
-    for module in ("slime_like_plugins.dcp.attention", "sglang.srt.layers.dcp:cp_lse_ag_out_rs_mha"):
-        pkgutil.resolve_name(module)
+    latents = pkgutil.resolve_name("slime_like_plugins.dcp.latent_attention")
+    for target in (
+        "sglang.srt.layers.dcp:cp_lse_ag_out_rs_mha",
+        f"sglang.srt.mem_cache.memory_pool:MLATokenToKVPool.{latents.RESOLVED}",
+        f"sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM.{latents.METADATA}",
+    ):
+        pkgutil.resolve_name(target)
     check_overrides(pkgutil.resolve_name("slime_like_plugins.dcp.flashinfer_attention"))
 
 

@@ -111,18 +111,22 @@ class ShardedAttention(BatchedAttention):
         if save_kv_cache:
             location, stored_T = KVWriteLoc(self._batch.rows_T, None), self._batch.stored_T
             self.token_to_kv_pool.set_kv_buffer(layer, location, k_TKD[stored_T], v_TKD[stored_T])
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        pools = self._pools(layer)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
         replicated = self._queries.get(layer.layer_id)
         if forward_batch.forward_mode.is_decode():
             q_TAD = self._queries_of_all_ranks(q_THD) if replicated is None else replicated(forward_batch.positions)
-            out_THD, _ = self._attend_cached(q_TAD, (keys, values), layer.scaling, self._c)
+            out_THD, _ = self._attend_cached(q_TAD, pools, layer.scaling, self._c)
         else:
             if replicated is not None:
                 replicated.release()
-            out_THD = self._prefill(q_THD, (k_TKD, v_TKD), (keys, values), layer.scaling)
+            out_THD = self._prefill(q_THD, (k_TKD, v_TKD), pools, layer.scaling)
         return out_THD.to(q.dtype).reshape(len(q_THD), -1)
+
+    def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """Return this rank's keys and values of a layer, [rows, K, D]."""
+        pool = self.token_to_kv_pool
+        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
     def _prefill(
         self, q_THD: Tensor, new_TKD: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor], scale: float

@@ -274,13 +274,18 @@ def create(runner: Any) -> BatchedAttention:
 
     Raises ``NotImplementedError`` for a model with a layer that it does not support.
     """
+    is_sharded = get_parallel().attn_dcp_size > 1
     if runner.use_mla_backend:
         from slime_like_plugins.sglang_cpu.latent_attention import LatentAttentionBackend, require_latent_layers
 
         require_latent_layers(runner.model)
-        return LatentAttentionBackend(runner, selected().c)
+        if not is_sharded:
+            return LatentAttentionBackend(runner, selected().c)
+        from slime_like_plugins.dcp.latent_attention import ShardedLatentAttention
+
+        return ShardedLatentAttention(runner, selected().c)
     require_plain_layers(runner.model)
-    if get_parallel().attn_dcp_size == 1:
+    if not is_sharded:
         return BatchedAttention(runner, selected().c)
     from slime_like_plugins.dcp.attention import ShardedAttention
 

@@ -150,11 +150,8 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
 
 
 def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield latent attention on a CPU, and attention backends that cannot serve ``model`` on ``device``; None: any model."""
+    """Yield attention backends that cannot serve ``model`` on ``device``; None: any model."""
     kinds = _attention_kinds(model)
-    if device == "cpu" and model is not None and model.latent:
-        reason = "attention on a CPU does not read a sharded cache of latents"
-        yield DcpObstacle(f"latent attention of the model in {model.folder}", reason, "set placement.device=cuda")
     for field in BACKEND_FIELDS:
         if (value := cfg.rollout.sglang.get(field)) is None:
             continue

@@ -1,0 +1,62 @@
+"""Attention on a CPU over latents (``sglang_cpu.latent_attention``) that are spread over the ranks of a DCP group.
+
+Every rank of an engine has the latents of all tokens, so a group may have all ranks. SGLang's model exchanges queries and
+latents itself, for attention backends on GPUs. Here the model computes as if there were no DCP, and the backend exchanges.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from torch import Tensor
+
+from slime_like_plugins.dcp import NAME
+from slime_like_plugins.dcp.attention import ShardedAttention
+from slime_like_plugins.sglang_cpu.attention import LengthBucket
+from slime_like_plugins.sglang_cpu.kernels import CKernels
+from slime_like_plugins.sglang_cpu.latent_attention import absorbed
+from slime_like_plugins.sglang_cpu.process import ATTENTION
+from slime_like_plugins.sglang_hooks import stop_on
+
+METADATA = "prepare_context_parallel_metadata_for_dcp"
+RESOLVED = "write_loc_is_dcp_resolved"
+
+
+class ShardedLatentAttention(ShardedAttention):
+    """The batched backend for absorbed queries, for a rank of a DCP group. Keys are used as values, as without DCP."""
+
+    def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
+        super().__init__(runner, kernels)
+        AttentionBackendRegistry.register(ATTENTION, absorbed)
+        leave_exchange_to_backend(runner.model, self.token_to_kv_pool)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
+        """Return attention [T, H * latent] of q [T, H, D] with new keys k [T, 1, D]."""
+        out = super()._forward(q, k, k, layer, forward_batch, save_kv_cache)
+        return out.view(len(out), -1, layer.qk_head_dim)[..., : layer.v_head_dim].reshape(len(out), -1)
+
+    def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return keys, keys
+
+    def _gathered(self, bucket: LengthBucket, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        gathered = self._gather("k", keys, bucket.slots_bL)
+        return gathered, gathered
+
+
+def leave_exchange_to_backend(model: Any, pool: Any) -> None:
+    """Let ``model`` attend without exchanges of its own, and ``pool`` take rows instead of slots of all ranks.
+
+    Stop the engine if SGLang's attributes do not exist. Remove when SGLang asks the attention backend who exchanges.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "attn_mqa")]
+    missing = [] if layers else [f"{type(model).__name__} has no layer with attn_mqa"]
+    missing += [f"{type(layer).__name__} has no dcp_size" for layer in layers if not hasattr(layer, "dcp_size")]
+    missing += [f"{type(model).__name__} has no {METADATA}"] * (not hasattr(model, METADATA))
+    missing += [f"{type(pool).__name__} has no {RESOLVED}"] * (not hasattr(pool, RESOLVED))
+    stop_on(NAME, missing)
+    for layer in layers:
+        layer.dcp_size = 1
+    setattr(model, METADATA, lambda *_: None)
+    setattr(pool, RESOLVED, True)
