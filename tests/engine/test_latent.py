@@ -128,6 +128,8 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
             assert_agrees(models, name, ids, completion, temperature)
         (scores,) = engine.run(engine.client.score([long_prompt], 0.7))
         np.testing.assert_allclose(scores, models.logprobs(name, long_prompt, 0.7), rtol=0, atol=TOLERANCE)
+    capacity = 4096 * ENGINES[name_of_engine].get("dcp", 1)
+    assert f"max_total_num_tokens={capacity}," in log_before_last_version
     repeated = log.read_text().removeprefix(log_before_last_version)
     cached_tokens = sum(map(int, re.findall(r"#cached-token: (\d+)", repeated)))
     assert cached_tokens >= len(long_prompt) - 2, "the second generation from the same prompts missed the prefix cache"
