@@ -176,7 +176,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1": _DEEPSEEK,
     "DeepSeek-V3": _DEEPSEEK,
     "Moonlight-16B-A3B": {
-        **{field: value for field, value in _DEEPSEEK.items() if field != "q_lora_rank"},
+        **_DEEPSEEK,
+        "q_lora_rank": None,
         "hidden_size": 2_048,
         "intermediate_size": 11_264,
         "moe_intermediate_size": 1_408,
