@@ -158,8 +158,8 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
         return element * (numbers + 5 * shape.dense_width / s.tp) + small
     assert shape.experts is not None, "a sparse layer has experts"
     e = shape.experts
-    kept = 3 if s.grouped_experts else 5
-    routed = e.per_token * (s.etp * shape.hidden + kept * e.width) + 4 * shape.hidden
+    widths = 3 if s.grouped_experts else 5  # saved for the backward pass
+    routed = e.per_token * (s.etp * shape.hidden + widths * e.width) + 4 * shape.hidden
     return element * (numbers + routed / local + 5 * e.shared_width / s.tp) + small
 
 

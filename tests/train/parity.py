@@ -222,6 +222,13 @@ def comparison(results: Results, name: str) -> Comparison:
     return reported
 
 
+def assert_equals_hf(errors: Comparison, bound: float) -> None:
+    """Assert that loss, gradients and scores, and logits if they were compared, differ from HF's by at most ``bound``."""
+    assert errors.worst <= bound, errors
+    assert errors.score <= bound, errors
+    assert errors.logits is None or errors.logits <= bound, errors
+
+
 def compare(
     world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any], fault: str | None
 ) -> Comparison | None:

@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
-from tests.train.parity import comparison
+from tests.train.parity import assert_equals_hf, comparison
 from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of
 
 pytestmark = pytest.mark.ranks
@@ -41,10 +41,7 @@ NAMES = [name for cases in CASES.values() for name in cases]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_hf(name: str, results: Results) -> None:
-    errors = comparison(results, name)
-    assert errors.worst <= BOUND, errors
-    assert errors.score <= BOUND, errors
-    assert errors.logits is None or errors.logits <= BOUND, errors
+    assert_equals_hf(comparison(results, name), BOUND)
 
 
 def test_an_injected_fault_exceeds_the_bound(results: Results) -> None:

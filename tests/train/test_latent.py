@@ -14,7 +14,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.expert_bias import updated_by_hf
 from tests.train.jobs import SP, Job, Results
-from tests.train.parity import comparison
+from tests.train.parity import assert_equals_hf, comparison
 from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of, tensors_of
 
 pytestmark = pytest.mark.ranks
@@ -70,10 +70,7 @@ NAMES = [name for cases in CASES.values() for name in cases]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_hf(name: str, results: Results) -> None:
-    errors = comparison(results, name)
-    assert errors.worst <= BOUND, errors
-    assert errors.score <= BOUND, errors
-    assert errors.logits is None or errors.logits <= BOUND, errors
+    assert_equals_hf(comparison(results, name), BOUND)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

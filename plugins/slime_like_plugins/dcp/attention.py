@@ -123,11 +123,6 @@ class ShardedAttention(BatchedAttention):
             out_THD = self._prefill(q_THD, (k_TKD, v_TKD), pools, layer.scaling)
         return out_THD.to(q.dtype).reshape(len(q_THD), -1)
 
-    def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
-        """Return this rank's keys and values of a layer, [rows, K, D]."""
-        pool = self.token_to_kv_pool
-        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-
     def _prefill(
         self, q_THD: Tensor, new_TKD: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor], scale: float
     ) -> Tensor:

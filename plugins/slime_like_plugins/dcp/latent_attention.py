@@ -13,9 +13,8 @@ from torch import Tensor
 
 from slime_like_plugins.dcp import NAME
 from slime_like_plugins.dcp.attention import ShardedAttention
-from slime_like_plugins.sglang_cpu.attention import LengthBucket
 from slime_like_plugins.sglang_cpu.kernels import CKernels
-from slime_like_plugins.sglang_cpu.latent_attention import absorbed
+from slime_like_plugins.sglang_cpu.latent_attention import KeysAsValues, absorbed
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 from slime_like_plugins.sglang_hooks import stop_on
 
@@ -23,8 +22,8 @@ METADATA = "prepare_context_parallel_metadata_for_dcp"
 RESOLVED = "write_loc_is_dcp_resolved"
 
 
-class ShardedLatentAttention(ShardedAttention):
-    """The batched backend for absorbed queries, for a rank of a DCP group. Keys are used as values, as without DCP."""
+class ShardedLatentAttention(KeysAsValues, ShardedAttention):
+    """The batched backend for absorbed queries, for a rank of a DCP group."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         super().__init__(runner, kernels)
@@ -35,14 +34,6 @@ class ShardedLatentAttention(ShardedAttention):
         """Return attention [T, H * latent] of q [T, H, D] with new keys k [T, 1, D]."""
         out = super()._forward(q, k, k, layer, forward_batch, save_kv_cache)
         return out.view(len(out), -1, layer.qk_head_dim)[..., : layer.v_head_dim].reshape(len(out), -1)
-
-    def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        return keys, keys
-
-    def _gathered(self, bucket: LengthBucket, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        gathered = self._gather("k", keys, bucket.slots_bL)
-        return gathered, gathered
 
 
 def leave_exchange_to_backend(model: Any, pool: Any) -> None:

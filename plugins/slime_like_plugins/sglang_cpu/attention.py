@@ -190,10 +190,13 @@ class BatchedAttention(AttentionBackend):
         """Return attention [T, H * D] of q [T, H * D] with new k and v [T, K * D]."""
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self.attend(q_THD, (keys, values), layer.scaling, forward_batch).reshape(len(q_THD), -1)
+        return self.attend(q_THD, self._pools(layer), layer.scaling, forward_batch).reshape(len(q_THD), -1)
+
+    def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer in this rank's pool, [rows, K, D]."""
+        pool = self.token_to_kv_pool
+        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
     def attend(self, q_THD: Tensor, pools: tuple[Tensor, Tensor], scale: float, forward_batch: Any) -> Tensor:
         """Attend each query to its request's tokens up to its own, from ``pools`` (keys, values). Returns [T, H, D]."""

@@ -20,7 +20,19 @@ from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 
-class LatentAttentionBackend(BatchedAttention):
+class KeysAsValues(BatchedAttention):
+    """Attention over latents, with whole keys as values."""
+
+    def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return keys, keys
+
+    def _gathered(self, bucket: LengthBucket, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        gathered = self._gather("k", keys, bucket.slots_bL)
+        return gathered, gathered
+
+
+class LatentAttentionBackend(KeysAsValues):
     """The batched backend for absorbed queries. Attention returns weighted sums of whole keys, of which the latents are used."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
@@ -31,14 +43,9 @@ class LatentAttentionBackend(BatchedAttention):
         """Return attention [T, H * latent] of q [T, H, D] with new keys k [T, 1, D]."""
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out_THD = self.attend(q_THD, (keys, keys), layer.scaling, forward_batch)
+        out_THD = self.attend(q_THD, self._pools(layer), layer.scaling, forward_batch)
         return out_THD[..., : layer.v_head_dim].reshape(len(q_THD), -1)
-
-    def _gathered(self, bucket: LengthBucket, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        gathered = self._gather("k", keys, bucket.slots_bL)
-        return gathered, gathered
 
 
 def absorbed(attention: Any, forward_batch: Any) -> AttnForwardMethod:

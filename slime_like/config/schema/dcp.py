@@ -98,9 +98,8 @@ def default_backend(device: str, *, latent: bool = False) -> str:
 
 def backend_obstacle(backend: str, device: str, *, latent: bool = False) -> str | None:
     """Return the reason why an engine on ``device`` cannot serve with DCP and the attention backend, or None."""
-    own = (DEFAULT_BACKENDS[device], *SHARDED_BACKENDS[device].values())
-    supported = LATENT_BACKENDS if latent and device == "cuda" else own
-    if backend in supported:
+    sharding_backends = (DEFAULT_BACKENDS[device], *SHARDED_BACKENDS[device].values())
+    if backend in (LATENT_BACKENDS if latent and device == "cuda" else sharding_backends):
         return None
     attention = "latent attention and DCP" if latent else "DCP"
     return UNSUPPORTED_BACKENDS.get(backend, f"it was not tested with {attention} on {device}")

@@ -74,8 +74,8 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
     def _reduce_scatter(self, rows: Tensor) -> Tensor:
         """Return the sum, over the expert tensor parallel ranks, of the results for this rank's rows."""
         sizes, count = self._sizes(), self.tp_size
-        own = sizes[self.tp_rank]
-        return all_to_all(self.tp_group, rows, [own] * count, sizes).unflatten(0, (count, own)).sum(0)
+        num_rows = sizes[self.tp_rank]
+        return all_to_all(self.tp_group, rows, [num_rows] * count, sizes).unflatten(0, (count, num_rows)).sum(0)
 
     def _sizes(self) -> list[int]:
         """Return the number of rows of each expert tensor parallel rank."""

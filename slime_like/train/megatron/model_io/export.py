@@ -97,7 +97,7 @@ class HFExport:
         if not self.is_sender:
             return ()
         shards = itertools.batched(parts, len(parts) // len(weights))  # of each weight
-        merged = (tensor for weight, own in zip(weights, shards, strict=True) for tensor in weight.merge(own))
+        merged = (tensor for weight, split in zip(weights, shards, strict=True) for tensor in weight.merge(split))
         return tuple(tensor.contiguous() for tensor in merged)
 
 
