@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.metrics.types import Metric
-from slime_like.types import F32, I32, Prompt, Reward, Sample, SampleGroup, StepStats
+from slime_like.types import F32, I32, Prompt, Reward, RoutedExperts, Sample, SampleGroup, StepStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +41,7 @@ class Completion:
     prompt_tokens: int = 0  # tokens of the request
     cached_tokens: int = 0  # tokens of the request that were in the prefix cache
     # [prompt + R - 1, layers, experts per token], see ``data.routing``; None unless algo.routing_replay=rollout
-    routed_experts: npt.NDArray[Any] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Engine(Protocol):

@@ -15,6 +15,7 @@ from slime_like.metrics.types import Metric
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
+RoutedExperts = npt.NDArray[np.uint8 | np.uint16]  # [N, blocks, experts per token], see ``data.routing``
 
 
 class Source(StrEnum):

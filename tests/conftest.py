@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,12 @@ def is_excluded(text: str, expression: str) -> bool:
     """Return whether ``-m EXPRESSION`` deselects every test of the file ``text`` by a mark of the entire file."""
     marks = MARKS_OF_FILE.search(text)
     return marks is not None and not excluded_marks(expression).isdisjoint(re.findall(r"mark\.(\w+)", marks[0]))
+
+
+def pytest_configure() -> None:
+    """Let processes of tests be interrupted: a shell starts its background jobs with SIGINT ignored, which children inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

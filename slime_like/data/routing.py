@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from slime_like.errors import DataError, EngineError
 from slime_like.metrics.types import Max, Mean, Metric
-from slime_like.types import UNTRAINED, Sample, SampleGroup, Source
+from slime_like.types import UNTRAINED, RoutedExperts, Sample, SampleGroup, Source
 
 ROUTED_EXPERTS = "routed_experts"  # name in ``extras`` of samples and batches
 OWN_EXPERTS = "own_experts"  # end of metrics of log-probabilities without replay
-
-Experts = npt.NDArray[Any]  # [N, B, K] or [L, B, K], uint8 or uint16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +29,11 @@ class RoutingShape:
     sparse_blocks: tuple[int, ...]  # with experts
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.uint8 | np.uint16]:
         """Smallest integer type that holds the index of each expert."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
-    def parse(self, data: bytes, num_tokens: int) -> Experts:
+    def parse(self, data: bytes, num_tokens: int) -> RoutedExperts:
         """Return [N, B, K] from the int32 bytes that SGLang sends for ``num_tokens`` tokens. Raises ``EngineError``."""
         flat = np.frombuffer(data, dtype=np.int32)
         expected = (num_tokens, self.num_blocks, self.experts_per_token)
@@ -70,7 +66,7 @@ class RoutingDifference:
         )
 
 
-def routing_column(experts_NBK: Experts | None, num_tokens: int) -> dict[str, Experts]:
+def routing_column(experts_NBK: RoutedExperts | None, num_tokens: int) -> dict[str, RoutedExperts]:
     """Return the extra column of a sample of ``num_tokens`` tokens; empty if the engine returned no experts.
 
     An engine computes no experts for the last token that it samples.
@@ -115,7 +111,7 @@ def _checked(sample: Sample, shape: RoutingShape) -> Sample:
                 "samples of slime_like.rollout.generate (to_sample, Episode), or keep Completion.routed_experts in "
                 f"Sample.extras[{ROUTED_EXPERTS!r}]"
             )
-        column: Mapping[str, Experts] = {ROUTED_EXPERTS: np.zeros(expected, shape.dtype)}
+        column: Mapping[str, RoutedExperts] = {ROUTED_EXPERTS: np.zeros(expected, shape.dtype)}
         return replace(sample, extras={**sample.extras, **column})
     if experts.shape != expected or experts.dtype != shape.dtype:
         raise EngineError(

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime_like.data.routing import Experts, RoutingShape
+from slime_like.data.routing import RoutingShape
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import Completion, EngineAddress, Sampling, TensorMeta
 from slime_like.rollout.engine.connection import EngineConnection
 from slime_like.rollout.engine.replies import KvUsage, any_aborted, completions, kv_usage, scored_experts, scores
-from slime_like.types import F32, I32
+from slime_like.types import F32, I32, RoutedExperts
 
 
 class EngineClient:
@@ -125,7 +125,7 @@ class EngineClient:
 
     async def score_with_experts(
         self, token_ids: Sequence[I32], temperature: float
-    ) -> list[tuple[F32, Experts | None]]:
+    ) -> list[tuple[F32, RoutedExperts | None]]:
         """Return per sequence the result of ``score``, and the routed experts of tokens 0 .. L - 2, if the engine returns them."""
         reply, lengths = await self._score(token_ids, temperature), [len(ids) for ids in token_ids]
         experts = [None] * len(lengths) if self._routing is None else scored_experts(reply, lengths, self._routing)

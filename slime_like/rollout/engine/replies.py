@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.data.routing import ROUTED_EXPERTS, Experts, RoutingShape
+from slime_like.data.routing import ROUTED_EXPERTS, RoutingShape
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
-from slime_like.types import F32, I32
+from slime_like.types import F32, I32, RoutedExperts
 
 
 def completions(reply: Any, num_samples: int, routing: RoutingShape | None = None) -> list[Completion]:
@@ -39,7 +39,7 @@ def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
     return columns
 
 
-def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) -> list[Experts]:
+def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) -> list[RoutedExperts]:
     """Return per sequence of a scoring reply the experts [L - 1, layers, experts per token] of tokens 0 .. L - 2."""
     return [_experts(item, length - 1, routing) for item, length in zip(reply, lengths, strict=True)]
 
@@ -120,7 +120,7 @@ def _completion(item: Any, routing: RoutingShape | None) -> Completion:
     return Completion(token_ids, _logprobs(triples), spans, finish, *_prompt(meta), experts)
 
 
-def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> Experts:
+def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> RoutedExperts:
     return routing.parse(base64.b64decode(_meta(item, ROUTED_EXPERTS)), num_tokens)
 
 

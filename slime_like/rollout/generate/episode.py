@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from slime_like.data.routing import Experts, routing_column
+from slime_like.data.routing import routing_column
 from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.generate.single_turn import STATUS
-from slime_like.types import F32, I32, Sample, Source, Span, Status
+from slime_like.types import F32, I32, RoutedExperts, Sample, Source, Span, Status
 
 
 class Episode:
@@ -33,7 +33,7 @@ class Episode:
         self.logprobs: F32 = np.full(len(prompt_ids), np.nan, dtype=np.float32)  # [L]
         self.spans: tuple[Span, ...] = (Span(0, len(prompt_ids), Source.PROMPT),)
         self.status = Status.COMPLETED
-        self._routed_experts: Experts | None = None
+        self._routed_experts: RoutedExperts | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

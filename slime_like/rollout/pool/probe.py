@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slime_like.batch import PackedBatch
-from slime_like.data.routing import Experts, RoutingDifference, routing_column
+from slime_like.data.routing import RoutingDifference, routing_column
 from slime_like.errors import ConsistencyError, EngineLost
 from slime_like.interfaces import DataSource
 from slime_like.metrics.types import Max, Mean, Metric
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSlot
-from slime_like.types import F32, I32, SampleGroup
+from slime_like.types import F32, I32, RoutedExperts, SampleGroup
 
 NUM_DECODED = 8  # tokens of a continuation: prefill samples the first, decode steps the others
 MAX_PREFIX_LEN = 256  # of a continuation: each engine samples its own continuations, and the trainer scores them all
@@ -32,7 +32,7 @@ class ScoredSequence:
     """Tokens [L] that the trainer scores, and the experts [L - 1, layers, experts per token] that it replays, if any."""
 
     token_ids: I32
-    experts: Experts | None = None
+    experts: RoutedExperts | None = None
 
     @property
     def identity(self) -> bytes:
@@ -47,7 +47,7 @@ class Continuation:
     token_ids: I32  # [L]
     logprobs: F32  # [R]
     num_cached: int  # prefix tokens found in the engine's cache
-    experts: Experts | None = None  # [L - 1, layers, experts per token]
+    experts: RoutedExperts | None = None  # [L - 1, layers, experts per token]
 
     @property
     def sequence(self) -> ScoredSequence:
@@ -63,7 +63,7 @@ class ProbeScores:
     token_ids: tuple[I32, ...]  # S x [L]
     logprobs: tuple[F32, ...]  # S x [L - 1], of tokens 1 .. L - 1
     continuations: tuple[Continuation, ...] = ()
-    experts: tuple[Experts | None, ...] = ()  # S x [L - 1, layers, experts per token]; () if nothing is replayed
+    experts: tuple[RoutedExperts | None, ...] = ()  # S x [L - 1, layers, experts per token]; () if nothing is replayed
 
     @property
     def sequences(self) -> tuple[ScoredSequence, ...]:
