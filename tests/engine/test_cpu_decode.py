@@ -19,6 +19,7 @@ from slime_like_plugins.sglang_cpu.build import COMPILERS
 from tests.engine.c_kernels import has_products
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.forked_engines import ForkedEngineServer
 
 pytestmark = pytest.mark.engine
 
@@ -28,7 +29,10 @@ type Work = Callable[[Engine], Coroutine[Any, Any, list[Completion]]]
 @pytest.fixture(scope="module")
 def arms(engine: Engine, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
     """Return the engines by their setting; ``off`` is the reference."""
-    starting = {name: launch(models, tmp_path_factory.mktemp(name), 1, cpu_kernels=name) for name in ("off", "torch")}
+    starting = {
+        name: launch(models, tmp_path_factory.mktemp(name), 1, cpu_kernels=name, server_type=ForkedEngineServer)
+        for name in ("off", "torch")
+    }
     for launching in starting.values():
         next(launching)
     engines: dict[str, Engine] = {}

@@ -19,6 +19,7 @@ from slime_like.config.schema import names
 from slime_like.data.routing import RoutingShape
 from slime_like.types import I32
 from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
+from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.hybrid_models import HybridModels
 from tests.train.float8 import dequantising, quantise
 from tests.train.models import EPSILON, GROUPED, THETA, add_code, rename_to_mimo
@@ -150,7 +151,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, t
             folder = tmp_path_factory.mktemp(family)
             models = build(folder, family)
             routing = ROUTING if family == REPLAYED else None
-            options: dict[str, Any] = {"tp": 1, **LAYOUTS.get(family, {})}
+            options: dict[str, Any] = {"tp": 1, "server_type": ForkedEngineServer, **LAYOUTS.get(family, {})}
             run = stack.enter_context(contextlib.closing(launch(models, folder, routing=routing, **options)))
             assert next(run) is None
             launching[family] = models, run

@@ -20,6 +20,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.types import I32
 from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.hybrid_models import FAMILIES, WITH_VISION, build
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 
@@ -43,8 +44,11 @@ def engines(
         launching: dict[str, tuple[Models, Any]] = {}
         for name, tp in ENGINES.items():
             models = hybrids[name.split()[0]]
+            folder = tmp_path_factory.mktemp("run")
             run = stack.enter_context(
-                contextlib.closing(launch(models, tmp_path_factory.mktemp("run"), tp, chunked_prefill_size=CHUNK))
+                contextlib.closing(
+                    launch(models, folder, tp, chunked_prefill_size=CHUNK, server_type=ForkedEngineServer)
+                )
             )
             assert next(run) is None
             launching[name] = models, run
