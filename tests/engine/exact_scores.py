@@ -30,9 +30,6 @@ class ScoreQuery:
 
 def answer(world: World, layout: Layout, queries: Sequence[ScoreQuery]) -> list[list[F32]]:
     """Return [L - 1] log-probabilities per query and sequence on the reporter rank, and nothing on the others."""
-    from slime_like.train.megatron.platform import host
-
-    host.install("cpu")
     answers: list[list[F32]] = []
     for query in queries:
         actor = make_actor(world, query.model, layout, temperature=query.temperature, deterministic=True)

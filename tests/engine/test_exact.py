@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
 from tests.engine.conftest import Engine, Models, make_sampling, prompt, start
 from tests.engine.exact_scores import ScoreQuery
-from tests.train.jobs import run_forked
-from tests.train.ranks import run_ranks
+from tests.train.jobs import run_each_forked
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 TEMPERATURES = (1.0, 0.7)
@@ -98,8 +98,20 @@ def test_prefill_decode_cached_prefixes_and_batches_give_the_same_bits(engine_sc
             assert np.array_equal(logprobs, scores.sampled_logprobs[i][1][-len(token_ids) :])
 
 
-def test_the_trainers_logprobs_equal_the_engines_in_every_bit(engine_scores: list[EngineScores]) -> None:
-    (answers,) = run_ranks("tests.engine.exact_scores:answer", 1, Layout(), [scores.query for scores in engine_scores])
+@pytest.fixture(scope="module")
+def trainer_scores(engine_scores: list[EngineScores]) -> list[list[Any]]:
+    """Return the answers of one rank to all queries, and of two ranks to the last."""
+    queries = [scores.query for scores in engine_scores]
+    return run_each_forked(
+        ("tests.engine.exact_scores:answer", 1, Layout(), queries),
+        ("tests.engine.exact_scores:both_layouts", 2, queries[-1]),
+    )
+
+
+def test_the_trainers_logprobs_equal_the_engines_in_every_bit(
+    engine_scores: list[EngineScores], trainer_scores: list[list[Any]]
+) -> None:
+    (answers,) = trainer_scores[0]
     tokens = 0
     for scores, columns in zip(engine_scores, answers, strict=True):
         for trainer_logprobs, engine_logprobs in zip(columns, scores.prefilled_logprobs, strict=True):
@@ -110,9 +122,10 @@ def test_the_trainers_logprobs_equal_the_engines_in_every_bit(engine_scores: lis
     assert tokens > 2_000
 
 
-def test_pipeline_and_data_parallel_ranks_keep_the_bits(engine_scores: list[EngineScores]) -> None:
-    answers = run_forked("tests.engine.exact_scores:both_layouts", 2, engine_scores[-1].query)
-    columns = [column for rank_answers in answers for column in rank_answers]
+def test_pipeline_and_data_parallel_ranks_keep_the_bits(
+    engine_scores: list[EngineScores], trainer_scores: list[list[Any]]
+) -> None:
+    columns = [column for rank_answers in trainer_scores[1] for column in rank_answers]
     assert len(columns) == 2
     for column in columns:
         for trainer_logprobs, engine_logprobs in zip(column, engine_scores[-1].prefilled_logprobs, strict=True):
