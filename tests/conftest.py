@@ -34,7 +34,9 @@ ENGINE = tuple(
 )
 RANKS = ("tests/train/",)
 # Files that share the fork server of tests/engine/forked_engines.py.
-FORKED_ENGINES = tuple(f"tests/engine/test_{name}.py" for name in ("dcp", "faults", "families", "hybrid", "latent"))
+FORKED_ENGINES = tuple(
+    f"tests/engine/test_{name}.py" for name in ("dcp", "exact", "faults", "families", "hybrid", "latent")
+)
 # Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
 HEAVY_IMPORTS = (
     "tests/engine/",

@@ -35,4 +35,4 @@ def test_files_that_share_an_engine_ranks_or_an_import_are_one_group() -> None:
     for files, starts_engines in ((ENGINE, True), (RANKS, True), (FORKED_ENGINES, True), (HEAVY_IMPORTS, False)):
         assert all((Path(__file__).parents[2] / file).exists() for file in files)
         assert {group_of(f"{file}::test", starts_engines=starts_engines) for file in files} == {files[0]}
-    assert group_of("tests/engine/test_exact.py::test") == "tests/engine/test_exact.py"
+    assert group_of("tests/engine/test_tensor_parallel.py::test") == "tests/engine/test_tensor_parallel.py"

@@ -16,6 +16,7 @@ from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
 from tests.engine.conftest import Engine, Models, make_sampling, prompt, start
 from tests.engine.exact_scores import ScoreQuery
+from tests.engine.forked_engines import ForkedEngineServer
 from tests.train.jobs import run_each_forked
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -25,7 +26,7 @@ LENGTHS = (1, 2, 3, 4, 7, 18, 63, 64, 65, 120)
 
 @pytest.fixture(scope="module")
 def exact_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    yield from start(models, tmp_path_factory.mktemp("exact"), 1, deterministic=True)
+    yield from start(models, tmp_path_factory.mktemp("exact"), 1, deterministic=True, server_type=ForkedEngineServer)
 
 
 @dataclass(frozen=True, slots=True)
