@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,8 @@ from slime_like.distributed.forensics.ring import (
 from slime_like.errors import WorkerError
 from slime_like.util.deadline import scale
 from tests.distributed.hangs import GRACE_S, SECONDS, Outcomes
-from tests.train.ranks import ROOT, run_ranks
+from tests.train.jobs import Results
+from tests.train.ranks import ROOT
 
 LIMIT_S = SECONDS + GRACE_S  # from an op with a deadline of SECONDS to the name of the rank at fault; times scale()
 MEMORY = r"memory: [\d.]+ of [\d.]+ GiB \(host\) free, this rank holds [\d.]+"
@@ -40,21 +42,27 @@ GROUP = GroupInfo(0, "7", "dp", (0, 1, 2))
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("rings")
-
-
-@pytest.fixture(scope="module")
-def mismatch_rings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def rings_of_mismatches(folder: Path) -> dict[str, Path]:
     """Return the folder with the rings of each mismatch."""
-    return {kind: tmp_path_factory.mktemp("mismatch") / "rings" for kind in ("size", "op")}
+    return {kind: folder / kind / "rings" for kind in ("size", "op")}
+
+
+def call(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
+    """Return the call that the ranks of this file run."""
+    for path in (folder / "rings", *(rings.parent for rings in rings_of_mismatches(folder).values())):
+        path.mkdir()
+    return "tests.distributed.hangs:on_forks", 1, folder / "rings", rings_of_mismatches(folder)
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path, mismatch_rings: dict[str, Path]) -> Outcomes:
-    (result,) = run_ranks("tests.distributed.hangs:on_forks", 1, folder, mismatch_rings)
-    return result
+def folder(folder_of_ranks: Path) -> Path:
+    return folder_of_ranks / __name__
+
+
+@pytest.fixture(scope="module")
+def outcomes(results: Results) -> Outcomes:
+    (outcomes_of_forks,) = results[__name__]
+    return outcomes_of_forks
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +119,16 @@ def test_a_mismatch_is_found_in_the_rings_of_dead_ranks(
     kind: str,
     named: str,
     outcomes: Outcomes,
-    mismatch_rings: dict[str, Path],
+    folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The driver reads the rings within the deadline of the op and adds the findings to its crash bundle."""
-    run_dir, folder = tmp_path / "run", mismatch_rings[kind]  # not swept by other runs
-    monkeypatch.setattr(crash, "ring_folder", {str(run_dir): folder}.__getitem__)
+    run_dir, rings_folder = tmp_path / "run", rings_of_mismatches(folder)[kind]  # not swept by other runs
+    monkeypatch.setattr(crash, "ring_folder", {str(run_dir): rings_folder}.__getitem__)
     error, ended_ns = outcomes.mismatches[kind]
     assert "ended with" in error
-    first = findings(read_rings(folder))[0]
+    first = findings(read_rings(rings_folder))[0]
     bundle = write_bundle(run_dir, WorkerError("trainer rank 1 died", died=True))
     assert first.headline.endswith(f"#2 in group world: {named}")
     assert (ended_ns - first.since_ns) / 1e9 < LIMIT_S * scale()
@@ -134,7 +142,7 @@ def test_a_mismatch_is_found_in_the_rings_of_dead_ranks(
 @pytest.mark.ranks
 def test_rings_are_removed_with_their_ranks(folder: Path, cases: list[dict[str, tuple[str, float]]]) -> None:
     assert len(cases) == 3
-    assert list(folder.iterdir()) == []
+    assert list((folder / "rings").iterdir()) == []
 
 
 @pytest.mark.ranks

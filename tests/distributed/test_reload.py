@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.distributed.cycles import CYCLES
-from tests.train.jobs import run_forked
-from tests.train.models import make_model
+from tests.train.jobs import Results
 
 # Four ranks, so that each is in several overlapping groups: rows, columns, pipelines, experts.
 LAYOUTS: dict[str, tuple[Layout, str]] = {
@@ -20,11 +20,14 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
 }
 
 
+def call(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
+    """Return the call that the ranks of this file run."""
+    return "tests.distributed.cycles:run_all", 4, models, folder, LAYOUTS
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("reload")
-    models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
-    return run_forked("tests.distributed.cycles:run_all", 4, models, folder, LAYOUTS)
+def ranks(results: Results) -> list[dict[str, Any]]:
+    return results[__name__]
 
 
 @pytest.mark.ranks

@@ -13,8 +13,7 @@ from slime_like.config.schema.collectives import GROUP_LABELS, OPS, SLIME_SKIPS,
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from tests.distributed.wrapped import ROUNDS, SHORT_AT, TRACED, Compared
-from tests.train.jobs import run_forked
-from tests.train.models import make_model
+from tests.train.jobs import Results
 
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5_000}
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -31,11 +30,14 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
+def call(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
+    """Return the call that the ranks of this file run."""
+    return "tests.distributed.wrapped:run_all", 2, models, folder, LAYOUTS
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Compared]]]:
-    folder = tmp_path_factory.mktemp("wrapped")
-    models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
-    return run_forked("tests.distributed.wrapped:run_all", 2, models, folder, LAYOUTS)
+def ranks(results: Results) -> list[tuple[dict[str, Any], dict[str, Compared]]]:
+    return results[__name__]
 
 
 @pytest.fixture(scope="module")

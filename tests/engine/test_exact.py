@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from slime_like.types import F32, I32
 from tests.engine.conftest import Engine, Models, make_sampling, prompt, start
 from tests.engine.exact_scores import ScoreQuery
 from tests.engine.forked_engines import ForkedEngineServer
-from tests.train.jobs import run_each_forked
+from tests.train.jobs import Results, run_forked
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 TEMPERATURES = (1.0, 0.7)
@@ -100,19 +99,21 @@ def test_prefill_decode_cached_prefixes_and_batches_give_the_same_bits(engine_sc
 
 
 @pytest.fixture(scope="module")
-def trainer_scores(engine_scores: list[EngineScores]) -> list[list[Any]]:
+def trainer_scores(engine_scores: list[EngineScores]) -> Results:
     """Return the answers of one rank to all queries, and of two ranks to the last."""
     queries = [scores.query for scores in engine_scores]
-    return run_each_forked(
-        ("tests.engine.exact_scores:answer", 1, Layout(), queries),
-        ("tests.engine.exact_scores:both_layouts", 2, queries[-1]),
+    return run_forked(
+        {
+            "one rank": ("tests.engine.exact_scores:answer", 1, Layout(), queries),
+            "two ranks": ("tests.engine.exact_scores:both_layouts", 2, queries[-1]),
+        }
     )
 
 
 def test_the_trainers_logprobs_equal_the_engines_in_every_bit(
-    engine_scores: list[EngineScores], trainer_scores: list[list[Any]]
+    engine_scores: list[EngineScores], trainer_scores: Results
 ) -> None:
-    (answers,) = trainer_scores[0]
+    (answers,) = trainer_scores["one rank"]
     tokens = 0
     for scores, columns in zip(engine_scores, answers, strict=True):
         for trainer_logprobs, engine_logprobs in zip(columns, scores.prefilled_logprobs, strict=True):
@@ -124,9 +125,9 @@ def test_the_trainers_logprobs_equal_the_engines_in_every_bit(
 
 
 def test_pipeline_and_data_parallel_ranks_keep_the_bits(
-    engine_scores: list[EngineScores], trainer_scores: list[list[Any]]
+    engine_scores: list[EngineScores], trainer_scores: Results
 ) -> None:
-    columns = [column for rank_answers in trainer_scores[1] for column in rank_answers]
+    columns = [column for rank_answers in trainer_scores["two ranks"] for column in rank_answers]
     assert len(columns) == 2
     for column in columns:
         for trainer_logprobs, engine_logprobs in zip(column, engine_scores[-1].prefilled_logprobs, strict=True):

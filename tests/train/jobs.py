@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import pkgutil
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,27 +77,26 @@ def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> di
     return out
 
 
-def run_forked(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
-    """Return the results of ``run_ranks``, on forks of one process that has imported megatron."""
-    return run_each_forked((target, size, *args), seconds=seconds)[0]
+def run_forked(calls: Mapping[str, Sequence[Any]], seconds: float = 240) -> Results:
+    """Return the results of ``run_ranks(*call)`` by the call's name, one after another on forks of one process.
+
+    The process has imported the trainer. ``seconds``: limit of each call.
+    """
+    limit = 60 + seconds * len(calls)
+    return Results(run_ranks("tests.train.jobs:fork_targets", 1, calls, seconds, seconds=limit)[0])
 
 
-def run_each_forked(*calls: tuple[Any, ...], seconds: float = 240) -> list[list[Any]]:
-    """Return the results of ``run_forked(*call)`` for each call, one after another on forks of one process."""
-    return run_ranks("tests.train.jobs:fork_targets", 1, calls, seconds, seconds=seconds * len(calls) + 60)[0]
-
-
-def fork_targets(world: World, calls: Sequence[tuple[Any, ...]], seconds: float) -> list[list[Any]]:
-    """Run the target (module:function) of each call on forks of this rank."""
+def fork_targets(world: World, calls: Mapping[str, Sequence[Any]], seconds: float) -> dict[str, list[Any]]:
+    """Run the target (module:function) of each call on forks of this rank. A failing call does not stop the others."""
     assert world.size == 1
-    functions = {target: target.partition(":")[::2] for target, *_ in calls}
-    import_trainer(*sorted({module for module, _ in functions.values()}))
-    return [
-        fork_ranks(
-            getattr(importlib.import_module(functions[target][0]), functions[target][1]), size, *args, seconds=seconds
-        )
-        for target, size, *args in calls
-    ]
+    import_trainer(*sorted({target.partition(":")[0] for target, *_ in calls.values()}))
+    out: dict[str, list[Any]] = {}
+    for name, (target, size, *args) in calls.items():
+        try:
+            out[name] = fork_ranks(pkgutil.resolve_name(target), size, *args, seconds=seconds)
+        except AssertionError as error:
+            out[name] = [Failed(str(error))]
+    return out
 
 
 def prepare(jobs: Sequence[Job]) -> None:
