@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
@@ -55,16 +57,33 @@ def engines(
         yield {name: (models, next(run)) for name, (models, run) in launching.items()}
 
 
-def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, temperature: float) -> None:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion, its prompt and its temperature."""
+
+    ids: I32
+    completion: Completion
+    temperature: float
+
+
+def assert_agrees(models: Models, name: str, answers: Sequence[Answer]) -> None:
     """Assert that log-probabilities equal those of transformers, and that greedy tokens are the likeliest up to rounding."""
-    sequence, num_sampled = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
-    expected = models.logprobs(name, sequence, temperature or 1.0)[-num_sampled:]
-    np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
-    if temperature == 0:
-        with torch.no_grad():
-            logits = models.hf[name](torch.from_numpy(sequence[None].astype(np.int64))).logits[0, len(ids) - 1 : -1]
-        best_logprobs = torch.log_softmax(logits, -1).max(-1).values.numpy()
-        np.testing.assert_allclose(expected, best_logprobs, atol=TOLERANCE)
+    sequences = [np.concatenate([answer.ids, answer.completion.token_ids]) for answer in answers]
+    for answer, logits_LV in zip(answers, all_logits(models, name, sequences), strict=True):
+        tokens_R = torch.from_numpy(answer.completion.token_ids).long()
+        logprobs_RV = torch.log_softmax(logits_LV[len(answer.ids) - 1 : -1] / (answer.temperature or 1.0), -1)
+        expected_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(answer.completion.logprobs, expected_R, atol=TOLERANCE)
+        if answer.temperature == 0:
+            np.testing.assert_allclose(expected_R, logprobs_RV.max(-1).values.numpy(), atol=TOLERANCE)
+
+
+def all_logits(models: Models, name: str, sequences: Sequence[I32]) -> list[torch.Tensor]:
+    """Return the logits [L, V] of each sequence, from one forward pass of transformers: no layer reads later tokens."""
+    ids = pad_sequence([torch.from_numpy(sequence.astype(np.int64)) for sequence in sequences], batch_first=True)
+    with torch.no_grad():
+        logits = models.hf[name](ids).logits
+    return [logits[row, : len(sequence)] for row, sequence in enumerate(sequences)]
 
 
 @pytest.mark.parametrize("name_of_engine", ENGINES)
@@ -86,9 +105,14 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
             ]
             return await asyncio.gather(*requests)
 
-        for index, (ids, group) in enumerate(zip(prompts, engine.run(answers()), strict=True)):
-            for completion in group:
-                assert_agrees(models, name, ids, completion, [0.0, 0.8][index % 2])
+        groups = zip(prompts, engine.run(answers()), strict=True)
+        samples = [
+            Answer(ids, completion, [0.0, 0.8][index % 2])
+            for index, (ids, group) in enumerate(groups)
+            for completion in group
+        ]
+        assert len(samples) == 2 * len(prompts)
+        assert_agrees(models, name, samples)
         scores_of_prompts = engine.run(engine.client.score([ids for ids in prompts if len(ids) > 1], 0.7))
         for ids, scores in zip([ids for ids in prompts if len(ids) > 1], scores_of_prompts, strict=True):
             np.testing.assert_allclose(scores, models.logprobs(name, ids, 0.7), atol=TOLERANCE)
@@ -106,7 +130,7 @@ def test_continuations_of_cached_prefixes_agree(
         scores: list[Completion] = []
         for requests in (ids, fork, ids[:-1]):
             scores += engine.run(engine.client.generate(requests, [turn], make_sampling(0.9, 8)))
-            assert_agrees(models, name, requests, scores[-1], 0.9)
+            assert_agrees(models, name, [Answer(requests, scores[-1], 0.9)])
         ids = np.concatenate([ids, scores[0].token_ids]).astype(np.int32)
     log = Path(engine.server._spec.log_path).read_text()  # pyright: ignore[reportPrivateUsage]
     assert any(f"#cached-token: {length}," in log for length in (30, 38)), "no request hit the prefix cache"
