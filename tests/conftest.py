@@ -15,14 +15,13 @@ from hypothesis import settings
 settings.register_profile("slime_like", deadline=None)
 settings.load_profile("slime_like")
 
-# Files that share a fixture of the session: the engine of tests/engine/conftest.py, the ranks of tests/train/conftest.py.
+# Files that share a fixture of the session: the engine of tests/engine/conftest.py, the ranks of tests/train/conftest.py,
+# those of tests/distributed/conftest.py.
 ENGINE = tuple(
     f"tests/engine/test_{name}.py"
     for name in (
         "agent",
-        "cpu_decode",
         "generate",
-        "kv_capacity",
         "manager",
         "memory",
         "partial",
@@ -33,9 +32,21 @@ ENGINE = tuple(
     )
 )
 RANKS = ("tests/train/",)
+RANKS_OF_WRAPPER = tuple(f"tests/distributed/test_{name}.py" for name in ("forensics", "reload", "wrapper"))
 # Files that share the fork server of tests/engine/forked_engines.py.
 FORKED_ENGINES = tuple(
-    f"tests/engine/test_{name}.py" for name in ("dcp", "exact", "faults", "families", "hybrid", "latent")
+    f"tests/engine/test_{name}.py"
+    for name in (
+        "dcp",
+        "cpu_decode",
+        "exact",
+        "failed_starts",
+        "families",
+        "faults",
+        "hybrid",
+        "kv_capacity",
+        "latent",
+    )
 )
 # Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
 HEAVY_IMPORTS = (
@@ -53,9 +64,9 @@ HEAVY_IMPORTS = (
 )
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
-    *(*ENGINE, *RANKS),
+    *(*FORKED_ENGINES, *RANKS),
     *(f"tests/e2e/test_{name}.py" for name in ("hybrid", "same_run")),
-    *FORKED_ENGINES,
+    *(*ENGINE, *RANKS_OF_WRAPPER),
     *(f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "library", "roles")),
     *("tests/e2e/", "tests/engine/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )
@@ -67,7 +78,7 @@ MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n(    .*\n)*\]|.*)", re.MULTILINE
 def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
     """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
     file = nodeid.partition("::")[0]
-    groups = (ENGINE, RANKS, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
+    groups = (ENGINE, RANKS, RANKS_OF_WRAPPER, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
     return next((shared[0] for shared in groups if file.startswith(shared)), file)
 
 

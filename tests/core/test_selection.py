@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ENGINE, FORKED_ENGINES, HEAVY_IMPORTS, RANKS, excluded_marks, group_of, is_excluded
+from tests.conftest import (
+    ENGINE,
+    FORKED_ENGINES,
+    HEAVY_IMPORTS,
+    RANKS,
+    RANKS_OF_WRAPPER,
+    excluded_marks,
+    group_of,
+    is_excluded,
+)
 
 UNIT = "not engine and not ranks and not slow"
 
@@ -32,7 +41,8 @@ def test_a_file_is_left_out_if_its_mark_excludes_every_test(marks: str, expressi
 
 def test_files_that_share_an_engine_ranks_or_an_import_are_one_group() -> None:
     assert excluded_marks(UNIT) == {"engine", "ranks", "slow"}
-    for files, starts_engines in ((ENGINE, True), (RANKS, True), (FORKED_ENGINES, True), (HEAVY_IMPORTS, False)):
+    groups = [(files, True) for files in (ENGINE, RANKS, RANKS_OF_WRAPPER, FORKED_ENGINES)]
+    for files, starts_engines in (*groups, (HEAVY_IMPORTS, False)):
         assert all((Path(__file__).parents[2] / file).exists() for file in files)
         assert {group_of(f"{file}::test", starts_engines=starts_engines) for file in files} == {files[0]}
     assert group_of("tests/engine/test_tensor_parallel.py::test") == "tests/engine/test_tensor_parallel.py"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -53,16 +54,16 @@ if os.environ.get(MARK):
 
 
 class EngineMain:
-    """``main.main`` with this stdin, log and environment, in a child of the fork server."""
+    """A function ("module:function") with this stdin, log and environment, in a child of the fork server."""
 
-    def __init__(self, stdin: int, log: int, environment: dict[str, str]) -> None:
-        self._stdin, self._log, self._environment = stdin, log, environment
+    def __init__(self, target: str, stdin: int, log: int, environment: dict[str, str]) -> None:
+        self._target, self._stdin, self._log, self._environment = target, stdin, log, environment
 
-    def __getstate__(self) -> tuple[Any, Any, dict[str, str]]:
-        return reduction.DupFd(self._stdin), reduction.DupFd(self._log), self._environment
+    def __getstate__(self) -> tuple[str, Any, Any, dict[str, str]]:
+        return self._target, reduction.DupFd(self._stdin), reduction.DupFd(self._log), self._environment
 
-    def __setstate__(self, state: tuple[Any, Any, dict[str, str]]) -> None:
-        stdin, log, self._environment = state
+    def __setstate__(self, state: tuple[str, Any, Any, dict[str, str]]) -> None:
+        self._target, stdin, log, self._environment = state
         self._stdin, self._log = stdin.detach(), log.detach()
 
     def __call__(self) -> None:
@@ -73,18 +74,19 @@ class EngineMain:
         os.environ.update(self._environment)
         tempfile.tempdir = None
         vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # an engine has its own
-        from slime_like.rollout.engine import main
-
-        main.main()
+        pkgutil.resolve_name(self._target)()
 
 
 class ForkedEngine:
     """The part of ``subprocess.Popen`` that ``EngineServer`` uses."""
 
-    def __init__(self, log: BinaryIO, environment: dict[str, str]) -> None:
+    def __init__(
+        self, log: BinaryIO, environment: dict[str, str], target: str = "slime_like.rollout.engine.main:main"
+    ) -> None:
+        start_fork_server()
         stdin, writer = os.pipe()
-        target = EngineMain(stdin, log.fileno(), environment)
-        self._process = multiprocessing.get_context("forkserver").Process(target=target)
+        target_in_child = EngineMain(target, stdin, log.fileno(), environment)
+        self._process = multiprocessing.get_context("forkserver").Process(target=target_in_child)
         self._process.start()
         os.close(stdin)
         self.stdin = os.fdopen(writer, "wb")
@@ -108,7 +110,6 @@ class ForkedEngineServer(EngineServer):
     """``EngineServer`` whose processes are forked."""
 
     def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        start_fork_server()
         return cast("subprocess.Popen[bytes]", ForkedEngine(log, environment))
 
 

@@ -1,11 +1,12 @@
 """Every value of rollout.cpu_kernels gives the tokens and scores of SGLang's own forward pass, for any batch.
 
-``auto`` is the shared engine (C kernels if there is a compiler); ``off`` and ``torch`` are started for this file.
+``auto`` is C kernels if there is a compiler.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -27,22 +28,15 @@ type Work = Callable[[Engine], Coroutine[Any, Any, list[Completion]]]
 
 
 @pytest.fixture(scope="module")
-def arms(engine: Engine, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
+def arms(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
     """Return the engines by their setting; ``off`` is the reference."""
-    starting = {
-        name: launch(models, tmp_path_factory.mktemp(name), 1, cpu_kernels=name, server_type=ForkedEngineServer)
-        for name in ("off", "torch")
-    }
-    for launching in starting.values():
-        next(launching)
-    engines: dict[str, Engine] = {}
-    for name, launching in starting.items():
-        ready_engine = next(launching)
-        assert ready_engine is not None
-        engines[name] = ready_engine
-    yield engines | {"auto": engine}
-    for launching in starting.values():
-        launching.close()
+    with contextlib.ExitStack() as stack:
+        launching: dict[str, Any] = {}
+        for name in ("off", "torch", "auto"):
+            run = launch(models, tmp_path_factory.mktemp(name), 1, cpu_kernels=name, server_type=ForkedEngineServer)
+            launching[name] = stack.enter_context(contextlib.closing(run))
+            next(run)
+        yield {name: next(run) for name, run in launching.items()}
 
 
 def assert_same(arms: dict[str, Engine], work: Work) -> list[Completion]:

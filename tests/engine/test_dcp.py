@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from slime_like.cluster.workers import trainer_worker
-from slime_like.config.schema.resolved import EngineSpec, TransportSpec
-from slime_like.errors import EngineError
+from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Completion
 from slime_like.rollout.engine.replies import KvUsage
 from slime_like.types import I32
 from tests.engine import hybrid_models, test_families
-from tests.engine.conftest import ADMIN_KEY, Engine, Models, launch, make_sampling, prompt
+from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.test_weights import TensorSource
@@ -251,21 +250,3 @@ def test_requests_in_flight_go_on_over_pushes(pairs: EnginePairs) -> None:
     ids = prompt(21, seed=3)
     for completion in generate_over_two_pushes(sharded, models, ids, 120):
         np.testing.assert_allclose(completion.logprobs, logprobs_by_version(models, ids, completion), atol=1e-4)
-
-
-def test_an_engine_that_would_compute_wrong_tokens_does_not_start(models: Models, tmp_path: Path) -> None:
-    """The engine checks the attention backend that SGLang resolves, although the config's rules were not applied."""
-    spec = EngineSpec(
-        *(str(models.paths["A"]), "cpu", "float32", 2, 64, 0, str(tmp_path / "log"), 120, 10),
-        dcp=2,
-        sglang={"attention_backend": "torch_native"},
-    )
-    server = ForkedEngineServer(spec, admin_key=ADMIN_KEY)
-    server.start()
-    try:
-        with pytest.raises(
-            EngineError, match="SGLang resolved the attention backend 'torch_native', which cannot serve"
-        ):
-            server.wait_ready()
-    finally:
-        server.stop()

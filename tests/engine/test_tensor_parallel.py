@@ -15,11 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError, EngineLost
 from slime_like.printable import SECRET
 from slime_like.rollout.engine.processes import members
-from slime_like.rollout.engine.server import EngineServer
 from tests.e2e.leftovers import beyond_loopback, is_private, listened_on, unix_sockets
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import ADMIN_KEY, Engine, Models, make_sampling, prompt
@@ -73,21 +71,6 @@ def test_a_dead_engine_is_lost_and_its_server_names_the_cause(engine_tp2: Engine
     assert not engine_tp2.server.alive()
     with pytest.raises(EngineLost):
         engine_tp2.run(engine_tp2.client.health())
-
-
-def test_the_error_of_an_engine_that_cannot_start_names_the_cause(tmp_path: Path) -> None:
-    model_dir = tmp_path / "broken"
-    model_dir.mkdir()
-    (model_dir / "config.json").write_text("{")
-    spec = EngineSpec(str(model_dir), "cpu", "float32", 1, 64, 0, str(tmp_path / "log"), 120, 10)
-    server = EngineServer(spec, admin_key="key")
-    server.start()
-    try:
-        with pytest.raises(EngineError, match=r"engine did not start: .*exited with code") as failure:
-            server.wait_ready()
-        assert str(model_dir) in str(failure.value)
-    finally:
-        server.stop()
 
 
 def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None:

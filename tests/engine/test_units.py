@@ -208,44 +208,6 @@ def test_entry_points_import_nothing_heavy_unless_enabled() -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
-# The second engine's server has the plugin; the worker that it spawns does not.
-TWO_ENGINES = """
-from slime_like.rollout.engine import main
-
-def serve():
-    try:
-        main.serve({})
-    except SystemExit as error:
-        print(error)
-
-serve()
-from slime_like_plugins import sglang_hooks
-from sglang.srt import server_args
-from sglang.srt.entrypoints import http_server
-
-def launch_server(arguments, *, run_scheduler_process_func, run_detokenizer_process_func):
-    sglang_hooks._loaded.clear()
-    run_scheduler_process_func()
-
-sglang_hooks.record_loaded("kv_usage")
-server_args.ServerArgs, http_server.launch_server = dict, launch_server
-serve()
-"""
-
-
-@pytest.mark.slow
-def test_an_engine_without_an_enabled_plugin_stops() -> None:
-    """SGLang skips an entry point that is not registered or not allowed, and one that raises; spawned workers load it again."""
-    environment = {**os.environ, engine_environment.SGLANG_PLUGINS: "kv_usage", "SGLANG_PLUGINS": "other"}
-    result = subprocess.run(
-        [sys.executable, "-c", TWO_ENGINES], env=environment, capture_output=True, text=True, check=True
-    )
-    server, worker = result.stdout.splitlines()
-    assert server == worker
-    assert server.startswith("slime_like plugin not loaded: kv_usage of SLIME_LIKE_SGLANG")
-    assert "run `bash scripts/setup.sh`" in server
-
-
 def test_a_plugin_that_fails_to_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(engine_environment.SGLANG_PLUGINS, "dcp")
     monkeypatch.setitem(sys.modules, "slime_like_plugins.dcp.hooks", None)

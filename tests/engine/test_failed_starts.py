@@ -1,0 +1,90 @@
+"""Engines that cannot start, forked from a process that has imported SGLang: the error names the cause."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.errors import EngineError
+from slime_like.rollout.engine import environment as engine_environment
+from slime_like.rollout.engine import main
+from slime_like.util.deadline import scale
+from tests.engine.conftest import ADMIN_KEY, Models
+from tests.engine.forked_engines import ForkedEngine, ForkedEngineServer
+
+pytestmark = pytest.mark.engine
+
+
+def error_of_start(spec: EngineSpec) -> str:
+    """Return the error of an engine that does not start."""
+    server = ForkedEngineServer(spec, admin_key=ADMIN_KEY)
+    server.start()
+    try:
+        with pytest.raises(EngineError, match=r"engine did not start: .*exited with code") as failure:
+            server.wait_ready()
+    finally:
+        server.stop()
+    return str(failure.value)
+
+
+def test_the_error_of_an_engine_that_cannot_start_names_the_cause(tmp_path: Path) -> None:
+    model_dir = tmp_path / "broken"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_text("{")
+    spec = EngineSpec(str(model_dir), "cpu", "float32", 1, 64, 0, str(tmp_path / "log"), 120, 10)
+    assert str(model_dir) in error_of_start(spec)
+
+
+def test_an_engine_that_would_compute_wrong_tokens_does_not_start(models: Models, tmp_path: Path) -> None:
+    """The engine checks the attention backend that SGLang resolves, although the config's rules were not applied."""
+    spec = EngineSpec(
+        *(str(models.paths["A"]), "cpu", "float32", 2, 64, 0, str(tmp_path / "log"), 120, 10),
+        dcp=2,
+        sglang={"attention_backend": "torch_native"},
+    )
+    assert "SGLang resolved the attention backend 'torch_native', which cannot serve" in error_of_start(spec)
+
+
+def start_server() -> None:
+    """Start an engine's server and print the error that stops it."""
+    try:
+        main.serve({})
+    except SystemExit as error:
+        sys.stdout.write(f"{error}\n")
+        sys.stdout.flush()
+
+
+def start_two_servers() -> None:
+    """Start a server without the plugin, then one with it, whose spawned worker does not have it."""
+    start_server()
+    hooks: Any = importlib.import_module("slime_like_plugins.sglang_hooks")
+    server_args: Any = importlib.import_module("sglang.srt.server_args")
+    http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
+
+    def launch_server(arguments: Any, *, run_scheduler_process_func: Any, run_detokenizer_process_func: Any) -> None:
+        hooks._loaded.clear()
+        run_scheduler_process_func()
+
+    hooks.record_loaded("kv_usage")
+    server_args.ServerArgs, http_server.launch_server = dict, launch_server
+    start_server()
+
+
+def test_an_engine_without_an_enabled_plugin_stops(tmp_path: Path) -> None:
+    """SGLang skips an entry point that is not registered or not allowed, and one that raises; spawned workers load it again."""
+    environment = {**os.environ, engine_environment.SGLANG_PLUGINS: "kv_usage", "SGLANG_PLUGINS": "other"}
+    with (tmp_path / "log").open("wb") as log:
+        process = ForkedEngine(log, environment, f"{__name__}:start_two_servers")
+    process.stdin.close()
+    assert process.wait(120 * scale()) == 0, (tmp_path / "log").read_text()
+    lines = (tmp_path / "log").read_text().splitlines()
+    server, worker = (line for line in lines if line.startswith("slime_like plugin"))
+    assert server == worker
+    assert server.startswith("slime_like plugin not loaded: kv_usage of SLIME_LIKE_SGLANG")
+    assert "run `bash scripts/setup.sh`" in server
