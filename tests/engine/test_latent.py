@@ -19,6 +19,7 @@ import torch
 
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, Completion
+from slime_like.rollout.engine import processes
 from slime_like.types import I32
 from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.shared import SharedBucketMemory
@@ -133,3 +134,22 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
     repeated = log.read_text().removeprefix(log_before_last_version)
     cached_tokens = sum(map(int, re.findall(r"#cached-token: (\d+)", repeated)))
     assert cached_tokens >= len(long_prompt) - 2, "the second generation from the same prompts missed the prefix cache"
+
+
+def test_the_controller_of_data_parallel_attention_waits_for_requests(
+    engines: Mapping[str, tuple[Models, Engine]],
+) -> None:
+    """It sleeps at least once before each request. A controller that polls without waiting never does, and uses a core."""
+    _, engine = engines["deepseek_v3 dp2"]
+    (pid,) = processes.pids_of_part(engine.server.pid, "data_parallel_controller")
+
+    def num_sleeps() -> int:
+        (line,) = re.findall(
+            r"^voluntary_ctxt_switches:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+        )
+        return int(line)
+
+    before = num_sleeps()
+    for _ in range(10):
+        engine.run(engine.client.score([prompt(5)], 1.0))
+    assert num_sleeps() - before >= 10

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
 
 from slime_like_plugins.sglang_cpu import results
-from slime_like_plugins.sglang_hooks import Hook
+from slime_like_plugins.sglang_hooks import Hook, replace_attribute
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 ATTENTION = "slime_like_cpu"
+CONTROLLER = "sglang.srt.managers.data_parallel_controller"
+WAIT_MS = 1_000  # the controller then feeds its watchdog
 
 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:
@@ -30,6 +34,16 @@ def sleep_while_paused(result: None, scheduler: Any, *_: Any, **__: Any) -> None
     Remove when SGLang's ``sleep_on_idle`` covers the paused state.
     """
     scheduler.maybe_sleep_on_idle()
+
+
+def receive(original: Callable[..., Any], socket: Any, **options: Any) -> Any:
+    """Replace the controller's reception of a request: wait for a message instead of spinning on a core.
+
+    Not a hook, which would replace the function in all of SGLang's processes. Remove when SGLang's ``sleep_on_idle``
+    covers the controller of data-parallel attention.
+    """
+    socket.poll(WAIT_MS)
+    return original(socket, **options)
 
 
 def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
@@ -66,3 +80,5 @@ def install() -> None:
 
     choices.add_attention_backend_choices([ATTENTION])
     install_hooks("cpu", HOOKS)
+    controller: Any = importlib.import_module(CONTROLLER)
+    replace_attribute("cpu", controller, "sock_recv", functools.partial(receive, controller.sock_recv))
