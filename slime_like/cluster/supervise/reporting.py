@@ -6,16 +6,17 @@ from pathlib import Path
 
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.report.record import METRICS
-from slime_like.report.write import write_report
 
 NOTHING_LOGGED = "nothing was logged yet"
 
 
 def try_report(run_dir: Path) -> tuple[Path | None, str]:
-    """Write the report; return its path, or None and the reason."""
+    """Write the report; return its path, or None and the reason. Import it only now, as it takes half of a driver's start."""
     if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
         return None, NOTHING_LOGGED
     try:
+        from slime_like.report.write import write_report
+
         return write_report(run_dir), ""
     except Exception as error:  # noqa: BLE001  fault boundary: keeps the run's own result
         return None, one_line(error)
