@@ -15,8 +15,9 @@ from slime_like_plugins.sglang_cpu import NAME
 from slime_like_plugins.sglang_hooks import replace_attribute, stop_on
 
 COLLECTIVES = ("inplace_all_reduce", "reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
-WAKE_MS = 10
-"""Longest sleep of an idle engine: a request wakes the rank that it is for, and each forward needs all ranks."""
+WAKE_MS = 50
+"""Longest sleep of an idle engine: a request wakes the rank that it is for, and each forward needs all ranks. At each wake a rank
+computes for a millisecond."""
 
 
 def install() -> None:
