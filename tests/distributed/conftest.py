@@ -24,9 +24,8 @@ def results(request: pytest.FixtureRequest, folder_of_ranks: Path) -> Results:
     modules = {module.__name__: module for item in functions if (module := item.module) is not None}
     models = {name: make_model(folder_of_ranks / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
     calls: dict[str, tuple[Any, ...]] = {}
-    for name, module in sorted(
-        modules.items(), reverse=True
-    ):  # test_forensics last: the files of its ranks are read soon
+    # Backwards, so that test_forensics reads the files of its ranks soon after them.
+    for name, module in sorted(modules.items(), reverse=True):
         if name.startswith("tests.distributed.") and hasattr(module, "call"):
             (folder_of_ranks / name).mkdir()
             calls[name] = module.call(models, folder_of_ranks / name)
