@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,7 @@ H20 = parse_hardware("--on", "8xH20")
         ("Qwen2.5-7B", 7.616, 7.07),
         ("Llama-3.1-8B", 8.03, 7.50),
         ("DeepSeek-R1", 671.03, 36.63),
+        ("DeepSeek-V2-Lite", 15.706, 2.451),
     ],
 )
 def test_parameters_are_those_of_the_public_model(name: str, billions: float, active: float) -> None:
@@ -160,3 +163,16 @@ def test_hardware_is_nodes_times_gpus() -> None:
 )
 def test_paths_and_variants_have_the_shape_of_their_base(name: str, model: str | None) -> None:
     assert table_config(name) == (None if model is None else MODELS[model])
+
+
+def test_models_of_pages_and_recipes_are_in_the_table() -> None:
+    """A command of a page can be planned without the model's files."""
+    root = Path(__file__).parents[2]
+    files = [
+        *root.glob("*.md"),
+        *(path for folder in ("docs", "docker", "configs") for path in root.joinpath(folder).rglob("*.*")),
+    ]
+    texts = [path.read_text() for path in files if path.suffix in (".md", ".yaml")]
+    names = {name for text in texts for name in re.findall(r"\bmodels/([A-Z][\w.-]*\w)", text)}
+    assert {"Qwen3-4B", "DeepSeek-V2-Lite"} <= names
+    assert [name for name in sorted(names) if table_config(name) is None] == []
