@@ -17,6 +17,7 @@ from slime_like.config.schema.dcp import (
     LATENT_BACKENDS,
     SHARDED_BACKENDS,
     UNSUPPORTED_BACKENDS,
+    UNSUPPORTED_FIELDS,
     backend_obstacle,
     kv_head_obstacle,
 )
@@ -83,6 +84,14 @@ RULES = {
     "two shardings": (f"{ON} rollout.sglang.enable_kv_cache_sharding=true", "enable_kv_cache_sharding=True"),
     "two batches": (f"{ON} rollout.sglang.enable_two_batch_overlap=true", "enable_two_batch_overlap=True"),
     "external cache": (f"{ON} rollout.sglang.enable_lmcache=true", "enable_lmcache=True"),
+    "another external cache": (f"{ON} rollout.sglang.enable_flexkv=true", "enable_flexkv=True"),
+    "linked external cache": (
+        f"{ON} rollout.sglang.enable_unified_cache_external_linker=true",
+        "enable_unified_cache_external_linker=True",
+    ),
+    "pool on the host": (f"{ON} rollout.sglang.enable_hisparse=true", "enable_hisparse=True"),
+    "prefill beside decode": (f"{ON} rollout.sglang.enable_pdmux=true", "enable_pdmux=True"),
+    "diffusion": (f"{ON} rollout.sglang.dllm_algorithm=LowConfidence", "dllm_algorithm='LowConfidence'"),
     "backup": (
         f"{ON} rollout.sglang.disaggregation_decode_retraction_backup=host_pool",
         "disaggregation_decode_retraction_backup='host_pool'",
@@ -94,6 +103,11 @@ RULES = {
 @each_rule(RULES)
 def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[str]) -> None:
     one_message(case, argv)
+
+
+def test_every_field_without_dcp_has_a_case() -> None:
+    arguments = " ".join(arguments for arguments, *_ in RULES.values())
+    assert [field for field in UNSUPPORTED_FIELDS if f"rollout.sglang.{field}=" not in arguments] == []
 
 
 @pytest.mark.parametrize("backend", sorted({*UNSUPPORTED_BACKENDS, "wave"} - {*SHARDED_BACKENDS["cuda"]}))

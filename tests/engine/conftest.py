@@ -158,6 +158,13 @@ def launch(
         returns_experts=routing is not None,
         sglang={"max_total_tokens": 4096, **sglang},
     )
+    yield from serve(spec, server_type, routing)
+
+
+def serve(
+    spec: EngineSpec, server_type: type[EngineServer] = EngineServer, routing: RoutingShape | None = None
+) -> Generator[Engine | None]:
+    """Yield ``None`` and the ready engine, like ``launch``."""
     loop = asyncio.new_event_loop()
     server = server_type(spec, admin_key=ADMIN_KEY)
     client: EngineClient | None = None
@@ -169,8 +176,8 @@ def launch(
             patch.delenv("no_proxy", raising=False)
             patch.delenv("NO_PROXY", raising=False)
             server.wait_ready()
-        name = f"engine tp{tp}"
-        client = EngineClient(server.url, admin_key=ADMIN_KEY, name=name, tp=tp, deadline_s=60, routing=routing)
+        name = f"engine tp{spec.tp}"
+        client = EngineClient(server.url, admin_key=ADMIN_KEY, name=name, tp=spec.tp, deadline_s=60, routing=routing)
         yield Engine(server, client, loop)
     finally:
         server.stop()

@@ -33,23 +33,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> model_type in transformers, and keys of the config."""
 
 
-def config(name: str) -> Any:
-    """Return the config of a model."""
+def config(name: str, **changes: Any) -> Any:
+    """Return the config of a model; ``changes`` replace keys."""
     from transformers import AutoConfig
 
     family, extra = FAMILIES[name]
     rope = {**ROPE["default" if name == UNSCALED else "yarn"], "rope_theta": THETA[family]}
-    return AutoConfig.for_model(family, **SHAPE, **extra, rope_parameters=rope, rms_norm_eps=EPSILON[family])
+    fields = {**SHAPE, **extra, "rope_parameters": rope, "rms_norm_eps": EPSILON[family], **changes}
+    return AutoConfig.for_model(family, **fields)
 
 
-def build(folder: Path, name: str) -> Models:
+def build(folder: Path, name: str, **changes: Any) -> Models:
     """Write models A and B of one shape, with norms and expert biases changed from their initial values."""
     from transformers import AutoModelForCausalLM
 
     hf: dict[str, Any] = {}
     for seed, model_name in enumerate("AB"):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(config(name))
+        model: Any = AutoModelForCausalLM.from_config(config(name, **changes))
         randomise_constants(model)
         model.eval().save_pretrained(folder / model_name)
         if name == KIMI:

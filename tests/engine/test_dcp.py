@@ -45,16 +45,19 @@ TWELVE = {"num_attention_heads": 12, "intermediate_size": 96, "vocab_size": 576}
 MODELS = {
     "qwen3": ModelCase("qwen3", fields=TWELVE),
     "qwen2": ModelCase("qwen2", kv_heads=2),  # with biases
+    "llama": ModelCase("llama"),
     "qwen3_moe": ModelCase("qwen3_moe", kv_heads=2),
-    "qwen3_5_text": ModelCase("qwen3_5_text"),
+    "qwen3_next": ModelCase("qwen3_next"),
+    "qwen3_5_text": ModelCase("qwen3_5_text", kv_heads=2, fields={"linear_num_key_heads": 4}),
 }
+HYBRIDS = ("qwen3_next", "qwen3_5_text")
 
 
 def build(folder: Path, case: ModelCase) -> Models:
     """Return random models A and B."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if case.family == "qwen3_5_text":
+    if case.family in HYBRIDS:
         fields = {**hybrid_models.SHAPE, **hybrid_models.FAMILIES[case.family]}
     else:
         shape = {**test_families.SHAPE, "head_dim": 16, "tie_word_embeddings": False}
@@ -85,11 +88,13 @@ CASES = {
     "qwen3 tp4 dcp4": EngineCase("qwen3", 4, 4, A2A),
     "qwen3 tp3 dcp3": EngineCase("qwen3", 3, 3, {**REPLICATED, "cpu_kernels": "torch"}),
     "qwen2 tp4 dcp2": EngineCase("qwen2", 4, 2, REPLICATED),
+    "by cache": EngineCase("llama", settings={"max_total_tokens": ROWS, "max_running_requests": None}),
     "qwen3_moe tp4 dcp2": EngineCase("qwen3_moe", 4, 2, {**A2A, "cpu_kernels": "torch"}),
-    "qwen3_5_text tp2 dcp2": EngineCase("qwen3_5_text", 2, 2, A2A),
+    "qwen3_next tp2 dcp2": EngineCase("qwen3_next", 2, 2, A2A),
+    "qwen3_5_text tp4 dcp2": EngineCase("qwen3_5_text", 4, 2),
 }
-UNSHARDED = {"qwen3": EngineCase("qwen3", 2, 1)}
-"""An engine without DCP. Engines of all models are compared with transformers."""
+UNSHARDED = {model: EngineCase(model, 1, 1) for model in MODELS} | {"qwen3": EngineCase("qwen3", 2, 1)}
+"""Engines without DCP, by the name of their model."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ PROMPTS = [prompt(length, seed=length) for length in LENGTHS]
 
 def hits(case: EngineCase) -> list[int]:
     """Return the tokens of each prompt in complete pages, which have a token per rank; states of hybrids are not cached."""
-    return [0 if case.model == "qwen3_5_text" else (length - 1) // case.dcp * case.dcp for length in LENGTHS]
+    return [0 if case.model in HYBRIDS else (length - 1) // case.dcp * case.dcp for length in LENGTHS]
 
 
 def assert_exact(completions: list[Completion], models: Models, weights: str) -> None:
@@ -154,28 +159,46 @@ def assert_exact(completions: list[Completion], models: Models, weights: str) ->
         np.testing.assert_allclose(completion.logprobs, logprobs_R.numpy(), rtol=0, atol=SAME)
 
 
+def abort(engine: Engine) -> None:
+    """Abort two requests that continue the last prompt."""
+
+    async def start_and_abort() -> list[Completion]:
+        request = asyncio.create_task(engine.client.generate(PROMPTS[-1], [1, 2], make_sampling(tokens=180)))
+        await engine.client.generate(prompt(5), [9], make_sampling(tokens=8))  # by then both usually have tokens
+        await engine.client.abort_all()
+        return await request
+
+    lengths = [len(completion.token_ids) for completion in engine.run(start_and_abort())]
+    assert all(0 < length < 180 for length in lengths), lengths
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_and_logprobs_are_exact_cold_after_prefix_hits_and_after_a_push(name: str, pairs: EnginePairs) -> None:
-    """Prompts shorter than the group leave a rank without tokens; the sharded engine prefills long ones in chunks."""
+def test_tokens_and_logprobs_are_those_without_dcp_and_exact(name: str, pairs: EnginePairs) -> None:
+    """With a cold cache, after aborts, with prefix hits and after a push.
+
+    Prompts shorter than the group leave a rank without tokens; the sharded engine prefills long ones in chunks.
+    """
     case, sharded = CASES[name], pairs.engines[name]
-    models, unsharded = pairs.models[case.model], pairs.engines.get(case.model)
-    engines = (sharded,) if unsharded is None else (sharded, unsharded)
+    models, unsharded = pairs.models[case.model], pairs.engines[case.model]
     for version, weights in enumerate("ABA"):
-        for engine in engines if version else ():
+        for engine in (sharded, unsharded) if version else ():
             engine.run(engine.push(models.tensors(weights), version))
         for is_cached in (False, True) if version < 2 else ():
             completions = greedy(sharded, PROMPTS)
             assert_exact(completions, models, weights)
-            if unsharded is not None:
-                assert_same(completions, greedy(unsharded, PROMPTS))
+            assert_same(completions, greedy(unsharded, PROMPTS))
             if is_cached:
                 assert [completion.cached_tokens for completion in completions] == hits(case)
+            elif not version:
+                abort(sharded)
     ids = PROMPTS[-1]
     scores = sharded.run(sharded.client.score([ids], 1.0))[0]
     np.testing.assert_allclose(scores, models.logprobs("A", ids, 1.0), rtol=0, atol=SAME)
-    if unsharded is not None:
-        samples = [engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, TOKENS))) for engine in engines]
-        assert_same(*samples)
+    samples = [
+        engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, TOKENS)))
+        for engine in (sharded, unsharded)
+    ]
+    assert_same(*samples)
 
 
 def log_of(engine: Engine) -> str:
@@ -216,6 +239,18 @@ def test_the_same_rows_hold_twice_the_tokens_and_running_out_changes_nothing(pai
     assert "retract" in log_of(sharded).lower()
 
 
+def test_admission_by_the_cache_retracts_no_request(pairs: EnginePairs) -> None:
+    """``rollout.max_running_requests=auto`` counts the tokens of all ranks."""
+    by_cache, unsharded = pairs.engines["by cache"], pairs.engines["llama"]
+    prompts = [prompt(20, seed=seed) for seed in range(16)]
+    by_cache.run(by_cache.client.flush())
+    by_cache.run(by_cache.client.kv_usage())
+    assert_same(greedy(by_cache, prompts, 60), greedy(unsharded, prompts, 60))
+    usage = by_cache.run(by_cache.client.kv_usage())
+    assert usage.retractions == 0
+    assert usage.capacity_tokens == 2 * ROWS and usage.running_requests_max > ROWS // 80
+
+
 def test_pushes_by_both_transports(pairs: EnginePairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_worker, "_own_address", lambda: "127.0.0.1")
     sharded, unsharded, models = pairs.pair()
@@ -230,23 +265,9 @@ def test_pushes_by_both_transports(pairs: EnginePairs, monkeypatch: pytest.Monke
     assert_same(greedy(sharded, PROMPTS), greedy(unsharded, PROMPTS))
 
 
-def test_aborted_requests_leave_a_cache_that_can_be_used(pairs: EnginePairs) -> None:
-    sharded, unsharded, _ = pairs.pair()
-    ids = prompt(30, seed=77)
-
-    async def abort() -> list[Completion]:
-        request = asyncio.create_task(sharded.client.generate(ids, [1, 2], make_sampling(tokens=180)))
-        await sharded.client.generate(prompt(5), [9], make_sampling(tokens=8))
-        await sharded.client.abort_all()
-        return await request
-
-    lengths = [len(completion.token_ids) for completion in sharded.run(abort())]
-    assert all(0 < length < 180 for length in lengths), lengths
-    assert_same(greedy(sharded, [ids, *PROMPTS]), greedy(unsharded, [ids, *PROMPTS]))
-
-
-def test_requests_in_flight_go_on_over_pushes(pairs: EnginePairs) -> None:
-    sharded, _, models = pairs.pair()
+@pytest.mark.parametrize(("name", "tokens"), [("sharded", 120), ("qwen3_next tp2 dcp2", 60)])
+def test_requests_in_flight_continue_under_new_weights(name: str, tokens: int, pairs: EnginePairs) -> None:
+    sharded, models = pairs.engines[name], pairs.models[CASES[name].model]
     ids = prompt(21, seed=3)
-    for completion in generate_over_two_pushes(sharded, models, ids, 120):
+    for completion in generate_over_two_pushes(sharded, models, ids, tokens):
         np.testing.assert_allclose(completion.logprobs, logprobs_by_version(models, ids, completion), atol=1e-4)

@@ -25,6 +25,7 @@ from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.shared import SharedBucketMemory
 from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
+from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.latent_models import FAMILIES, build
 from tests.engine.test_weights import TensorSource
 
@@ -38,7 +39,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "deepseek_v3 tp2": {"tp": 2},
     "deepseek_v3 dp2": {"tp": 2, "attn_dp_size": 2},
     "deepseek_v2 dcp2": {"tp": 2, "dcp": 2, "cpu_kernels": "torch"},
-    "deepseek_v3 dcp2": {"tp": 2, "dcp": 2, "dcp_comm": "a2a"},
+    "deepseek_v3 dcp2": {"tp": 2, "dcp": 2, "dcp_comm": "a2a", "max_total_tokens": 256},
     "kimi_k2": {},
 }
 
@@ -129,7 +130,8 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
             assert_agrees(models, name, ids, completion, temperature)
         (scores,) = engine.run(engine.client.score([long_prompt], 0.7))
         np.testing.assert_allclose(scores, models.logprobs(name, long_prompt, 0.7), rtol=0, atol=TOLERANCE)
-    capacity = 4096 * ENGINES[name_of_engine].get("dcp", 1)
+    options = ENGINES[name_of_engine]
+    capacity = options.get("max_total_tokens", 4096) * options.get("dcp", 1)
     assert f"max_total_num_tokens={capacity}," in log_before_last_version
     repeated = log.read_text().removeprefix(log_before_last_version)
     cached_tokens = sum(map(int, re.findall(r"#cached-token: (\d+)", repeated)))
@@ -153,3 +155,57 @@ def test_the_controller_of_data_parallel_attention_waits_for_requests(
     for _ in range(10):
         engine.run(engine.client.score([prompt(5)], 1.0))
     assert num_sleeps() - before >= 10
+
+
+def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
+    engines: Mapping[str, tuple[Models, Engine]],
+) -> None:
+    """So many sequences that requests are retracted, and prefilled again later."""
+    (_, sharded), (_, unsharded) = engines["deepseek_v3 dcp2"], engines["deepseek_v3"]
+
+    async def answers(engine: Engine) -> tuple[list[Completion], int]:
+        await engine.client.kv_usage()
+        sampling = make_sampling(0.0, 60)
+        requests = (engine.client.generate(prompt(20, seed=seed), [0], sampling) for seed in range(16))
+        completions = [completion for (completion,) in await asyncio.gather(*requests)]
+        return completions, (await engine.client.kv_usage()).retractions
+
+    completions, retractions = sharded.run(answers(sharded))
+    expected, without_dcp = unsharded.run(answers(unsharded))
+    assert retractions > 0 and without_dcp == 0
+    for completion, reference in zip(completions, expected, strict=True):
+        np.testing.assert_array_equal(completion.token_ids, reference.token_ids)
+        np.testing.assert_allclose(completion.logprobs, reference.logprobs, rtol=0, atol=TOLERANCE)
+
+
+def test_aborted_requests_of_sharded_latents_are_continued(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+    """As a partial rollout does: the prompt of the continuation has the tokens that the aborted request sampled."""
+    models, engine = engines["deepseek_v3 dcp2"]
+    ids = prompt(30, seed=77)
+
+    async def abort() -> list[Completion]:
+        request = asyncio.create_task(engine.client.generate(ids, [1, 2], make_sampling(tokens=150)))
+        await engine.client.generate(prompt(5), [9], make_sampling(tokens=8))  # by then both usually have tokens
+        await engine.client.abort_all()
+        return await request
+
+    for partial in engine.run(abort()):
+        assert 0 < len(partial.token_ids) < 150
+        assert_agrees(models, "A", ids, partial, 1.0)
+        longer = np.concatenate([ids, partial.token_ids]).astype(np.int32)
+        (continuation,) = engine.run(engine.client.generate(longer, [0], make_sampling(0.0)))
+        assert continuation.cached_tokens >= len(longer) - 3, (
+            "the prefix cache has complete pages of all but the last token"
+        )
+        assert_agrees(models, "A", longer, continuation, 0.0)
+
+
+def test_requests_of_sharded_latents_continue_under_new_weights(
+    engines: Mapping[str, tuple[Models, Engine]],
+) -> None:
+    models, engine = engines["deepseek_v3 dcp2"]
+    ids = prompt(21, seed=3)
+    for completion in generate_over_two_pushes(engine, models, ids, 120):
+        np.testing.assert_allclose(
+            completion.logprobs, logprobs_by_version(models, ids, completion), rtol=0, atol=TOLERANCE
+        )

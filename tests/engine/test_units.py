@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.config.schema.dcp import UNSUPPORTED_FIELDS
+from slime_like.config.schema.dcp import UNSUPPORTED_BACKENDS, UNSUPPORTED_FIELDS
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import environment as engine_environment
@@ -228,44 +229,64 @@ def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytes
     assert setup.count(":load") + setup.count(":activate") == sum(map(len, ENTRY_POINTS.values()))
 
 
+@pytest.fixture
+def dcp_obstacle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """Return ``obstacle`` of an engine of two ranks, as a function of what SGLang resolved: backends, model and other fields."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.configs.model_config import AttentionArch
+
+    from slime_like_plugins.dcp import hooks
+
+    def obstacle(
+        *backends: str, kv_heads: int = 1, windows: bool = False, latent: bool = False, **fields: object
+    ) -> str | None:
+        arch = AttentionArch.MLA if latent else AttentionArch.MHA
+        model = SimpleNamespace(is_hybrid_swa=windows, get_total_num_kv_heads=lambda: kv_heads, attention_arch=arch)
+        for name, result in (("attention_backends_of", backends), ("model_config_of", model)):
+            monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
+        monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments)  # pyright: ignore
+        values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
+        sizes = {"dcp_size": 2, "tp_size": 2, "attn_dp_size": 1, "device": "cpu", "dcp_replicate_q_proj": False}
+        return hooks.obstacle(SimpleNamespace(**(sizes | values | fields)))
+
+    return obstacle
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("enable_mis", True), ("enable_two_batch_overlap", True), ("kv_cache_dtype", "fp4_e2m1")]
 )
-def test_dcp_checks_the_fields_that_sglang_resolved(field: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.arg_groups import overrides
-    from sglang.srt.configs.model_config import AttentionArch
+def test_dcp_checks_the_fields_that_sglang_resolved(
+    field: str, value: object, dcp_obstacle: Callable[..., str | None]
+) -> None:
+    assert dcp_obstacle("slime_like_cpu") is None
+    assert f"SGLang resolved {field}={value!r}" in (dcp_obstacle("slime_like_cpu", **{field: value}) or "")
 
-    from slime_like_plugins.dcp import hooks
 
-    values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
-    sizes = {"dcp_size": 2, "tp_size": 2, "attn_dp_size": 1, "device": "cpu", "dcp_replicate_q_proj": False}
-    model = SimpleNamespace(is_hybrid_swa=False, get_total_num_kv_heads=lambda: 1, attention_arch=AttentionArch.MHA)
-    for name, result in (("attention_backends_of", ["slime_like_cpu"]), ("model_config_of", model)):
-        monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
-    monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments)  # pyright: ignore
-    assert hooks.obstacle(SimpleNamespace(**sizes, **values)) is None
-    text = hooks.obstacle(SimpleNamespace(**sizes, **(values | {field: value})))
-    assert text is not None and f"SGLang resolved {field}={value!r}" in text
-    replicated = sizes | {"dcp_replicate_q_proj": True, "dcp_comm_backend": "ag_rs"}
-    text = hooks.obstacle(SimpleNamespace(**replicated, **values))
-    assert text is not None and "dcp_replicate_q_proj=True, which is not allowed here: SGLang refuses it" in text
+def test_dcp_checks_the_projection_the_model_and_its_heads(dcp_obstacle: Callable[..., str | None]) -> None:
+    replicated = dcp_obstacle("slime_like_cpu", dcp_replicate_q_proj=True, dcp_comm_backend="ag_rs")
+    assert "dcp_replicate_q_proj=True, which is not allowed here: SGLang refuses it" in (replicated or "")
+    assert "a model with sliding windows" in (dcp_obstacle("slime_like_cpu", windows=True) or "")
+    heads = dcp_obstacle("slime_like_cpu", tp_size=4, dcp_size=4, kv_heads=2)
+    assert "4 attention ranks store 2 KV heads, which is 2 copies of each head" in (heads or "")
+    data_parallel = dcp_obstacle("slime_like_cpu", tp_size=4, attn_dp_size=2, kv_heads=2)
+    assert "each of the 2 attention ranks already stores different KV heads" in (data_parallel or "")
+
+
+@pytest.mark.parametrize("backend", sorted(UNSUPPORTED_BACKENDS))
+def test_dcp_checks_the_backend_that_sglang_resolved(backend: str, dcp_obstacle: Callable[..., str | None]) -> None:
+    """SGLang chooses the backends of prefill and decode, also where the config names none."""
+    assert dcp_obstacle("triton", "flashinfer_dcp", device="cuda") is None
+    for backends in ([backend, "triton"], ["triton", backend]):
+        text = dcp_obstacle(*backends, device="cuda") or ""
+        assert f"SGLang resolved the attention backend {backend!r}, which cannot serve with dcp_size=2" in text
 
 
 @pytest.mark.parametrize(("backend", "words"), [("flashinfer", ""), ("triton", "attention backend 'triton'")])
-def test_dcp_of_latent_attention_has_one_head(backend: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.arg_groups import overrides
-    from sglang.srt.configs.model_config import AttentionArch
-
-    from slime_like_plugins.dcp import hooks
-
-    values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
-    sizes = {"dcp_size": 8, "tp_size": 8, "attn_dp_size": 1, "device": "cuda", "dcp_replicate_q_proj": False}
-    model = SimpleNamespace(is_hybrid_swa=False, get_total_num_kv_heads=lambda: 128, attention_arch=AttentionArch.MLA)
-    for name, result in (("attention_backends_of", [backend]), ("model_config_of", model)):
-        monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
-    monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments)  # pyright: ignore
-    assert words in (hooks.obstacle(SimpleNamespace(**sizes, **values)) or "")
-    assert (hooks.obstacle(SimpleNamespace(**sizes, **values)) is None) == (not words)
+def test_dcp_of_latent_attention_has_one_head(
+    backend: str, words: str, dcp_obstacle: Callable[..., str | None]
+) -> None:
+    text = dcp_obstacle(backend, kv_heads=128, latent=True, device="cuda", tp_size=8, dcp_size=8)
+    assert words in (text or "") and (text is None) == (not words)
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
