@@ -1,4 +1,7 @@
-"""+recipe=quickstart_latent, shortened, without a warm start: its experts are on two ranks, which replay those of the engine."""
+"""+recipe=quickstart_latent, shortened, without a warm start: its experts are on two ranks, which replay those of the engine.
+
+The engine spreads the latents of a sequence over two ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,8 @@ def test_two_ranks_replay_the_experts_of_a_latent_model(tmp_path: Path) -> None:
         "evaluation.interval=null",
         *SMALL_ROLLOUTS,
         *SHAPE,
+        "rollout.tp=2",
+        "rollout.dcp=2",
         f"run.dir={run_dir}",
         f"loop.num_rollout={ROLLOUTS}",
         "run.save_hf=true",
@@ -51,7 +56,9 @@ def test_two_ranks_replay_the_experts_of_a_latent_model(tmp_path: Path) -> None:
     checks.check_consistency(rows)
     checks.check_documented(rows)
     assert rows[1]["train/grad_norm"] > 0
+    assert "DCP enabled, dcp_size=2, tp_size=2" in (run_dir / "logs" / "engine_0.log").read_text()
     for row in rows[1:]:
+        assert row["rollout/dcp_exchange_time"] > 0
         assert row["probe/routed_experts_gap_max"] <= checks.MAX_LOGPROB_DIFFERENCE
         assert row["train/routed_experts_differ_max"] <= MAX_DIFFERENT
     checks.check_export(run_dir, ROLLOUTS - 1, {ROLLOUTS - 1}, temperature=1.0)
