@@ -127,7 +127,7 @@ def _batches(flags: FlagValues) -> Iterator[str]:
 
 
 def _dp_attention(flags: FlagValues) -> Iterator[str]:
-    """Yield the override of SGLang's data parallel attention within an engine, whose current name is attn_dp_size."""
+    """Yield the override of SGLang's data parallel attention within an engine."""
     text = _last(flags, "--sglang-dp-size") or _last(flags, "--sglang-data-parallel-size")
     size = integer("--sglang-dp-size", text) if text is not None else 1
     if size > 1 and "--sglang-enable-dp-attention" not in flags:
@@ -136,7 +136,7 @@ def _dp_attention(flags: FlagValues) -> Iterator[str]:
             "engine; several engines are --rollout-num-gpus over --rollout-num-gpus-per-engine"
         )
     if size > 1:
-        yield f"rollout.sglang.attn_dp_size={size}"
+        yield f"rollout.dp_attention={size}"
 
 
 def _kl(flags: FlagValues) -> Iterator[str]:

@@ -142,8 +142,8 @@ RULES = {
         "lower rollout.max_response_len",
     ),
     "attention in parts": (
-        "rollout.tp=3 rollout.sglang.attn_dp_size=2",
-        "rollout.sglang.attn_dp_size=2",
+        "rollout.tp=3 rollout.dp_attention=2",
+        "rollout.dp_attention=2",
         "rollout.tp=3",
         "rollout.num_engines",
     ),

@@ -59,7 +59,7 @@ def test_a_small_cache_on_a_cpu_is_spread() -> None:
         (("rollout.tp=4", SMALL, "rollout.max_running_requests=32"), "holds the 32 requests of 64 tokens"),
         (("rollout.tp=4", "rollout.sglang.max_total_tokens=16384", "rollout.num_engines=2"), "holds the 256 requests"),
         (("rollout.tp=2", SMALL), "no copies of KV heads to save: the model has 2, and an engine 2 attention ranks"),
-        (("rollout.tp=4", "rollout.sglang.attn_dp_size=2", SMALL), "no copies of KV heads"),
+        (("rollout.tp=4", "rollout.dp_attention=2", SMALL), "no copies of KV heads"),
         (
             ("rollout.tp=4", SMALL, "rollout.sglang.kv_cache_dtype=fp4_e2m1"),
             "rollout.sglang.kv_cache_dtype='fp4_e2m1': SGLang does not",
@@ -142,6 +142,6 @@ def test_recurrent_states_that_limit_a_hybrid_model_are_not_sharded(plan: Callab
 
 
 def test_data_parallel_attention_divides_the_ranks_that_share_heads(plan: Callable[..., Plan]) -> None:
-    planned = plan(*COPIES, "rollout.sglang.attn_dp_size=2", AUTO, machine=SERVER)
+    planned = plan(*COPIES, "rollout.dp_attention=2", AUTO, machine=SERVER)
     assert planned.memory.engine is not None and planned.memory.engine.groups == 2
     assert "an engine 4 attention ranks" in reason(planned)

@@ -37,9 +37,9 @@ RULES = {
     "fraction": ("rollout.dcp=1.5", "rollout.dcp"),
     "no divisor": ("rollout.tp=4 rollout.dcp=3", "rollout.dcp=3", "rollout.tp=4", "rollout.dcp=1 or 2 or 4"),
     "no divisor of the attention's ranks": (
-        "rollout.tp=4 rollout.dcp=4 rollout.sglang.attn_dp_size=2",
+        "rollout.tp=4 rollout.dcp=4 rollout.dp_attention=2",
         "rollout.dcp=4",
-        "the 2 attention ranks of an engine (rollout.tp=4 / rollout.sglang.attn_dp_size=2)",
+        "the 2 attention ranks of an engine (rollout.tp=4 / rollout.dp_attention=2)",
         "rollout.dcp=1 or 2",
     ),
     "exchange alone": ("rollout.dcp_comm=a2a", "rollout.dcp_comm=a2a has no effect", "set rollout.dcp"),

@@ -104,8 +104,8 @@ def test_a_tied_output_layer_that_sglang_does_not_read_is_named(family: str, tmp
 def test_attention_groups_that_sglangs_model_ignores_are_refused(family: str, tmp_path: Path, argv: list[str]) -> None:
     folder = write_model(tmp_path / family, model_type=family)
     layout = [*argv, f"model.hf_checkpoint={folder}", "rollout.tp=2"]
-    with refusal(["rollout.sglang.attn_dp_size=2", family, "rollout.num_engines"]):
-        load_config([*layout, "rollout.sglang.attn_dp_size=2"])
+    with refusal(["rollout.dp_attention=2", family, "rollout.num_engines"]):
+        load_config([*layout, "rollout.dp_attention=2"])
     assert load_config(layout).rollout.tp == 2
 
 
@@ -113,9 +113,9 @@ def test_heads_are_split_over_the_ranks_of_an_attention_group(argv: list[str]) -
     layout = [*argv, "rollout.tp=32"]
     with refusal(["rollout.tp=32", "attention heads"]):
         load_config(layout)
-    with refusal(["rollout.tp / rollout.sglang.attn_dp_size=16", "attention heads"]):
-        load_config([*layout, "rollout.sglang.attn_dp_size=2"])
-    assert load_config([*layout, "rollout.sglang.attn_dp_size=16"]).rollout.tp == 32
+    with refusal(["rollout.tp / rollout.dp_attention=16", "attention heads"]):
+        load_config([*layout, "rollout.dp_attention=2"])
+    assert load_config([*layout, "rollout.dp_attention=16"]).rollout.tp == 32
 
 
 REPLAY = "algo.routing_replay=rollout"

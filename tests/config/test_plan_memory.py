@@ -152,7 +152,7 @@ class RecordingOptions(dict[str, object]):
 def test_every_engine_field_that_the_plan_reads_can_be_set() -> None:
     options = RecordingOptions()
     engine_settings(EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang=options))
-    assert {"attn_dp_size", "cuda_graph_max_bs_decode", "max_total_tokens"} <= options.fields
+    assert {"cuda_graph_max_bs_decode", "max_total_tokens"} <= options.fields
     assert options.fields <= foreign.table(foreign.SGLANG).keys() - foreign.OWNED[foreign.SGLANG].keys()
 
 

@@ -49,7 +49,8 @@ OUTCOMES: dict[str, dict[str, Any]] = {
         "loop.steps_per_rollout": 4,
     },
     "run-moe-8nodes.sh": {
-        "rollout.sglang": {"attn_dp_size": 4, "ep_size": 16},
+        "rollout.dp_attention": 4,
+        "rollout.sglang": {"ep_size": 16},
         "rollout.num_engines": 4,
         "model.megatron_checkpoint": "/m/Moe-30B-tuned_torch_dist",
         "model.megatron": {"moe_grouped_gemm": True, "moe_aux_loss_coeff": 0, "moe_token_dispatcher_type": "alltoall"},

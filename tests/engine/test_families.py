@@ -94,8 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# Other layouts than one rank. With attn_dp_size, ranks hold different sequences and share the experts.
-LAYOUTS: dict[str, dict[str, Any]] = {"glm4_moe": {"tp": 2}, "minimax_m2": {"tp": 2, "attn_dp_size": 2}}
+# Other layouts than one rank. With dp_attention, ranks hold different sequences and share the experts.
+LAYOUTS: dict[str, dict[str, Any]] = {"glm4_moe": {"tp": 2}, "minimax_m2": {"tp": 2, "dp_attention": 2}}
 
 
 class Float8Models(Models):

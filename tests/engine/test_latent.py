@@ -37,7 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "deepseek_v2 greedy": {},
     "deepseek_v3": {},
     "deepseek_v3 tp2": {"tp": 2},
-    "deepseek_v3 dp2": {"tp": 2, "attn_dp_size": 2},
+    "deepseek_v3 dp2": {"tp": 2, "dp_attention": 2},
     "deepseek_v2 dcp2": {"tp": 2, "dcp": 2, "cpu_kernels": "torch"},
     "deepseek_v3 dcp2": {"tp": 2, "dcp": 2, "dcp_comm": "a2a", "max_total_tokens": 256},
     "kimi_k2": {},

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.slow]  # importing SGLang takes 
 # MiB: GPUs, and the least memory of each of SGLang's classes
 MEMORY = (15_360, 20_480, 24_564, 35_840, 46_068, 61_440, 61_441, 81_559, 97_871, 143_771, 163_840, 294_912)
 LAYOUTS = ((1, 1, None), (2, 1, 24), (4, 1, None), (8, 1, 400), (4, 2, None), (8, 8, 24), (32, 32, None))
-"""Tensor parallel size, attn_dp_size, max_running_requests."""
+"""Tensor parallel size, dp_attention, max_running_requests."""
 MODELS = ("Qwen3-4B", "DeepSeek-R1")
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -97,7 +97,7 @@ def mismatches(shape: ModelShape, spec: EngineSpec, memory: list[int]) -> list[s
 def test_fraction_is_sglangs_for_every_gpu_and_layout(options: dict[str, Any], gpu_memory: list[int]) -> None:
     spec = EngineSpec("model", "cuda", "bfloat16", 1, 64, 0, "", 1.0)
     for name, (tp, dp, requests) in product(MODELS, LAYOUTS):
-        changed = replace(spec, tp=tp, max_running_requests=requests, sglang=options | {"attn_dp_size": dp})
+        changed = replace(spec, tp=tp, dp_attention=dp, max_running_requests=requests, sglang=options)
         assert not mismatches(find_shape("MODEL", name), changed, gpu_memory)
 
 

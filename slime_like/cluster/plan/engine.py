@@ -87,7 +87,7 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
     return EngineSettings(
         gpus=spec.tp,
         dcp=spec.dcp,
-        dp_attention=int(options.get("attn_dp_size") or 1),
+        dp_attention=spec.dp_attention,
         weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
         kv_bytes=wide,
         static=static or options.get("mem_fraction_static"),

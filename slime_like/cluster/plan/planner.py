@@ -177,6 +177,7 @@ def _engines(
             device=device,
             dtype=dtype,
             tp=rollout.tp,
+            dp_attention=rollout.dp_attention,
             context_length=context,
             seed=cfg.run.seed + index,
             log_path=str(logs / f"engine_{index}.log"),

@@ -30,6 +30,7 @@ FREE_KEYS = (
     "loop.step_deadline_s",
     "rollout.num_engines",
     "rollout.tp",
+    "rollout.dp_attention",
     "rollout.dcp",
     "rollout.dcp_comm",
     "rollout.dcp_replicate_q",

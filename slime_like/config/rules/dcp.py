@@ -179,7 +179,7 @@ def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> It
 
 def num_attention_ranks(cfg: TrainConfig) -> int:
     """Return the number of ranks of an engine over which SGLang splits attention heads."""
-    return cfg.rollout.tp // int(cfg.rollout.sglang.get("attn_dp_size", 1))
+    return cfg.rollout.tp // cfg.rollout.dp_attention
 
 
 def _attention_kinds(model: HfConfig | None) -> tuple[bool, ...]:
@@ -204,8 +204,9 @@ def _divides_tp(cfg: TrainConfig, size: int) -> None:
     rollout, ranks = cfg.rollout, num_attention_ranks(cfg)
     if ranks % size == 0:
         return
-    attn_dp = rollout.tp // ranks
-    source = f"rollout.tp={rollout.tp}" + (f" / rollout.sglang.attn_dp_size={attn_dp}" if attn_dp > 1 else "")
+    source = f"rollout.tp={rollout.tp}" + (
+        f" / rollout.dp_attention={rollout.dp_attention}" if rollout.dp_attention > 1 else ""
+    )
     sizes = [str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0]
     raise ConfigError(
         f"rollout.dcp={size} does not divide the {ranks} attention ranks of an engine ({source}), which it groups: "

@@ -21,9 +21,9 @@ def check_engine_sizes(rollout: RolloutConfig) -> None:
         count = rollout.sglang.get(field)
         if count is not None and count < 1:
             raise ConfigError(f"rollout.sglang.{field}={count} must be above 0: raise it, or remove it")
-    groups = rollout.sglang.get("attn_dp_size", 1)
-    if groups < 1 or rollout.tp % groups:
+    groups = rollout.dp_attention
+    if rollout.tp % groups:
         raise ConfigError(
-            f"rollout.sglang.attn_dp_size={groups} does not divide the rollout.tp={rollout.tp} GPUs of an engine, over "
+            f"rollout.dp_attention={groups} does not divide the rollout.tp={rollout.tp} GPUs of an engine, over "
             "which it splits the attention: set a divisor of rollout.tp; to add engines, set rollout.num_engines"
         )

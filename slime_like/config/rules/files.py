@@ -85,7 +85,7 @@ def refuse_family(key: str, folder: str, model_type: str) -> None:
 
 def _layout(cfg: TrainConfig, model: HfConfig) -> None:
     p, ranks = cfg.parallel, num_attention_ranks(cfg)
-    engine = "rollout.tp" if ranks == cfg.rollout.tp else "rollout.tp / rollout.sglang.attn_dp_size", ranks
+    engine = "rollout.tp" if ranks == cfg.rollout.tp else "rollout.tp / rollout.dp_attention", ranks
     _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
     _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
     if model.gdn is not None:
@@ -116,10 +116,10 @@ def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
             f"{model.model_type} does not read: its output layer would stay uninitialised; save the model with a separate "
             f"output layer (tie_word_embeddings=false)"
         )
-    groups = cfg.rollout.sglang.get("attn_dp_size", 1)
+    groups = cfg.rollout.dp_attention
     if groups > 1 and family is not None and not family.engine_dp_attention:
         raise ConfigError(
-            f"rollout.sglang.attn_dp_size={groups}: SGLang's {model.model_type}, which the model in {model.folder} is, does not "
+            f"rollout.dp_attention={groups}: SGLang's {model.model_type}, which the model in {model.folder} is, does not "
             "implement data-parallel attention and would add outputs of different requests: remove it, and set "
             "rollout.num_engines for more engines"
         )

@@ -29,6 +29,11 @@ class RolloutConfig(Config):
     stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
+    dp_attention: int = key(
+        1,
+        "Data-parallel attention: this many groups of an engine's ranks attend to different sequences, each group with all "
+        "attention weights, and share the experts (slime: --sglang-dp-size with --sglang-enable-dp-attention).",
+    )
     dcp: int | str = key(
         1,
         "Decode context parallel size: groups of this many ranks of an engine each store a part of the KV cache of every "
@@ -107,6 +112,7 @@ class RolloutConfig(Config):
             "max_partial_staleness",
             "num_engines",
             "tp",
+            "dp_attention",
             "start_deadline_s",
             "request_deadline_s",
         )

@@ -65,6 +65,8 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
             arguments["attention_backend"] = "slime_like_exact"
     elif spec.deterministic:
         arguments["enable_deterministic_inference"] = True
+    if spec.dp_attention > 1:
+        arguments["attn_dp_size"] = spec.dp_attention
     if spec.dcp > 1:
         arguments |= {"dcp_size": spec.dcp, "dcp_comm_backend": spec.dcp_comm}
         arguments["attention_backend"] = default_backend(spec.device, latent=spec.latent)  # SGLang's may ignore DCP
