@@ -70,6 +70,7 @@ setup(
         "sglang.srt.plugins": [
             "slime_like_cpu = slime_like_plugins.sglang_cpu:load",
             "slime_like_dcp = slime_like_plugins.dcp:load",
+            "slime_like_flow_mla = slime_like_plugins.flow_mla:load",
             "slime_like_kv_capacity = slime_like_plugins.kv_capacity:load",
             "slime_like_rollout_sampling = slime_like_plugins.rollout_sampling:load",
             "slime_like_weight_commit = slime_like_plugins.weight_commit:load",

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 PLUGINS_VARIABLE = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in this process and its children
+HELD_PART = "_slime_like_held_part"
+"""Attribute of a weight that is spread over ranks: the part that this process holds. The weight's own memory is a buffer for
+several weights in turn."""
 _loaded: set[str] = set()
 
 
@@ -84,9 +87,15 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    registry: Any = HookRegistry
+    # SGLang applies the hooks of a target once. Later hooks, of another plugin, are applied to the result.
+    earlier = {hook.target: registry._hooks.pop(hook.target) for hook in hooks if hook.target in registry._patched}
+    registry._patched.difference_update(earlier)
     for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind.upper()])
-    HookRegistry.apply_hooks()
+        registry.register(hook.target, hook.function, HookType[hook.kind.upper()])
+    registry.apply_hooks()
+    for target, applied in earlier.items():
+        registry._hooks[target][:0] = applied
     stop_on(owner, [text for hook in hooks if (text := problem(hook))])
 
 

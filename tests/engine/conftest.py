@@ -134,6 +134,7 @@ def launch(
     dcp: int = 1,
     dcp_comm: str = "ag_rs",
     dcp_replicate_q: bool = False,
+    flow_mla: str = "",
     max_running_requests: int | None = 64,
     routing: RoutingShape | None = None,
     server_type: type[EngineServer] = EngineServer,
@@ -157,6 +158,7 @@ def launch(
         dcp=dcp,
         dcp_comm=dcp_comm,
         dcp_replicate_q=dcp_replicate_q,
+        flow_mla=flow_mla,
         returns_experts=routing is not None,
         sglang={"max_total_tokens": 4096, **sglang},
     )

@@ -192,6 +192,25 @@ def test_a_missing_hook_target_stops_the_engine() -> None:
         HookRegistry.reset()
 
 
+def test_two_plugins_hook_the_same_function() -> None:
+    """SGLang itself would ignore the hook of the second one."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.utils import weight_versions
+
+    def add(letter: str) -> Hook:
+        return Hook("sglang.srt.utils.weight_versions.tested", "after", lambda result: result + letter)
+
+    weight_versions.tested = lambda: "a"  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        for letter in "bc":
+            install("weight_commit", [add(letter)])
+        install("weight_commit", [])
+        assert weight_versions.tested() == "abc"  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        HookRegistry.reset()
+        del weight_versions.tested  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_replacing_a_missing_attribute_stops_the_engine() -> None:
     with pytest.raises(SystemExit, match=r"thing\.old does not exist"):
         replace_attribute("cpu", SimpleNamespace(__name__="thing"), "old", 1)

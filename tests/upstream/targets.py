@@ -29,6 +29,7 @@ HOOK_SETS = (
     "data_parallel",
     "dcp",
     "kv_capacity",
+    "flow_mla",
 )
 WRAPPERS = ("wrapper", "release")
 POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
@@ -52,7 +53,7 @@ def sglang() -> dict[str, str | None]:
     from slime_like_plugins.weight_commit import hooks as commit
 
     installers = (platform, process.install, exact.install, sampling.install, commit.install, dequantise.install)
-    installers += (hybrid, latent, data_parallel.replace, dcp, kv_capacity)
+    installers += (hybrid, latent, data_parallel.replace, dcp, kv_capacity, flow_mla)
     return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 
@@ -123,6 +124,16 @@ def kv_capacity() -> None:
 
     usage.install()
     admission.install()
+
+
+def flow_mla() -> None:
+    """Install the hooks and flags of FlowMLA, and check the function whose arguments they replace."""
+    from slime_like_plugins.flow_mla import flags, hooks
+
+    flags.install(hooks.NAME)
+    hooks.install()
+    make_layers = pkgutil.resolve_name("sglang.srt.utils.common:make_layers")
+    assert list(inspect.signature(make_layers).parameters)[:2] == ["num_hidden_layers", "layer_fn"]
 
 
 def patched_modules() -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slime_like.weight_sync import shared
-from slime_like_plugins.sglang_hooks import Hook
+from slime_like_plugins.sglang_hooks import HELD_PART, Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 from slime_like_plugins.weight_commit import latent
 from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
@@ -26,11 +26,11 @@ type GenerateStream = Callable[..., AsyncIterator[Any]]
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter of the runners that an update selects, and each tensor that SGLang computes from them.
 
-    Tied parameters are yielded once.
+    Tied parameters are yielded once. Of a weight that is spread over ranks, the part of this rank is yielded.
     """
     for role, runner in manager._select_runners(selector):
         for name, parameter in itertools.chain(runner.model.named_parameters(), latent.derived_weights(runner.model)):
-            yield (name if role == "target" else f"{role}.{name}"), parameter
+            yield (name if role == "target" else f"{role}.{name}"), getattr(parameter, HELD_PART, parameter)
 
 
 # ---- scheduler processes ---------------------------------------------------------------------------------------------

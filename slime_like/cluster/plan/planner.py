@@ -22,6 +22,7 @@ from slime_like.cluster.plan.types import Decision, PlanDecisions, Role, num_gpu
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.flow_mla import FlowMlaConfig, FlowOptions
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec, TransportSpec
@@ -178,6 +179,7 @@ def _engines(
             dtype=dtype,
             tp=rollout.tp,
             dp_attention=rollout.dp_attention,
+            flow_mla=_flow_mla(rollout.flow_mla),
             context_length=context,
             seed=cfg.run.seed + index,
             log_path=str(logs / f"engine_{index}.log"),
@@ -194,6 +196,11 @@ def _engines(
         )
         for index in range(rollout.num_engines)
     )
+
+
+def _flow_mla(settings: FlowMlaConfig) -> str:
+    """Return the settings of an engine as text; empty if FlowMLA is off."""
+    return FlowOptions(tuple(settings.weights), settings.prefetch_distance).to_json() if settings.enabled else ""
 
 
 def _transport(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> TransportSpec:

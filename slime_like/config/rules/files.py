@@ -8,6 +8,7 @@ from slime_like.checkpoint.files import LATEST, megatron_folder
 from slime_like.config.rules.dcp import check_dcp_model, num_attention_ranks
 from slime_like.config.rules.eval_overrides import override_lengths
 from slime_like.config.rules.experts import check_experts
+from slime_like.config.rules.flow_mla import check_flow_mla_model
 from slime_like.config.rules.gdn import check_has_gdn
 from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config, rope_type
 from slime_like.config.rules.pipeline import segments
@@ -103,6 +104,7 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
             f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set it to {model.num_kv_heads}"
         )
     check_dcp_model(cfg, model)
+    check_flow_mla_model(cfg.rollout, model)
 
 
 def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:

@@ -12,6 +12,7 @@ from slime_like.config.rules.deterministic import check_seeds
 from slime_like.config.rules.engine_sizes import check_engine_sizes
 from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
 from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_ranks
+from slime_like.config.rules.flow_mla import check_flow_mla
 from slime_like.config.rules.gdn import check_gdn
 from slime_like.config.rules.names import check_names
 from slime_like.config.rules.no_token import OFF, refuse_no_token
@@ -66,6 +67,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     foreign.check_foreign("model.megatron", cfg.model.megatron)
     check_engine_sizes(cfg.rollout)
     check_dcp(cfg)
+    check_flow_mla(cfg.rollout)
     check_routing_replay(cfg)
     check_seeds(cfg)
 

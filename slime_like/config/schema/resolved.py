@@ -125,6 +125,7 @@ class EngineSpec:
     dcp: int = 1  # ranks that share the KV cache of a sequence
     dcp_comm: str = "ag_rs"  # exchange of partial attention between them: ag_rs | a2a
     dcp_replicate_q: bool = False  # each of them computes the queries of all
+    flow_mla: str = ""  # settings of FlowMLA (FlowOptions.to_json); empty: every rank holds all attention weights
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     latent: bool = False  # the model has latent attention
     returns_experts: bool = False  # replies have the routed experts of each token

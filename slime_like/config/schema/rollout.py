@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime_like.config.schema.base import MISSING, Config, key, positive, within
+from slime_like.config.schema.flow_mla import FlowMlaConfig
 from slime_like.config.schema.reward_names import REMOTE, ROW, split_prefix
 from slime_like.errors import ConfigError
 
@@ -34,6 +35,7 @@ class RolloutConfig(Config):
         "Data-parallel attention: this many groups of an engine's ranks attend to different sequences, each group with all "
         "attention weights, and share the experts (slime: --sglang-dp-size with --sglang-enable-dp-attention).",
     )
+    flow_mla: FlowMlaConfig = key(FlowMlaConfig, "Attention weights sharded over the ranks of rollout.dp_attention.")
     dcp: int | str = key(
         1,
         "Decode context parallel size: groups of this many ranks of an engine each store a part of the KV cache of every "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from slime_like.config.schema import flow_mla
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine.model_config import is_quantised, other_models
@@ -31,6 +32,9 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         plugins.append("dequantise")
     if spec.dcp > 1:
         plugins.append("dcp")
+    if spec.flow_mla:
+        plugins.append("flow_mla")
+        environment[flow_mla.VARIABLE] = spec.flow_mla
     if spec.admits_by_kv:
         plugins.append("kv_admission")
         environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(spec.context_length)  # else it reserves at most 4096

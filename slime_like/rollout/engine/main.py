@@ -72,6 +72,8 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         arguments["attention_backend"] = default_backend(spec.device, latent=spec.latent)  # SGLang's may ignore DCP
         if spec.dcp_replicate_q:
             arguments["dcp_replicate_q_proj"] = True
+    if spec.flow_mla and spec.device == "cuda":
+        arguments["cuda_graph_backend_prefill"] = "disabled"  # gathers were not tested within such graphs
     if spec.returns_experts:
         arguments["enable_return_routed_experts"] = True
     if spec.symmetric_memory:

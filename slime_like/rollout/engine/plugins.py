@@ -14,6 +14,7 @@ ENTRY_POINTS = {
     PLUGINS_GROUP: (
         "slime_like_cpu",
         "slime_like_dcp",
+        "slime_like_flow_mla",
         "slime_like_kv_capacity",
         "slime_like_rollout_sampling",
         "slime_like_weight_commit",

@@ -1,0 +1,36 @@
+"""Flags of SGLang's command line that turn FlowMLA on in a server that is started without slime_like."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from slime_like.config.schema.flow_mla import DEFAULT_WEIGHTS, MODULES, PREFETCH_DISTANCE, VARIABLE, FlowOptions
+from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE, Hook
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+ENABLE = "--enable-flow-mla"
+
+
+def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    """Hook after ``ServerArgs.add_cli_args``: add the flags."""
+    group = parser.add_argument_group("FlowMLA")
+    group.add_argument(ENABLE, action="store_true", help="shard attention weights over data-parallel attention ranks")
+    group.add_argument("--flow-mla-weights", nargs="+", choices=tuple(MODULES), default=list(DEFAULT_WEIGHTS))
+    group.add_argument("--flow-mla-prefetch-distance", type=int, choices=range(2, 9), default=PREFETCH_DISTANCE)
+
+
+def enable(argv: Sequence[str], name: str) -> None:
+    """Enable plugin ``name`` in this process and its children with the settings of the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(None, parser)
+    settings, _ = parser.parse_known_args(argv)
+    options = FlowOptions(tuple(settings.flow_mla_weights), settings.flow_mla_prefetch_distance)
+    os.environ[VARIABLE] = options.to_json()
+    os.environ[PLUGINS_VARIABLE] = ",".join(filter(None, (os.environ.get(PLUGINS_VARIABLE), name)))
+
+
+def install(name: str) -> None:
+    """Let SGLang's parser accept the flags."""
+    install_hooks(name, (Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", add_flags),))

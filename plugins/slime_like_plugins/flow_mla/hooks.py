@@ -1,0 +1,177 @@
+"""Hooks that shard a model while SGLang builds it, and refuse arguments and requests that sharded weights do not support."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from slime_like.config.schema.flow_mla import (
+    SKIP_VARIABLE,
+    UNSUPPORTED_FIELDS,
+    VARIABLE,
+    FlowOptions,
+    field_obstacle,
+    from_json,
+)
+from slime_like_plugins.flow_mla import NAME, absorbed
+from slime_like_plugins.flow_mla.gather import GroupGather, create_groups
+from slime_like_plugins.flow_mla.sharding import UNREADABLE, ShardedWeights
+from slime_like_plugins.sglang_hooks import Hook, stop_on
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+logger = logging.getLogger(__name__)
+_models: list[ShardedWeights] = []
+"""The sharded model of this process, once it has been built."""
+
+
+def options() -> FlowOptions:
+    """Return the settings of this process."""
+    return from_json(os.environ.get(VARIABLE, "{}"))
+
+
+def check_resolved(result: None, server_args: Any) -> None:
+    """Hook after ``ServerArgs.resolve_once``: stop the engine if FlowMLA does not support its arguments."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    if problem := obstacle(resolved_view(server_args)):
+        raise SystemExit(f"slime_like plugin {NAME!r}: {problem}")
+
+
+def obstacle(view: Any) -> str | None:
+    """Return the reason why an engine with the resolved arguments ``view`` cannot use FlowMLA, or None."""
+    if int(view.attn_dp_size or 1) == 1:
+        return (
+            "attn_dp_size=1: only ranks of data-parallel attention hold the same weights; set attn_dp_size to 2 or more"
+        )
+    if os.environ.get(SKIP_VARIABLE, "").lower() in ("1", "true"):
+        return f"{SKIP_VARIABLE}: ranks without tokens would skip forwards, and a gather needs all ranks; unset it"
+    for field in UNSUPPORTED_FIELDS:
+        value = getattr(view, field)
+        if reason := field_obstacle(field, value):
+            return f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}"
+    return None
+
+
+def shard_layers(
+    original: Callable[..., Any], num_hidden_layers: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around ``make_layers``: shard each decoder layer when it has been built, and give it a slot when all have been."""
+    weights = create_weights()
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        layer = layer_fn(*arguments, **options)
+        weights.add(layer)
+        return layer
+
+    result = original(num_hidden_layers, build, *args, **kwargs)
+    if missing := weights.missing():
+        raise SystemExit(f"slime_like plugin {NAME!r}: {'; '.join(missing)}")
+    counts = weights.bind()
+    if (held := weights.held_bytes()) != counts.private + counts.slots:
+        raise SystemExit(
+            f"slime_like plugin {NAME!r}: a rank holds {held} bytes of sharded weights instead of {counts.private + counts.slots}"
+        )
+    logger.info(
+        "slime_like FlowMLA shards %s of %d layers over %d ranks: %d bytes of each rank instead of %d (%d private, %d in %d slots)",
+        *(", ".join(options().weights), len(weights.layers), weights.num_ranks, held, counts.full),
+        *(counts.private, counts.slots, len(weights.pipeline.slots)),
+    )
+    return result
+
+
+def create_weights() -> ShardedWeights:
+    """Return the sharded weights of this process's model, without layers, and its process groups."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if _models:
+        raise SystemExit(
+            f"slime_like plugin {NAME!r}: the model has two stacks of decoder layers, which is not supported"
+        )
+    parallel, settings = get_parallel(), options()
+    ranks = parallel.tp_group.ranks
+    members = [ranks[rank :: parallel.attn_tp_size] for rank in range(parallel.attn_tp_size)]
+    groups = create_groups(members, settings.prefetch_distance, dist.get_backend(parallel.tp_group.device_group))
+    weights = ShardedWeights(settings, parallel.attn_dp_rank, parallel.attn_dp_size, GroupGather(groups))
+    _models.append(weights)
+    return weights
+
+
+def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, weight_names: Any = None) -> None:
+    """Hook around ``post_load_weights`` of models with latent attention, which computes weights from those just loaded."""
+    if "kv_b_proj" not in options().weights:
+        original(model, is_nextn, weight_names)
+        return
+    (weights,) = _models
+    every = (absorbed.source_name(layer) for layer in range(model.model.start_layer, model.model.end_layer))
+    names = every if weight_names is None else weight_names
+    absorbed.compute_by_layer(lambda names: original(model, is_nextn, names), weights.update, model.model, names)
+
+
+def check_loaded(result: Any, runner: Any) -> Any:
+    """Hook after ``ModelRunner.load_model``: stop the engine if a weight has moved out of its slot."""
+    for weights in _models:
+        stop_on(NAME, weights.moved())
+    return result
+
+
+def run_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around ``ModelRunner.forward``: fill the slots after a push. A CUDA graph of the model begins with filled slots."""
+    for weights in _models:
+        weights.pipeline.begin()
+    return original(runner, *args, **kwargs)
+
+
+def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Hook around ``release_memory_occupation``: end the gathers, and forget the slots, whose memory may lose its contents."""
+    for weights in _models:
+        weights.pipeline.drain()
+    return original(manager, request)
+
+
+def load_tensors(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+    """Hook around ``WeightUpdater.update_weights_from_tensor``: refuse formats that do not use the model's loaders."""
+    if load_format not in (None, "flattened_bucket"):
+        return False, (
+            f"load_format={load_format!r} writes weights without the model's loaders, and so to a slot of FlowMLA instead of this "
+            "rank's part; use the default or flattened_bucket"
+        )
+    return original(updater, named_tensors, load_format)
+
+
+def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``ModelRunner.check_weights``: its checksums would be those of the slots."""
+    raise NotImplementedError(UNREADABLE)
+
+
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+HOOKS = (
+    Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_resolved),
+    Hook("sglang.srt.utils.common.make_layers", "around", shard_layers),
+    Hook(
+        "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin.post_load_weights",
+        "around",
+        absorb,
+    ),
+    Hook(f"{RUNNER}.load_model", "after", check_loaded),
+    Hook(f"{RUNNER}.forward", "around", run_forward),
+    Hook(f"{RUNNER}.check_weights", "replace", refuse_checks),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
+        "around",
+        load_tensors,
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+        "around",
+        release_memory,
+    ),
+)
+
+
+def install() -> None:
+    """Apply the hooks in this process."""
+    install_hooks(NAME, HOOKS)

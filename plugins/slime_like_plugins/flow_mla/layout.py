@@ -1,0 +1,98 @@
+"""Layout of the sharded matrices of one layer in a buffer of bytes, and the part of each rank. Torch only.
+
+Matrices follow each other at aligned offsets, and the buffer is padded to a multiple of the ranks. Rank ``r`` of ``dp`` holds
+bytes ``[r * n / dp, (r + 1) * n / dp)``, so one all-gather of the parts restores the layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes to whose multiples matrices and ranks' parts are aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of a layer, dense in memory in an order of axes that its strides give."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def matrix(tensor: Tensor) -> Matrix:
+    """Return the description of ``tensor``."""
+    return Matrix(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Places of a layer's matrices in a buffer that ``num_ranks`` ranks share."""
+
+    matrices: tuple[Matrix, ...]
+    offsets: tuple[int, ...]  # byte of the buffer at which each matrix begins
+    num_bytes: int  # of the buffer, padded
+    num_ranks: int
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of each rank's part."""
+        return self.num_bytes // self.num_ranks
+
+    def view(self, buffer: Tensor, index: int) -> Tensor:
+        """Return matrix ``index`` in ``buffer``, a buffer of bytes for whole layers."""
+        item, offset = self.matrices[index], self.offsets[index]
+        flat = buffer[offset : offset + item.num_bytes].view(item.dtype)
+        return flat.as_strided(item.shape, item.stride)
+
+    def part_of(self, part: Tensor, rank: int, index: int) -> Tensor:
+        """Return the elements of matrix ``index`` in ``part``, the part of ``rank``: one-dimensional, possibly empty."""
+        item, offset, start = self.matrices[index], self.offsets[index], rank * self.part_bytes
+        begin = min(max(offset - start, 0), self.part_bytes)
+        end = min(max(offset + item.num_bytes - start, 0), self.part_bytes)
+        return part[begin:end].view(item.dtype)
+
+
+def layer_layout(matrices: Sequence[Matrix], num_ranks: int) -> LayerLayout:
+    """Return the layout of one layer's ``matrices``."""
+    offsets: list[int] = []
+    end = 0
+    for item in matrices:
+        offsets.append(end)
+        end += _padded(item.num_bytes, ALIGNMENT)
+    return LayerLayout(tuple(matrices), tuple(offsets), _padded(end, ALIGNMENT * num_ranks), num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowBytes:
+    """Bytes of a rank's sharded weights."""
+
+    full: int  # W, without sharding
+    private: int  # W / dp, and padding
+    slots: int  # 2 W / L with two slots for equal layers, and padding
+
+
+def flow_bytes(layers: Sequence[LayerLayout], num_slots: int) -> FlowBytes:
+    """Return the bytes of ``layers`` that take turns in ``num_slots`` slots. A slot is as large as its largest layer."""
+    return FlowBytes(
+        full=sum(item.num_bytes for layer in layers for item in layer.matrices),
+        private=sum(layer.part_bytes for layer in layers),
+        slots=sum(
+            max(layer.num_bytes for layer in layers[slot::num_slots]) for slot in range(min(num_slots, len(layers)))
+        ),
+    )
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,92 @@
+"""Slots that the layers of a model share, and the gathers that fill them ahead of the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like_plugins.flow_mla.gather import Gather, Pending
+from slime_like_plugins.flow_mla.layout import LayerLayout
+
+
+class Slot:
+    """A buffer for one layer at a time, at an address that never changes."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.layer: int | None = None  # of the bytes in the buffer, or in the pending gather; None: of no layer
+        self.pending: Pending | None = None
+
+    def wait(self) -> None:
+        """Wait for the pending gather, if there is one."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+
+class GatherPipeline:
+    """Order of the gathers.
+
+    Layer ``i`` is in slot ``i % slots``. When a layer ends, the next layer of its slot is gathered; the last layer of a slot is
+    followed by the first one. So each slot has a chain of its own, and an odd number of layers does not change the parity. At the
+    end of a forward, the slots hold the first layers.
+    """
+
+    def __init__(self, layouts: Sequence[LayerLayout], parts: Sequence[Tensor], num_slots: int, gather: Gather) -> None:
+        """``parts``: this rank's part of each layer."""
+        self._layouts, self._parts, self._gather = layouts, parts, gather
+        num_slots = min(num_slots, len(layouts))
+        sizes = [max(layout.num_bytes for layout in layouts[slot::num_slots]) for slot in range(num_slots)]
+        self.slots = [Slot(size, parts[0].device) for size in sizes]
+
+    def slot(self, layer: int) -> Slot:
+        """Return the slot of ``layer``."""
+        return self.slots[layer % len(self.slots)]
+
+    def begin(self) -> None:
+        """Gather the first layers unless the slots hold them. Call before each forward."""
+        for layer, slot in enumerate(self.slots):
+            if slot.layer != layer:
+                self._start(layer)
+
+    def wait(self, layer: int) -> None:
+        """Wait until the slot holds ``layer``. Raises ``RuntimeError`` if the forward runs layers in another order."""
+        slot = self.slot(layer)
+        if slot.layer != layer:
+            raise RuntimeError(
+                f"FlowMLA: sharded layer {layer} runs while its slot holds layer {slot.layer}: the model does not run its layers in "
+                "order, each once; set rollout.flow_mla.enabled=false"
+            )
+        slot.wait()
+
+    def advance(self, layer: int) -> None:
+        """Start the gather that follows ``layer``, whose weights are no longer needed. The last layer waits for all gathers on a GPU.
+
+        A CUDA graph has to join the streams of its gathers before its capture ends.
+        """
+        count, following = len(self._layouts), layer + len(self.slots)
+        following = following if following < count else layer % len(self.slots)
+        if following != layer:
+            self._start(following)
+        if layer == count - 1 and self.slots[0].buffer.is_cuda:
+            for slot in self.slots:
+                slot.wait()
+
+    def drain(self) -> None:
+        """Wait for all gathers and forget what the slots hold. Call before the slots or the parts are written."""
+        for slot in self.slots:
+            slot.wait()
+            slot.layer = None
+
+    def fetch(self, layer: int) -> None:
+        """Gather ``layer`` into its slot now. All ranks call it, after ``drain``."""
+        self._start(layer)
+        self.slot(layer).wait()
+
+    def _start(self, layer: int) -> None:
+        slot, layout = self.slot(layer), self._layouts[layer]
+        slot.wait()
+        buffer = slot.buffer[: layout.num_bytes]
+        slot.layer, slot.pending = layer, self._gather.start(layer % len(self.slots), buffer, self._parts[layer])

@@ -1,0 +1,180 @@
+"""Weights of a model's decoder layers, of which each rank holds a part, and the writes that pushes make to them.
+
+A layer is sharded as soon as it has been built, so a rank never holds the full weights. From then on each weight is a view of a
+slot. SGLang's loaders write through this view: before a write, the slot receives this rank's part of the old values, and
+afterwards the part is taken from it. Elements that a loader does not write, as those of the other parts of a fused projection,
+therefore remain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.config.schema.flow_mla import MODULES, FlowOptions
+from slime_like_plugins.flow_mla.absorbed import absorbed_weights
+from slime_like_plugins.flow_mla.gather import Gather
+from slime_like_plugins.flow_mla.layout import FlowBytes, LayerLayout, Matrix, flow_bytes, layer_layout, matrix
+from slime_like_plugins.flow_mla.pipeline import GatherPipeline
+from slime_like_plugins.sglang_hooks import HELD_PART
+
+type Loader = Callable[..., Any]
+UNREADABLE = (
+    "a rank holds a part of the attention weights (FlowMLA), and SGLang would read those of other layers from a slot"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeight:
+    """A weight of a module: a parameter, or a tensor that SGLang computes from one."""
+
+    name: str  # of the module within its decoder layer, and of the attribute
+    module: torch.nn.Module
+    attribute: str
+
+    def set(self, view: Tensor, part: Tensor) -> None:
+        """Let the weight be ``view``, and remember this rank's ``part``."""
+        weight = getattr(self.module, self.attribute)
+        if isinstance(weight, torch.nn.Parameter):
+            weight.data = view
+        else:
+            weight = view
+            setattr(self.module, self.attribute, view)
+        setattr(weight, HELD_PART, part)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedLayer:
+    """One layer: its weights in the order of the layout, and this rank's part."""
+
+    module: torch.nn.Module
+    layout: LayerLayout
+    weights: tuple[ModuleWeight, ...]
+    part: Tensor
+
+
+class ShardedWeights:
+    """The sharded weights of a model on one rank."""
+
+    def __init__(self, settings: FlowOptions, rank: int, num_ranks: int, gather: Gather) -> None:
+        """``rank`` of ``num_ranks``: among the ranks that hold the parts of a matrix."""
+        self._settings, self._rank, self.num_ranks, self._gather = settings, rank, num_ranks, gather
+        self._names = tuple(name for key in settings.weights for name in MODULES[key])
+        self.layers: list[ShardedLayer] = []
+        self._pipeline: GatherPipeline | None = None
+        self._lock = threading.Lock()  # SGLang's loaders write from several threads
+
+    @property
+    def pipeline(self) -> GatherPipeline:
+        """The slots and gathers, once all layers have been added."""
+        assert self._pipeline is not None, "bind has not been called"
+        return self._pipeline
+
+    def add(self, layer: torch.nn.Module) -> None:
+        """Shard the weights of a decoder layer, which are not loaded yet. A layer without such weights is left as it is."""
+        selected = list(self._selected(layer))
+        if not selected:
+            return
+        weights, matrices = [weight for weight, _ in selected], [item for _, item in selected]
+        layout = layer_layout(matrices, self.num_ranks)
+        parameters: dict[int, Any] = {
+            position: w.module.weight for position, w in enumerate(weights) if w.attribute == "weight"
+        }
+        device = parameters[0].device
+        index = len(self.layers)
+        for position, parameter in parameters.items():
+            parameter.weight_loader = self._writing(index, position, parameter.weight_loader)
+            parameter.data = torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        part = torch.empty(layout.part_bytes, dtype=torch.uint8, device=device)
+        self.layers.append(ShardedLayer(layer, layout, tuple(weights), part))
+        vars(layer)["_weight_export_error"] = UNREADABLE  # SGLang then refuses to read or save weights
+        layer.register_forward_pre_hook(lambda module, arguments: self._before(index))
+        # The layer's hook, not its attention's: a rank without tokens may skip the attention, and would not gather.
+        layer.register_forward_hook(lambda module, arguments, output: self.pipeline.advance(index))
+
+    def bind(self) -> FlowBytes:
+        """Allocate the slots and let every weight be a view of its slot. Returns the bytes of this rank."""
+        layouts, parts = [layer.layout for layer in self.layers], [layer.part for layer in self.layers]
+        num_slots = self._settings.prefetch_distance
+        self._pipeline = GatherPipeline(layouts, parts, num_slots, self._gather)
+        for index, layer in enumerate(self.layers):
+            buffer = self._pipeline.slot(index).buffer
+            for position, weight in enumerate(layer.weights):
+                weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
+        return flow_bytes(layouts, num_slots)
+
+    def update(self, layer: torch.nn.Module, compute: Callable[[], None]) -> None:
+        """Call ``compute``, which reads and writes weights of a decoder layer, on the whole layer. All ranks call it."""
+        index = next(index for index, sharded in enumerate(self.layers) if sharded.module is layer)
+        with self._lock:
+            self.pipeline.drain()
+            self.pipeline.fetch(index)
+            compute()
+            self.layers[index].part.copy_(self._slot_part(index))
+
+    def missing(self) -> list[str]:
+        """Return the settings of ``rollout.flow_mla.weights`` that name no weight of the model."""
+        names = {name for layer in self.layers for weight in layer.weights for name in weight.name.split(".")}
+        missing = [key for key in self._settings.weights if not names.intersection(MODULES[key])]
+        return [f"rollout.flow_mla.weights has {key}, which the model's attention does not have" for key in missing]
+
+    def moved(self) -> list[str]:
+        """Return the weights that are no views of their slots, because SGLang replaced their memory after the load."""
+        moved: list[str] = []
+        for index, layer in enumerate(self.layers):
+            buffer = self.pipeline.slot(index).buffer
+            for position, weight in enumerate(layer.weights):
+                address = getattr(weight.module, weight.attribute).data_ptr()
+                if address != layer.layout.view(buffer, position).data_ptr():
+                    moved.append(f"sharded layer {index}: {weight.name} is not in its slot")
+        return moved
+
+    def held_bytes(self) -> int:
+        """Return the size of this rank's parts and slots in memory."""
+        buffers = [layer.part for layer in self.layers] + [slot.buffer for slot in self.pipeline.slots]
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+
+    def _selected(self, layer: torch.nn.Module) -> Iterator[tuple[ModuleWeight, Matrix]]:
+        for name, module in layer.named_modules():
+            if name.rpartition(".")[2] not in self._names:
+                continue
+            weight = getattr(module, "weight", None)
+            if type(weight) is not torch.nn.Parameter or not hasattr(weight, "weight_loader"):
+                raise SystemExit(
+                    f"slime_like plugin 'flow_mla': {name} is not a plain linear layer, which FlowMLA requires"
+                )
+            yield ModuleWeight(f"{name}.weight", module, "weight"), matrix(weight)
+            owner = layer.get_submodule(name.rpartition(".")[0])
+            for attribute, item in absorbed_weights(owner, module):
+                yield ModuleWeight(f"{name}.{attribute}", owner, attribute), item
+
+    def _before(self, layer: int) -> None:
+        if layer == 0:
+            self.pipeline.begin()
+        self.pipeline.wait(layer)
+
+    def _writing(self, layer: int, position: int, load: Loader) -> Loader:
+        """Return ``load``, a parameter's loader, which then writes to this rank's part."""
+
+        def write(parameter: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+            sharded = self.layers[layer]
+            part = sharded.layout.part_of(sharded.part, self._rank, position)
+            with self._lock:
+                self.pipeline.drain()
+                staged = sharded.layout.part_of(self._slot_part(layer), self._rank, position)
+                staged.copy_(part)
+                result = load(parameter, *args, **kwargs)
+                part.copy_(staged)
+            return result
+
+        return write
+
+    def _slot_part(self, layer: int) -> Tensor:
+        """Return this rank's part of a layer in its slot."""
+        size = self.layers[layer].layout.part_bytes
+        return self.pipeline.slot(layer).buffer[self._rank * size : (self._rank + 1) * size]

@@ -1,0 +1,47 @@
+"""Rules of ``rollout.flow_mla``. The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.flow_mla``)."""
+
+from __future__ import annotations
+
+import os
+
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.flow_mla import SKIP_VARIABLE, UNSUPPORTED_FIELDS, field_obstacle
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.errors import ConfigError
+
+LATENT_WEIGHTS = ("o_proj", "q_proj", "kv_b_proj", "a_proj")
+PLAIN_WEIGHTS = ("o_proj", "qkv_proj")
+OFF = "set rollout.flow_mla.enabled=false"
+
+
+def check_flow_mla(rollout: RolloutConfig) -> None:
+    """Raise ``ConfigError`` if ``rollout.flow_mla`` does not fit other keys."""
+    if not rollout.flow_mla.enabled:
+        return
+    if rollout.dp_attention == 1:
+        raise ConfigError(
+            "rollout.flow_mla.enabled=true with rollout.dp_attention=1: only ranks of data-parallel attention hold the same "
+            f"weights; set rollout.dp_attention to a divisor of rollout.tp={rollout.tp} above 1, or {OFF}"
+        )
+    for field in UNSUPPORTED_FIELDS:
+        value = rollout.sglang.get(field)
+        if reason := field_obstacle(field, value):
+            raise ConfigError(
+                f"rollout.sglang.{field}={value!r} with rollout.flow_mla.enabled=true: {reason}; remove it, or {OFF}"
+            )
+    if os.environ.get(SKIP_VARIABLE, "").lower() in ("1", "true"):
+        raise ConfigError(
+            f"the environment variable {SKIP_VARIABLE} with rollout.flow_mla.enabled=true: ranks without requests would skip "
+            f"forwards, and a gather needs all ranks; unset it, or {OFF}"
+        )
+
+
+def check_flow_mla_model(rollout: RolloutConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` if ``rollout.flow_mla.weights`` names a projection that the attention of ``model`` does not have."""
+    projections = LATENT_WEIGHTS if model.latent else PLAIN_WEIGHTS
+    missing = [name for name in rollout.flow_mla.weights if name not in projections]
+    if rollout.flow_mla.enabled and missing:
+        raise ConfigError(
+            f"rollout.flow_mla.weights has {missing[0]}, which the attention of the model in {model.folder} does not have: "
+            f"choose from {', '.join(projections)}"
+        )

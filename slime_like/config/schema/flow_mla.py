@@ -1,0 +1,114 @@
+"""rollout.flow_mla.*, and the conditions on an engine for it. Shared by the rules of the config and the engine's plugin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from slime_like.config.schema.base import Config, key, within
+from slime_like.errors import ConfigError
+
+VARIABLE = "SLIME_LIKE_FLOW_MLA"
+"""Environment variable with the settings of an engine."""
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "o_proj": ("o_proj",),
+    "qkv_proj": ("qkv_proj",),
+    "q_proj": ("q_b_proj", "q_proj"),
+    "kv_b_proj": ("kv_b_proj",),
+    "a_proj": ("fused_qkv_a_proj_with_mqa", "kv_a_proj_with_mqa"),
+}
+"""Value of ``rollout.flow_mla.weights`` -> names of SGLang's modules: latent attention has o_proj, q_proj, kv_b_proj (with the
+weights that SGLang computes from it) and a_proj; other attention has o_proj and qkv_proj."""
+DEFAULT_WEIGHTS = ("o_proj",)
+PREFETCH_DISTANCE = 2
+"""Layers between the end of one that frees a slot and the one whose weights it then receives; the number of slots."""
+
+
+@dataclass(kw_only=True)
+class FlowMlaConfig(Config):
+    """Attention weights sharded over the ranks of data-parallel attention."""
+
+    enabled: bool = key(
+        False,
+        "Each rank holds a part of the attention weights that it would hold with rollout.dp_attention alone, and gathers the "
+        "rest ahead of each layer (docs/flow_mla.md).",
+    )
+    weights: list[str] = key(
+        [*DEFAULT_WEIGHTS],
+        "Projections to shard: o_proj, and qkv_proj; with latent attention o_proj, q_proj, kv_b_proj and a_proj.",
+    )
+    prefetch_distance: int = key(
+        PREFETCH_DISTANCE,
+        "Number of buffers for gathered layers: a layer is gathered when the layer that many before it ends.",
+    )
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        within(prefix, self, 2, 8, "prefetch_distance")
+        for name in self.weights:
+            if name not in MODULES:
+                raise ConfigError(f"{prefix}weights has {name!r}, which is none of {', '.join(MODULES)}: remove it")
+        if not self.weights or len(set(self.weights)) < len(self.weights):
+            raise ConfigError(f"{prefix}weights={self.weights} is empty or has a name twice: set e.g. [o_proj]")
+        if not self.enabled and self != type(self)():
+            raise ConfigError(
+                f"{prefix}weights and {prefix}prefetch_distance have no effect with {prefix}enabled=false: set "
+                f"{prefix}enabled=true, or remove them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FlowOptions:
+    """Settings of an engine."""
+
+    weights: tuple[str, ...] = DEFAULT_WEIGHTS  # keys of MODULES
+    prefetch_distance: int = PREFETCH_DISTANCE
+
+    def to_json(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str) -> FlowOptions:
+    """Return the settings that ``to_json`` wrote."""
+    fields = json.loads(text)
+    return FlowOptions(**(fields | {"weights": tuple(fields.get("weights", DEFAULT_WEIGHTS))}))
+
+
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
+    "attn_cp_size": (1, "not tested: its ranks would split a sequence"),
+    "cpu_offload_gb": (0, "SGLang would copy weights between the host and the GPU that a slot holds for other layers"),
+    "cuda_graph_backend_prefill": ("disabled", "not tested; graphs of decode steps are captured"),
+    "custom_weight_loader": (
+        None,
+        "it may write weights without SGLang's loaders, and so to a slot instead of a rank's part",
+    ),
+    "dwdp_size": (1, "its ranks run forwards on their own, and a gather needs all of them"),
+    "elastic_ep_backend": (None, "a gather needs all ranks of the engine"),
+    "enable_lora": (False, "adapters would be merged into or read from weights of which a rank holds a part"),
+    "enable_pdmux": (False, "prefill and decode would use the slots at the same time"),
+    "enable_torch_compile": (False, "a compiled model runs without the hooks of its layers"),
+    "enable_two_batch_overlap": (False, "SGLang runs the parts of a layer one by one, without the hooks of the layer"),
+    "load_format": (
+        "auto",
+        "other formats write weights without SGLang's loaders, and so to a slot instead of a rank's part",
+    ),
+    "offload_group_size": (-1, "SGLang's offloader replaces the weights of a layer at each forward"),
+    "pp_size": (1, "not tested: each stage would have its own slots"),
+    "quantization": (None, "SGLang repacks quantised weights after a load, which needs whole matrices"),
+    "speculative_algorithm": (None, "the layers of the draft model would need slots of their own"),
+    "startup_weight_load_mode": ("serial", "SGLang would capture graphs before the weights are loaded"),
+    "weight_cache_mode": ("off", "processes would share weights of which each rank holds another part"),
+}
+"""Field of ServerArgs -> the value that FlowMLA requires, and the reason."""
+SKIP_VARIABLE = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+"""Environment variable with which ranks skip forwards in which only others have tokens."""
+
+
+def field_obstacle(field: str, value: object) -> str | None:
+    """Return the reason why FlowMLA excludes ``value`` of a field of ServerArgs, or None. The value None is SGLang's default."""
+    if field not in UNSUPPORTED_FIELDS:
+        return None
+    required, reason = UNSUPPORTED_FIELDS[field]
+    return None if value in (required, None, False, []) else reason

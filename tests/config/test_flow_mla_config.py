@@ -1,0 +1,136 @@
+"""Combinations of ``rollout.flow_mla`` that an engine would refuse, or compute wrong tokens with, are refused at load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from slime_like.cluster.plan.planner import Plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.flow_mla import check_flow_mla_model
+from slime_like.config.schema.flow_mla import (
+    MODULES,
+    SKIP_VARIABLE,
+    UNSUPPORTED_FIELDS,
+    VARIABLE,
+    FlowOptions,
+    from_json,
+)
+from slime_like.errors import ConfigError
+from slime_like.rollout.engine.environment import child_environment
+from slime_like.rollout.engine.main import EngineLaunch, server_arguments
+from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE
+from tests.config.bad_input import each_rule, one_message, refusal
+from tests.config.machines import SERVER
+
+ON = "rollout.tp=4 rollout.dp_attention=2 rollout.flow_mla.enabled=true"
+# extra arguments, then words that the message must contain
+RULES = {
+    "alone": (
+        "rollout.flow_mla.enabled=true rollout.tp=4",
+        "rollout.flow_mla.enabled=true with rollout.dp_attention=1",
+        "set rollout.dp_attention to a divisor of rollout.tp=4",
+    ),
+    "settings without it": (
+        "rollout.flow_mla.weights=[qkv_proj]",
+        "have no effect with rollout.flow_mla.enabled=false",
+        "set rollout.flow_mla.enabled=true",
+    ),
+    "unknown weight": (f"{ON} rollout.flow_mla.weights=[gate_proj]", "'gate_proj'", "o_proj, qkv_proj"),
+    "no weight": (f"{ON} rollout.flow_mla.weights=[]", "rollout.flow_mla.weights=[]", "set e.g. [o_proj]"),
+    "weight twice": (f"{ON} rollout.flow_mla.weights=[o_proj,o_proj]", "has a name twice"),
+    "one slot": (f"{ON} rollout.flow_mla.prefetch_distance=1", "rollout.flow_mla.prefetch_distance=1"),
+    "sglang's name": ("rollout.sglang.attn_dp_size=2", "attn_dp_size=2", "belongs to rollout.dp_attention"),
+    "no divisor": ("rollout.tp=4 rollout.dp_attention=3", "rollout.dp_attention=3", "set a divisor of rollout.tp"),
+    "no rank": ("rollout.dp_attention=0", "rollout.dp_attention=0", "above 0"),
+    "two batches": (
+        f"{ON} rollout.sglang.enable_two_batch_overlap=true",
+        "enable_two_batch_overlap=True",
+        "one by one",
+    ),
+    "experts": (f"{ON} rollout.sglang.dwdp_size=2", "dwdp_size=2", "remove it"),
+    "offloader": (f"{ON} rollout.sglang.offload_group_size=4", "offload_group_size=4", "remove it"),
+    "pipeline": (f"{ON} rollout.sglang.pp_size=2", "pp_size=2"),
+    "format": (
+        f"{ON} rollout.sglang.load_format=sharded_state",
+        "load_format='sharded_state'",
+        "without SGLang's loaders",
+    ),
+}
+
+
+@each_rule(RULES)
+def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[str]) -> None:
+    one_message(case, argv)
+
+
+def test_ranks_that_skip_forwards_are_refused(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SKIP_VARIABLE, "true")
+    with refusal([SKIP_VARIABLE, "unset it, or set rollout.flow_mla.enabled=false"]):
+        load_config([*argv, *ON.split()])
+    load_config(argv)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_weights_that_the_model_does_not_have_are_refused(name: str, latent: bool, argv: list[str]) -> None:
+    cfg = load_config([*argv, *ON.split(), f"rollout.flow_mla.weights=[{name}]"], files=False)
+    model = SimpleNamespace(latent=latent, folder="models/M")
+    if name == "o_proj" or (name == "qkv_proj") != latent:
+        check_flow_mla_model(cfg.rollout, model)  # pyright: ignore[reportArgumentType]
+        return
+    with pytest.raises(
+        ConfigError, match=rf"rollout.flow_mla.weights has {name}, .*models/M does not have: choose from o_proj"
+    ):
+        check_flow_mla_model(cfg.rollout, model)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_engine_receives_the_settings(plan: Callable[..., Plan]) -> None:
+    weights = "rollout.flow_mla.weights=[qkv_proj,o_proj] rollout.flow_mla.prefetch_distance=3"
+    for keys, expected in (
+        ("", None),
+        (ON, FlowOptions(("o_proj",), 2)),
+        (f"{ON} {weights}", FlowOptions(("qkv_proj", "o_proj"), 3)),
+    ):
+        split = ("placement.mode=split", "rollout.num_engines=1", "rollout.tp=4")
+        engine = plan(*split, *keys.split(), machine=SERVER).engines[0]
+        environment = child_environment(engine, "/scratch")
+        arguments = server_arguments(EngineLaunch(engine, "key", "127.0.0.1", 1))
+        assert ("flow_mla" in environment["SLIME_LIKE_SGLANG"].split(",")) == (expected is not None)
+        assert arguments.get("attn_dp_size", 1) == (2 if expected else 1)
+        assert expected is None or from_json(environment[VARIABLE]) == expected
+    assert from_json("{}") == FlowOptions()
+
+
+def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_like_plugins.flow_mla import flags
+
+    for plugins, flag, expected in (
+        ("", "", FlowOptions()),
+        (
+            "cpu",
+            "--flow-mla-weights q_proj a_proj --flow-mla-prefetch-distance 4",
+            FlowOptions(("q_proj", "a_proj"), 4),
+        ),
+    ):
+        monkeypatch.setenv(PLUGINS_VARIABLE, plugins)
+        monkeypatch.delenv(VARIABLE, raising=False)
+        flags.enable(["--model-path", "m", flags.ENABLE, *flag.split(), "--tp-size", "2"], "flow_mla")
+        assert os.environ[PLUGINS_VARIABLE] == f"{plugins},flow_mla".lstrip(",")
+        assert from_json(os.environ[VARIABLE]) == expected
+
+
+def test_the_engine_checks_the_fields_that_sglang_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_like_plugins.flow_mla import hooks
+
+    values = {field: required for field, (required, _) in UNSUPPORTED_FIELDS.items()} | {"attn_dp_size": 2}
+    assert hooks.obstacle(SimpleNamespace(**values)) is None
+    for field, value in (("pp_size", 2), ("cuda_graph_backend_prefill", "breakable"), ("offload_group_size", 4)):
+        text = hooks.obstacle(SimpleNamespace(**values | {field: value}))
+        assert text is not None and f"SGLang resolved {field}={value!r}" in text
+    assert "attn_dp_size=1" in (hooks.obstacle(SimpleNamespace(**values | {"attn_dp_size": 1})) or "")
+    monkeypatch.setenv(SKIP_VARIABLE, "1")
+    assert SKIP_VARIABLE in (hooks.obstacle(SimpleNamespace(**values)) or "")

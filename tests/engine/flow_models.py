@@ -1,0 +1,202 @@
+"""Decoder layers with the names and shapes of SGLang's attention modules, and ranks as threads with gloo groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HIDDEN, HEADS, DIM = 48, 4, 12
+QUERY_LATENT, LATENT, ROPE = 24, 16, 8
+KINDS = ("mla", "gqa", "mqa", "hybrid")
+WEIGHTS = {
+    "mla": ("o_proj", "q_proj", "kv_b_proj", "a_proj"),
+    "gqa": ("o_proj", "qkv_proj"),
+    "mqa": ("qkv_proj",),
+    "hybrid": ("o_proj", "qkv_proj"),
+}
+
+
+class Linear(nn.Module):
+    """A linear layer whose loader writes rows, as those of a fused projection."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        vars(self.weight)["weight_loader"] = self.load
+
+    @staticmethod
+    def load(parameter: nn.Parameter, loaded: Tensor, first_row: int = 0) -> None:
+        parameter.data[first_row : first_row + len(loaded)].copy_(loaded)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Attention(nn.Module):
+    """Causal attention with ``kv_heads`` heads of keys and values."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.widths = [HEADS * DIM, kv_heads * DIM, kv_heads * DIM]
+        self.qkv_proj, self.o_proj = Linear(sum(self.widths), HIDDEN), Linear(HIDDEN, HEADS * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, DIM)).transpose(0, 1) for part in self.qkv_proj(x).split(self.widths, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(0, 1).flatten(1))
+
+
+class LatentAttention(nn.Module):
+    """Absorbed attention over latents."""
+
+    qk_nope_head_dim = v_head_dim = DIM
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused_qkv_a_proj_with_mqa = Linear(QUERY_LATENT + LATENT + ROPE, HIDDEN)
+        self.q_b_proj = Linear(HEADS * (DIM + ROPE), QUERY_LATENT)
+        self.kv_b_proj = Linear(HEADS * 2 * DIM, LATENT)
+        self.o_proj = Linear(HIDDEN, HEADS * DIM)
+        self.w_kc: Tensor | None = None
+        self.w_vc: Tensor | None = None
+
+    def absorb(self) -> None:
+        """Compute ``w_kc`` and ``w_vc`` as SGLang does, in place if they exist."""
+        keys, values = self.kv_b_proj.weight.unflatten(0, (HEADS, 2 * DIM)).split(DIM, 1)
+        for name, value in (
+            ("w_kc", keys.transpose(1, 2).contiguous().transpose(1, 2)),
+            ("w_vc", values.contiguous().transpose(1, 2)),
+        ):
+            old = getattr(self, name)
+            assert old is None or (old.shape, old.stride()) == (value.shape, value.stride())
+            setattr(self, name, value if old is None else old.copy_(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.w_kc is not None and self.w_vc is not None
+        q_latent, latent, rope = self.fused_qkv_a_proj_with_mqa(x).split([QUERY_LATENT, LATENT, ROPE], -1)
+        q, q_rope = self.q_b_proj(q_latent).unflatten(-1, (HEADS, -1)).transpose(0, 1).split([DIM, ROPE], -1)
+        query, key = torch.cat([q @ self.w_kc, q_rope], -1), torch.cat([latent, rope], -1)
+        out = F.scaled_dot_product_attention(
+            query, key.expand(HEADS, -1, -1), latent.expand(HEADS, -1, -1), is_causal=True
+        )
+        return self.o_proj((out @ self.w_vc).transpose(0, 1).flatten(1))
+
+
+class Mixer(nn.Module):
+    """A token mixer without attention, whose weights no setting selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = Linear(HIDDEN, HIDDEN), Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(torch.cumsum(self.in_proj(x), 0))
+
+
+class Layer(nn.Module):
+    """A decoder layer. Without tokens, it does not run its attention."""
+
+    def __init__(self, kind: str, index: int) -> None:
+        super().__init__()
+        self.self_attn: nn.Module = (
+            LatentAttention()
+            if kind == "mla"
+            else Mixer()
+            if kind == "hybrid" and index % 4 != 3
+            else Attention(1 if kind == "mqa" else 2)
+        )
+        self.mlp = Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
+            return x
+        x = F.rms_norm(x + self.self_attn(x), (HIDDEN,))
+        return F.rms_norm(x + self.mlp(x), (HIDDEN,))
+
+
+def tensors(layers: Sequence[Layer], seed: int) -> list[tuple[int, str, int, Tensor]]:
+    """Return layer, module, first row and rows of new weights; the second parts of fused projections after all other ones."""
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[tuple[int, str, int, Tensor]] = []
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, Linear):
+                weight = 0.3 * torch.randn(module.weight.shape, generator=generator)
+                split = len(weight) // 3 if name.endswith(("qkv_proj", "with_mqa")) else len(weight)
+                parts += [(index, name, 0, weight[:split]), (index, name, split, weight[split:])]
+    return sorted((part for part in parts if len(part[3])), key=lambda part: part[2] > 0)
+
+
+def load(
+    layers: Sequence[Layer],
+    weights: Iterable[tuple[int, str, int, Tensor]],
+    update: Callable[[Any, Callable[[], None]], None],
+) -> None:
+    """Load weights as SGLang does: by loaders, and then the weights that are computed from them, within ``update``."""
+    absorbed: set[int] = set()
+    for index, name, row, rows in weights:
+        weight: Any = layers[index].get_submodule(name).weight
+        weight.weight_loader(weight, rows, row)
+        if name.endswith("kv_b_proj"):
+            absorbed.add(index)
+    for index in sorted(absorbed):
+        attention = layers[index].self_attn
+        assert isinstance(attention, LatentAttention)
+        update(layers[index], attention.absorb)
+
+
+class GlooRanks:
+    """Gloo groups, one for each slot, of ranks that are threads of this process."""
+
+    def __init__(self, size: int, num_slots: int) -> None:
+        self.size, self._num_slots, self._store = size, num_slots, dist.HashStore()
+        self._groups: dict[int, list[Any]] = {}
+        self.run(self._connect)
+
+    def _connect(self, rank: int) -> None:
+        stores = [dist.PrefixStore(str(slot), self._store) for slot in range(self._num_slots)]
+        self._groups[rank] = [dist.ProcessGroupGloo(store, rank, self.size, timedelta(seconds=30)) for store in stores]
+
+    def gather(self, rank: int) -> RankGather:
+        """Return the gather of one rank."""
+        return RankGather(self._groups[rank])
+
+    def run[T](self, work: Callable[[int], T]) -> list[T]:
+        """Return the result of ``work`` on each rank, or raise its error."""
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def enter(rank: int) -> None:
+            try:
+                with torch.no_grad():
+                    results[rank] = work(rank)
+            except BaseException as error:  # noqa: BLE001 (raised in the caller)
+                errors.append(error)
+
+        threads = [threading.Thread(target=enter, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        if errors:
+            raise errors[0]
+        return [results[rank] for rank in range(self.size)]
+
+
+class RankGather:
+    """The product's gather, without torch's global registry of groups."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = groups
+        self.started: list[tuple[int, int]] = []  # slot and bytes of each gather
+
+    def start(self, slot: int, buffer: Tensor, part: Tensor) -> Any:
+        self.started.append((slot, len(buffer)))
+        return self._groups[slot]._allgather_base(buffer, part)

@@ -1,0 +1,250 @@
+"""FlowMLA without an engine: sharded layers compute the bits of full ones, hold the bytes of the formula, and take updates."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_like.config.schema.flow_mla import FlowOptions
+from slime_like_plugins.flow_mla.layout import Matrix, flow_bytes, layer_layout
+from slime_like_plugins.flow_mla.pipeline import GatherPipeline
+from slime_like_plugins.flow_mla.sharding import ShardedWeights
+from slime_like_plugins.sglang_hooks import HELD_PART
+from slime_like_plugins.weight_commit.poison import poison, unwritten
+from tests.engine.flow_models import HIDDEN, KINDS, WEIGHTS, GlooRanks, LatentAttention, Layer, load, tensors
+
+SLOTS = 2
+
+
+@functools.cache
+def ranks(size: int, num_slots: int = SLOTS) -> GlooRanks:
+    """Return connected ranks, which tests share."""
+    return GlooRanks(size, num_slots)
+
+
+def sharded_layers(
+    group: GlooRanks, rank: int, kind: str, count: int, num_slots: int = SLOTS
+) -> tuple[list[Layer], ShardedWeights]:
+    """Return the layers of one rank, with slots."""
+    weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, group.size, group.gather(rank))
+    layers: list[Layer] = []
+    for index in range(count):
+        layers.append(Layer(kind, index))
+        weights.add(layers[-1])
+    weights.bind()
+    return layers, weights
+
+
+def plain_update(layer: Layer, compute: Any) -> None:
+    """Compute weights of a layer that is not sharded."""
+    compute()
+
+
+def forward(layers: list[Layer], x: Tensor) -> Tensor:
+    """Run the layers."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    """Return the tokens of a rank at a step: of another number on each rank, and none at some steps."""
+    num_tokens = 0 if (rank + step) % 3 == 1 else 1 + (5 * rank + 3 * step) % 7
+    return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def parameters(layers: list[Layer]) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a commit checks: of sharded weights, this rank's part."""
+    named = [(f"{index}.{name}", p) for index, layer in enumerate(layers) for name, p in layer.named_parameters()]
+    for index, layer in enumerate(layers):
+        if isinstance(layer.self_attn, LatentAttention):
+            named += [(f"{index}.{name}", getattr(layer.self_attn, name)) for name in ("w_kc", "w_vc")]
+    return [(name, getattr(tensor, HELD_PART, tensor)) for name, tensor in named]
+
+
+@torch.no_grad()
+def expected(kind: str, count: int, seeds: list[int], partial: int | None = None) -> list[Layer]:
+    """Return full layers with the weights of the seeds in turn."""
+    layers = [Layer(kind, index) for index in range(count)]
+    for seed in seeds:
+        load(layers, tensors(layers, seed), plain_update)
+    if partial is not None:
+        load(layers, (item for item in tensors(layers, partial) if item[0] == count - 1), plain_update)
+    return layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [4, 5, 61])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sharded_layers_compute_the_same_bits(size: int, count: int, kind: str) -> None:
+    """Also after an update while gathers are in flight, and after one of a single layer."""
+    group = ranks(size)
+    references = [expected(kind, count, [1]), expected(kind, count, [2]), expected(kind, count, [2], partial=3)]
+
+    def work(rank: int) -> None:
+        layers, weights = sharded_layers(group, rank, kind, count)
+        sharded = weights.layers
+        full = sum(item.num_bytes for layer in sharded for item in layer.layout.matrices)
+        assert weights.held_bytes() == full // size + min(SLOTS, len(sharded)) * full // len(sharded)
+        assert len(sharded) == (count // 4 if kind == "hybrid" else count)
+        for step, reference in enumerate(references):
+            if step < 2:
+                poison(parameters(layers))
+                load(layers, tensors(layers, step + 1), weights.update)
+                assert not unwritten(parameters(layers))
+            else:
+                load(layers, (item for item in tensors(layers, 3) if item[0] == count - 1), weights.update)
+            for x in (inputs(rank, step), inputs(rank, step + 1)) if step == 1 else (inputs(rank, step),):
+                assert torch.equal(forward(layers, x), forward(reference, x)), f"rank {rank}, step {step}"
+        assert not weights.moved() and not weights.missing()
+
+    group.run(work)
+
+
+def test_loading_never_holds_more_than_the_parts_and_one_layer() -> None:
+    """Measured before each layer is sharded, and after all are loaded without the slots, which later forwards share."""
+    group, count = ranks(2), 5
+
+    def work(rank: int) -> None:
+        weights = ShardedWeights(FlowOptions(WEIGHTS["mla"]), rank, 2, group.gather(rank))
+        layers: list[Layer] = []
+        sizes: list[int] = []
+        for index in range(count):
+            layers.append(Layer("mla", index))
+            attention = [
+                p.untyped_storage() for layer in layers for n, p in layer.named_parameters() if "self_attn" in n
+            ]
+            sizes.append(
+                sum(storage.nbytes() for storage in attention) + sum(len(layer.part) for layer in weights.layers)
+            )
+            weights.add(layers[-1])
+        weights.bind()
+        load(layers, tensors(layers, 1), weights.update)
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in parameters(layers)
+        }
+        mlp = sum(layer.mlp.weight.nbytes for layer in layers)
+        layer_bytes = weights.layers[0].layout.num_bytes
+        placeholders = 4 * 4 * count  # one element for each matrix that SGLang creates
+        assert max(sizes) <= sum(layer.layout.part_bytes for layer in weights.layers) + layer_bytes + placeholders
+        assert sum(storages.values()) - mlp == count * layer_bytes // 2
+
+    group.run(work)
+
+
+def test_weights_of_a_loader_that_writes_to_the_slot_are_not_committed() -> None:
+    """Without the wrapped loaders, an update succeeds and the next gather restores the old weights."""
+    group = ranks(2)
+
+    def work(rank: int) -> None:
+        layers, weights = sharded_layers(group, rank, "gqa", 4)
+        load(layers, tensors(layers, 1), weights.update)
+        poison(parameters(layers))
+        for layer in layers[:3]:
+            for module in layer.modules():
+                if hasattr(module, "load"):
+                    vars(module.weight)["weight_loader"] = module.load
+        load(layers, tensors(layers, 2), weights.update)
+        names = [item.name for item in unwritten(parameters(layers))]
+        expected_names = {f"{index}.self_attn.{name}.weight" for index in range(3) for name in WEIGHTS["gqa"]}
+        assert set(names) <= expected_names and {name[0] for name in names} == {"0", "1", "2"}
+
+    group.run(work)
+
+
+class Clock:
+    """A gather of one rank that records when it starts and when it is waited for."""
+
+    def __init__(self, layers: list[int]) -> None:
+        self.events: list[str] = []
+        self._layer_of_size = {size: index for index, size in enumerate(layers)}
+
+    def start(self, slot: int, buffer: Tensor, part: Tensor) -> Wait:
+        layer = self._layer_of_size[len(buffer)]
+        self.events.append(f"start {layer}")
+        return Wait(self.events, layer)
+
+
+class Wait:
+    """A pending gather."""
+
+    def __init__(self, events: list[str], layer: int) -> None:
+        self._events, self._layer = events, layer
+
+    def wait(self) -> None:
+        self._events.append(f"wait {self._layer}")
+
+
+def test_the_weights_of_a_layer_arrive_while_the_layer_before_it_runs() -> None:
+    layouts = [layer_layout([Matrix((16 * (1 + index),), (1,), torch.float32)], 1) for index in range(5)]
+    clock = Clock([layout.num_bytes for layout in layouts])
+    pipeline = GatherPipeline(
+        layouts, [torch.empty(layout.part_bytes, dtype=torch.uint8) for layout in layouts], SLOTS, clock
+    )
+    for _ in range(2):
+        pipeline.begin()
+        for layer in range(5):
+            pipeline.wait(layer)
+            clock.events.append(f"run {layer}")
+            pipeline.advance(layer)
+    steps = [
+        "wait 0",
+        "run 0",
+        "start 2",
+        "wait 1",
+        "run 1",
+        "start 3",
+        "wait 2",
+        "run 2",
+        "start 4",
+        "wait 3",
+        "run 3",
+    ]
+    steps += ["start 1", "wait 4", "run 4", "start 0"]
+    assert clock.events == ["start 0", "start 1", *steps, *steps]
+    pipeline.drain()
+    assert sorted(clock.events[-2:]) == ["wait 0", "wait 1"]
+    with pytest.raises(RuntimeError, match="sharded layer 3 runs while its slot holds layer 1"):
+        pipeline.begin()
+        pipeline.wait(3)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_every_element_belongs_to_one_rank(size: int) -> None:
+    """For sizes that are no multiples of the ranks, of several dtypes, one of them transposed."""
+    matrices = [
+        Matrix((5, 7), (7, 1), torch.float32),
+        Matrix((3, 4, 5), (20, 1, 4), torch.bfloat16),
+        Matrix((1, 1), (1, 1), torch.float32),
+    ]
+    layout = layer_layout(matrices, size)
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for rank in range(size):
+        part = buffer[rank * layout.part_bytes : (rank + 1) * layout.part_bytes]
+        for index in range(len(matrices)):
+            layout.part_of(part, rank, index).add_(1)
+    for index, item in enumerate(matrices):
+        view = layout.view(buffer, index)
+        assert (view.shape, view.stride(), view.dtype) == (item.shape, item.stride, item.dtype)
+        assert torch.equal(view, torch.ones_like(view))
+    counts = flow_bytes([layout] * 3, SLOTS)
+    assert counts.full == 3 * sum(math.prod(item.shape) * item.dtype.itemsize for item in matrices)
+    assert (counts.private, counts.slots) == (3 * layout.part_bytes, 2 * layout.num_bytes)
+
+
+def test_three_slots_and_fewer_layers_than_slots() -> None:
+    for count in (2, 7):
+        reference, group = expected("mqa", count, [1]), ranks(2, 3)
+
+        def work(rank: int, count: int = count, group: GlooRanks = group, reference: list[Layer] = reference) -> None:
+            layers, weights = sharded_layers(group, rank, "mqa", count, 3)
+            load(layers, tensors(layers, 1), weights.update)
+            for step in range(3):
+                assert torch.equal(forward(layers, inputs(rank, step)), forward(reference, inputs(rank, step)))
+
+        group.run(work)
