@@ -14,6 +14,10 @@ from slime_like.rollout.engine.connection import EngineConnection
 from slime_like.rollout.engine.replies import KvUsage, any_aborted, completions, kv_usage, scored_experts, scores
 from slime_like.types import F32, I32, RoutedExperts
 
+# Parts of an engine that a weight update writes. SGLang's default includes the draft model of speculative decoding, which keeps
+# the weights of its checkpoint: its accuracy changes how many drafts are accepted, not the distribution of the tokens.
+UPDATED = {"selector": "target"}
+
 
 class EngineClient:
     """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
@@ -172,8 +176,8 @@ class EngineClient:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_update(self) -> None:
-        """Open a weight update on a paused engine: from here every parameter counts as unwritten."""
-        await self._connection.post("begin update", "/begin_weight_update", {})
+        """Open a weight update on a paused engine: from here every parameter of the served model counts as unwritten."""
+        await self._connection.post("begin update", "/begin_weight_update", UPDATED)
 
     async def end_update(self, version: int) -> None:
         """Commit the update. Raises ``EngineError`` naming the parameters that were not completely written."""
@@ -188,7 +192,8 @@ class EngineClient:
 
     async def update_from_tensors(self, payload: bytes) -> None:
         """Load a pickled ``[(name, host tensor)]`` with HF names, or the tensors that a ``weight_sync.shared`` message describes."""
-        request = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "flush_cache": False}
+        tensors = [base64.b64encode(payload).decode()]
+        request = {"serialized_named_tensors": tensors, "flush_cache": False, **UPDATED}
         await self._connection.post("update", "/update_weights_from_tensor", request)
 
     async def init_broadcast_group(
@@ -213,6 +218,7 @@ class EngineClient:
             "shapes": [list(meta.shape) for meta in metas],
             "group_name": group_name,
             "flush_cache": False,
+            **UPDATED,
         }
         await self._connection.post("update", "/update_weights_from_distributed", request)
 
