@@ -7,6 +7,7 @@ SGLang absorbs the up projections into queries and outputs, transformers expands
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
@@ -18,12 +19,13 @@ import pytest
 import torch
 
 from slime_like.config.schema.resolved import TransportSpec
+from slime_like.errors import EngineError
 from slime_like.interfaces import Bucket, Completion
 from slime_like.rollout.engine import processes
 from slime_like.types import I32
 from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.shared import SharedBucketMemory
-from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.conftest import Engine, Models, launch, make_sampling, payload, prompt
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.latent_models import FAMILIES, build
@@ -209,3 +211,23 @@ def test_requests_of_sharded_latents_continue_under_new_weights(
         np.testing.assert_allclose(
             completion.logprobs, logprobs_by_version(models, ids, completion), rtol=0, atol=TOLERANCE
         )
+
+
+def test_a_commit_names_weights_that_sglang_did_not_compute(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+    """With ``load_format=direct`` SGLang copies ``kv_b_proj`` to the parameter, without computing ``w_kc`` and ``w_vc`` from it."""
+    models, engine = engines["kimi_k2"]
+    tensors = models.tensors("B")
+    direct = {name: tensors.pop(name) for name in list(tensors) if "layers.1.self_attn.kv_b_proj" in name}
+
+    async def send() -> None:
+        await engine.client.update_from_tensors(payload(tensors))
+        request = {"serialized_named_tensors": [base64.b64encode(payload(direct)).decode()], "load_format": "direct"}
+        connection = engine.client._connection  # pyright: ignore[reportPrivateUsage]
+        await connection.post("update", "/update_weights_from_tensor", {**request, "flush_cache": False})
+
+    w_kc, w_vc = (rf"model\.layers\.1\.self_attn\.{name} \(\d+ of \d+ elements\)" for name in ("w_kc", "w_vc"))
+    with pytest.raises(EngineError, match=rf"not complete.*rank 0: 2 parameters: {w_kc}, {w_vc}"):
+        engine.run(engine.update(send(), 1))
+    engine.run(engine.push(models.tensors("A"), 0))
+    (completion,) = engine.run(engine.client.generate(prompt(9), [0], make_sampling(0.0)))
+    assert_agrees(models, "A", prompt(9), completion, 0.0)
