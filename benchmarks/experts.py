@@ -67,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=TOLERANCE, default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--same-tokens", action="store_true", help="in each round, so that no shape is new")
+    parser.add_argument("--common", type=float, default=0.0, help="size of the part that all tokens of a round share")
     args = parser.parse_args(argv)
     os.environ |= CPU_ENV  # threads that wait sleep, as in a run
     head = (
@@ -86,9 +88,17 @@ def run(rank: int, port: int, args: argparse.Namespace, folder: str) -> None:
     """Run the rounds in a separate process, and write the table. Raises ``SystemExit`` if the arms disagree."""
     torch.set_num_threads(args.threads)
     arms = make_arms(args, port)
-    hidden = torch.randn(args.tokens, args.hidden).to(getattr(torch, args.dtype)).requires_grad_()
+
+    def tokens() -> Tensor:
+        common = args.common * torch.randn(args.hidden)  # tokens that resemble each other load the experts unevenly
+        return (torch.randn(args.tokens, args.hidden) + common).to(getattr(torch, args.dtype)).requires_grad_()
+
+    hidden = tokens()
     check(arms, hidden, TOLERANCE[args.dtype])
-    rounds = [{name: measure(arm, hidden) for name, arm in arms.items()} for _ in range(args.rounds)]
+    rounds: list[dict[str, Times]] = []
+    for _ in range(args.rounds):
+        hidden = hidden if args.same_tokens else tokens()
+        rounds.append({name: measure(arm, hidden) for name, arm in arms.items()})
     (Path(folder) / "table").write_text("\n".join(table(rounds)))
     leave(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from slime_like.train.megatron.model.grouped_mlp import GroupedMLP
 from slime_like.train.megatron.model.layers import LayerParts, PackedAttention, PackedRows, Stack
 from slime_like.train.megatron.model.norms import RMSNorm
 from slime_like.train.megatron.model.param_gather import wait_for_weights
+from slime_like_plugins.megatron_cpu.experts import ExpertLinearFunction, expert_kernels
 from slime_like_plugins.megatron_cpu.functions import (
     AttentionFunction,
     RMSNormFunction,
@@ -67,7 +69,13 @@ class FusedMLP(MLP):
 
 
 class FusedGroupedMLP(GroupedMLP):
-    """Grouped experts with weighted SwiGLU in one pass."""
+    """Grouped experts with weighted SwiGLU in one pass, and products in C on CPUs with AVX-512."""
+
+    def product(self, rows_RI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+        if not expert_kernels().multiplies(rows_RI, weights[0]):
+            return super().product(rows_RI, counts, weights)
+        out: Any = ExpertLinearFunction.apply(rows_RI.contiguous(), tuple(counts), expert_kernels(), *weights)
+        return out
 
     def activate(self, gate_up: Tensor, probs_R: Tensor) -> Tensor:
         if gate_up.dtype not in SUFFIX:

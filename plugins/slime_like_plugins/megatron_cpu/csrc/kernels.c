@@ -71,12 +71,14 @@ INLINE float exponential(float x) {
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 #include "rows.h"
+#include "units.h"
 
 #define T float
 #define NAME(f) f##_f32
 #include "typed.h"
 #include "attention.h"
 #include "vocab.h"
+#include "experts.h"
 #undef T
 #undef NAME
 #define T bf16
@@ -84,3 +86,4 @@ INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 #include "typed.h"
 #include "attention.h"
 #include "vocab.h"
+#include "experts.h"

@@ -32,9 +32,14 @@ class GroupedMLP(SequentialMLP):
         """Map rows [R, H] with their number per expert I64 [E] and probabilities [R] to [R, H]; there is no bias."""
         experts: Any = self.local_experts
         counts = tokens_per_expert.tolist()
-        gate_up = grouped_linear(permuted_local_hidden_states, counts, [e.linear_fc1 for e in experts])
+        gate_up = self.product(permuted_local_hidden_states, counts, weights_of([e.linear_fc1 for e in experts]))
         activation = self.activate(gate_up, permuted_probs)
-        return grouped_linear(activation, counts, [e.linear_fc2 for e in experts]), None
+        return self.product(activation, counts, weights_of([e.linear_fc2 for e in experts])), None
+
+    def product(self, rows_RI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+        """Return [R, O]: the rows of each expert times its weight [O, I]."""
+        out: Any = GroupedLinear.apply(rows_RI, tuple(counts), *weights)
+        return out
 
     def activate(self, gate_up: Tensor, probs_R: Tensor) -> Tensor:
         """Return silu(gate) * up * probability [R, F] of [R, 2 F] with gate, then up."""
@@ -42,9 +47,8 @@ class GroupedMLP(SequentialMLP):
         return out
 
 
-def grouped_linear(rows_RI: Tensor, counts: Sequence[int], linears: Sequence[Any]) -> Tensor:
-    """Return [R, O]: the rows of each expert times its weight [O, I]. ``linears`` has each expert's module."""
+def weights_of(linears: Sequence[Any]) -> list[Tensor]:
+    """Return the weights of these modules, gathered."""
     for linear in linears:
         wait_for_weights(linear)
-    out: Any = GroupedLinear.apply(rows_RI, tuple(counts), *(linear.weight for linear in linears))
-    return out
+    return [linear.weight for linear in linears]

@@ -1,0 +1,48 @@
+/* Units of 4 bytes, of which products of experts are computed: a float, or a pair of bf16. */
+#define COLUMNS (2 * LANES)
+#define ROWS_OF_TILE 12     /* with 2 vectors each and a panel's 2, they fit into 32 registers */
+#define ROW_UNITS 98304     /* of an expert's rows that are multiplied by one panel after the other */
+#define GRAD_OUTPUTS 192    /* outputs, a multiple of ROWS_OF_TILE, and rows of a part of a weight's gradient */
+#define GRAD_ROWS 768
+
+typedef float unit_f32;
+typedef uint32_t unit_bf16 __attribute__((aligned(2), may_alias));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+#define depth_f32 1
+#define depth_bf16 2
+
+INLINE unit_f32 join_f32(float first, float second) { return first; }
+INLINE unit_bf16 join_bf16(bf16 first, bf16 second) { return (uint32_t)first | (uint32_t)second << 16; }
+
+/* sum + the products of a unit with the units of a vector */
+INLINE vf mac_f32(vf sum, float a, const float *panel) { return sum + a * get(panel); }
+INLINE void put_f32(float *to, vf x) { put(to, x); }
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+INLINE vf mac_bf16(vf sum, uint32_t a, const unit_bf16 *panel) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)_mm512_loadu_si512(panel));
+}
+INLINE void put_bf16(bf16 *to, vf x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+#else
+INLINE vf mac_bf16(vf sum, uint32_t a, const unit_bf16 *panel) {
+    const vu b = *(const vu *)panel;
+    return sum + as_float(a << 16) * (vf)(b << 16) + as_float(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
+}
+INLINE void put_bf16(bf16 *to, vf x) {
+    for (int i = 0; i < LANES; i++) to[i] = store_bf16(x[i]);
+}
+#endif
+
+/* 1 if products of experts are faster than torch's on this CPU */
+#if defined(__AVX512F__)
+int64_t multiplies_f32(void) { return 1; }
+#else
+int64_t multiplies_f32(void) { return 0; }
+#endif
+#if defined(__AVX512BF16__)
+int64_t multiplies_bf16(void) { return 1; }
+#else
+int64_t multiplies_bf16(void) { return 0; }
+#endif
