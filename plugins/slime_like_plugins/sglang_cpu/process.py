@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from slime_like.distributed.gloo_device import share_gloo_device
 from slime_like_plugins.sglang_cpu import results
 from slime_like_plugins.sglang_hooks import Hook, replace_attribute
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -75,10 +76,11 @@ HOOKS = (
 
 
 def install() -> None:
-    """Register the attention backend's name and apply the hooks."""
+    """Register the attention backend's name, apply the hooks and share a gloo device between groups."""
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([ATTENTION])
     install_hooks("cpu", HOOKS)
     controller: Any = importlib.import_module(CONTROLLER)
     replace_attribute("cpu", controller, "sock_recv", functools.partial(receive, controller.sock_recv))
+    share_gloo_device()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slime_like.config.schema.resolved import Layout, RankSpec
+from slime_like.distributed.gloo_device import share_gloo_device
 from slime_like.distributed.rendezvous import join_store, keep_to_interface
 from slime_like.distributed.wrapper import install
 from slime_like.errors import ConfigError
@@ -91,6 +92,7 @@ def join_and_make_groups(
     """
     check_layout(spec.layout, world_size)
     host.install(spec.device)
+    share_gloo_device()
     install.install(spec.guard, rank_device(spec, local_rank), rank)
     return make_groups(spec, join_world(spec, rank, world_size, master, local_rank))
 
