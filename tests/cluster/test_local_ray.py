@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray import _raylet as ray_core
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
@@ -22,7 +23,7 @@ from ray._private import worker as ray_worker
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode
-from slime_like.cluster.start import local_ray, placement
+from slime_like.cluster.start import local_ray, no_dashboard_agent, placement
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, DeadlineExceeded
 
@@ -180,9 +181,11 @@ def test_sigterm_handler_is_kept_during_shutdown(monkeypatch: pytest.MonkeyPatch
 
 
 REAL = """
-import os, pathlib, signal
+import os, pathlib, signal, sys
+import psutil
 from ray._private import worker
 from slime_like.cluster.start import local_ray
+from slime_like.cluster.supervise import process_tree
 
 signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
 local_ray.start("signals")
@@ -197,6 +200,11 @@ for infos in node.all_processes.values():
         proc = pathlib.Path(f"/proc/{info.process.pid}")
         assert token in (proc / "environ").read_bytes(), "its token"
         assert token not in (proc / "cmdline").read_bytes(), "is nobody else's"
+raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+agents = {name: psutil.Process(pid) for name, pid in process_tree.ray_agents(raylet).items()}
+assert agents.keys() == process_tree.RAY_AGENTS.keys(), agents
+assert str(local_ray.STAND_IN) in agents["dashboard agent"].cmdline(), "of which the driver imports nothing either:"
+assert not {"aiohttp", "opencensus", "prometheus_client", "ray.dashboard"} & sys.modules.keys()
 (reported,) = local_ray.nodes()
 assert reported.num_cpus and reported.memory_bytes > 2**28 and not reported.num_gpus, reported
 take_down = node.kill_all_processes
@@ -208,6 +216,7 @@ def signalled(*arguments, **options):
 node.kill_all_processes = signalled
 local_ray.shutdown()
 assert not folder.exists(), "and go with it"
+assert psutil.wait_procs(agents.values(), timeout=60)[1] == [], "the stand-in ends with its raylet"
 os.kill(os.getpid(), signal.SIGTERM)
 """
 
@@ -219,6 +228,18 @@ def test_sigterm_handler_is_kept_with_a_real_ray() -> None:
         [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert (result.returncode, result.stdout) == (0, "handled\n" * 2), result.stderr
+
+
+def test_the_stand_in_publishes_the_ports_that_the_raylet_waits_for(tmp_path: Path) -> None:
+    node_id = "0" * 56
+    no_dashboard_agent.publish(
+        ["ray/dashboard/agent.py", f"--node-id={node_id}", f"--session-dir={tmp_path}", "--head"]
+    )
+    names = ("METRICS_AGENT_PORT_NAME", "METRICS_EXPORT_PORT_NAME", "DASHBOARD_AGENT_LISTEN_PORT_NAME")
+    raylet: Any = ray_core
+    ports = [raylet.wait_for_persisted_port(str(tmp_path), node_id, getattr(raylet, name), 10) for name in names]
+    assert ports == [-1] * 3
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_rays_message_for_a_late_node_is_unchanged() -> None:

@@ -11,9 +11,10 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ray._private import worker as ray_worker
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
 from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
+from slime_like.cluster.start import no_dashboard_agent
 from slime_like.cluster.supervise import driver_link
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
@@ -41,6 +43,9 @@ SOCKET_BYTES = 107
 ADDED_BYTES = len(f"/{PREFIX}12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 REMOVE_S = 5.0  # for Ray processes that still write logs
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's node
+AGENT_COMMAND = "_build_python_executable_command_memory_profileable"  # function of ray._private.services
+DEPENDENCIES = "get_dashboard_dependency_error"  # function of ray._private.utils
+STAND_IN = Path(no_dashboard_agent.__file__).resolve()
 TIMEOUT_TEXT = "timed out during startup"  # message of a plain Exception: Ray gives its node 30 s, not configurable
 
 _folders: list[Path] = []  # private folders of the Ray that this process has started
@@ -144,22 +149,40 @@ def keep_sigterm() -> Generator[None]:
 
 @contextmanager
 def without_unused_processes() -> Generator[None]:
-    """Start Ray's node without autoscaler, log monitor and API server: no run uses them, and they take 2.5 s of CPU time.
+    """Start Ray's node without autoscaler, log monitor, API server and dashboard agent: no run uses them.
 
-    ``ray.init`` starts the API server even with ``include_dashboard=False``, waits for it, and has no option for the others.
-    Remove when it has.
+    They take 5 s of CPU time, and ``ray.init`` waits for the API server and the agent. It starts the API server even with
+    ``include_dashboard=False``, and has no option for the others. Remove when it has.
+
+    The raylet ends if its dashboard agent does, so a stand-in takes the agent's place. The driver does not import the
+    dashboard's dependencies.
     """
-    node: Any = ray_node.Node
-    missing = [name for name in UNUSED if not hasattr(node, name)]
-    assert not missing, f"ray moved Node.{missing}: find how it starts these processes now"
-    originals = {name: getattr(node, name) for name in UNUSED}
-    for name in UNUSED:
-        setattr(node, name, lambda *_, **__: None)
+    replaced: dict[tuple[Any, str], Callable[..., Any]] = {
+        (ray_node.Node, name): lambda *_, **__: None for name in UNUSED
+    }
+    replaced[services, AGENT_COMMAND] = _agent_command(getattr(services, AGENT_COMMAND, None))
+    replaced[ray_utils, DEPENDENCIES] = lambda: ImportError("slime_like starts no dashboard")
+    missing = [name for owner, name in replaced if not hasattr(owner, name)]
+    assert not missing, f"ray moved {missing}: find how it starts these processes now"
+    originals = {target: getattr(*target) for target in replaced}
+    for target, function in replaced.items():
+        setattr(*target, function)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(node, name, original)
+        for target, original in originals.items():
+            setattr(*target, original)
+
+
+def _agent_command(original: Any) -> Callable[..., list[str]]:
+    """Return Ray's function for the beginning of a process's command line, with the stand-in for the dashboard agent."""
+
+    def command(component: str, *arguments: Any, **options: Any) -> list[str]:
+        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+            return [sys.executable, "-I", "-S", str(STAND_IN)]
+        return original(component, *arguments, **options)
+
+    return command
 
 
 def log_dir() -> Path | None:
