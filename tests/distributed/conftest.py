@@ -19,14 +19,14 @@ def folder_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, folder_of_ranks: Path) -> Results:
-    """Return the results of every rank of ``call(models, folder)`` of each collected module, by the module's name."""
+    """Return the results of every rank of ``call_on_ranks(models, folder)`` of each collected module, by the module's name."""
     functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
     modules = {module.__name__: module for item in functions if (module := item.module) is not None}
     models = {name: make_model(folder_of_ranks / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
     calls: dict[str, tuple[Any, ...]] = {}
     # Backwards, so that test_forensics reads the files of its ranks soon after them.
     for name, module in sorted(modules.items(), reverse=True):
-        if name.startswith("tests.distributed.") and hasattr(module, "call"):
+        if name.startswith("tests.distributed.") and hasattr(module, "call_on_ranks"):
             (folder_of_ranks / name).mkdir()
-            calls[name] = module.call(models, folder_of_ranks / name)
+            calls[name] = module.call_on_ranks(models, folder_of_ranks / name)
     return run_forked(calls)

@@ -47,7 +47,7 @@ def rings_of_mismatches(folder: Path) -> dict[str, Path]:
     return {kind: folder / kind / "rings" for kind in ("size", "op")}
 
 
-def call(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
+def call_on_ranks(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
     """Return the call that the ranks of this file run."""
     for path in (folder / "rings", *(rings.parent for rings in rings_of_mismatches(folder).values())):
         path.mkdir()

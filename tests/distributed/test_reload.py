@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
 }
 
 
-def call(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
+def call_on_ranks(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
     """Return the call that the ranks of this file run."""
     return "tests.distributed.cycles:run_all", 4, models, folder, LAYOUTS
 

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
-def call(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
+def call_on_ranks(models: dict[str, Path], folder: Path) -> tuple[Any, ...]:
     """Return the call that the ranks of this file run."""
     return "tests.distributed.wrapped:run_all", 2, models, folder, LAYOUTS
 
