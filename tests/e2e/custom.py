@@ -20,7 +20,7 @@ from tests.e2e.runs import last_step
 
 NUM_INTACT_GROUPS = 16  # that ``shift_logprobs`` does not change
 HOLD_FOLDER = "SLIME_LIKE_TEST_HOLD"  # variable with the folder through which a test controls ``wait_at_step``
-POLL_S = 0.05
+POLL_S = 0.2
 
 
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:

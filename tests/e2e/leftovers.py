@@ -171,6 +171,8 @@ def listening() -> dict[int, str]:
     for name in ("tcp", "tcp6"):
         path = Path("/proc/net") / name
         for row in path.read_text().splitlines()[1:] if path.exists() else []:
+            if f" {LISTEN_STATE} " not in row:
+                continue
             _, local, _, state, *_, inode = row.split()[:10]
             if state == LISTEN_STATE:
                 addresses[int(inode)] = address_of(local)
