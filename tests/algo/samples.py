@@ -14,7 +14,7 @@ REWARDS = (0.0, 1.0, 0.25, -2.0)
 
 
 @dataclass(frozen=True)
-class Shape:
+class SampleShape:
     """Lengths of prompt, model, tool and model tokens, reward and status of a sample."""
 
     lengths: tuple[int, int, int, int]
@@ -24,7 +24,7 @@ class Shape:
 
 # One sample, usually completed.
 SHAPES = st.builds(
-    Shape,
+    SampleShape,
     st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2), st.integers(0, 3)),
     st.sampled_from(REWARDS),
     st.sampled_from([Status.COMPLETED] * 5 + [Status.TRUNCATED, Status.FAILED, Status.ABORTED]),
@@ -34,7 +34,7 @@ STRUCTURES = st.lists(st.lists(SHAPES, min_size=1, max_size=4), min_size=2, max_
 
 def batches() -> st.SearchStrategy[list[SampleGroup]]:
     """Strategy of two to four groups of up to five samples, each with at least one completed sample."""
-    first = Shape((1, 2, 0, 0), 1.0, Status.COMPLETED)
+    first = SampleShape((1, 2, 0, 0), 1.0, Status.COMPLETED)
     return st.builds(
         lambda structure, seed: groups_of([[first, *group] for group in structure], seed=seed),
         STRUCTURES,
@@ -42,7 +42,7 @@ def batches() -> st.SearchStrategy[list[SampleGroup]]:
     )
 
 
-def groups_of(structure: list[list[Shape]], seed: int = 0) -> list[SampleGroup]:
+def groups_of(structure: list[list[SampleShape]], seed: int = 0) -> list[SampleGroup]:
     """Return groups of these shapes with random tokens and rollout log-probabilities."""
     rng = np.random.default_rng(seed)
     prompt = Prompt(0, np.zeros(1, dtype=np.int32), "", "1", None)
@@ -53,7 +53,7 @@ def groups_of(structure: list[list[Shape]], seed: int = 0) -> list[SampleGroup]:
     ]
 
 
-def _sample(shape: Shape, group_id: int, episode_id: int, sample_id: int, rng: np.random.Generator) -> Sample:
+def _sample(shape: SampleShape, group_id: int, episode_id: int, sample_id: int, rng: np.random.Generator) -> Sample:
     sources = (Source.PROMPT, Source.MODEL, Source.TOOL, Source.MODEL)
     spans: list[Span] = []
     for source, length in zip(sources, shape.lengths, strict=True):

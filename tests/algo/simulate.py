@@ -64,7 +64,7 @@ class Policies:
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulatedStep:
     """Loss, gradient and metrics of one optimizer step, summed over ranks and micro-batches."""
 
     loss: float
@@ -143,12 +143,12 @@ def simulate(
     cp: int = 1,
     local_reduce: bool = False,
     sequence_reduce: SequenceReduce = DifferentiableThreadSum,
-) -> list[Result]:
+) -> list[SimulatedStep]:
     """Return loss and gradient of each optimizer step at the same weights, with rows split over ``cp`` ranks."""
     loss_fn: LossFn = resolve("algo.loss", config.loss, LOSSES)(config)
     dp = len(batch.steps[0].micro_batches)
     advantages = _token_advantages(batch, config, policies, dp, local_reduce)
-    results: list[Result] = []
+    results: list[SimulatedStep] = []
     with ThreadPoolExecutor(cp) as threads:
         for s, step in enumerate(batch.steps):
             micro_batches = [
@@ -176,10 +176,10 @@ class _Part:
     sums: dict[str, float]
 
 
-def _total(parts: Sequence[_Part]) -> Result:
+def _total(parts: Sequence[_Part]) -> SimulatedStep:
     weight = sum(part.weight for part in parts)
     means = {name: sum(part.sums[name] for part in parts) / weight for name in parts[0].sums}
-    return Result(sum(p.loss for p in parts), torch.stack([p.gradient for p in parts]).sum(0), means)
+    return SimulatedStep(sum(p.loss for p in parts), torch.stack([p.gradient for p in parts]).sum(0), means)
 
 
 def _step(

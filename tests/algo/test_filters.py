@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from slime_like.algo.filters import completed, nonzero_std
 from slime_like.types import Status
-from tests.algo.samples import Shape, groups_of
+from tests.algo.samples import SampleShape, groups_of
 
 
 def group(*samples: tuple[float, Status]):
-    return groups_of([[Shape((1, 2, 0, 0), reward, status) for reward, status in samples]])[0]
+    return groups_of([[SampleShape((1, 2, 0, 0), reward, status) for reward, status in samples]])[0]
 
 
 def test_nonzero_std_drops_groups_of_equal_rewards() -> None:

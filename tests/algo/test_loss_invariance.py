@@ -33,8 +33,8 @@ from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.registry import resolve
 from slime_like.types import SampleGroup, Status
 from tests.algo.reference import reference
-from tests.algo.samples import Shape, batches, groups_of
-from tests.algo.simulate import ForwardOnlySum, LocalReduce, Policies, Policy, Result, simulate
+from tests.algo.samples import SampleShape, batches, groups_of
+from tests.algo.simulate import ForwardOnlySum, LocalReduce, Policies, Policy, SimulatedStep, simulate
 
 MAX_RESPONSE_LEN = 16
 ALGORITHMS: dict[str, AlgoConfig] = {
@@ -87,7 +87,7 @@ def policies(with_old: bool) -> Policies:
     return Policies(Policy.random(1), Policy.random(2), Policy.random(3) if with_old else None)
 
 
-def assert_same(actual: Result, expected: Result, rtol: float = 1e-9) -> None:
+def assert_same(actual: SimulatedStep, expected: SimulatedStep, rtol: float = 1e-9) -> None:
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=rtol, atol=rtol)
     torch.testing.assert_close(actual.gradient, expected.gradient, rtol=rtol, atol=rtol)
     assert actual.means.keys() == expected.means.keys()
@@ -131,7 +131,7 @@ def test_the_loss_equals_the_reference_for_every_packing_dp_and_cp(
 @given(groups=batches(), dp=st.integers(1, 2), budget=st.integers(1, 30))
 def test_each_of_two_steps_is_independent_of_layout(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
     config, models = ALGORITHMS[name], policies(with_old=True)
-    groups = [*groups, *groups_of([[Shape((1, 2, 0, 0), 0.0, Status.COMPLETED)] * 2] * 2, seed=5)]
+    groups = [*groups, *groups_of([[SampleShape((1, 2, 0, 0), 0.0, Status.COMPLETED)] * 2] * 2, seed=5)]
     expected = simulate(batch_of(groups, config, steps=2), config, models)
     spread = simulate(batch_of(groups, config, dp, budget, steps=2), config, models)
     for a, b in zip(spread, expected, strict=True):
@@ -140,17 +140,17 @@ def test_each_of_two_steps_is_independent_of_layout(name: str, groups: list[Samp
 
 UNEVEN = groups_of(
     [
-        [Shape((2, 3, 0, 0), 1.0, Status.COMPLETED), Shape((2, 5, 1, 2), 0.0, Status.COMPLETED)],
+        [SampleShape((2, 3, 0, 0), 1.0, Status.COMPLETED), SampleShape((2, 5, 1, 2), 0.0, Status.COMPLETED)],
         [
-            Shape((1, 4, 0, 0), 0.25, Status.COMPLETED),
-            Shape((1, 1, 0, 0), -2.0, Status.COMPLETED),
-            Shape((1, 2, 0, 0), 1.0, Status.TRUNCATED),
+            SampleShape((1, 4, 0, 0), 0.25, Status.COMPLETED),
+            SampleShape((1, 1, 0, 0), -2.0, Status.COMPLETED),
+            SampleShape((1, 2, 0, 0), 1.0, Status.TRUNCATED),
         ],
     ]
 )
 
 
-def differs(actual: Result, gradient: torch.Tensor) -> bool:
+def differs(actual: SimulatedStep, gradient: torch.Tensor) -> bool:
     return not torch.allclose(actual.gradient, gradient, rtol=1e-3, atol=1e-3)
 
 

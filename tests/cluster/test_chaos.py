@@ -89,13 +89,13 @@ def test_a_slow_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_reward_down_blocks_the_reward_server_for_slow_s(tmp_path: Path) -> None:
     outages: list[float] = []
 
-    class Manager:
+    class ManagerHandle:
         """Fake Ray handle of the rollout manager."""
 
         block_reward_server = type("Verb", (), {"remote": staticmethod(outages.append)})
 
     injector, engine = chaos(tmp_path, "reward_down:collect:3:1000")
-    injector.manager = cast(Any, Manager)
+    injector.manager = cast(Any, ManagerHandle)
     with injector("collect", 3):
         pass
     assert (outages, engine.signals) == ([injector.config.slow_s], [])

@@ -12,7 +12,7 @@ import ray
 from slime_like.cluster.run.rollouts import EngineRollout
 
 
-class Manager:
+class ControlledManager:
     """Fake Ray handle of the rollout manager; the test decides when its calls return."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ class _Verb:
 
 
 def test_an_engine_restarted_during_a_rollout_gets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, pushes = Manager(monkeypatch), list[int]()
+    manager, pushes = ControlledManager(monkeypatch), list[int]()
     rollout = EngineRollout(cast(Any, manager), 60.0, lambda: pushes.append(len(manager.starving)))
     manager.wait_until_push_needed = _Verb(lambda: _done() if not pushes else manager._ask())
     assert rollout.collect(0) == "rollout"  # pyright: ignore[reportComparisonOverlap]
@@ -50,7 +50,7 @@ def test_an_engine_restarted_during_a_rollout_gets_weights(monkeypatch: pytest.M
 
 
 def test_an_engine_served_by_the_regular_push_gets_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, pushes = Manager(monkeypatch), list[int]()
+    manager, pushes = ControlledManager(monkeypatch), list[int]()
     rollout = EngineRollout(cast(Any, manager), 60.0, lambda: pushes.append(0))
     rollout.collect(0)
     (request,) = manager.starving

@@ -38,7 +38,7 @@ class EvaluatedRollout:
 
 
 @dataclass
-class Trainer(Saver):
+class FakeTrainer(Saver):
     def release_communicators(self) -> None: ...
 
 
@@ -46,13 +46,13 @@ class Trainer(Saver):
 class RunParts:
     run: Any
     rollout: EvaluatedRollout
-    trainer: Trainer
+    trainer: FakeTrainer
     messages: list[str] = field(default_factory=list[str])
 
 
-def make_run(folder: Path, *, metrics: tuple[Metric, ...] = (), trainer: Trainer | None = None) -> RunParts:
+def make_run(folder: Path, *, metrics: tuple[Metric, ...] = (), trainer: FakeTrainer | None = None) -> RunParts:
     messages: list[str] = []
-    trainer = trainer or Trainer(slow={1, 2, 3})
+    trainer = trainer or FakeTrainer(slow={1, 2, 3})
     run: Any = object.__new__(Run)
     run.cfg = TrainConfig()
     run.run_dir, run.trainer, run.rollout, run.stop = folder, trainer, EvaluatedRollout(metrics), StopRequest()
@@ -109,7 +109,7 @@ def test_all_requests_are_done_at_the_end_of_the_rollout(tmp_path: Path) -> None
 
 
 def test_failed_requests_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = make_run(tmp_path, trainer=Trainer(fails_to_finish={2}))
+    parts = make_run(tmp_path, trainer=FakeTrainer(fails_to_finish={2}))
     (tmp_path / "report.html").mkdir()
     for request in (Request.EVAL, Request.SAVE, Request.REPORT):
         (parts.run.control.folder / request).touch()

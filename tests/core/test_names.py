@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts", "benchmarks", "examples")
+PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts", "benchmarks", "examples", "tests")
 
 
 def defined_classes(folders: list[Path]) -> dict[str, list[str]]:

@@ -48,7 +48,7 @@ NOBODY = 65534
 AUTO_RESUME_FILES = ("config.yaml", LATEST)  # read only with run.resume=auto
 
 
-class Outcome(StrEnum):
+class ReadOutcome(StrEnum):
     """Outcome of reading a damaged file."""
 
     REFUSED_BY_NAME = "refused, the file named"
@@ -61,7 +61,7 @@ class Outcome(StrEnum):
     SILENT = "accepted, but changed"
 
 
-FAULTS = (Outcome.OTHER, Outcome.TRACEBACK, Outcome.HANG, Outcome.SILENT)
+FAULTS = (ReadOutcome.OTHER, ReadOutcome.TRACEBACK, ReadOutcome.HANG, ReadOutcome.SILENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Trial:
     kind: str  # class of files
     file: str
     damage: str
-    outcome: Outcome
+    outcome: ReadOutcome
     message: str
 
 
@@ -79,7 +79,7 @@ class _Hang(BaseException):
     pass
 
 
-class World:
+class RunFiles:
     """Files of a run below ``root``, intact except while a trial damages one."""
 
     def __init__(self, root: Path, *, trainer: bool) -> None:
@@ -108,7 +108,7 @@ class World:
                 self._restore("run")
         return Trial(kind, file, damage, outcome, message)
 
-    def _judge(self, kind: str, file: str, damage: str) -> tuple[Outcome, str]:
+    def _judge(self, kind: str, file: str, damage: str) -> tuple[ReadOutcome, str]:
         output = io.StringIO()
         path = self.root / file
         self.damaged = path.read_bytes() if path.is_file() and not path.is_fifo() else b""
@@ -123,29 +123,29 @@ class World:
                 ["train.jsonl", "heldout.parquet"] if kind == "tokenizer files" else []
             )  # the tokenizer cannot encode the data
             is_clear = any(name in text for name in names) and len(text) < MAX_MESSAGE_LEN and text.count("\n") == 0
-            return (Outcome.REFUSED_BY_NAME if is_clear else Outcome.OTHER), text
+            return (ReadOutcome.REFUSED_BY_NAME if is_clear else ReadOutcome.OTHER), text
         except _Hang:
-            return Outcome.HANG, ""
+            return ReadOutcome.HANG, ""
         except BaseException as error:  # noqa: BLE001  the soak looks for these
-            return Outcome.TRACEBACK, "".join(traceback.format_exception(error)[-3:])
+            return ReadOutcome.TRACEBACK, "".join(traceback.format_exception(error)[-3:])
         if repr(after) == repr(self.before[file]) and damage != "missing":
-            return Outcome.SAME, ""
+            return ReadOutcome.SAME, ""
         return self._accepted(kind, file, after, output.getvalue()), output.getvalue()
 
-    def _accepted(self, kind: str, file: str, after: Any, output: str) -> Outcome:
+    def _accepted(self, kind: str, file: str, after: Any, output: str) -> ReadOutcome:
         """Classify a read that returned another value than for the undamaged file."""
         if file.endswith(".jsonl") and kind in ("metrics.jsonl", "faults.jsonl, status.json"):
             is_reported, path = Path(file).name in output, self.root / file
             intact_lines = {*(self.pristine / file).read_bytes().splitlines()} & {*self.damaged.splitlines()}
             if intact_lines - {*(path.read_bytes().splitlines() if path.is_file() else ())}:
-                return Outcome.SILENT  # an intact line was lost
+                return ReadOutcome.SILENT  # an intact line was lost
             if kind == "metrics.jsonl" and len(after[1]) < len(self.before[file][1]) and not is_reported:
-                return Outcome.SILENT  # steps were lost
-            return Outcome.ASIDE if is_reported else Outcome.LEGAL
+                return ReadOutcome.SILENT  # steps were lost
+            return ReadOutcome.ASIDE if is_reported else ReadOutcome.LEGAL
         if file.endswith(".json") and _same_json(self.damaged, (self.pristine / file).read_bytes()):
-            return Outcome.SAME  # white space: the value has the bytes of the files of a checkpoint
+            return ReadOutcome.SAME  # white space: the value has the bytes of the files of a checkpoint
         if kind == "run.dir/config.yaml" and repr(after) == repr(self.before[file]):  # a checkpoint has its own copy
-            return Outcome.LEGAL
+            return ReadOutcome.LEGAL
         strict_kinds = (
             LATEST,
             "checkpoint.json",
@@ -155,7 +155,7 @@ class World:
             "dumped rollouts",
             "run.dir/config.yaml",
         )
-        return Outcome.SILENT if kind in strict_kinds else Outcome.LEGAL
+        return ReadOutcome.SILENT if kind in strict_kinds else ReadOutcome.LEGAL
 
     def _load(self, kind: str, file: str) -> Any:
         return _LOADERS[kind](self, self.root / file)
@@ -172,13 +172,13 @@ def _same_json(data: bytes, other_data: bytes) -> bool:
 
 
 # ---- reading as a run does ------------------------------------------------------------------------------------------
-def _recipe(world: World, path: Path) -> Any:
+def _recipe(world: RunFiles, path: Path) -> Any:
     del path
     cfg = load_config(argv(world.root))
     return _plan(world, cfg)
 
 
-def _plan(world: World, cfg: TrainConfig) -> Any:
+def _plan(world: RunFiles, cfg: TrainConfig) -> Any:
     """Plan as ``train.py --plan`` does, and load the inputs that the driver reads."""
     check_files(cfg)
     plan = make_plan(cfg, world.machine)
@@ -190,7 +190,7 @@ def _plan(world: World, cfg: TrainConfig) -> Any:
     return asdict(cfg), plan, prompts, heldout, inputs.stop_token_ids, inputs.tokenizer.decode([3, 12, 4])
 
 
-def _model(world: World, path: Path) -> Any:
+def _model(world: RunFiles, path: Path) -> Any:
     """Plan, and read the model folder as a trainer rank does."""
     plan = _plan(world, world.cfg)
     if not world.trainer:
@@ -205,7 +205,7 @@ def _model(world: World, path: Path) -> Any:
     return plan, family.hf.to_dict(), sums
 
 
-def _resume(world: World, path: Path) -> Any:
+def _resume(world: RunFiles, path: Path) -> Any:
     """Resume the run: read everything that the driver and the rollout manager read from its folder."""
     cfg, run_dir = world.cfg, world.root / "run"
     if path.name not in AUTO_RESUME_FILES:  # resuming from a checkpoint path does not read the run's config.yaml
@@ -235,18 +235,18 @@ def _resume(world: World, path: Path) -> Any:
     )
 
 
-def _status(world: World, path: Path) -> Any:
+def _status(world: RunFiles, path: Path) -> Any:
     return read_status(path.parent), _resume(world, path)
 
 
-def _dumps(world: World, path: Path) -> Any:
+def _dumps(world: RunFiles, path: Path) -> Any:
     """Load the dump as a replaying run does, and write a report."""
     value = load_table(path) if path.name.startswith("tokens") else load_groups(path)
     write_report(world.root / "run")
     return value
 
 
-def _log(world: World, path: Path) -> Any:
+def _log(world: RunFiles, path: Path) -> Any:
     """Resume with the log, then write its report."""
     config = _resume(world, path)
     rows = read_record(path.parent).rows
@@ -255,7 +255,7 @@ def _log(world: World, path: Path) -> Any:
 
 
 _PLANNED = ("generation_config.json", "tokenizer files", "data (jsonl, parquet)")
-_LOADERS: dict[str, Callable[[World, Path], Any]] = {
+_LOADERS: dict[str, Callable[[RunFiles, Path], Any]] = {
     **dict.fromkeys(FILES, _resume),
     **dict.fromkeys(_PLANNED, lambda world, path: _plan(world, world.cfg)),
     "config.json": _model,

@@ -17,7 +17,7 @@ from slime_like.batch import PackedBatch, StepBatch
 from slime_like.data.assemble import FILLER_ID, AssembleSpec, assemble
 from slime_like.errors import ConfigError, DataError, EngineError
 from slime_like.types import Reward, SampleGroup, Source, Span, Status
-from tests.algo.samples import Shape, batches, groups_of
+from tests.algo.samples import SampleShape, batches, groups_of
 
 SPEC = AssembleSpec(grpo, "token_mean", 1, 1, 1000, 16)
 COMPLETED = Status.COMPLETED
@@ -84,8 +84,8 @@ def test_columns_follow_the_spans(groups: list[SampleGroup]) -> None:
                 assert logprobs[sample.sample_id][t] == (sample.logprobs[t] if model else 0.0)
 
 
-def shape(reward: float, status: Status = COMPLETED, response: int = 2) -> Shape:
-    return Shape((1, response, 0, 0), reward, status)
+def shape(reward: float, status: Status = COMPLETED, response: int = 2) -> SampleShape:
+    return SampleShape((1, response, 0, 0), reward, status)
 
 
 def test_failures_count_in_no_baseline_and_no_denominator() -> None:
@@ -105,7 +105,7 @@ def test_failures_are_never_read_for_logprobs() -> None:
 
 def test_the_first_token_of_a_sequence_is_never_trained() -> None:
     """Nothing predicts the first token, even if the model sampled it."""
-    group = groups_of([[Shape((0, 3, 0, 0), 1.0, COMPLETED)]])[0]
+    group = groups_of([[SampleShape((0, 3, 0, 0), 1.0, COMPLETED)]])[0]
     step = assemble([group], SPEC, 0).steps[0]
     assert per_sample(step, "loss_weight") == {0: [0.0, 0.5, 0.5]}
     assert per_sample(step, "versions") == {0: [3, 3, 3]}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from slime_like.data.leftover import GroupSplit, split_leftover
 from slime_like.types import Status
-from tests.algo.samples import Shape, groups_of
+from tests.algo.samples import SampleShape, groups_of
 
-GROUPS = tuple(groups_of([[Shape((1, 1, 0, 0), 0.0, Status.COMPLETED)] * 4] * 3))
+GROUPS = tuple(groups_of([[SampleShape((1, 1, 0, 0), 0.0, Status.COMPLETED)] * 4] * 3))
 
 
 def test_complete_groups_in_order_and_leftovers_by_policy() -> None:

@@ -12,13 +12,13 @@ from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.metrics.types import Mean
 from slime_like.types import Status
-from tests.algo.samples import Shape, groups_of
+from tests.algo.samples import SampleShape, groups_of
 
 RULE = OverlongPenalty(max_len=10, buffer_len=4, factor=0.5)
 
 
 def group(*lengths: int, status: Status = Status.COMPLETED):
-    return groups_of([[Shape((1, n, 0, 0), 1.0, status) for n in lengths]])[0]
+    return groups_of([[SampleShape((1, n, 0, 0), 1.0, status) for n in lengths]])[0]
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.125), (9, 0.375), (10, 0.5), (30, 0.5)])

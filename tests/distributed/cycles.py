@@ -19,7 +19,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.distributed.wrapper import install
 from slime_like.errors import CollectiveError
 from slime_like.util.imports import heavy_imports
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 CYCLES = 20
 NUM_STABLE = 3  # consecutive readings without a decrease after which a count is stable
@@ -44,7 +44,7 @@ def _count_resources() -> Resources:
 
 
 def run_all(
-    world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, str]]
+    world: RankWorld, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, str]]
 ) -> dict[str, Any]:
     """Run all checks of this file on the same ranks."""
     with heavy_imports():  # excludes the imports from garbage collection, which resources() calls often
@@ -77,7 +77,7 @@ def run_all(
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------------
-def cycles(world: World) -> dict[str, Any]:
+def cycles(world: RankWorld) -> dict[str, Any]:
     """Run ops in every group, with all communicators destroyed and rebuilt between rounds."""
     wrapper = install.current()
     assert wrapper is not None
@@ -130,7 +130,7 @@ def _error(call: Any) -> str:
     return "nothing"
 
 
-def gloo_alone(world: World, store: Path) -> list[Resources]:
+def gloo_alone(world: RankWorld, store: Path) -> list[Resources]:
     """Return threads and descriptors after cycles of creating, using and destroying plain torch groups."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), world.size), rank=world.rank, world_size=world.size
@@ -154,7 +154,7 @@ def make_groups() -> list[Any]:
     return [dist.group.WORLD, *(group for group, ranks in zip(groups, lists, strict=True) if dist.get_rank() in ranks)]
 
 
-def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
+def ops(world: RankWorld, groups: list[Any]) -> list[torch.Tensor]:
     """Run in each group a sum, a sum by the group's method and coalesced gathers, then a ring of sends."""
     out: list[torch.Tensor] = []
     for group in groups:
@@ -178,7 +178,7 @@ def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
 
 
 # ---- under megatron ----------------------------------------------------------------------------------------------------
-def train_releasing(world: World, model: Path, layout: Layout, guard: GuardSpec) -> dict[str, Any]:
+def train_releasing(world: RankWorld, model: Path, layout: Layout, guard: GuardSpec) -> dict[str, Any]:
     """Return digests of weights and scores over two rollouts with a scoring between; communicators are released as ``guard`` says."""
     from tests.train.jobs import make_actor
     from tests.train.lifecycle import batch, digest, train

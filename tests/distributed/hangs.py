@@ -23,7 +23,7 @@ from slime_like.distributed.wrapper.watchdog import Watchdog
 from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.errors import CollectiveError
 from slime_like.util.deadline import scale
-from tests.train.ranks import World, fork_ranks
+from tests.train.ranks import RankWorld, fork_ranks
 
 SECONDS = 3.0
 # Time beyond the deadline until the rank at fault is named: errors.PATIENCE_S, in which late peers may still arrive, and the
@@ -45,7 +45,7 @@ class Outcomes:
     mismatches: dict[str, tuple[str, int]]
 
 
-def on_forks(world: World, folder: Path, mismatches: dict[str, Path]) -> Outcomes:
+def on_forks(world: RankWorld, folder: Path, mismatches: dict[str, Path]) -> Outcomes:
     """Run ``cases``, and ``mismatch`` of each kind with the rings in its folder, each on three forks of this process."""
     results = fork_ranks(cases, 3, folder)
     errors: dict[str, tuple[str, int]] = {}
@@ -57,7 +57,7 @@ def on_forks(world: World, folder: Path, mismatches: dict[str, Path]) -> Outcome
     return Outcomes(results, errors)
 
 
-def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
+def cases(world: RankWorld, folder: Path) -> dict[str, tuple[str, float]]:
     """Return {case: (error message of this rank's collective, seconds)}; the message is empty without an error."""
     store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)
     out: dict[str, tuple[str, float]] = {}
@@ -123,7 +123,7 @@ def _misses_rebuild(rank: int, folder: Path) -> None:
 
 
 # ---- errors for which gloo aborts the process ---------------------------------------------------------------------------------
-def mismatch(world: World, folder: Path, kind: str) -> None:
+def mismatch(world: RankWorld, folder: Path, kind: str) -> None:
     """Let rank 1 pass another size or call another op. gloo aborts the process that notices; the rings stay."""
     store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)  # waits for late ranks
     install.install(spec(folder), torch.device("cpu"), world.rank)
@@ -154,7 +154,7 @@ def _await_second(folder: Path, *ranks: int) -> None:
 
 
 # ---- hangs that the process group does not notice ---------------------------------------------------------------------
-def _unnoticed(world: World, store: dist.Store, folder: Path) -> str:
+def _unnoticed(world: RankWorld, store: dist.Store, folder: Path) -> str:
     """Hang in a process group with a long timeout; return the report of the watchdog that ends rank 0."""
     stderr = io.StringIO()
     wrapper = install.install(spec(folder, 3600.0), torch.device("cpu"), world.rank)
@@ -184,7 +184,7 @@ def watchdog_event(wrapper: Wrapper) -> threading.Event:
     return ended
 
 
-def killed(world: World, folder: Path) -> None:
+def killed(world: RankWorld, folder: Path) -> None:
     """Kill this rank; its ring stays."""
     install.install(spec(folder), torch.device("cpu"), world.rank)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

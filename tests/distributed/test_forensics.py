@@ -156,7 +156,7 @@ def test_the_watchdog_reports_hangs_that_torch_does_not_notice(cases: list[dict[
 @pytest.mark.ranks
 def test_the_ring_of_a_killed_rank_is_read_and_then_swept(tmp_path: Path) -> None:
     folder = tmp_path / f"{PREFIX}killed"
-    code = "from tests.distributed.hangs import *; killed(World(0, 1, '', 0), Path(__import__('sys').argv[1]))"
+    code = "from tests.distributed.hangs import *; killed(RankWorld(0, 1, '', 0), Path(__import__('sys').argv[1]))"
     result = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, timeout=120 * scale(), check=False)
     assert result.returncode == -9
     text = dump(folder)

@@ -26,7 +26,7 @@ from slime_like.util.deadline import Deadline
 from slime_like.util.imports import heavy_imports
 from tests.train.jobs import make_actor, reuse_groups, save_checkpoint
 from tests.train.lifecycle import batch, digest, train
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 # Deprecated names that megatron-core calls.
 gather_tensor, gather_base, scatter_tensor = (
@@ -109,14 +109,14 @@ WRAPPED = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"))
 
 
 def run_all(
-    world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
+    world: RankWorld, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
 ) -> tuple[dict[str, Any], dict[str, Compared]]:
     """Run all checks of this file in one process group."""
     return every_op(world, scratch / "requests"), compare(world, models, scratch, layouts)
 
 
 def compare(
-    world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
+    world: RankWorld, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
 ) -> dict[str, Compared]:
     """Run every layout with and without the wrapper."""
     with heavy_imports():  # as on trainer ranks: megatron collects garbage at every save and load
@@ -143,7 +143,7 @@ def compare(
     return out
 
 
-def _run(world: World, model: Path, scratch: Path, layout: Layout, spec: dict[str, Any]) -> list[str]:
+def _run(world: RankWorld, model: Path, scratch: Path, layout: Layout, spec: dict[str, Any]) -> list[str]:
     assert install.current() is None
     return _work(make_actor(world, model, layout, **spec), scratch, layout)[0]
 
@@ -167,7 +167,7 @@ def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[st
 
 
 # ---- every op, by every function and method that issues it -------------------------------------------------------------
-def every_op(world: World, folder: Path) -> dict[str, Any]:
+def every_op(world: RankWorld, folder: Path) -> dict[str, Any]:
     """Run each op of the table with and without the wrapper; return results, counts and the state after removal."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
@@ -201,7 +201,7 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
-def _run_wrapped(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
+def _run_wrapped(world: RankWorld, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
     """Run every op wrapped, with the hot path in C or in Python; compare results and return counts."""
     wrapper = install.install(WRAPPED, torch.device("cpu"), world.rank, in_c=in_c)
     assert wrapper is not None
@@ -253,7 +253,7 @@ class Memory:
         self.free_bytes = 8 * 2**30
 
 
-def shortage_on_one_rank(world: World, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
+def shortage_on_one_rank(world: RankWorld, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
     """Run sums over all ranks with a shortage on one rank before one of them; return the actions, by sum, and counts."""
     memory = Memory()
     policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action=action)
@@ -282,7 +282,7 @@ def shortage_on_one_rank(world: World, folder: Path, action: str, *, symmetric: 
     }
 
 
-def across_nodes(world: World, folder: Path) -> dict[str, Any]:
+def across_nodes(world: RankWorld, folder: Path) -> dict[str, Any]:
     """Give each rank its own shared memory, as on two nodes; run sums until both ranks have acted on the shortage of one."""
     memory = Memory()
     policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action="trim")
@@ -302,7 +302,7 @@ def across_nodes(world: World, folder: Path) -> dict[str, Any]:
     return {"actions": [action for action, _ in memory.actions], "clears": clears}
 
 
-def every_third(world: World) -> int:
+def every_third(world: RankWorld) -> int:
     """Return the number of memory queries in seven calls."""
     spec = GuardSpec(wrap=True, default=MemoryPolicy(checks="every_n", every=3))
     wrapper = install.install(spec, torch.device("cpu"), world.rank, Memory())
@@ -314,7 +314,7 @@ def every_third(world: World) -> int:
     return counter.checks
 
 
-def _every_op(world: World) -> list[Any]:
+def _every_op(world: RankWorld) -> list[Any]:
     rank, size, peer = world.rank, world.size, 1 - world.rank
     source = torch.arange(4, dtype=torch.float32) + 10 * rank
     out: list[Any] = []

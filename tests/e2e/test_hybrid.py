@@ -43,7 +43,7 @@ LAYERS = {"attention", "gdn", "mlp", "all"}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LayoutCase:
     """A recipe on a layout of the trainer."""
 
     recipe: str
@@ -52,9 +52,9 @@ class Case:
 
 
 CASES = {
-    "quickstart_gdn tp2": Case("quickstart_gdn", ("parallel.tp=2",)),
-    "quickstart_gdn cp2, a vision model": Case("quickstart_gdn", ("parallel.cp=2",), vision=True),
-    "quickstart_next, experts replayed": Case("quickstart_next", ("algo.routing_replay=rollout",)),
+    "quickstart_gdn tp2": LayoutCase("quickstart_gdn", ("parallel.tp=2",)),
+    "quickstart_gdn cp2, a vision model": LayoutCase("quickstart_gdn", ("parallel.cp=2",), vision=True),
+    "quickstart_next, experts replayed": LayoutCase("quickstart_next", ("algo.routing_replay=rollout",)),
 }
 
 

@@ -52,7 +52,7 @@ def payload(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return body.getvalue()
 
 
-class Engine:
+class RunningEngine:
     """A running engine, its client, and the client's event loop."""
 
     def __init__(self, server: EngineServer, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
@@ -139,7 +139,7 @@ def launch(
     routing: RoutingShape | None = None,
     server_type: type[EngineServer] = EngineServer,
     **sglang: Any,
-) -> Generator[Engine | None]:
+) -> Generator[RunningEngine | None]:
     """Yield ``None`` once the engine's process has started, so that several can start at once; then the ready engine."""
     spec = EngineSpec(
         model_path=str(models.paths["A"]),
@@ -167,7 +167,7 @@ def launch(
 
 def serve(
     spec: EngineSpec, server_type: type[EngineServer] = EngineServer, routing: RoutingShape | None = None
-) -> Generator[Engine | None]:
+) -> Generator[RunningEngine | None]:
     """Yield ``None`` and the ready engine, like ``launch``."""
     loop = asyncio.new_event_loop()
     server = server_type(spec, admin_key=ADMIN_KEY)
@@ -182,7 +182,7 @@ def serve(
             server.wait_ready()
         name = f"engine tp{spec.tp}"
         client = EngineClient(server.url, admin_key=ADMIN_KEY, name=name, tp=spec.tp, deadline_s=60, routing=routing)
-        yield Engine(server, client, loop)
+        yield RunningEngine(server, client, loop)
     finally:
         server.stop()
         if client is not None:
@@ -190,17 +190,17 @@ def serve(
         loop.close()
 
 
-def start(models: Models, folder: Path, tp: int, **options: Any) -> Iterator[Engine]:
+def start(models: Models, folder: Path, tp: int, **options: Any) -> Iterator[RunningEngine]:
     for engine in launch(models, folder, tp, **options):
         if engine is not None:
             yield engine
 
 
 @pytest.fixture(scope="session")
-def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     yield from start(models, tmp_path_factory.mktemp("tp1"), 1, enable_custom_logit_processor=True)
 
 
 @pytest.fixture(scope="session")
-def engine_tp2(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine_tp2(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     yield from start(models, tmp_path_factory.mktemp("tp2"), 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 DIM, WIDTH, PAGES = 8, 64, 200
 
 
-class Group:
+class ThreadGroup:
     """A DCP group whose ranks are threads."""
 
     def __init__(self, size: int) -> None:
@@ -50,7 +50,7 @@ class Group:
         received.copy_(torch.cat(parts))
 
 
-def by_threads[T](group: Group, work: Callable[[int], T]) -> list[T]:
+def by_threads[T](group: ThreadGroup, work: Callable[[int], T]) -> list[T]:
     """Return the result of ``work`` on each rank."""
     results: dict[int, T] = {}
 

@@ -13,7 +13,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.rollout.pool.probe import ScoredSequence, to_rows
 from slime_like.types import F32, I32
 from tests.train.jobs import make_actor
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.rank.trainer import RankTrainer
@@ -28,7 +28,7 @@ class ScoreQuery:
     sequences: tuple[I32, ...]
 
 
-def answer(world: World, layout: Layout, queries: Sequence[ScoreQuery]) -> list[list[F32]]:
+def answer(world: RankWorld, layout: Layout, queries: Sequence[ScoreQuery]) -> list[list[F32]]:
     """Return [L - 1] log-probabilities per query and sequence on the reporter rank, and nothing on the others."""
     answers: list[list[F32]] = []
     for query in queries:
@@ -41,7 +41,7 @@ def answer(world: World, layout: Layout, queries: Sequence[ScoreQuery]) -> list[
     return answers
 
 
-def both_layouts(world: World, query: ScoreQuery) -> list[list[F32]]:
+def both_layouts(world: RankWorld, query: ScoreQuery) -> list[list[F32]]:
     """Return the answers of two pipeline stages, then of two data parallel ranks, in one process group."""
     return [column for layout in (Layout(pp=2), Layout(dp=2)) for column in answer(world, layout, [query])]
 

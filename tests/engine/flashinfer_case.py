@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_like_plugins.dcp.merge import all_to_all
-from tests.engine.dcp_case import WIDTH, Group, Pool, ShardedCase
+from tests.engine.dcp_case import WIDTH, Pool, ShardedCase, ThreadGroup
 
 
 def attend(q_QHD: Tensor, k_LD: Tensor, v_LD: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ class OnDevice:
         return lambda *shape, **options: function(*shape, **options | {"device": self._device})
 
 
-def use_torch(patch: pytest.MonkeyPatch, backend: Any, group: Group) -> None:
+def use_torch(patch: pytest.MonkeyPatch, backend: Any, group: ThreadGroup) -> None:
     """Replace FlashInfer, Triton kernels and the all-to-all on GPUs by torch."""
     from slime_like_plugins.dcp import flashinfer_plans
 
@@ -174,7 +174,7 @@ def use_torch(patch: pytest.MonkeyPatch, backend: Any, group: Group) -> None:
 
 
 def set_context(
-    patch: pytest.MonkeyPatch, backend: Any, group: Group, exchange: str = "ag_rs", on: str | None = None
+    patch: pytest.MonkeyPatch, backend: Any, group: ThreadGroup, exchange: str = "ag_rs", on: str | None = None
 ) -> None:
     """Set SGLang's context to that of the rank of the calling thread. ``on``: a feature."""
 
@@ -287,7 +287,7 @@ def stub_layer(heads: int, dim: int) -> Any:
 
 def build_ranks(
     backend: Any,
-    group: Group,
+    group: ThreadGroup,
     case: ShardedCase,
     pools: list[Pool],
     device: str = "cpu",

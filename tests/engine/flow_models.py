@@ -39,7 +39,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight)
 
 
-class Attention(nn.Module):
+class GroupedAttention(nn.Module):
     """Causal attention with ``kv_heads`` heads of keys and values."""
 
     def __init__(self, kv_heads: int) -> None:
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(0, 1).flatten(1))
 
 
-class LatentAttention(nn.Module):
+class AbsorbedAttention(nn.Module):
     """Absorbed attention over latents."""
 
     qk_nope_head_dim = v_head_dim = DIM
@@ -100,17 +100,17 @@ class Mixer(nn.Module):
         return self.out_proj(torch.cumsum(self.in_proj(x), 0))
 
 
-class Layer(nn.Module):
+class FlowLayer(nn.Module):
     """A decoder layer. Without tokens, it does not run its attention."""
 
     def __init__(self, kind: str, index: int) -> None:
         super().__init__()
         self.self_attn: nn.Module = (
-            LatentAttention()
+            AbsorbedAttention()
             if kind == "mla"
             else Mixer()
             if kind == "hybrid" and index % 4 != 3
-            else Attention(1 if kind == "mqa" else 2)
+            else GroupedAttention(1 if kind == "mqa" else 2)
         )
         self.mlp = Linear(HIDDEN, HIDDEN)
 
@@ -121,7 +121,7 @@ class Layer(nn.Module):
         return F.rms_norm(x + self.mlp(x), (HIDDEN,))
 
 
-def tensors(layers: Sequence[Layer], seed: int) -> list[tuple[int, str, int, Tensor]]:
+def tensors(layers: Sequence[FlowLayer], seed: int) -> list[tuple[int, str, int, Tensor]]:
     """Return layer, module, first row and rows of new weights; the second parts of fused projections after all other ones."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[tuple[int, str, int, Tensor]] = []
@@ -135,7 +135,7 @@ def tensors(layers: Sequence[Layer], seed: int) -> list[tuple[int, str, int, Ten
 
 
 def load(
-    layers: Sequence[Layer],
+    layers: Sequence[FlowLayer],
     weights: Iterable[tuple[int, str, int, Tensor]],
     update: Callable[[Any, Callable[[], None]], None],
 ) -> None:
@@ -148,7 +148,7 @@ def load(
             absorbed.add(index)
     for index in sorted(absorbed):
         attention = layers[index].self_attn
-        assert isinstance(attention, LatentAttention)
+        assert isinstance(attention, AbsorbedAttention)
         update(layers[index], attention.absorb)
 
 

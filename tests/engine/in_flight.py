@@ -8,13 +8,13 @@ import numpy as np
 
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
-from tests.engine.conftest import Engine, Models, make_sampling
+from tests.engine.conftest import Models, RunningEngine, make_sampling
 
 MAX_TRIES = 10
 PUSHED_B, PUSHED_A = 3, 4  # versions; odd versions have the weights of B
 
 
-def generate_over_two_pushes(engine: Engine, models: Models, ids: I32, tokens: int) -> list[Completion]:
+def generate_over_two_pushes(engine: RunningEngine, models: Models, ids: I32, tokens: int) -> list[Completion]:
     """Return three completions, each sampled under the weights of A, then B, then A.
 
     On a busy machine a request may begin after the first push or end before the second; all three are then sampled again.

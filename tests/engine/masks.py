@@ -12,7 +12,7 @@ from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.token_table import TokenTable, choose_samples, token_table
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models
+from tests.engine.conftest import Models, RunningEngine
 
 TEMPERATURE = 0.7
 
@@ -30,7 +30,7 @@ def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenT
     return token_table(micro_batch, np.concatenate(logprobs), 0)
 
 
-def check_samples(engine: Engine, models: Models, prompt: Prompt, samples: Sequence[Sample]) -> None:
+def check_samples(engine: RunningEngine, models: Models, prompt: Prompt, samples: Sequence[Sample]) -> None:
     """Check that recorded log-probabilities equal the engine's scores and the trainer's, and that only model tokens are trained on."""
     scores_of_samples = engine.run(engine.client.score([s.token_ids for s in samples], TEMPERATURE))
     for sample, scores in zip(samples, scores_of_samples, strict=True):

@@ -20,7 +20,7 @@ from slime_like.rollout.engine.client import EngineClient
 from slime_like.types import Prompt, Reward, Sample, Source, Status
 from tests.e2e.leftovers import beyond_loopback, listened_on
 from tests.engine import agents
-from tests.engine.conftest import Engine, Models
+from tests.engine.conftest import Models, RunningEngine
 from tests.engine.masks import check_samples, sampled_mask
 from tests.engine.words import context, write_words
 
@@ -31,7 +31,7 @@ PROMPT = Prompt(0, np.array([9, 9], np.int32), "tell me", "label", None, {"level
 class AgentRuns:
     """Runs of one agent, with their metrics, warnings and listening addresses."""
 
-    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+    def __init__(self, engine: RunningEngine, tokenizer: Any) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self.metrics: dict[str, float] = {}
         self.warnings: tuple[str, ...] = ()
@@ -73,12 +73,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def runs(engine: Engine, tokenizer: Any) -> Iterator[AgentRuns]:
+def runs(engine: RunningEngine, tokenizer: Any) -> Iterator[AgentRuns]:
     yield AgentRuns(engine, tokenizer)
 
 
 def test_a_conversation_is_one_sample_of_exactly_the_sampled_tokens(
-    runs: AgentRuns, engine: Engine, models: Models, tokenizer: Any
+    runs: AgentRuns, engine: RunningEngine, models: Models, tokenizer: Any
 ) -> None:
     addresses_before = set(listened_on([os.getpid()]).values())
     samples = runs.play(agents.three_turns, [11, 12])
@@ -117,7 +117,7 @@ def test_the_client_receives_what_is_recorded(runs: AgentRuns, tokenizer: Any) -
 
 
 def test_a_branch_or_rewritten_history_begins_a_sample_and_no_token_is_trained_on_twice(
-    runs: AgentRuns, engine: Engine, models: Models
+    runs: AgentRuns, engine: RunningEngine, models: Models
 ) -> None:
     samples = runs.play(agents.branches, [21])
     check_samples(engine, models, PROMPT, samples)
@@ -136,7 +136,7 @@ def test_a_branch_or_rewritten_history_begins_a_sample_and_no_token_is_trained_o
 
 
 def test_tool_calls_are_parsed_and_tool_results_are_not_trained_on(
-    engine: Engine, models: Models, tmp_path: Path
+    engine: RunningEngine, models: Models, tmp_path: Path
 ) -> None:
     """The model is random, so the tokenizer gives a sampled token the text of a tool call."""
     seed, plain_tokenizer = 71, write_words(tmp_path / "plain")
@@ -160,7 +160,7 @@ def test_tool_calls_are_parsed_and_tool_results_are_not_trained_on(
     check_samples(engine, models, PROMPT, [sample])
 
 
-def test_the_example_agent_calculates(engine: Engine, models: Models, tmp_path: Path) -> None:
+def test_the_example_agent_calculates(engine: RunningEngine, models: Models, tmp_path: Path) -> None:
     """The model is random, so the tokenizer gives two consecutive sampled tokens the text of a call."""
     plain_tokenizer = write_words(tmp_path / "plain", {"</calc>": 499})
     first_tokens = AgentRuns(engine, plain_tokenizer).play(calculator_agent.agent, list(range(16)))
@@ -207,7 +207,9 @@ def test_invalid_requests_are_answered_in_openais_format_and_are_not_recorded(ru
     assert wrong_key[0] == "AuthenticationError" and wrong_key[1]["code"] == "invalid_api_key"
 
 
-def test_a_conversation_that_fills_the_context_is_truncated(runs: AgentRuns, engine: Engine, models: Models) -> None:
+def test_a_conversation_that_fills_the_context_is_truncated(
+    runs: AgentRuns, engine: RunningEngine, models: Models
+) -> None:
     (sample,) = runs.play(agents.exceed_context, [41], tokens=50)
     assert sample.status is Status.TRUNCATED
     assert sample.num_response_tokens == 50
@@ -242,7 +244,7 @@ def test_agents_that_always_fail_end_the_run(runs: AgentRuns) -> None:
         runs.play(agents.return_text, [1])
 
 
-def test_an_engine_failure_is_not_reported_as_the_agents(runs: AgentRuns, engine: Engine) -> None:
+def test_an_engine_failure_is_not_reported_as_the_agents(runs: AgentRuns, engine: RunningEngine) -> None:
     lost_engine = EngineClient("http://127.0.0.1:9", admin_key="", name="engine 7", deadline_s=5)
     with pytest.raises(EngineError, match="engine 7"):
         runs.play(agents.three_turns, [61], client=lost_engine)

@@ -19,16 +19,16 @@ from slime_like.interfaces import Completion
 from slime_like_plugins.sglang_cpu.build import COMPILERS
 from tests.engine.c_kernels import has_products
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer
 
 pytestmark = pytest.mark.engine
 
-type Work = Callable[[Engine], Coroutine[Any, Any, list[Completion]]]
+type Work = Callable[[RunningEngine], Coroutine[Any, Any, list[Completion]]]
 
 
 @pytest.fixture(scope="module")
-def arms(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
+def arms(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningEngine]]:
     """Return the engines by their setting; ``off`` is the reference."""
     with contextlib.ExitStack() as stack:
         launching: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def arms(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         yield {name: next(run) for name, run in launching.items()}
 
 
-def assert_same(arms: dict[str, Engine], work: Work) -> list[Completion]:
+def assert_same(arms: dict[str, RunningEngine], work: Work) -> list[Completion]:
     """Assert equal tokens, ends and versions, and scores equal up to rounding; return the completions of ``off``."""
     answers = {name: arm.run(work(arm)) for name, arm in arms.items()}
     expected = answers.pop("off")
@@ -51,7 +51,7 @@ def assert_same(arms: dict[str, Engine], work: Work) -> list[Completion]:
     return expected
 
 
-def test_each_engine_names_its_kernels(arms: dict[str, Engine]) -> None:
+def test_each_engine_names_its_kernels(arms: dict[str, RunningEngine]) -> None:
     says = {name: arm.server.decodes_with() for name, arm in arms.items()}
     assert says["off"].startswith("SGLang's own forward; module by module")
     assert says["torch"].startswith("torch kernels; fused forward of Qwen3ForCausalLM")
@@ -61,10 +61,10 @@ def test_each_engine_names_its_kernels(arms: dict[str, Engine]) -> None:
     assert f"; fused forward of Qwen3ForCausalLM{products}; " in says["auto"]
 
 
-def test_growing_and_shrinking_batches_at_mixed_temperatures_give_equal_tokens(arms: dict[str, Engine]) -> None:
+def test_growing_and_shrinking_batches_at_mixed_temperatures_give_equal_tokens(arms: dict[str, RunningEngine]) -> None:
     """Greedy and sampled rows are mixed; requests of 1 to 60 tokens end, and others join, during decoding."""
 
-    async def work(arm: Engine) -> list[Completion]:
+    async def work(arm: RunningEngine) -> list[Completion]:
         requests = [
             asyncio.create_task(
                 arm.client.generate(
@@ -83,8 +83,8 @@ def test_growing_and_shrinking_batches_at_mixed_temperatures_give_equal_tokens(a
     assert len(assert_same(arms, work)) == 19
 
 
-def test_continuations_of_cached_prefixes_give_equal_tokens(arms: dict[str, Engine]) -> None:
-    async def work(arm: Engine) -> list[Completion]:
+def test_continuations_of_cached_prefixes_give_equal_tokens(arms: dict[str, RunningEngine]) -> None:
+    async def work(arm: RunningEngine) -> list[Completion]:
         ids, completions = prompt(30, seed=4), list[Completion]()
         for turn in range(3):
             completions += await arm.client.generate(ids, [turn], make_sampling(0.9, 10))
@@ -94,10 +94,10 @@ def test_continuations_of_cached_prefixes_give_equal_tokens(arms: dict[str, Engi
     assert_same(arms, work)
 
 
-def test_sampling_that_the_kernels_do_not_support_is_left_to_sglang(arms: dict[str, Engine]) -> None:
+def test_sampling_that_the_kernels_do_not_support_is_left_to_sglang(arms: dict[str, RunningEngine]) -> None:
     """Nucleus, top-k and stop tokens, in one batch with plain requests."""
 
-    async def work(arm: Engine) -> list[Completion]:
+    async def work(arm: RunningEngine) -> list[Completion]:
         default = make_sampling(tokens=30)
         stop = replace(default, stop_token_ids=tuple(range(2, 30)))
         samplings = [default, replace(default, top_p=0.8), replace(default, top_k=5), stop]
@@ -107,8 +107,8 @@ def test_sampling_that_the_kernels_do_not_support_is_left_to_sglang(arms: dict[s
     assert {completion.finish for completion in assert_same(arms, work)} == {"length", "stop"}
 
 
-def test_the_first_token_after_a_push_is_of_the_new_weights(arms: dict[str, Engine], models: Models) -> None:
-    async def work(arm: Engine) -> list[Completion]:
+def test_the_first_token_after_a_push_is_of_the_new_weights(arms: dict[str, RunningEngine], models: Models) -> None:
+    async def work(arm: RunningEngine) -> list[Completion]:
         completions: list[Completion] = []
         for version, name in ((1, "B"), (0, "A")):
             completions += await arm.client.generate(prompt(12), [3, 4], make_sampling())
@@ -119,10 +119,10 @@ def test_the_first_token_after_a_push_is_of_the_new_weights(arms: dict[str, Engi
     assert first_a.token_ids.tolist() != first_b.token_ids.tolist()
 
 
-def test_retracted_requests_continue_with_equal_tokens(arms: dict[str, Engine]) -> None:
+def test_retracted_requests_continue_with_equal_tokens(arms: dict[str, RunningEngine]) -> None:
     """A pause drops the KV cache of requests; after a resume, a prefill computes it again and decoding continues."""
 
-    async def work(arm: Engine) -> list[Completion]:
+    async def work(arm: RunningEngine) -> list[Completion]:
         request = asyncio.create_task(arm.client.generate(prompt(8), [1, 2, 3], make_sampling(tokens=120)))
         for _ in range(2):
             await arm.client.generate(prompt(4), [9], make_sampling(tokens=6))

@@ -17,7 +17,7 @@ from tests.engine.c_kernels import C, has_products
 needs_products = pytest.mark.skipif(not has_products(), reason="no C compiler, or a CPU without its products")
 
 
-class Model(nn.Module):
+class TwoLayers(nn.Module):
     """Two layers, one of them with bias, and a loader that, as SGLang's, does not increase the version counter."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -31,7 +31,7 @@ class Model(nn.Module):
             parameters[name].data.copy_(value)
 
 
-def outputs(product: Products, model: Model, rows: int = 7) -> list[Tensor]:
+def outputs(product: Products, model: TwoLayers, rows: int = 7) -> list[Tensor]:
     product.renew()
     outputs_of_layers: list[Tensor] = []
     for layer in model.layers:
@@ -41,7 +41,7 @@ def outputs(product: Products, model: Model, rows: int = 7) -> list[Tensor]:
     return outputs_of_layers
 
 
-def assert_current(product: Products, model: Model) -> None:
+def assert_current(product: Products, model: TwoLayers) -> None:
     unpacked_products = Products(model, [])
     for rows in (1, 7, 130):
         for actual, expected in zip(
@@ -55,7 +55,7 @@ def assert_current(product: Products, model: Model) -> None:
 def test_every_way_to_write_a_weight_is_detected(by_c: bool) -> None:
     if not (has_products() if by_c else products.can_pack()):
         pytest.skip("this CPU has no such products of bfloat16")
-    model = Model()
+    model = TwoLayers()
     product = Products(model, list(model.layers), c=C() if by_c else None)
     assert product.packed_by == ("C" if by_c else "oneDNN")
     assert_current(product, model)
@@ -75,11 +75,11 @@ def test_every_way_to_write_a_weight_is_detected(by_c: bool) -> None:
 @torch.no_grad()
 def test_weights_that_are_not_packed_are_multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "MAX_BYTES", 1000)
-    model = Model()
+    model = TwoLayers()
     product = Products(model, list(model.layers))
     assert product.packed_by == ""
     assert_current(product, model)
-    float32_model = Model(torch.float32)
+    float32_model = TwoLayers(torch.float32)
     assert Products(float32_model, list(float32_model.layers)).packed_by == ""
 
 
@@ -88,7 +88,7 @@ def test_weights_that_are_not_packed_are_multiplied_by_torch(monkeypatch: pytest
 def test_the_layers_are_packed_if_the_head_is_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Model()
+    model = TwoLayers()
     head = nn.Linear(64, 100, dtype=torch.bfloat16)
     outputs_of_layers = Products(model, list(model.layers), head, C())
     assert outputs_of_layers.packed_by == "C" and outputs_of_layers.bytes == 2 * (40 * 96 + 64 * 40 + 100 * 64)

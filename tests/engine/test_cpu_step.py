@@ -30,7 +30,7 @@ LAYERS, VOCABULARY, LENGTH = 3, 70, 40
 SCALE, EPS = 0.2, 1e-6
 
 
-class Model:
+class StepModel:
     """Attributes of an SGLang model that ``DecodeStep`` reads: with norms of heads, or with biases."""
 
     def __init__(self, dtype: torch.dtype, heads: tuple[int, int, int], width: int, has_biases: bool) -> None:
@@ -92,7 +92,7 @@ class PaddedScores(CKernels):
         return self.room, scores
 
 
-def run_separately(model: Model, x: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
+def run_separately(model: StepModel, x: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
     """Return logits [B, V] by separate calls of the kernels and products, which other tests check."""
     c, rows = C(), len(x)
     count, dim = model.model.layers[0].self_attn.num_heads, model.model.layers[0].self_attn.head_dim
@@ -130,7 +130,7 @@ def run_separately(model: Model, x: Tensor, angles: tuple[Tensor, Tensor], backe
 def test_a_step_has_the_bits_of_its_parts(
     rows: int, dtype: torch.dtype, heads: tuple[int, int, int], width: int, has_biases: bool, threads: int
 ) -> None:
-    model = Model(dtype, heads, width, has_biases)
+    model = StepModel(dtype, heads, width, has_biases)
     random = torch.Generator().manual_seed(rows)
     lens = torch.randint(1, LENGTH + 1, (rows,), generator=random)
     table = torch.randint(100, 200, (rows + 2, LENGTH), generator=random, dtype=torch.int32)
@@ -173,11 +173,11 @@ def test_a_step_has_the_bits_of_its_parts(
 def test_an_unsupported_model_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = C().threads
 
-    def serves(model: Model, rows: int = 4 * threads) -> bool:
+    def serves(model: StepModel, rows: int = 4 * threads) -> bool:
         product = Products(model, model.linears, model.lm_head, C())
         return DecodeStep(model, model.blocks, product, C()).supports(rows)
 
-    model = Model(torch.bfloat16, (4, 2, 32), 64, has_biases=False)
+    model = StepModel(torch.bfloat16, (4, 2, 32), 64, has_biases=False)
     assert serves(model, threads) and not serves(model, threads - 1)
     monkeypatch.setattr(decode, "CACHED_BYTES", 1)  # each thread reads all weights, which only pays for several rows
     assert serves(model) and not serves(model, 4 * threads - 1)

@@ -20,7 +20,7 @@ from slime_like.interfaces import Completion
 from slime_like.rollout.engine.replies import KvUsage
 from slime_like.types import I32
 from tests.engine import hybrid_models, test_families
-from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.test_weights import TensorSource
@@ -101,10 +101,10 @@ UNSHARDED = {model: EngineCase(model, 1, 1) for model in MODELS} | {"qwen3": Eng
 class EnginePairs:
     """Running engines by the name of their case, and the models they serve."""
 
-    engines: Mapping[str, Engine]
+    engines: Mapping[str, RunningEngine]
     models: Mapping[str, Models]
 
-    def pair(self) -> tuple[Engine, Engine, Models]:
+    def pair(self) -> tuple[RunningEngine, RunningEngine, Models]:
         """Return an engine with a small KV cache, the engine of the same model without DCP, and the model."""
         return self.engines["sharded"], self.engines["qwen3"], self.models["qwen3"]
 
@@ -125,7 +125,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePairs]:
         yield EnginePairs({name: next(run) for name, run in launches.items()}, models)
 
 
-def greedy(engine: Engine, prompts: list[I32], tokens: int = TOKENS) -> list[Completion]:
+def greedy(engine: RunningEngine, prompts: list[I32], tokens: int = TOKENS) -> list[Completion]:
     """Greedy responses to prompts that are sent together."""
 
     async def all_of_them() -> list[list[Completion]]:
@@ -159,7 +159,7 @@ def assert_exact(completions: list[Completion], models: Models, weights: str) ->
         np.testing.assert_allclose(completion.logprobs, logprobs_R.numpy(), rtol=0, atol=SAME)
 
 
-def abort(engine: Engine) -> None:
+def abort(engine: RunningEngine) -> None:
     """Abort two requests that continue the last prompt."""
 
     async def start_and_abort() -> list[Completion]:
@@ -201,7 +201,7 @@ def test_tokens_and_logprobs_are_those_without_dcp_and_exact(name: str, pairs: E
     assert_same(*samples)
 
 
-def log_of(engine: Engine) -> str:
+def log_of(engine: RunningEngine) -> str:
     return Path(f"/proc/{engine.server.pid}/fd/1").read_text(errors="replace")
 
 
@@ -219,7 +219,7 @@ def test_each_engine_uses_what_its_settings_name(pairs: EnginePairs) -> None:
 
 
 def test_the_time_of_exchanges_is_reported_once(pairs: EnginePairs) -> None:
-    async def usage(engine: Engine) -> KvUsage:
+    async def usage(engine: RunningEngine) -> KvUsage:
         await engine.client.kv_usage()
         await engine.client.generate(PROMPTS[-1], [0], make_sampling(0.0, TOKENS))
         return await engine.client.kv_usage()

@@ -19,7 +19,7 @@ from slime_like_plugins.dcp.merge import merge
 from slime_like_plugins.sglang_cpu import build
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from tests.engine.c_kernels import C, needs_compiler
-from tests.engine.dcp_case import DIM, Group, by_threads, sharded_case
+from tests.engine.dcp_case import DIM, ThreadGroup, by_threads, sharded_case
 
 IN_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
 
@@ -105,7 +105,7 @@ def test_any_mix_of_lengths_over_ranks(
     from slime_like_plugins.dcp import attention
 
     case = sharded_case(requests, size, heads, decode=decode)
-    group, pools, num_new = Group(size), case.pools(), sum(case.new)
+    group, pools, num_new = ThreadGroup(size), case.pools(), sum(case.new)
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: decode)
     batch = SimpleNamespace(
         forward_mode=mode,
@@ -162,7 +162,7 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
     from slime_like_plugins.dcp.group_queries import group_queries
 
     size, heads, hidden = 3, 2, 8
-    group, hidden_TC, positions_T = Group(size), normal(1, 5, hidden), torch.arange(5) + 7
+    group, hidden_TC, positions_T = ThreadGroup(size), normal(1, 5, hidden), torch.arange(5) + 7
     measured: list[int] = []  # the rank of each measured exchange
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from slime_like_plugins.dcp.exchange_time import METHODS, STRIDE, DeviceClock, H
 from slime_like_plugins.kv_capacity import usage
 
 
-class Gpu:
+class FakeCuda:
     """``torch.cuda`` with a clock that only exchanges advance."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Gpu:
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group whose exchange of x milliseconds takes x milliseconds on the clock of ``gpu``."""
     monkeypatch.setattr(exchange_time, "_clocks", [])
-    gpu = Gpu()
+    gpu = FakeCuda()
 
     def exchange(milliseconds: float) -> float:
         gpu.now += milliseconds

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.engine.dcp_case import DIM, WIDTH, Group, ShardedCase, by_threads, sharded_case
+from tests.engine.dcp_case import DIM, WIDTH, ShardedCase, ThreadGroup, by_threads, sharded_case
 from tests.engine.flashinfer_case import (
     RowsKernel,
     build_ranks,
@@ -30,7 +30,7 @@ from tests.engine.flashinfer_case import (
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6)
 
 
-def forward(ranks: list[Any], group: Group, case: ShardedCase, batch: Any) -> Tensor:
+def forward(ranks: list[Any], group: ThreadGroup, case: ShardedCase, batch: Any) -> Tensor:
     """Return attention of all heads [T, H, D], computed by all ranks."""
     heads, tokens = case.q_THD.shape[1] // case.size, len(case.q_THD)
     layer = stub_layer(heads, case.q_THD.shape[2])
@@ -54,7 +54,7 @@ def test_any_mix_of_lengths_over_ranks(
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case = sharded_case(requests, size, heads, decode=decode)
-    group, pools, batch = Group(size), case.pools(), stub_batch(case)
+    group, pools, batch = ThreadGroup(size), case.pools(), stub_batch(case)
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, backend, group, exchange)
         use_torch(patch, backend, group)
@@ -74,7 +74,7 @@ def test_a_graph_reads_the_plan_of_its_replay(lens: list[int], size: int, known:
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case = sharded_case([(1, length - 1) for length in lens], size, 2, decode=True)
-    group, batch = Group(size), stub_batch(case)
+    group, batch = ThreadGroup(size), stub_batch(case)
     captured = stub_batch(sharded_case([(1, 0)] * 3, size, 2, decode=True))
     captured.req_pool_indices = torch.zeros(3, dtype=torch.int64)
     captured.seq_lens_cpu = torch.ones(3, dtype=torch.int64)
@@ -122,7 +122,7 @@ def test_plans_have_the_heads_of_the_group() -> None:
     """FlashInfer chooses tensor cores by the number of query heads per KV head, which grows by the size of the group."""
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
-    case, group = sharded_case([(3, 5)], 2, 3, decode=False), Group(2)
+    case, group = sharded_case([(3, 5)], 2, 3, decode=False), ThreadGroup(2)
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, backend, group)
         use_torch(patch, backend, group)
@@ -152,7 +152,7 @@ def test_models_and_arguments_are_refused(name: str, monkeypatch: pytest.MonkeyP
     runner = stub_runner(case, case.pools()[0])
     for key, value in changes.items():
         setattr(runner.model_config if hasattr(runner.model_config, key) else runner, key, value)
-    set_context(monkeypatch, backend, Group(2), on=feature)
+    set_context(monkeypatch, backend, ThreadGroup(2), on=feature)
     with pytest.raises(NotImplementedError, match=f"does not support {re.escape(words)}.*set rollout.dcp=1"):
         backend.ShardedFlashInfer(runner)
 
@@ -161,7 +161,7 @@ def test_a_machine_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case = sharded_case([(1, 1)], 2, 1, decode=True)
-    set_context(monkeypatch, backend, Group(2))
+    set_context(monkeypatch, backend, ThreadGroup(2))
     monkeypatch.delattr(backend.upstream, "BatchDecodeWithPagedKVCacheWrapper", raising=False)
     with pytest.raises(NotImplementedError, match="needs the package flashinfer_python"):
         backend.ShardedFlashInfer(stub_runner(case, case.pools()[0]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slime_like_plugins.dcp.merge import merge
-from tests.engine.dcp_case import WIDTH, Group, Pool, ShardedCase, by_threads, sharded_case
+from tests.engine.dcp_case import WIDTH, Pool, ShardedCase, ThreadGroup, by_threads, sharded_case
 from tests.engine.flashinfer_case import RowsKernel, build_ranks, set_context, stub_batch, stub_layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -84,7 +84,7 @@ def test_backend_of_each_rank(size: int, decode: bool) -> None:
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case = sharded_case(REQUESTS, size, 4, decode=decode, dim=DIM)
-    group, pools = Group(size), on_gpu(case)
+    group, pools = ThreadGroup(size), on_gpu(case)
     batch, layer = stub_batch(case, "cuda"), stub_layer(4, DIM)
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, backend, group)
@@ -109,13 +109,13 @@ def test_a_captured_graph() -> None:
 
     size, count = 2, 4
     case = sharded_case([(1, length) for length in (0, 5, 30, 62)], size, 4, decode=True, dim=DIM)
-    group, pools = Group(size), on_gpu(case)
+    group, pools = ThreadGroup(size), on_gpu(case)
     q_TAD, outs, lses = case.q_THD.to("cuda", DTYPE), [], []
     captured: Any = stub_batch(sharded_case([(1, 0)] * count, size, 4, decode=True, dim=DIM), "cuda")
     captured.req_pool_indices = torch.zeros(count, dtype=torch.int64, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, backend, group)
-        patch.setattr(Group, "all_gather", lambda self, tensor, dim: tensor)  # the queries of the group are given
+        patch.setattr(ThreadGroup, "all_gather", lambda self, tensor, dim: tensor)  # the queries of the group are given
         for rank, built in enumerate(build_ranks(backend, group, case, pools, "cuda", DTYPE)):
             own_mask = case.fresh_L & (case.slots_L % size == rank)
             rows = (case.slots_L[own_mask] // size).cuda()

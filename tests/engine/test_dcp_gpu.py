@@ -17,7 +17,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like_plugins.dcp import exchange_time
 from slime_like_plugins.dcp.exchange_time import STRIDE, DeviceClock
 from tests.engine import latent_models
-from tests.engine.conftest import Engine, Models, serve
+from tests.engine.conftest import Models, RunningEngine, serve
 from tests.engine.test_dcp import PROMPTS, ModelCase, build, greedy
 
 NUM_GPUS = torch.cuda.device_count()
@@ -86,7 +86,7 @@ def test_an_engine_of_two_ranks_agrees_with_transformers(name: str, tmp_path: Pa
         assert usage.dcp_exchange_s is not None and usage.dcp_exchange_s > 0
 
 
-def check(engine: Engine, models: Models, weights: str, is_cached: bool) -> None:
+def check(engine: RunningEngine, models: Models, weights: str, is_cached: bool) -> None:
     """Compare greedy responses with transformers."""
     for ids, completion in zip(PROMPTS, greedy(engine, PROMPTS), strict=True):
         sequence = np.concatenate([ids, completion.token_ids]).astype(np.int32)

@@ -13,7 +13,7 @@ import torch
 from slime_like.config.schema.resolved import Layout
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
-from tests.engine.conftest import Engine, Models, make_sampling, prompt, start
+from tests.engine.conftest import Models, RunningEngine, make_sampling, prompt, start
 from tests.engine.exact_scores import ScoreQuery
 from tests.engine.forked_engines import ForkedEngineServer
 from tests.train.jobs import Results, run_forked
@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 3, 4, 7, 18, 63, 64, 65, 120)
 
 
 @pytest.fixture(scope="module")
-def exact_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def exact_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     yield from start(models, tmp_path_factory.mktemp("exact"), 1, deterministic=True, server_type=ForkedEngineServer)
 
 
@@ -39,14 +39,14 @@ class EngineScores:
     continuations: list[tuple[I32, F32]]  # tokens after a cached prefix, and their log-probabilities
 
 
-async def drop_prefixes(engine: Engine) -> None:
+async def drop_prefixes(engine: RunningEngine) -> None:
     """Drop all cached prefixes. Pause first, because the engine refuses while it completes the last reply."""
     await engine.client.pause()
     await engine.client.flush()
     await engine.client.resume()
 
 
-async def score_in_every_way(engine: Engine, models: Models, name: str, temperature: float) -> EngineScores:
+async def score_in_every_way(engine: RunningEngine, models: Models, name: str, temperature: float) -> EngineScores:
     """Sample all prompts in one batch, then some alone and after a cached prefix, and score all by prefill."""
     prompts, seeds = [prompt(length, seed=length) for length in LENGTHS], [11, 12]
     sampling = make_sampling(temperature, tokens=20)
@@ -73,7 +73,7 @@ async def score_in_every_way(engine: Engine, models: Models, name: str, temperat
 
 
 @pytest.fixture(scope="module")
-def engine_scores(exact_engine: Engine, models: Models) -> list[EngineScores]:
+def engine_scores(exact_engine: RunningEngine, models: Models) -> list[EngineScores]:
     """Return the scores of both models at both temperatures; model B arrives by a push."""
     engine = exact_engine
     first = [engine.run(score_in_every_way(engine, models, "A", temperature)) for temperature in TEMPERATURES]
@@ -135,7 +135,7 @@ def test_pipeline_and_data_parallel_ranks_keep_the_bits(
 
 
 def test_a_change_of_one_bit_of_one_weight_is_detected(
-    exact_engine: Engine, models: Models, engine_scores: list[EngineScores]
+    exact_engine: RunningEngine, models: Models, engine_scores: list[EngineScores]
 ) -> None:
     """The injected fault is a push in which one element differs by one unit in the last place."""
     engine = exact_engine

@@ -18,7 +18,7 @@ import torch
 from slime_like.config.schema import names
 from slime_like.data.routing import RoutingShape
 from slime_like.types import I32
-from tests.engine.conftest import VOCAB, Engine, Models, launch, make_sampling, prompt
+from tests.engine.conftest import VOCAB, Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.hybrid_models import HybridModels
 from tests.train.float8 import dequantising, quantise
@@ -143,7 +143,7 @@ def build(folder: Any, family: str) -> Models:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, RunningEngine]]]:
     """Return the models and engine of each family; the engines start at the same time."""
     with contextlib.ExitStack() as stack:
         launching: dict[str, tuple[Models, Any]] = {}
@@ -159,7 +159,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[Models, Engine]]) -> None:
+def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
     models, engine = engines[family]
     ids = prompt(100, seed=5)
     for version, name in enumerate("ABA"):
@@ -174,7 +174,7 @@ def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[
             )
 
 
-def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
     """Also of cached tokens, of scored ones, of a continued answer and after a push, but not to evaluation requests."""
     models, engine = engines[REPLAYED]
     ids, sampling = prompt(90, seed=6), make_sampling(0.8, tokens=20)

@@ -16,7 +16,7 @@ from slime_like_plugins.flow_mla.pipeline import GatherPipeline
 from slime_like_plugins.flow_mla.sharding import ShardedWeights
 from slime_like_plugins.sglang_hooks import HELD_PART
 from slime_like_plugins.weight_commit.poison import poison, unwritten
-from tests.engine.flow_models import HIDDEN, KINDS, WEIGHTS, GlooRanks, LatentAttention, Layer, load, tensors
+from tests.engine.flow_models import HIDDEN, KINDS, WEIGHTS, AbsorbedAttention, FlowLayer, GlooRanks, load, tensors
 
 SLOTS = 2
 
@@ -29,23 +29,23 @@ def ranks(size: int, num_slots: int = SLOTS) -> GlooRanks:
 
 def sharded_layers(
     group: GlooRanks, rank: int, kind: str, count: int, num_slots: int = SLOTS
-) -> tuple[list[Layer], ShardedWeights]:
+) -> tuple[list[FlowLayer], ShardedWeights]:
     """Return the layers of one rank, with slots."""
     weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, group.size, group.gather(rank))
-    layers: list[Layer] = []
+    layers: list[FlowLayer] = []
     for index in range(count):
-        layers.append(Layer(kind, index))
+        layers.append(FlowLayer(kind, index))
         weights.add(layers[-1])
     weights.bind()
     return layers, weights
 
 
-def plain_update(layer: Layer, compute: Any) -> None:
+def plain_update(layer: FlowLayer, compute: Any) -> None:
     """Compute weights of a layer that is not sharded."""
     compute()
 
 
-def forward(layers: list[Layer], x: Tensor) -> Tensor:
+def forward(layers: list[FlowLayer], x: Tensor) -> Tensor:
     """Run the layers."""
     for layer in layers:
         x = layer(x)
@@ -58,19 +58,19 @@ def inputs(rank: int, step: int) -> Tensor:
     return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(10 * rank + step))
 
 
-def parameters(layers: list[Layer]) -> list[tuple[str, Tensor]]:
+def parameters(layers: list[FlowLayer]) -> list[tuple[str, Tensor]]:
     """Return the tensors that a commit checks: of sharded weights, this rank's part."""
     named = [(f"{index}.{name}", p) for index, layer in enumerate(layers) for name, p in layer.named_parameters()]
     for index, layer in enumerate(layers):
-        if isinstance(layer.self_attn, LatentAttention):
+        if isinstance(layer.self_attn, AbsorbedAttention):
             named += [(f"{index}.{name}", getattr(layer.self_attn, name)) for name in ("w_kc", "w_vc")]
     return [(name, getattr(tensor, HELD_PART, tensor)) for name, tensor in named]
 
 
 @torch.no_grad()
-def expected(kind: str, count: int, seeds: list[int], partial: int | None = None) -> list[Layer]:
+def expected(kind: str, count: int, seeds: list[int], partial: int | None = None) -> list[FlowLayer]:
     """Return full layers with the weights of the seeds in turn."""
-    layers = [Layer(kind, index) for index in range(count)]
+    layers = [FlowLayer(kind, index) for index in range(count)]
     for seed in seeds:
         load(layers, tensors(layers, seed), plain_update)
     if partial is not None:
@@ -112,10 +112,10 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer() -> None:
 
     def work(rank: int) -> None:
         weights = ShardedWeights(FlowOptions(WEIGHTS["mla"]), rank, 2, group.gather(rank))
-        layers: list[Layer] = []
+        layers: list[FlowLayer] = []
         sizes: list[int] = []
         for index in range(count):
-            layers.append(Layer("mla", index))
+            layers.append(FlowLayer("mla", index))
             attention = [
                 p.untyped_storage() for layer in layers for n, p in layer.named_parameters() if "self_attn" in n
             ]
@@ -157,7 +157,7 @@ def test_weights_of_a_loader_that_writes_to_the_slot_are_not_committed() -> None
     group.run(work)
 
 
-class Clock:
+class RecordedGather:
     """A gather of one rank that records when it starts and when it is waited for."""
 
     def __init__(self, layers: list[int]) -> None:
@@ -182,7 +182,7 @@ class Wait:
 
 def test_the_weights_of_a_layer_arrive_while_the_layer_before_it_runs() -> None:
     layouts = [layer_layout([Matrix((16 * (1 + index),), (1,), torch.float32)], 1) for index in range(5)]
-    clock = Clock([layout.num_bytes for layout in layouts])
+    clock = RecordedGather([layout.num_bytes for layout in layouts])
     pipeline = GatherPipeline(
         layouts, [torch.empty(layout.part_bytes, dtype=torch.uint8) for layout in layouts], SLOTS, clock
     )
@@ -241,7 +241,9 @@ def test_three_slots_and_fewer_layers_than_slots() -> None:
     for count in (2, 7):
         reference, group = expected("mqa", count, [1]), ranks(2, 3)
 
-        def work(rank: int, count: int = count, group: GlooRanks = group, reference: list[Layer] = reference) -> None:
+        def work(
+            rank: int, count: int = count, group: GlooRanks = group, reference: list[FlowLayer] = reference
+        ) -> None:
             layers, weights = sharded_layers(group, rank, "mqa", count, 3)
             load(layers, tensors(layers, 1), weights.update)
             for step in range(3):

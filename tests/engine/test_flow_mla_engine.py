@@ -20,7 +20,7 @@ import pytest
 
 from slime_like.config.schema.flow_mla import FlowOptions
 from slime_like.errors import EngineError
-from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
 from tests.engine.latent_models import build
 from tests.engine.test_latent import CHUNK, assert_agrees, push
@@ -34,16 +34,18 @@ QWEN3_BYTES = 4 * 4 * (64 * 64 + 64 * (64 + 32 + 32))
 
 
 @dataclass(frozen=True)
-class Pair:
+class EngineArms:
     """Two engines of one model: with full weights on each rank, and with FlowMLA."""
 
     models: Models
-    plain: Engine
-    flow: Engine
+    plain: RunningEngine
+    flow: RunningEngine
 
 
 @pytest.fixture(scope="module", params=WEIGHTS)
-def pair(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineArms]:
     """Return the engines of one family; they start at the same time."""
     start_fork_server()
     if request.param == "deepseek_v3":
@@ -60,15 +62,15 @@ def pair(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytes
             run = launch(models, tmp_path_factory.mktemp("run"), 2, flow_mla=flow_mla, **settings)
             runs.append(stack.enter_context(contextlib.closing(run)))
             assert next(run) is None
-        yield Pair(models, *(next(run) for run in runs))
+        yield EngineArms(models, *(next(run) for run in runs))
 
 
-def log_text(engine: Engine) -> str:
+def log_text(engine: RunningEngine) -> str:
     """Return the engine's log."""
     return Path(engine.server._spec.log_path).read_text()  # pyright: ignore[reportPrivateUsage]
 
 
-def answers(engine: Engine, models: Models, name: str) -> list[Any]:
+def answers(engine: RunningEngine, models: Models, name: str) -> list[Any]:
     """Return token ids, log-probabilities and scores of requests sent one at a time, which agree with transformers."""
     results: list[Any] = []
     for index, length in enumerate((1, 60)):
@@ -79,13 +81,13 @@ def answers(engine: Engine, models: Models, name: str) -> list[Any]:
     return [*results, *engine.run(engine.client.score([prompt(31, seed=7)], 0.7))]
 
 
-async def update_from_disk(engine: Engine, folder: Path) -> None:
+async def update_from_disk(engine: RunningEngine, folder: Path) -> None:
     """Let the engine load a checkpoint."""
     request = {"model_path": str(folder), "flush_cache": True}
     await engine.client._connection.post("update", "/update_weights_from_disk", request)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_results_are_those_of_an_engine_that_holds_all_weights(pair: Pair) -> None:
+def test_results_are_those_of_an_engine_that_holds_all_weights(pair: EngineArms) -> None:
     """At the start, after pushes over shared memory and a process group in buckets of one tensor, and after a load from disk."""
     for version, name in enumerate("ABAB"):
         results: list[list[Any]] = []
@@ -100,7 +102,7 @@ def test_results_are_those_of_an_engine_that_holds_all_weights(pair: Pair) -> No
             np.testing.assert_allclose(plain, sharded, rtol=0, atol=tolerance)
 
 
-def test_requests_that_arrive_together(pair: Pair) -> None:
+def test_requests_that_arrive_together(pair: EngineArms) -> None:
     """Of several lengths, so that ranks prefill, decode and idle at the same time."""
     engine, prompts = pair.flow, [prompt(length, seed=length) for length in (100, 60, 1, 17, 31)]
     engine.run(engine.push(pair.models.tensors("B"), 10))
@@ -115,7 +117,7 @@ def test_requests_that_arrive_together(pair: Pair) -> None:
         assert_agrees(pair.models, "B", ids, completion, 0.0)
 
 
-def test_a_partial_update_is_refused(pair: Pair) -> None:
+def test_a_partial_update_is_refused(pair: EngineArms) -> None:
     """The attention of a layer is missing, of which each rank holds a part. A complete update follows."""
     engine, tensors = pair.flow, pair.models.tensors("A")
     part = {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn" not in name}
@@ -125,7 +127,7 @@ def test_a_partial_update_is_refused(pair: Pair) -> None:
     answers(engine, pair.models, "A")
 
 
-def test_a_rank_holds_the_bytes_of_the_formula(pair: Pair) -> None:
+def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
     """The log has the bytes in memory: ``W / 2 + 2 W / 4``, with four equal layers."""
     text = log_text(pair.flow)
     if pair.models.hf["A"].config.model_type == "qwen3":

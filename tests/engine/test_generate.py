@@ -11,14 +11,14 @@ import pytest
 
 from slime_like.interfaces import Sampling
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, make_sampling, prompt
+from tests.engine.conftest import Models, RunningEngine, make_sampling, prompt
 from tests.engine.in_flight import MAX_TRIES
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logprobs_are_of_the_sampling_distribution(engine: Engine, models: Models, temperature: float) -> None:
+def test_logprobs_are_of_the_sampling_distribution(engine: RunningEngine, models: Models, temperature: float) -> None:
     prompts = [prompt(length, seed=length) for length in (1, 3, 17, 40)]
 
     async def ask() -> list[list[np.ndarray]]:
@@ -31,7 +31,9 @@ def test_logprobs_are_of_the_sampling_distribution(engine: Engine, models: Model
         assert_close(logprobs, expected)
 
 
-def test_greedy_and_sampled_requests_in_one_batch_keep_their_own_distribution(engine: Engine, models: Models) -> None:
+def test_greedy_and_sampled_requests_in_one_batch_keep_their_own_distribution(
+    engine: RunningEngine, models: Models
+) -> None:
     ids = prompt(9)
 
     async def ask() -> tuple[Any, ...]:
@@ -46,7 +48,7 @@ def test_greedy_and_sampled_requests_in_one_batch_keep_their_own_distribution(en
         assert_close(completion.logprobs, expected)
 
 
-def test_a_seed_determines_the_tokens_in_any_batch(engine: Engine) -> None:
+def test_a_seed_determines_the_tokens_in_any_batch(engine: RunningEngine) -> None:
     ids, seeds = prompt(7), list(range(100, 116))
     group = engine.run(engine.client.generate(ids, seeds, make_sampling()))
     single_completions = [engine.run(engine.client.generate(ids, [seed], make_sampling()))[0] for seed in seeds[::5]]
@@ -55,7 +57,7 @@ def test_a_seed_determines_the_tokens_in_any_batch(engine: Engine) -> None:
     assert len({tuple(c.token_ids.tolist()) for c in group}) == len(seeds)
 
 
-def test_completions_carry_version_finish_and_length(engine: Engine) -> None:
+def test_completions_carry_version_finish_and_length(engine: RunningEngine) -> None:
     (completion,) = engine.run(engine.client.generate(prompt(5), [3], make_sampling(tokens=9)))
     assert completion.token_ids.dtype == np.int32
     assert completion.logprobs.dtype == np.float32
@@ -64,7 +66,7 @@ def test_completions_carry_version_finish_and_length(engine: Engine) -> None:
     assert completion.versions == ((0, 9, engine.run(engine.client.version())),)
 
 
-def test_a_stop_token_ends_a_completion(engine: Engine) -> None:
+def test_a_stop_token_ends_a_completion(engine: RunningEngine) -> None:
     ids = prompt(5)
     (unstopped_completion,) = engine.run(engine.client.generate(ids, [3], make_sampling()))
     stop = int(unstopped_completion.token_ids[4])
@@ -75,7 +77,7 @@ def test_a_stop_token_ends_a_completion(engine: Engine) -> None:
     np.testing.assert_array_equal(completion.token_ids, unstopped_completion.token_ids[: first + 1])
 
 
-def test_nucleus_and_top_k_draw_from_their_support(engine: Engine, models: Models) -> None:
+def test_nucleus_and_top_k_draw_from_their_support(engine: RunningEngine, models: Models) -> None:
     ids = prompt(6)
     sampling = Sampling(temperature=1.0, max_new_tokens=1, top_k=3)
     firsts = {int(c.token_ids[0]) for c in engine.run(engine.client.generate(ids, list(range(40)), sampling))}
@@ -84,14 +86,14 @@ def test_nucleus_and_top_k_draw_from_their_support(engine: Engine, models: Model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_equal_those_of_transformers(engine: Engine, models: Models, temperature: float) -> None:
+def test_scores_equal_those_of_transformers(engine: RunningEngine, models: Models, temperature: float) -> None:
     sequences = [prompt(length, seed=length) for length in (2, 30, 64)]
     scores = engine.run(engine.client.score(sequences, temperature))
     for ids, logprobs in zip(sequences, scores, strict=True):
         assert_close(logprobs, models.logprobs("A", ids, temperature))
 
 
-def test_scoring_does_not_affect_sampling_in_the_same_batch(engine: Engine, models: Models) -> None:
+def test_scoring_does_not_affect_sampling_in_the_same_batch(engine: RunningEngine, models: Models) -> None:
     ids = prompt(11)
 
     async def generate_and_score() -> tuple[Any, ...]:
@@ -106,7 +108,7 @@ def test_scoring_does_not_affect_sampling_in_the_same_batch(engine: Engine, mode
         assert_close(completion.logprobs, expected)
 
 
-def test_an_aborted_request_returns_its_tokens_so_far(engine: Engine) -> None:
+def test_an_aborted_request_returns_its_tokens_so_far(engine: RunningEngine) -> None:
     async def ask_and_abort() -> Any:
         request = asyncio.create_task(engine.client.generate(prompt(4), [1], make_sampling(tokens=240)))
         while not request.done():

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.types import I32
-from tests.engine.conftest import Engine, Models, launch, make_sampling, prompt
+from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.hybrid_models import FAMILIES, WITH_VISION, build
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
@@ -40,7 +40,7 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Models]:
 @pytest.fixture(scope="module")
 def engines(
     hybrids: Mapping[str, Models], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
+) -> Iterator[Mapping[str, tuple[Models, RunningEngine]]]:
     """Return the models and engine of each name; the engines start at the same time."""
     with contextlib.ExitStack() as stack:
         launching: dict[str, tuple[Models, Any]] = {}
@@ -88,7 +88,7 @@ def all_logits(models: Models, name: str, sequences: Sequence[I32]) -> list[torc
 
 @pytest.mark.parametrize("name_of_engine", ENGINES)
 def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
-    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
+    name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
     """Several samples per prompt, greedy and sampled; prompts of 1 to 100 tokens, some of which are prefixes of others."""
     models, engine = engines[name_of_engine]
@@ -120,7 +120,7 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 
 @pytest.mark.parametrize("name_of_engine", ["qwen3_next", "qwen3_5_text tp2"])
 def test_continuations_of_cached_prefixes_agree(
-    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
+    name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
     """A turn and a fork of it continue from the states after the last prompt; a shorter prompt misses the cache."""
     models, engine = engines[name_of_engine]
@@ -136,7 +136,7 @@ def test_continuations_of_cached_prefixes_agree(
     assert any(f"#cached-token: {length}," in log for length in (30, 38)), "no request hit the prefix cache"
 
 
-def test_requests_in_flight_continue_under_new_weights(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+def test_requests_in_flight_continue_under_new_weights(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
     """Keys, values and delta rule states of the prefix are computed again: each token is sampled from the weights of its version."""
     models, engine = engines["qwen3_next"]
     ids = prompt(20, seed=9)
@@ -159,7 +159,7 @@ PATTERN_OF_UNWRITTEN = {
 }
 
 
-def test_a_commit_names_parameters_that_were_not_written(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+def test_a_commit_names_parameters_that_were_not_written(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
     """Every kind of parameter of a hybrid model with experts is checked, including one expert's part of a fused parameter."""
     models, engine = engines["qwen3_next"]
     for name, scores in PATTERN_OF_UNWRITTEN.items():
@@ -172,7 +172,7 @@ def test_a_commit_names_parameters_that_were_not_written(engines: Mapping[str, t
 
 @pytest.mark.parametrize("name_of_engine", ENGINES)
 def test_hybrid_models_do_not_use_the_fused_forward(
-    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
+    name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
     says = engines[name_of_engine][1].server.decodes_with()
     assert "module by module, as Qwen3" in says and "is none of" in says

@@ -117,7 +117,7 @@ def test_states_that_round_their_inputs_are_refused() -> None:
 
 
 # ---- delta rule ------------------------------------------------------------------------------------------------------
-class Request:
+class RequestInputs:
     """Random inputs of one request, with the projections of its gates and its initial state."""
 
     def __init__(self, seed: int, length: int) -> None:
@@ -150,7 +150,7 @@ def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: lis
     Requests of one token have no prefill. Slots of other requests do not change.
     """
     a_log, dt_bias = random(seed + 7, VALUE_HEADS), random(seed + 8, VALUE_HEADS)
-    requests = [Request(seed + 10 * index, length) for index, length in enumerate(lengths)]
+    requests = [RequestInputs(seed + 10 * index, length) for index, length in enumerate(lengths)]
     rows = slots(seed, len(lengths))
     pool = random(seed + 9, SLOTS, VALUE_HEADS, VALUE, KEY)
     pool_before_use = pool.clone()
@@ -251,7 +251,7 @@ def test_both_orders_of_projections_are_split_alike() -> None:
             assert torch.equal(actual_part, expected_part)
 
 
-class Config:
+class LayerConfig:
     linear_layer_ids = (0, 1, 2)
     linear_num_key_heads, linear_key_head_dim = 2, 16
     linear_num_value_heads, linear_value_head_dim = 4, 24
@@ -259,14 +259,14 @@ class Config:
 
 
 def test_small_states_get_four_slots_per_running_request() -> None:
-    assert states.state_bytes(Config) == 3 * 4 * ((2 * 32 + 96) * 3 + 96 * 16)
-    assert states.slots(Config, 64) == 4 * 64
-    assert states.slots(Config, None) == 4 * states.RUNNING
-    assert states.slots(Config, 10**6) is None
+    assert states.state_bytes(LayerConfig) == 3 * 4 * ((2 * 32 + 96) * 3 + 96 * 16)
+    assert states.slots(LayerConfig, 64) == 4 * 64
+    assert states.slots(LayerConfig, None) == 4 * states.RUNNING
+    assert states.slots(LayerConfig, 10**6) is None
     assert states.slots(object(), None) is None  # no linear attention
 
 
-@pytest.mark.parametrize(("config", "disabled"), [(Config, True), (object(), False)])
+@pytest.mark.parametrize(("config", "disabled"), [(LayerConfig, True), (object(), False)])
 @pytest.mark.parametrize("max_running_requests", [8, 10**6])
 def test_dcp_and_drafts_with_states_of_any_size(
     config: object, disabled: bool, max_running_requests: int, monkeypatch: pytest.MonkeyPatch

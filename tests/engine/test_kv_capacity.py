@@ -12,7 +12,7 @@ import pytest
 from slime_like.interfaces import Completion, Sampling
 from slime_like.rollout.engine.replies import KvUsage
 from slime_like.util.deadline import Deadline
-from tests.engine.conftest import VOCAB, Engine, Models, make_sampling, prompt, start
+from tests.engine.conftest import VOCAB, Models, RunningEngine, make_sampling, prompt, start
 from tests.engine.forked_engines import ForkedEngineServer
 
 pytestmark = pytest.mark.engine
@@ -24,17 +24,17 @@ SHORT = replace(LONG, stop_token_ids=tuple(range(0, VOCAB, 20)))  # 20 tokens on
 
 
 @pytest.fixture(scope="module")
-def fixed_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def fixed_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     yield from start(models, tmp_path_factory.mktemp("fixed"), 1, server_type=ForkedEngineServer)
 
 
 @pytest.fixture(scope="module")
-def auto_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def auto_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     folder = tmp_path_factory.mktemp("auto")
     yield from start(models, folder, 1, max_running_requests=None, server_type=ForkedEngineServer)
 
 
-def rollout(engine: Engine, sampling: Sampling, first: int = 0) -> tuple[list[Completion], KvUsage]:
+def rollout(engine: RunningEngine, sampling: Sampling, first: int = 0) -> tuple[list[Completion], KvUsage]:
     """Sample all requests at once; return their completions and the use of the cache."""
 
     async def sample() -> tuple[list[Completion], KvUsage]:
@@ -49,7 +49,7 @@ def rollout(engine: Engine, sampling: Sampling, first: int = 0) -> tuple[list[Co
 
 
 def test_auto_does_not_retract_where_a_fixed_concurrency_does_and_samples_the_same_tokens(
-    fixed_engine: Engine, auto_engine: Engine
+    fixed_engine: RunningEngine, auto_engine: RunningEngine
 ) -> None:
     fixed_rollout, fixed_usage = rollout(fixed_engine, LONG)
     chosen, usage = rollout(auto_engine, LONG)
@@ -62,7 +62,7 @@ def test_auto_does_not_retract_where_a_fixed_concurrency_does_and_samples_the_sa
         np.testing.assert_array_equal(one.token_ids, same.token_ids)
 
 
-def test_auto_runs_more_requests_when_responses_turn_out_short(auto_engine: Engine) -> None:
+def test_auto_runs_more_requests_when_responses_turn_out_short(auto_engine: RunningEngine) -> None:
     most_running = 0
     for wave in range(6):
         _, usage = rollout(auto_engine, SHORT, first=1000 * (wave + 1))
@@ -71,7 +71,7 @@ def test_auto_runs_more_requests_when_responses_turn_out_short(auto_engine: Engi
     assert most_running > 2 * WORST_CASE
 
 
-def test_a_pause_is_no_retraction_and_a_report_resets_the_counts(auto_engine: Engine) -> None:
+def test_a_pause_is_no_retraction_and_a_report_resets_the_counts(auto_engine: RunningEngine) -> None:
     async def pause() -> tuple[KvUsage, KvUsage]:
         await auto_engine.client.kv_usage()
         running = asyncio.ensure_future(

@@ -25,7 +25,7 @@ from slime_like.rollout.engine import processes
 from slime_like.types import I32
 from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.shared import SharedBucketMemory
-from tests.engine.conftest import Engine, Models, launch, make_sampling, payload, prompt
+from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.latent_models import FAMILIES, build
@@ -47,7 +47,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, RunningEngine]]]:
     """Return the models and engine of each name; the engines start at the same time."""
     start_fork_server()
     models = {name: build(tmp_path_factory.mktemp("model"), name) for name in FAMILIES}
@@ -85,7 +85,7 @@ class SingleTensors(TensorSource):
         yield from (Bucket((entry,)) for entry in self._tensors.items())
 
 
-async def push(engine: Engine, tensors: dict[str, torch.Tensor], version: int) -> None:
+async def push(engine: RunningEngine, tensors: dict[str, torch.Tensor], version: int) -> None:
     """Push version 1 over the tensor transport, and later ones over a process group."""
     source = SingleTensors(tensors)
 
@@ -106,7 +106,7 @@ async def push(engine: Engine, tensors: dict[str, torch.Tensor], version: int) -
 
 @pytest.mark.parametrize("name_of_engine", ENGINES)
 def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
-    name_of_engine: str, engines: Mapping[str, tuple[Models, Engine]]
+    name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
     """Greedy and sampled responses to prompts of 1 to 100 tokens, some of which are prefixes of others; the last ones twice."""
     models, engine = engines[name_of_engine]
@@ -141,7 +141,7 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 
 
 def test_the_controller_of_data_parallel_attention_waits_for_requests(
-    engines: Mapping[str, tuple[Models, Engine]],
+    engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
     """It sleeps at least once before each request. A controller that polls without waiting never does, and uses a core."""
     _, engine = engines["deepseek_v3 dp2"]
@@ -160,12 +160,12 @@ def test_the_controller_of_data_parallel_attention_waits_for_requests(
 
 
 def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
-    engines: Mapping[str, tuple[Models, Engine]],
+    engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
     """So many sequences that requests are retracted, and prefilled again later."""
     (_, sharded), (_, unsharded) = engines["deepseek_v3 dcp2"], engines["deepseek_v3"]
 
-    async def answers(engine: Engine) -> tuple[list[Completion], int]:
+    async def answers(engine: RunningEngine) -> tuple[list[Completion], int]:
         await engine.client.kv_usage()
         sampling = make_sampling(0.0, 60)
         requests = (engine.client.generate(prompt(20, seed=seed), [0], sampling) for seed in range(16))
@@ -180,7 +180,7 @@ def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
         np.testing.assert_allclose(completion.logprobs, reference.logprobs, rtol=0, atol=TOLERANCE)
 
 
-def test_aborted_requests_of_sharded_latents_are_continued(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+def test_aborted_requests_of_sharded_latents_are_continued(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
     """As a partial rollout does: the prompt of the continuation has the tokens that the aborted request sampled."""
     models, engine = engines["deepseek_v3 dcp2"]
     ids = prompt(30, seed=77)
@@ -203,7 +203,7 @@ def test_aborted_requests_of_sharded_latents_are_continued(engines: Mapping[str,
 
 
 def test_requests_of_sharded_latents_continue_under_new_weights(
-    engines: Mapping[str, tuple[Models, Engine]],
+    engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
     models, engine = engines["deepseek_v3 dcp2"]
     ids = prompt(21, seed=3)
@@ -213,7 +213,9 @@ def test_requests_of_sharded_latents_continue_under_new_weights(
         )
 
 
-def test_a_commit_names_weights_that_sglang_did_not_compute(engines: Mapping[str, tuple[Models, Engine]]) -> None:
+def test_a_commit_names_weights_that_sglang_did_not_compute(
+    engines: Mapping[str, tuple[Models, RunningEngine]],
+) -> None:
     """With ``load_format=direct`` SGLang copies ``kv_b_proj`` to the parameter, without computing ``w_kc`` and ``w_vc`` from it."""
     models, engine = engines["kimi_k2"]
     tensors = models.tensors("B")

@@ -23,7 +23,7 @@ from slime_like.rollout.pool.probe import TrainerScores, check
 from slime_like.types import F32, SampleGroup, Source, Status
 from tests.data.character_tokenizer import characters
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import VOCAB, Engine, Models, payload
+from tests.engine.conftest import VOCAB, Models, RunningEngine, payload
 from tests.engine.fixed_engine import FixedEngine
 from tests.rollout.counting import Counting
 
@@ -37,7 +37,7 @@ STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends a short answer: so
 @pytest.fixture(autouse=True)
 def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    engine: Engine = request.getfixturevalue("engine")
+    engine: RunningEngine = request.getfixturevalue("engine")
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
 
 
@@ -79,7 +79,7 @@ def name_of(version: int) -> str:
 class ManagerUnderTest:
     """A manager on the shared engine."""
 
-    def __init__(self, engine: Engine, models: Models, manager_spec: ManagerSpec) -> None:
+    def __init__(self, engine: RunningEngine, models: Models, manager_spec: ManagerSpec) -> None:
         self.engine, self.models = engine, models
         self.source = Counting(extra=30)
         self.manager = RolloutManager(manager_spec, self.source, {}, [FixedEngine(engine.client)])
@@ -141,7 +141,7 @@ def check_logprobs(group: SampleGroup, models: Models) -> None:
 
 
 def test_partial_rollouts_across_pushes_and_a_resume(
-    engine: Engine, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: RunningEngine, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     characters().save_pretrained(tmp_path / "tokenizer")
     side = ManagerUnderTest(engine, models, spec(tmp_path / "tokenizer", partial=True))
@@ -190,7 +190,7 @@ def test_partial_rollouts_across_pushes_and_a_resume(
 
 
 def test_without_partial_rollouts_every_token_is_of_the_newest_weights(
-    engine: Engine, models: Models, tmp_path: Path
+    engine: RunningEngine, models: Models, tmp_path: Path
 ) -> None:
     characters().save_pretrained(tmp_path)
     side = ManagerUnderTest(engine, models, spec(tmp_path, partial=False))
@@ -210,7 +210,9 @@ def test_without_partial_rollouts_every_token_is_of_the_newest_weights(
     assert num_prompts + num_in_flight == side.source.state()["taken"]
 
 
-def test_user_functions_that_fail_or_drop_every_group_are_named(engine: Engine, models: Models, tmp_path: Path) -> None:
+def test_user_functions_that_fail_or_drop_every_group_are_named(
+    engine: RunningEngine, models: Models, tmp_path: Path
+) -> None:
     characters().save_pretrained(tmp_path)
     base_spec = spec(tmp_path, partial=False)
     short_rollout = replace(

@@ -16,7 +16,7 @@ from slime_like.planner.constants import GIB, HOST_SCHEDULER
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.host import host_engine, host_pool
 from slime_like.planner.table import MemoryTable
-from tests.engine.conftest import ADMIN_KEY, Engine, Models, make_sampling, prompt, start
+from tests.engine.conftest import ADMIN_KEY, Models, RunningEngine, make_sampling, prompt, start
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +41,7 @@ SIZED = replace(SMALL, max_tokens=NO_LIMIT, static=FRACTION)
 
 
 @pytest.fixture(scope="module")
-def sized(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
+def sized(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningEngine, Path]]:
     """Yield an engine with a model of some 100 MiB, whose cache SGLang sizes, and the model's folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -59,14 +59,14 @@ def sized(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     next(engines, None)  # stops the engine
 
 
-def reported_tokens(engine: Engine) -> int:
+def reported_tokens(engine: RunningEngine) -> int:
     """Return the engine's own max_total_num_tokens."""
     request = Request(f"{engine.server.url}/get_server_info", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
     with urlopen(request, timeout=60) as reply:
         return int(json.load(reply)["max_total_num_tokens"])
 
 
-def resident_bytes(engine: Engine) -> int:
+def resident_bytes(engine: RunningEngine) -> int:
     """Return the resident memory of every process of an engine, after a request."""
     engine.run(engine.client.generate(prompt(8), [0], make_sampling()))
     total = 0
@@ -88,7 +88,7 @@ def predicted(model: Path, settings: EngineSettings) -> tuple[int, MemoryTable]:
 
 
 def test_capacity_and_resident_memory_are_within_a_tenth_of_the_prediction(
-    engine: Engine, sized: tuple[Engine, Path], models: Models
+    engine: RunningEngine, sized: tuple[RunningEngine, Path], models: Models
 ) -> None:
     larger_engine, model = sized
     small_tokens, small_table = predicted(models.paths["A"], SMALL)

@@ -20,7 +20,7 @@ from slime_like.rollout.pool.router import RequestCounts
 from slime_like.types import Prompt
 from slime_like.util.deadline import Deadline
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, make_sampling, prompt
+from tests.engine.conftest import Models, RunningEngine, make_sampling, prompt
 from tests.engine.fixed_engine import FixedEngine
 
 pytestmark = pytest.mark.engine
@@ -33,14 +33,14 @@ LONG_SAMPLING = make_sampling(tokens=TOKENS)
 def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
     """Restore the weights of A at version 0 on the shared engine, after each test."""
     yield
-    engine: Engine = request.getfixturevalue("engine")
+    engine: RunningEngine = request.getfixturevalue("engine")
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
 
 
 class GroupUnderTest:
     """Requests of one group, with the gate that interrupts them."""
 
-    def __init__(self, engine: Engine, journal: CallJournal | None = None) -> None:
+    def __init__(self, engine: RunningEngine, journal: CallJournal | None = None) -> None:
         self.client, self.gate, self.usage = engine.client, PauseGate(), RequestCounts(1)
         self.journal = journal or CallJournal()
 
@@ -83,7 +83,9 @@ def assert_equal_completions(completions_of_groups: Sequence[Completion], expect
         assert (completion.versions, completion.finish) == (reference.versions, reference.finish)
 
 
-def test_a_continued_completion_has_the_versions_and_logprobs_of_its_parts(engine: Engine, models: Models) -> None:
+def test_a_continued_completion_has_the_versions_and_logprobs_of_its_parts(
+    engine: RunningEngine, models: Models
+) -> None:
     async def scenario() -> tuple[list[int], Sequence[Completion]]:
         group = GroupUnderTest(engine)
         answer = await group.start_and_interrupt(30)
@@ -108,7 +110,7 @@ def test_a_continued_completion_has_the_versions_and_logprobs_of_its_parts(engin
         assert np.abs(logprobs_a - logprobs_b).max() > 0.1  # so that the assertions above distinguish A from B
 
 
-def test_an_interruption_under_the_same_weights_changes_no_token(engine: Engine, tmp_path: Path) -> None:
+def test_an_interruption_under_the_same_weights_changes_no_token(engine: RunningEngine, tmp_path: Path) -> None:
     async def scenario() -> tuple[Sequence[Completion], ...]:
         group, reference = GroupUnderTest(engine), GroupUnderTest(engine)
         expected = await reference.generate()
@@ -131,7 +133,7 @@ def test_an_interruption_under_the_same_weights_changes_no_token(engine: Engine,
         assert_equal_completions(completions, expected)
 
 
-def test_a_completion_on_a_paused_engine_can_be_interrupted(engine: Engine) -> None:
+def test_a_completion_on_a_paused_engine_can_be_interrupted(engine: RunningEngine) -> None:
     async def scenario() -> tuple[Sequence[Completion], Sequence[Completion]]:
         group = GroupUnderTest(engine)
         expected = await GroupUnderTest(engine).generate()
@@ -147,7 +149,7 @@ def test_a_completion_on_a_paused_engine_can_be_interrupted(engine: Engine) -> N
     assert_equal_completions(completions_of_groups, expected)
 
 
-def test_prefix_cache_hits_of_a_group_are_counted(engine: Engine) -> None:
+def test_prefix_cache_hits_of_a_group_are_counted(engine: RunningEngine) -> None:
     async def scenario() -> tuple[dict[str, float], dict[str, float]]:
         await engine.client.flush()
         group = GroupUnderTest(engine)

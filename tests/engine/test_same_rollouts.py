@@ -15,7 +15,7 @@ from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from tests.data.character_tokenizer import characters
 from tests.e2e.same_run import sample_differences
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import ADMIN_KEY, Engine
+from tests.engine.conftest import ADMIN_KEY, RunningEngine
 from tests.engine.fixed_engine import FixedEngine
 from tests.rollout.counting import Counting
 
@@ -47,7 +47,7 @@ def spec(tokenizer: Path, generate: str, first: int) -> ManagerSpec:
     ("generate", "differs"), [("single_turn", False), ("tests.e2e.custom:draw_process_seeds", True)]
 )
 def test_a_repeated_rollout_has_the_same_tokens_unless_its_seeds_differ(
-    engine: Engine, tmp_path: Path, generate: str, differs: bool
+    engine: RunningEngine, tmp_path: Path, generate: str, differs: bool
 ) -> None:
     characters().save_pretrained(tmp_path / "tokenizer")
     version = engine.run(engine.client.version())

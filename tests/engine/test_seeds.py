@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, prompt
+from tests.engine.conftest import Models, RunningEngine, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def ask(engine: Engine, kinds: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
+def ask(engine: RunningEngine, kinds: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
     """Send a request of each kind in one batch and return the replies."""
     request_params = {"max_new_tokens": 12, "sampling_seed": seed}
     request = {
@@ -50,12 +50,12 @@ def tokens(reply: dict[str, Any]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def replies(engine: Engine) -> dict[str, dict[str, Any]]:
+def replies(engine: RunningEngine) -> dict[str, dict[str, Any]]:
     return ask(engine, list(KINDS), seed=7)
 
 
 def test_the_same_seed_gives_the_same_tokens_alone_and_among_others(
-    engine: Engine, replies: dict[str, dict[str, Any]]
+    engine: RunningEngine, replies: dict[str, dict[str, Any]]
 ) -> None:
     kinds_without_mask = [kind for kind in KINDS if kind != "mask"]
     other_replies = ask(engine, list(KINDS), seed=8)

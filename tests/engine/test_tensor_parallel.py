@@ -20,12 +20,12 @@ from slime_like.printable import SECRET
 from slime_like.rollout.engine.processes import members
 from tests.e2e.leftovers import beyond_loopback, is_private, listened_on, unix_sockets
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import ADMIN_KEY, Engine, Models, make_sampling, prompt
+from tests.engine.conftest import ADMIN_KEY, Models, RunningEngine, make_sampling, prompt
 
 pytestmark = pytest.mark.engine
 
 
-def test_two_ranks_agree_with_transformers(engine_tp2: Engine, models: Models) -> None:
+def test_two_ranks_agree_with_transformers(engine_tp2: RunningEngine, models: Models) -> None:
     ids = prompt(30)
     assert "module by module, as tp_size is 2" in engine_tp2.server.decodes_with()
     for version, name in enumerate("AB"):
@@ -41,7 +41,7 @@ def test_two_ranks_agree_with_transformers(engine_tp2: Engine, models: Models) -
         assert_close(scores, models.logprobs(name, ids, 0.7))
 
 
-def test_a_commit_is_checked_on_every_rank(engine_tp2: Engine, models: Models) -> None:
+def test_a_commit_is_checked_on_every_rank(engine_tp2: RunningEngine, models: Models) -> None:
     tensors = models.tensors("A")
     del tensors["model.layers.1.self_attn.o_proj.weight"]
     name = r"model\.layers\.1\.self_attn\.o_proj\.weight \(2048 of 2048 elements\)"
@@ -50,7 +50,7 @@ def test_a_commit_is_checked_on_every_rank(engine_tp2: Engine, models: Models) -
     engine_tp2.run(engine_tp2.push(models.tensors("A"), 3))
 
 
-def test_other_users_cannot_reach_an_engine(engine_tp2: Engine) -> None:
+def test_other_users_cannot_reach_an_engine(engine_tp2: RunningEngine) -> None:
     """The engine listens on loopback and on sockets in a private folder; its key is on no command line and not in its log."""
     pids = [int(process.name) for process in members(engine_tp2.server.pid)]
     addresses = listened_on(pids).values()
@@ -63,7 +63,7 @@ def test_other_users_cannot_reach_an_engine(engine_tp2: Engine) -> None:
     assert "server_args={" in log and f"'admin_api_key': '{SECRET}'" in log and ADMIN_KEY not in log
 
 
-def test_a_dead_engine_is_lost_and_its_server_names_the_cause(engine_tp2: Engine) -> None:
+def test_a_dead_engine_is_lost_and_its_server_names_the_cause(engine_tp2: RunningEngine) -> None:
     os.killpg(engine_tp2.server.pid, signal.SIGKILL)
     with pytest.raises(EngineLost, match=r"engine tp2 at http.*/generate: "):
         engine_tp2.run(engine_tp2.client.generate(prompt(3), [0], make_sampling()))
@@ -97,7 +97,7 @@ def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None
     assert not list(tmp_path.glob("slime_like-engine-*")), "the engine's scratch folder is left"
 
 
-def test_a_stopped_engine_leaves_nothing_behind(engine_tp2: Engine) -> None:
+def test_a_stopped_engine_leaves_nothing_behind(engine_tp2: RunningEngine) -> None:
     engine_tp2.server.stop()
     assert not Path(f"/proc/{engine_tp2.server.pid}").exists()
     segments = engine_tp2.server.segments

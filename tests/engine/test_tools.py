@@ -12,7 +12,7 @@ from examples import calculator, second_try
 from slime_like.data.chat import tokenize
 from slime_like.errors import ConfigError
 from slime_like.types import Prompt, Reward, Source, Status
-from tests.engine.conftest import Engine, Models
+from tests.engine.conftest import Models, RunningEngine
 from tests.engine.conftest import prompt as random_prompt
 from tests.engine.masks import check_samples
 from tests.engine.words import context, write_words
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 CALL = ("<calc>", "7", "+", "5", "</calc>")
 
 
-def test_a_calculator_is_called_and_not_trained_on(engine: Engine, models: Models, tmp_path: Path) -> None:
+def test_a_calculator_is_called_and_not_trained_on(engine: RunningEngine, models: Models, tmp_path: Path) -> None:
     """The model is random, so the tokenizer gives its sampled tokens the texts of a call."""
     ids, seeds = random_prompt(6, seed=3), list(range(12))
     plain_context = context(write_words(tmp_path / "plain"), tokens=60)
@@ -48,13 +48,13 @@ def test_a_calculator_is_called_and_not_trained_on(engine: Engine, models: Model
     check_samples(engine, models, prompt, samples)
 
 
-def test_a_tokenizer_without_the_marks_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_marks_is_refused(engine: RunningEngine, tmp_path: Path) -> None:
     prompt = Prompt(0, random_prompt(6), "", "12", None)
     with pytest.raises(ConfigError, match=r"<calc> with 6 tokens"):
         engine.run(calculator.generate(prompt, engine.client, [1], context(write_words(tmp_path))))
 
 
-def test_a_wrong_answer_gets_a_second_try(engine: Engine, models: Models, tmp_path: Path) -> None:
+def test_a_wrong_answer_gets_a_second_try(engine: RunningEngine, models: Models, tmp_path: Path) -> None:
     tokenizer = write_words(tmp_path)
     long_context = context(tokenizer, tokens=90)
     prompt = Prompt(0, random_prompt(6, seed=4), "", "never said", None)

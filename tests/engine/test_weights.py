@@ -25,14 +25,14 @@ from slime_like.util.ports import PortLease
 from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.shared import SharedBucketMemory
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import ADMIN_KEY, Engine, Models, make_sampling, payload, prompt
+from tests.engine.conftest import ADMIN_KEY, Models, RunningEngine, make_sampling, payload, prompt
 from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 
 pytestmark = pytest.mark.engine
 IDS = prompt(40, seed=5)
 
 
-def check_computes(engine: Engine, models: Models, name: str) -> None:
+def check_computes(engine: RunningEngine, models: Models, name: str) -> None:
     """Check that the engine computes what transformers computes with the weights of ``name``."""
     (logprobs,) = engine.run(engine.client.score([IDS], 1.0))
     assert_close(logprobs, models.logprobs(name, IDS, 1.0))
@@ -42,11 +42,11 @@ def check_computes(engine: Engine, models: Models, name: str) -> None:
 def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
     """Restore the weights of A at version 0 on the shared engine and resume decoding, after each test."""
     yield
-    engine: Engine = request.getfixturevalue("engine")
+    engine: RunningEngine = request.getfixturevalue("engine")
     engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
 
 
-def test_pushes_of_tensors_replace_the_weights(engine: Engine, models: Models) -> None:
+def test_pushes_of_tensors_replace_the_weights(engine: RunningEngine, models: Models) -> None:
     for version, name in ((1, "B"), (2, "A"), (3, "B")):
         engine.run(engine.push(models.tensors(name), version, remote=version == 1))
         check_computes(engine, models, name)
@@ -81,7 +81,7 @@ class CountingSender(BroadcastSender):
 
 
 def test_a_transport_from_the_table_pushes_weights(
-    engine: Engine, models: Models, monkeypatch: pytest.MonkeyPatch
+    engine: RunningEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transport is added by one line in its table."""
     monkeypatch.setitem(names.SPLIT_TRANSPORTS, "counting", f"{__name__}:CountingSender")
@@ -97,7 +97,7 @@ def test_a_transport_from_the_table_pushes_weights(
 
 
 @contextlib.contextmanager
-def stop_engine(engine: Engine, seconds: float) -> Generator[None]:
+def stop_engine(engine: RunningEngine, seconds: float) -> Generator[None]:
     """Suspend all processes of the engine for this time."""
     main = psutil.Process(engine.server.pid)
     processes = [main, *main.children(recursive=True)] if seconds else []
@@ -111,7 +111,7 @@ def stop_engine(engine: Engine, seconds: float) -> Generator[None]:
 
 @pytest.mark.parametrize("stopped_s", [0.0, 1.0])
 def test_an_engine_that_waits_in_a_rendezvous_with_a_lost_engine_is_released(
-    engine: Engine, models: Models, stopped_s: float
+    engine: RunningEngine, models: Models, stopped_s: float
 ) -> None:
     """With ``stopped_s`` the living engine reaches the rendezvous after the loss is known."""
     transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
@@ -137,7 +137,7 @@ def test_an_engine_that_waits_in_a_rendezvous_with_a_lost_engine_is_released(
     ],
 )
 def test_a_commit_names_parameters_that_were_not_written(
-    engine: Engine, models: Models, name: str, parameter: str
+    engine: RunningEngine, models: Models, name: str, parameter: str
 ) -> None:
     tensors = models.tensors("B")
     del tensors[name]
@@ -146,7 +146,7 @@ def test_a_commit_names_parameters_that_were_not_written(
     assert engine.run(engine.client.version()) == 0
 
 
-def test_after_a_failed_commit_the_engine_refuses_until_a_complete_push(engine: Engine, models: Models) -> None:
+def test_after_a_failed_commit_the_engine_refuses_until_a_complete_push(engine: RunningEngine, models: Models) -> None:
     tensors = models.tensors("B")
     del tensors["model.norm.weight"]
     with pytest.raises(EngineError, match=r"model\.norm\.weight"):
@@ -159,12 +159,12 @@ def test_after_a_failed_commit_the_engine_refuses_until_a_complete_push(engine: 
     check_computes(engine, models, "B")
 
 
-def test_a_skipped_push_is_a_failed_commit(engine: Engine) -> None:
+def test_a_skipped_push_is_a_failed_commit(engine: RunningEngine) -> None:
     with pytest.raises(EngineError, match=r"rank 0: 34 parameters: .* and 31 more"):
         engine.run(engine.push({}, 1))
 
 
-def test_an_aborted_update_can_be_repeated(engine: Engine, models: Models) -> None:
+def test_an_aborted_update_can_be_repeated(engine: RunningEngine, models: Models) -> None:
     async def give_up() -> None:
         await engine.client.pause()
         await engine.client.begin_update()
@@ -178,7 +178,7 @@ def test_an_aborted_update_can_be_repeated(engine: Engine, models: Models) -> No
     check_computes(engine, models, "B")
 
 
-def test_invalid_tensors_are_refused_and_the_engine_survives(engine: Engine) -> None:
+def test_invalid_tensors_are_refused_and_the_engine_survives(engine: RunningEngine) -> None:
     async def send(body: bytes) -> None:
         await engine.client.pause()
         await engine.client.begin_update()
@@ -201,19 +201,19 @@ def test_invalid_tensors_are_refused_and_the_engine_survives(engine: Engine) -> 
     assert engine.run(engine.client.health())
 
 
-def test_an_update_needs_a_paused_engine(engine: Engine) -> None:
+def test_an_update_needs_a_paused_engine(engine: RunningEngine) -> None:
     with pytest.raises(EngineError, match="pause generation before a weight update"):
         engine.run(engine.client.begin_update())
 
 
-def test_requests_in_flight_continue_under_new_weights(engine: Engine, models: Models) -> None:
+def test_requests_in_flight_continue_under_new_weights(engine: RunningEngine, models: Models) -> None:
     """Each token, and the KV cache of its prefix, is computed with the weights that the token's span names."""
     ids = prompt(20, seed=9)
     for completion in generate_over_two_pushes(engine, models, ids, 480):
         assert_close(completion.logprobs, logprobs_by_version(models, ids, completion))
 
 
-def test_cached_prefixes_of_old_weights_are_not_used(engine: Engine, models: Models) -> None:
+def test_cached_prefixes_of_old_weights_are_not_used(engine: RunningEngine, models: Models) -> None:
     engine.run(engine.client.generate(IDS, [1], make_sampling()))
     engine.run(engine.push(models.tensors("B"), 1))
     (completion,) = engine.run(engine.client.generate(IDS, [1], make_sampling()))
@@ -221,7 +221,7 @@ def test_cached_prefixes_of_old_weights_are_not_used(engine: Engine, models: Mod
     assert_close(completion.logprobs, models.logprobs("B", sequence, 1.0)[-12:])
 
 
-def test_an_engine_refuses_requests_without_its_key(engine: Engine) -> None:
+def test_an_engine_refuses_requests_without_its_key(engine: RunningEngine) -> None:
     stranger = EngineClient(engine.server.url, admin_key="another key", name="stranger", deadline_s=30)
     calls = [stranger.begin_update(), stranger.generate(IDS, [0], make_sampling()), stranger.abort_all()]
     for call in calls:

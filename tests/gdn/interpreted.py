@@ -23,16 +23,16 @@ import torch
 
 from slime_like.train.megatron.platform import host
 from slime_like_plugins.qwen_gdn.fla import FLASH_QLA_SWITCH, FlaGDN, active_dispatch, dispatched_functions
-from tests.gdn.recurrence import Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
-from tests.train.ranks import World, fork_ranks
-from tests.train.state_passing import Case, join_group, range_errors
+from tests.gdn.recurrence import CaseShape, conv_errors, errors, make_case, make_conv, of_backend, oracle
+from tests.train.ranks import RankWorld, fork_ranks
+from tests.train.state_passing import PackedCase, join_group, range_errors
 
-RULES: dict[str, tuple[Shape, float, torch.dtype]] = {
-    "packed, padded, grouped": (Shape((70, 1, 5), heads=1, groups=2, key=16, value=16, tail=3), 0.3, torch.float32),
-    "empty sequences": (Shape((0, 3, 0), heads=1, key=16, value=16), 0.3, torch.float32),
-    "no token": (Shape((0, 0), heads=1, key=16, value=16, tail=2), 0.3, torch.float32),
-    "strong decay, real heads": (Shape((66,), heads=1, key=128, value=128), 16.0, torch.float32),
-    "half precision": (Shape((70, 2), heads=1, key=16, value=32, tail=1, state=False), 0.3, torch.float16),
+RULES: dict[str, tuple[CaseShape, float, torch.dtype]] = {
+    "packed, padded, grouped": (CaseShape((70, 1, 5), heads=1, groups=2, key=16, value=16, tail=3), 0.3, torch.float32),
+    "empty sequences": (CaseShape((0, 3, 0), heads=1, key=16, value=16), 0.3, torch.float32),
+    "no token": (CaseShape((0, 0), heads=1, key=16, value=16, tail=2), 0.3, torch.float32),
+    "strong decay, real heads": (CaseShape((66,), heads=1, key=128, value=128), 16.0, torch.float32),
+    "half precision": (CaseShape((70, 2), heads=1, key=16, value=32, tail=1, state=False), 0.3, torch.float16),
 }
 CONVOLUTIONS: dict[str, tuple[tuple[int, ...], int, bool]] = {
     "packed, padded": ((70, 3), 2, False),
@@ -40,9 +40,9 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], int, bool]] = {
 }
 
 STREAMS = {
-    "two chunks, a sequence before and after": Case((5, 150, 6), 4.0),
-    "long memory": Case((60,), 0.01),
-    "ranges shorter than the convolution's reach": Case((3,), 1.0),
+    "two chunks, a sequence before and after": PackedCase((5, 150, 6), 4.0),
+    "long memory": PackedCase((60,), 0.01),
+    "ranges shorter than the convolution's reach": PackedCase((3,), 1.0),
 }
 
 
@@ -79,7 +79,7 @@ def interpret() -> None:
         module._check_cp_device = lambda device: None  # asks for a GPU
 
 
-def on_ranks(world: World) -> dict[str, Any]:
+def on_ranks(world: RankWorld) -> dict[str, Any]:
     """Return errors of each stream against one rank, the sizes of fla's gathers, and errors without its backward gather."""
     join_group(world)
     backend, shared = FlaGDN(), cast("Any", importlib.import_module("fla.ops.cp.chunk_delta_h"))

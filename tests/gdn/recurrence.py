@@ -17,7 +17,7 @@ LAYER_F32 = ("g", "beta", "initial")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RecurrenceCase:
     """Inputs of one call. Rows beyond the last bound are padding."""
 
     q: Tensor  # [1, T, H, K]
@@ -38,7 +38,7 @@ class Case:
         columns = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "cu_seqlens"}
         return {name: tensor for name, tensor in columns.items() if tensor is not None}
 
-    def to(self, dtype: torch.dtype, device: str = "cpu", *, wide: Collection[str] = ("g",)) -> Case:
+    def to(self, dtype: torch.dtype, device: str = "cpu", *, wide: Collection[str] = ("g",)) -> RecurrenceCase:
         """Return a copy in ``dtype`` as new leaves; inputs named in ``wide`` are at least float32."""
         at_least_f32 = torch.promote_types(dtype, torch.float32)
         moved = {
@@ -49,7 +49,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecurrenceOutput:
     """Output, final states and the gradient of every input for fixed gradients of both results."""
 
     out: Tensor
@@ -58,7 +58,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CaseShape:
     """Sizes of a case, with ``tail`` rows of padding."""
 
     lengths: tuple[int, ...]
@@ -70,7 +70,7 @@ class Shape:
     state: bool = True
 
 
-def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: bool = False) -> Case:
+def make_case(shape: CaseShape, *, seed: int = 0, decay: float = 1.0, same_keys: bool = False) -> RecurrenceCase:
     """Return random float64 inputs. ``decay``: mean of -g; ``same_keys``: all keys of a sequence are equal."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -83,7 +83,7 @@ def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: boo
         keys = keys[:, :1].expand(-1, rows, -1, -1) if rows else keys
     bounds = (0, *accumulate(shape.lengths))
     initial = normal(len(shape.lengths), value_heads, shape.key, shape.value) if shape.state else None
-    case = Case(
+    case = RecurrenceCase(
         q=normal(1, rows, shape.heads, shape.key),
         k=keys.clone(),
         v=normal(1, rows, value_heads, shape.value),
@@ -95,7 +95,7 @@ def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: boo
     return case.to(torch.float64)
 
 
-def recurrence(case: Case) -> tuple[Tensor, Tensor]:
+def recurrence(case: RecurrenceCase) -> tuple[Tensor, Tensor]:
     """Return output [1, T, HV, V] and final states [N, HV, K, V], one token at a time, in the dtype of the inputs."""
     groups, scale = case.v.shape[2] // case.q.shape[2], case.q.shape[-1] ** -0.5
     q, k = (
@@ -125,23 +125,25 @@ def weights_of(result: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Te
     return out, final
 
 
-def answer(case: Case, result: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor] | None = None) -> Answer:
+def answer(
+    case: RecurrenceCase, result: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor] | None = None
+) -> RecurrenceOutput:
     """Backpropagate ``weights`` through both results; None: those of ``weights_of``."""
     total = torch.zeros((), dtype=torch.float64, requires_grad=True)  # backward also works for empty inputs
     for part, weight in zip(result, weights or weights_of(result), strict=True):
         total = total + (part.double().cpu() * weight).sum()
     total.backward()
     grads = {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in case.leaves().items()}
-    return Answer(result[0].detach(), result[1].detach(), grads)
+    return RecurrenceOutput(result[0].detach(), result[1].detach(), grads)
 
 
-def oracle(case: Case) -> Answer:
+def oracle(case: RecurrenceCase) -> RecurrenceOutput:
     """Return the reference result."""
     reference_case = case.to(torch.float64)
     return answer(reference_case, recurrence(reference_case))
 
 
-def of_backend(backend: GatedDeltaRule, case: Case) -> Answer:
+def of_backend(backend: GatedDeltaRule, case: RecurrenceCase) -> RecurrenceOutput:
     """Return a backend's result for ``case``, in its dtype and on its device."""
     out, final = backend.chunk_rule(
         case.q,
@@ -158,7 +160,7 @@ def of_backend(backend: GatedDeltaRule, case: Case) -> Answer:
     return answer(case, (out, final))
 
 
-def errors(actual: Answer, right: Answer) -> dict[str, float]:
+def errors(actual: RecurrenceOutput, right: RecurrenceOutput) -> dict[str, float]:
     """Return the largest error of each part, relative to its largest value, or to 0.01 if that is smaller."""
     pairs = {"out": (actual.out, right.out), "final": (actual.final, right.final)}
     pairs |= {name: (actual.grads[name], grad) for name, grad in right.grads.items()}

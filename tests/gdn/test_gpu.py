@@ -14,9 +14,9 @@ from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.select import resolve
-from tests.gdn.recurrence import LAYER_F32, Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
+from tests.gdn.recurrence import LAYER_F32, CaseShape, conv_errors, errors, make_case, make_conv, of_backend, oracle
 from tests.train.ranks import run_ranks
-from tests.train.state_passing import Case
+from tests.train.state_passing import PackedCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 HEADS = GDNShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, conv_width=4)
@@ -40,7 +40,7 @@ def backend_or_skip(name: str) -> GDNBackend:
 @pytest.mark.parametrize("wide", [LAYER_F32, ("g",)], ids=["as the layer calls", "beta and state of 16 bits"])
 def test_parity(name: str, decay: float, wide: tuple[str, ...]) -> None:
     backend = backend_or_skip(name)
-    shape = Shape((200, 1, 0, 70), heads=2, groups=2, key=128, value=128, tail=5)
+    shape = CaseShape((200, 1, 0, 70), heads=2, groups=2, key=128, value=128, tail=5)
     case = make_case(shape, decay=decay)
     measured = errors(of_backend(backend, case.to(torch.bfloat16, "cuda", wide=wide)), oracle(case))
     assert max(measured.values()) <= BFLOAT16, measured
@@ -56,14 +56,14 @@ def test_two_gpus_share_a_stream_by_flas_context_parallelism() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     backend_or_skip("fla")
-    streams = [Case((5, 150, 6), 4.0), Case((700,), 0.01)]
+    streams = [PackedCase((5, 150, 6), 4.0), PackedCase((700,), 0.01)]
     for result in run_ranks("tests.train.state_passing:on_gpus", 2, streams):
         assert max(error for errors in result for error in errors.values()) <= TF32, result
 
 
 def test_unsplit_flashqla_has_equal_bits_with_and_without_gradient() -> None:
     backend = backend_or_skip("flashqla")
-    case = make_case(Shape((4096,), heads=2, key=128, value=128, state=False), decay=0.3)
+    case = make_case(CaseShape((4096,), heads=2, key=128, value=128, state=False), decay=0.3)
     case = case.to(torch.bfloat16, "cuda", wide=LAYER_F32)
     bounds = case.bounds.cuda()
     arguments = (case.q, case.k, case.v, case.g, case.beta)

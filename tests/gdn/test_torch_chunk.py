@@ -17,9 +17,9 @@ from slime_like_plugins.qwen_gdn.chunk_forward import ChunkInputs
 from slime_like_plugins.qwen_gdn.torch_chunk import CHUNK, TorchGDN
 from tests.gdn.recurrence import (
     LAYER_F32,
-    Answer,
-    Case,
-    Shape,
+    CaseShape,
+    RecurrenceCase,
+    RecurrenceOutput,
     answer,
     errors,
     make_case,
@@ -33,13 +33,13 @@ EXACT = 1e-12
 TORCH = TorchGDN()
 
 
-def assert_equals_recurrence(case: Case, tolerance: float = EXACT) -> None:
+def assert_equals_recurrence(case: RecurrenceCase, tolerance: float = EXACT) -> None:
     measured = errors(of_backend(TORCH, case), oracle(case))
     assert max(measured.values()) <= tolerance, measured
 
 
 SHAPES = st.builds(
-    Shape,
+    CaseShape,
     lengths=st.lists(st.integers(0, 2 * CHUNK + 5), min_size=1, max_size=4).map(tuple),
     heads=st.integers(1, 2),
     groups=st.integers(1, 3),
@@ -52,30 +52,30 @@ SHAPES = st.builds(
 
 @settings(max_examples=25)
 @given(SHAPES, st.sampled_from([1e-3, 0.1, 3.0]), st.integers(0, 99))
-def test_any_lengths_heads_and_padding(shape: Shape, decay: float, seed: int) -> None:
+def test_any_lengths_heads_and_padding(shape: CaseShape, decay: float, seed: int) -> None:
     assert_equals_recurrence(make_case(shape, seed=seed, decay=decay))
 
 
 @pytest.mark.parametrize(
     ("shape", "decay", "same_keys"),
     [
-        (Shape((0, 0, 0), tail=3), 1.0, False),
-        (Shape((1, 1, 1, 0, 1)), 1.0, False),
-        (Shape((CHUNK, 2 * CHUNK)), 1.0, False),
-        (Shape((3 * CHUNK + 1, 7), groups=2, value=5), 1e-4, False),
-        (Shape((150,), key=16, value=32), 0.0, False),
-        (Shape((150, 20)), 0.01, True),
-        (Shape((130,)), 0.0, True),
+        (CaseShape((0, 0, 0), tail=3), 1.0, False),
+        (CaseShape((1, 1, 1, 0, 1)), 1.0, False),
+        (CaseShape((CHUNK, 2 * CHUNK)), 1.0, False),
+        (CaseShape((3 * CHUNK + 1, 7), groups=2, value=5), 1e-4, False),
+        (CaseShape((150,), key=16, value=32), 0.0, False),
+        (CaseShape((150, 20)), 0.01, True),
+        (CaseShape((130,)), 0.0, True),
     ],
     ids=["all empty", "one token each", "whole chunks", "weak decay", "no decay", "same keys", "same keys, no decay"],
 )
-def test_edges(shape: Shape, decay: float, same_keys: bool) -> None:
+def test_edges(shape: CaseShape, decay: float, same_keys: bool) -> None:
     assert_equals_recurrence(make_case(shape, decay=decay, same_keys=same_keys))
 
 
 def test_strong_decay() -> None:
     # exp of a chunk's total decay, e^-1000, underflows float64: only differences in the lower triangle may be used.
-    assert_equals_recurrence(make_case(Shape((2 * CHUNK + 3, 5)), decay=16.0), tolerance=1e-12)
+    assert_equals_recurrence(make_case(CaseShape((2 * CHUNK + 3, 5)), decay=16.0), tolerance=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_strong_decay() -> None:
     [(torch.float32, ("g",), 2e-5), (torch.bfloat16, ("g",), 3e-2), (torch.bfloat16, LAYER_F32, 3e-2)],
 )
 def test_lower_precision_keeps_its_dtypes(dtype: torch.dtype, wide: tuple[str, ...], tolerance: float) -> None:
-    case = make_case(Shape((130, 0, 3), groups=2, key=32, value=16), decay=0.3).to(dtype, wide=wide)
+    case = make_case(CaseShape((130, 0, 3), groups=2, key=32, value=16), decay=0.3).to(dtype, wide=wide)
     actual = of_backend(TORCH, case)
     assert actual.out.dtype == dtype
     assert actual.final.dtype == torch.float32
@@ -93,7 +93,7 @@ def test_lower_precision_keeps_its_dtypes(dtype: torch.dtype, wide: tuple[str, .
 
 
 def test_gradients_by_finite_differences() -> None:
-    case = make_case(Shape((5, 0, 3), groups=2, key=3, value=2, tail=1))
+    case = make_case(CaseShape((5, 0, 3), groups=2, key=3, value=2, tail=1))
 
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta, state = tensors
@@ -109,7 +109,7 @@ def test_gradients_by_finite_differences() -> None:
 
 def test_packing_changes_nothing() -> None:
     """Values and gradients of a packed sequence equal those of the sequence alone."""
-    packed = make_case(Shape((70, 1, 0, 129), groups=2, tail=4))
+    packed = make_case(CaseShape((70, 1, 0, 129), groups=2, tail=4))
     results = of_backend(TORCH, packed)
     weights = weights_of((results.out, results.final))
     for n, (start, stop) in enumerate(itertools.pairwise(packed.cu_seqlens)):
@@ -121,7 +121,7 @@ def test_packing_changes_nothing() -> None:
         single = replace(packed, **rows, cu_seqlens=(0, stop - start)).to(torch.float64)
         right = answer(single, recurrence(single), (part_of("out", weights[0]), part_of("final", weights[1])))
         grads = {name: part_of(name, grad) for name, grad in results.grads.items()}
-        measured = errors(Answer(part_of("out", results.out), part_of("final", results.final), grads), right)
+        measured = errors(RecurrenceOutput(part_of("out", results.out), part_of("final", results.final), grads), right)
         assert measured.keys() == {"out", "final", *packed.leaves()}
         assert max(measured.values()) <= EXACT, (n, measured)
 
@@ -129,7 +129,7 @@ def test_packing_changes_nothing() -> None:
 @settings(max_examples=10)
 @given(st.integers(0, 150))
 def test_a_split_with_state_passing_changes_nothing(cut: int) -> None:
-    full = make_case(Shape((150,), groups=2))
+    full = make_case(CaseShape((150,), groups=2))
     right = of_backend(TORCH, full)
     parts = full.to(torch.float64).leaves()
     state: Tensor | None = parts["initial"]
@@ -153,7 +153,7 @@ def test_a_split_with_state_passing_changes_nothing(cut: int) -> None:
 
 
 def test_padding_is_not_read() -> None:
-    case = make_case(Shape((9, 70), tail=6), seed=3)
+    case = make_case(CaseShape((9, 70), tail=6), seed=3)
     clean = of_backend(TORCH, case)
     dirty = case.to(torch.float64)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_padding_is_not_read() -> None:
 
 
 def test_no_grad_saves_nothing_and_gives_the_same_output() -> None:
-    case = make_case(Shape((100, 3)))
+    case = make_case(CaseShape((100, 3)))
     with torch.no_grad():
         out, final = TORCH.chunk_rule(
             case.q, case.k, case.v, case.g, case.beta,
@@ -207,7 +207,7 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
 def test_a_planted_fault_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, wrong, part = FAULTS[fault]
     monkeypatch.setattr(module, name, wrong)
-    case = make_case(Shape((150, 70)))
+    case = make_case(CaseShape((150, 70)))
     assert errors(of_backend(TORCH, case), oracle(case))[part] > 1e-3
 
 
@@ -218,7 +218,7 @@ def test_impossible_bounds_are_refused(bounds: list[int]) -> None:
 
 
 def test_wrong_shapes_and_unknown_arguments_are_refused() -> None:
-    case = make_case(Shape((5,), heads=2, groups=2))
+    case = make_case(CaseShape((5,), heads=2, groups=2))
     bounds = case.bounds
     with pytest.raises(ValueError, match="HV a multiple of H"):
         TORCH.chunk_rule(

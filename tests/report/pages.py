@@ -8,7 +8,7 @@ VOID = {"meta", "link", "br", "hr", "input"}
 LOADING = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "video", "audio", "source"}
 
 
-class Page(HTMLParser):
+class ParsedPage(HTMLParser):
     """Tags, attributes and text of a page. Asserts that every tag is closed."""
 
     def __init__(self, html: str) -> None:
@@ -39,9 +39,9 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-def check_self_contained(html: str) -> Page:
+def check_self_contained(html: str) -> ParsedPage:
     """Assert that ``html`` loads nothing and runs nothing; return the parsed page."""
-    page = Page(html)
+    page = ParsedPage(html)
     assert not LOADING & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "style", "srcset")]
     assert not [value for name, value in page.attributes if name == "href" and not value.startswith("#")]

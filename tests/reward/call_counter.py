@@ -21,7 +21,7 @@ class TooMuchWork(BaseException):
     """Raised beyond ``MAX_CALLS``. Not an ``Exception``, which would count as a refused formula."""
 
 
-class Counter:
+class CallCounter:
     """Callback that counts calls of Python functions and raises beyond the limit."""
 
     calls = 0
@@ -37,7 +37,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     equal(LABEL, r"\frac{x}{2}")  # imports
-    counter, tool = Counter(), sys.monitoring.PROFILER_ID
+    counter, tool = CallCounter(), sys.monitoring.PROFILER_ID
     sys.monitoring.use_tool_id(tool, "work")
     sys.monitoring.register_callback(tool, sys.monitoring.events.PY_START, counter)
     for line in sys.stdin:

@@ -22,7 +22,7 @@ def token(seed: int, position: int) -> int:
 
 
 @dataclass(eq=False)
-class Request:
+class SlowRequest:
     """Sample in flight."""
 
     start: int
@@ -47,7 +47,7 @@ class SlowEngine:
         self.version, self.name, self.url = version, name, "nowhere"
         self.address = EngineAddress(name, self.url, "", 1)
         self._rng, self._dies = rng, dies
-        self._requests: list[Request] = []
+        self._requests: list[SlowRequest] = []
         self._dead = False
 
     @property
@@ -72,7 +72,7 @@ class SlowEngine:
         trained: bool = True,
     ) -> list[Completion]:
         self._refuse_dead()
-        requests = [Request(len(ids), s, n) for ids, s, n in zip(token_ids, seeds, max_new_tokens, strict=True)]
+        requests = [SlowRequest(len(ids), s, n) for ids, s, n in zip(token_ids, seeds, max_new_tokens, strict=True)]
         self._requests += requests
         try:
             await asyncio.gather(*(request.done.wait() for request in requests))
@@ -121,7 +121,7 @@ class SlowEngine:
         if self._dead:
             raise EngineLost(f"{self.name} is dead")
 
-    def _end(self, request: Request, finish: str) -> None:
+    def _end(self, request: SlowRequest, finish: str) -> None:
         request.finish = finish
         request.done.set()
 

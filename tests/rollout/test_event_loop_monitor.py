@@ -21,7 +21,7 @@ from slime_like.util.deadline import scale
 TIMEOUT_S = 1.0
 
 
-class Server:
+class LateServer:
     """HTTP server in a thread that answers health checks once the test blocks its event loop, or never."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Server:
         self.loop_blocked, self.closing = threading.Event(), threading.Event()
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class HealthHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 outer.num_checks += 1
                 (outer.loop_blocked if outer.answers else outer.closing).wait()
@@ -41,7 +41,7 @@ class Server:
             def log_message(self, format: str, *args: object) -> None:
                 """Log nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), HealthHandler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
@@ -54,7 +54,7 @@ class Server:
         self._server.server_close()
 
 
-class FakeSupervisor:
+class IdleSupervisor:
     """Supervisor of an engine that is never restarted."""
 
     def __init__(self, url: str) -> None:
@@ -68,17 +68,17 @@ class FakeSupervisor:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    http_server = Server()
+def server() -> Iterator[LateServer]:
+    http_server = LateServer()
     yield http_server
     http_server.close()
 
 
-def check(server: Server, *, blocked_s: float) -> tuple[bool, tuple[str, ...]]:
+def check(server: LateServer, *, blocked_s: float) -> tuple[bool, tuple[str, ...]]:
     """Block the loop once after the server received the check; return the check's result and the user messages."""
 
     async def scene() -> tuple[bool, tuple[str, ...]]:
-        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), receives_pushes=False)
+        pool = EnginePool([IdleSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), receives_pushes=False)
 
         def hold() -> None:
             if server.num_checks == 0:  # no check was received yet
@@ -96,14 +96,14 @@ def check(server: Server, *, blocked_s: float) -> tuple[bool, tuple[str, ...]]:
     return asyncio.run(scene())
 
 
-def test_a_check_that_could_not_be_read_in_time_is_repeated(server: Server) -> None:
+def test_a_check_that_could_not_be_read_in_time_is_repeated(server: LateServer) -> None:
     healthy, (message,) = check(server, blocked_s=TIMEOUT_S + 0.5)
     assert healthy
     assert "was blocked for" in message
     assert "in asyncio.to_thread" in message
 
 
-def test_blocked_time_is_excluded_from_the_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_time_is_excluded_from_the_timeout(server: LateServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an idle machine the second check is the last; on a busy one the loop may be blocked again by other load."""
     run_times: list[float] = []
 
@@ -122,23 +122,23 @@ def test_blocked_time_is_excluded_from_the_timeout(server: Server, monkeypatch: 
     assert "is repeated" in message
 
 
-def test_a_running_loop_gives_no_message(server: Server) -> None:
+def test_a_running_loop_gives_no_message(server: LateServer) -> None:
     assert check(server, blocked_s=0) == (True, ())
     assert server.num_checks == 1
 
 
-def test_an_unanswered_check_fails_if_the_loop_was_running(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unanswered_check_fails_if_the_loop_was_running(server: LateServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop, "MIN_BLOCKED_S", math.inf)  # ignore blocking that this test did not cause
     server.answers = False
     assert check(server, blocked_s=0) == (False, ())
     assert server.num_checks == 1
 
 
-def test_a_replaced_engine_is_not_checked_again(server: Server) -> None:
+def test_a_replaced_engine_is_not_checked_again(server: LateServer) -> None:
     decode_flags: list[bool] = []
 
     async def scene() -> bool:
-        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), receives_pushes=False)
+        pool = EnginePool([IdleSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), receives_pushes=False)
         slot, engine = pool.slots[0], pool.slots[0].client
 
         async def replaced(seconds: float | None = None, *, decodes: bool = False) -> bool:

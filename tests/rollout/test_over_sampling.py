@@ -51,7 +51,7 @@ class Partial:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SamplingSetting:
     policy: Refills
     partial: Partial
     num_engines: int = 1
@@ -65,13 +65,13 @@ def length(seed: int) -> int:
 
 
 @dataclass
-class Process:
+class RolloutProcess:
     """Rollout side of one process, including its engines, which serve ``version``.
 
     It replaces ``GroupSampler`` and ``GroupFilters``.
     """
 
-    setting: Setting
+    setting: SamplingSetting
     rng: random.Random
     version: int
     dropped: list[int] = field(default_factory=list)
@@ -164,16 +164,16 @@ def check_tokens(group: SampleGroup, rollout_id: int) -> None:
         assert all(0 <= version <= rollout_id for version in sample.versions)
 
 
-async def assert_history(setting: Setting, rng: random.Random, resumes: list[int], folder: Path) -> None:
+async def assert_history(setting: SamplingSetting, rng: random.Random, resumes: list[int], folder: Path) -> None:
     """Run five rollouts; those in ``resumes`` are repeated by another process from the state saved before them."""
-    process, trained, dropped = Process(setting, rng, 0), [], []
+    process, trained, dropped = RolloutProcess(setting, rng, 0), [], []
     for rollout_id in range(5):
         saved_state = process.oversampler.state()
         if rollout_id in resumes:
             await process.oversampler.generate(rollout_id)
             await process.close()
             save_groups(folder / "in_flight.npz", saved_state.in_flight())
-            process = Process(setting, rng, rollout_id)
+            process = RolloutProcess(setting, rng, rollout_id)
             process.restore(RolloutState.from_groups(saved_state.cursor, load_groups(folder / "in_flight.npz")))
         before = len(process.dropped)
         groups = (await process.oversampler.generate(rollout_id)).groups
@@ -223,16 +223,18 @@ def test_no_prompt_or_token_is_lost_or_duplicated(
     dies: int,
     resumes: list[int],
 ) -> None:
-    setting = Setting(Refills(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies)
+    setting = SamplingSetting(
+        Refills(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies
+    )
     with no_waiting():
         asyncio.run(assert_history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
 
 
 def collect(
-    setting: Setting, rollouts: int, seed: int = 0, *, pushes: bool = True
-) -> tuple[list[GeneratedRollout], Process, dict[str, float]]:
-    async def run() -> tuple[list[GeneratedRollout], Process, dict[str, float]]:
-        process, results = Process(setting, random.Random(seed), 0), []
+    setting: SamplingSetting, rollouts: int, seed: int = 0, *, pushes: bool = True
+) -> tuple[list[GeneratedRollout], RolloutProcess, dict[str, float]]:
+    async def run() -> tuple[list[GeneratedRollout], RolloutProcess, dict[str, float]]:
+        process, results = RolloutProcess(setting, random.Random(seed), 0), []
         for rollout_id in range(rollouts):
             results.append(await process.oversampler.generate(rollout_id))
             process.push(rollout_id + 1 if pushes else 0)
@@ -245,7 +247,7 @@ def collect(
 
 
 def test_long_answers_are_continued_until_they_end() -> None:
-    rollouts, process, counts = collect(Setting(Refills(3, 6, 0), Partial(True, 2)), 20)
+    rollouts, process, counts = collect(SamplingSetting(Refills(3, 6, 0), Partial(True, 2)), 20)
     used_groups = [group for filled in rollouts for group in filled.groups]
     long = [group for group in used_groups if any(length(sample.seed) == 40 for sample in group.samples)]
     assert len(long) > 5
@@ -261,7 +263,7 @@ def test_long_answers_are_continued_until_they_end() -> None:
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_groups_of_lost_engines_continue_their_answers(num_engines: int) -> None:
     """Each group counts once per lost engine, for any number of its requests."""
-    rollouts, process, counts = collect(Setting(Refills(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
+    rollouts, process, counts = collect(SamplingSetting(Refills(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
     for i, filled in enumerate(rollouts):
         for group in filled.groups:
             check_tokens(group, i)
@@ -276,7 +278,7 @@ def test_groups_of_lost_engines_continue_their_answers(num_engines: int) -> None
 
 
 def test_without_partial_rollouts_prompts_of_stopped_groups_come_first() -> None:
-    rollouts, process, counts = collect(Setting(Refills(3, 5, 0), Partial(False, 9)), 2)
+    rollouts, process, counts = collect(SamplingSetting(Refills(3, 5, 0), Partial(False, 9)), 2)
     assert all(group.oldest_version == i for i, filled in enumerate(rollouts) for group in filled.groups)
     assert process.num_taken == 2 * 3 + 2
     assert len(process.prompts.queued) == 2
@@ -285,7 +287,7 @@ def test_without_partial_rollouts_prompts_of_stopped_groups_come_first() -> None
 
 
 def test_a_prompt_given_up_three_times_is_completed() -> None:
-    rollouts, process, _ = collect(Setting(Refills(2, 4, 0), Partial(False, 9)), 30)
+    rollouts, process, _ = collect(SamplingSetting(Refills(2, 4, 0), Partial(False, 9)), 30)
     rollout_of_prompt = {g.prompt.prompt_id: i for i, filled in enumerate(rollouts) for g in filled.groups}
     assert max(waiting.num_aborts for waiting in process.prompts.queued) <= 3
     assert set(range(40)) <= set(rollout_of_prompt)  # of about 60 prompts; no early one was starved
@@ -293,7 +295,7 @@ def test_a_prompt_given_up_three_times_is_completed() -> None:
 
 def test_groups_that_are_too_stale_are_restarted() -> None:
     """Each rollout takes 1 of 8 groups, and none may wait longer than one version."""
-    rollouts, process, counts = collect(Setting(Refills(1, 8, 0), Partial(True, 1)), 6)
+    rollouts, process, counts = collect(SamplingSetting(Refills(1, 8, 0), Partial(True, 1)), 6)
     assert counts["rollout/restarted_groups"] > 0
     assert all(i - group.oldest_version <= 1 for i, filled in enumerate(rollouts) for group in filled.groups)
     places = [g.prompt.prompt_id for filled in rollouts for g in filled.groups]
@@ -304,24 +306,24 @@ def test_groups_that_are_too_stale_are_restarted() -> None:
 
 
 def test_without_pushes_no_group_becomes_stale() -> None:
-    rollouts, _, counts = collect(Setting(Refills(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
+    rollouts, _, counts = collect(SamplingSetting(Refills(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
     assert counts["rollout/restarted_groups"] == counts["rollout/wasted_tokens"] == 0
     assert all(group.oldest_version == 0 for filled in rollouts for group in filled.groups)
 
 
 def test_filters_that_drop_nearly_everything_end_in_an_error() -> None:
     with pytest.raises(DataError, match=r"rollout 0: .*max_refills=2 .* 0 of 12 groups .*batch_size=3"):
-        collect(Setting(Refills(3, 4, 2), Partial(True, 2), passes=(False,)), 1)
+        collect(SamplingSetting(Refills(3, 4, 2), Partial(True, 2), passes=(False,)), 1)
 
 
 def test_without_refills_only_passing_groups_are_returned() -> None:
-    rollouts, _, _ = collect(Setting(Refills(3, 4, 0), Partial(True, 2), passes=(True, False)), 1)
+    rollouts, _, _ = collect(SamplingSetting(Refills(3, 4, 0), Partial(True, 2), passes=(True, False)), 1)
     assert [group.prompt.prompt_id for group in rollouts[0].groups] == [0, 2]
 
 
 def test_a_failing_group_ends_the_rollout_without_leaving_tasks() -> None:
     async def run() -> int:
-        process = Process(Setting(Refills(2, 4, 0), Partial(True, 2)), random.Random(0), 0)
+        process = RolloutProcess(SamplingSetting(Refills(2, 4, 0), Partial(True, 2)), random.Random(0), 0)
 
         sample = process.group
 

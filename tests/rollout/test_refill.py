@@ -23,7 +23,7 @@ from tests.rollout.counting import Counting
 ROLLOUT_ID = 7
 
 
-class Process:
+class FakeGroupSampler:
     """Replacement of ``GroupSampler`` and ``GroupFilters``: prompt i passes if ``passes[i % len]``."""
 
     def __init__(self, passes: Sequence[bool], batch_size: int, max_refills: int) -> None:
@@ -46,9 +46,9 @@ class Process:
         return FilterReport()
 
 
-def run(passes: Sequence[bool], batch_size: int, max_refills: int) -> tuple[GeneratedRollout, Process]:
+def run(passes: Sequence[bool], batch_size: int, max_refills: int) -> tuple[GeneratedRollout, FakeGroupSampler]:
     """Collect one rollout."""
-    process = Process(passes, batch_size, max_refills)
+    process = FakeGroupSampler(passes, batch_size, max_refills)
     return asyncio.run(process.collector.generate(ROLLOUT_ID)), process
 
 

@@ -13,12 +13,12 @@ from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts
-from tests.rollout.slow_engine import Request, SlowSupervisor, token
+from tests.rollout.slow_engine import SlowRequest, SlowSupervisor, token
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
 
 
-class Group:
+class StubPool:
     """Pool of two engines; the first one gets the calls."""
 
     def __init__(self) -> None:
@@ -27,9 +27,9 @@ class Group:
         self.journal = CallJournal()
 
 
-def play(turns: Callable[[Group, ResumableEngine], Awaitable[None]]) -> Group:
-    async def run() -> Group:
-        group = Group()
+def play(turns: Callable[[StubPool, ResumableEngine], Awaitable[None]]) -> StubPool:
+    async def run() -> StubPool:
+        group = StubPool()
         with group.pool.router.assign(100) as assignment:
             assert assignment.engine is group.supervisors[0].client
             await turns(group, ResumableEngine(group.pool, assignment, group.journal, PauseGate(), RequestCounts(2)))
@@ -42,7 +42,7 @@ def play(turns: Callable[[Group, ResumableEngine], Awaitable[None]]) -> Group:
 
 
 def test_finished_calls_are_kept_and_others_move_to_another_engine() -> None:
-    async def turns(group: Group, engine_client: ResumableEngine) -> None:
+    async def turns(group: StubPool, engine_client: ResumableEngine) -> None:
         (first,) = await engine_client.generate(PROMPT, [7], Sampling(1.0, 5))
         assert first.versions == ((0, 5, 0),)
         answers = [asyncio.create_task(engine_client.generate(PROMPT, [seed], Sampling(1.0, 9))) for seed in (8, 9)]
@@ -60,10 +60,10 @@ def test_finished_calls_are_kept_and_others_move_to_another_engine() -> None:
 
 
 def test_tokens_before_an_abort_are_kept() -> None:
-    async def turns(group: Group, engine_client: ResumableEngine) -> None:
+    async def turns(group: StubPool, engine_client: ResumableEngine) -> None:
         answer = asyncio.create_task(engine_client.generate(PROMPT, [8, 9], Sampling(1.0, 60)))
         engine = group.supervisors[0].client
-        while not all(len(r.spans) > 3 for r in engine._requests or [Request(0, 0, 0)]):
+        while not all(len(r.spans) > 3 for r in engine._requests or [SlowRequest(0, 0, 0)]):
             await asyncio.sleep(0)
         await engine.abort_all()
         while any(len(c.token_ids) == 0 for c in group.journal.copy()[0].completions):
@@ -79,7 +79,7 @@ def test_tokens_before_an_abort_are_kept() -> None:
 
 
 def test_scores_come_from_a_serving_engine() -> None:
-    async def turns(group: Group, engine_client: ResumableEngine) -> None:
+    async def turns(group: StubPool, engine_client: ResumableEngine) -> None:
         group.supervisors[0].client.die()
         (scores,) = await engine_client.score([PROMPT], 1.0)
         assert scores.tolist() == PROMPT[1:].tolist()

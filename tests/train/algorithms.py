@@ -25,7 +25,7 @@ from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 # Rollout log-probabilities are random (``make_rows``), so that ratios are on both sides of every bound.
 GEOMETRIC: dict[str, Any] = {"rejection": "geometric", "rejection_low": 0.8, "rejection_high": 1.2}
@@ -46,7 +46,7 @@ OWN = GrpoConfig(
 
 
 def every_algorithm(
-    world: World, shared: Shared, layout: Layout, fault: bool = False
+    world: RankWorld, shared: Shared, layout: Layout, fault: bool = False
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return metrics and expected loss of a step of each algorithm on the reporter, {} elsewhere.
 

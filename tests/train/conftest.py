@@ -8,7 +8,7 @@ import pytest
 
 from tests.train import parity
 from tests.train.float8 import dequantising, quantise
-from tests.train.jobs import SECONDS_PER_JOB, Job, Results, Shared
+from tests.train.jobs import SECONDS_PER_JOB, RankJob, Results, Shared
 from tests.train.models import (
     SHARED,
     add_mtp,
@@ -93,7 +93,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Path) -> Results:
     """Return the results of every rank of every job of the collected modules."""
-    by_size: dict[int, list[Job]] = {}
+    by_size: dict[int, list[RankJob]] = {}
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
     trainers = [module for module in modules if getattr(module, "__name__", "").startswith("tests.train.")]
     for module in sorted(trainers, key=str):

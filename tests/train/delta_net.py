@@ -18,11 +18,11 @@ from slime_like.config.schema.gdn import GDNConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.base import Weight
 from slime_like.util.ports import RendezvousAddress
-from tests.gdn.recurrence import Case, conv_reference, recurrence
+from tests.gdn.recurrence import RecurrenceCase, conv_reference, recurrence
 from tests.train.faults import FAULTS
 from tests.train.jobs import Shared
 from tests.train.models import make_rows, make_spec
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 HIDDEN, VALUE_HEADS, KEY, VALUE, WIDTH = 24, 8, 8, 6, 4
 LENGTHS = (37, 1, 5, 60, 2)
@@ -41,7 +41,7 @@ class LayerCase:
     key_heads: int = 4
 
 
-def errors(world: World, shared: Shared, cases: Sequence[LayerCase]) -> list[dict[str, float]]:
+def errors(world: RankWorld, shared: Shared, cases: Sequence[LayerCase]) -> list[dict[str, float]]:
     """Return per case the largest error of this rank's output and gradients, relative to the largest entry on any rank."""
     del shared
     errors_of_cases: list[dict[str, float]] = []
@@ -51,7 +51,7 @@ def errors(world: World, shared: Shared, cases: Sequence[LayerCase]) -> list[dic
     return errors_of_cases
 
 
-def _errors(world: World, case: LayerCase) -> dict[str, float]:
+def _errors(world: RankWorld, case: LayerCase) -> dict[str, float]:
     from slime_like.train.megatron.model.forward import make_micro
     from slime_like.train.megatron.platform import groups
 
@@ -147,7 +147,7 @@ def layer_reference(
     decay = -part["A_log"].exp() * F.softplus(a + part["dt_bias"])
     heads = {"q": q.unflatten(-1, (key_heads, KEY)), "k": k.unflatten(-1, (key_heads, KEY))}
     heads["v"] = v.unflatten(-1, (VALUE_HEADS, VALUE))
-    rule = Case(
+    rule = RecurrenceCase(
         **{n: t[None] for n, t in heads.items()}, g=decay[None], beta=b.sigmoid()[None], initial=None, cu_seqlens=edges
     )
     read = recurrence(rule)[0][0]

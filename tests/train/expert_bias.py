@@ -14,13 +14,13 @@ from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.models import count_tokens
 from tests.train.parity import ALGO, batch
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 RATE = 0.01
 SETTINGS: dict[str, Any] = {"algo": ALGO, "model": {"megatron": {"moe_router_bias_update_rate": RATE}}}
 
 
-def update_and_resume(world: World, shared: Shared, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def update_and_resume(world: RankWorld, shared: Shared, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Take one optimizer step. Return this rank's expert biases by key, and those of a rank that resumes from its checkpoint."""
     from slime_like.train.megatron.model.model import ROUTER_BIAS, named_weights
 

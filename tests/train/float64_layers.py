@@ -12,7 +12,7 @@ import torch
 from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import Shared, make_actor
 from tests.train.parity import TEMPERATURE, batch
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 
 def coarse(x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Rounding:
         self.causal_conv = backend.causal_conv
 
 
-def attribute(world: World, shared: Shared, kind: str, layout: Layout, fault: str) -> dict[str, float] | None:
+def attribute(world: RankWorld, shared: Shared, kind: str, layout: Layout, fault: str) -> dict[str, float] | None:
     """Return the mean |difference| from transformers by kind of float64 layers ("": none) on the reporter, None elsewhere."""
     actor = make_actor(world, shared.models[kind], layout, temperature=TEMPERATURE)
     assert set(actor.layer_kinds()) == {"attention", "gdn", "mlp"}

@@ -16,7 +16,7 @@ from slime_like.config.schema.resolved import Layout
 from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
 from tests.train.models import rewrite
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 BLOCK = (4, 2)
 
@@ -53,7 +53,7 @@ def dequantising() -> Generator[None]:
         yield
 
 
-def peak_bytes(world: World, shared: Shared, kind: str) -> int:
+def peak_bytes(world: RankWorld, shared: Shared, kind: str) -> int:
     """Load the model. Return the largest total size of float32 products that existed at the same time."""
     from slime_like.train.megatron.families import hf
 

@@ -18,7 +18,7 @@ from slime_like.config.schema.algo import GrpoConfig, SftConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from tests.train.jobs import Shared, make_actor
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 
 class Touch:
@@ -83,7 +83,7 @@ def _edit_metadata(folder: Path, edit: Callable[[Any], object]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def read_planted(world: World, shared: Shared, gpt: str, saved_by: str) -> dict[str, str]:
+def read_planted(world: RankWorld, shared: Shared, gpt: str, saved_by: str) -> dict[str, str]:
     """Return ``<path>, <plant>`` -> error of the load, prefixed by ``ran`` if the planted code ran."""
     from slime_like.train.megatron.model_io.convert import export_checkpoint
     from slime_like.train.megatron.model_io.load import load_weights

@@ -16,11 +16,11 @@ from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.lifecycle import digest, train
 from tests.train.parity import DECAYS
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 from tests.train.traps import outcome, stock
 
 
-def save(world: World, shared: Shared, kind: str, layout: Layout) -> list[float | None]:
+def save(world: RankWorld, shared: Shared, kind: str, layout: Layout) -> list[float | None]:
     """Take two optimizer steps, save, and return the losses of the next two."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     for seed in (1, 2):
@@ -30,7 +30,7 @@ def save(world: World, shared: Shared, kind: str, layout: Layout) -> list[float 
 
 
 def resume(
-    world: World, shared: Shared, kind: str, sources: Sequence[str], layout: Layout
+    world: RankWorld, shared: Shared, kind: str, sources: Sequence[str], layout: Layout
 ) -> dict[str, list[float | None]]:
     """Return the next two losses after loading the checkpoint of each source."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
@@ -41,7 +41,7 @@ def resume(
     return out
 
 
-def half(world: World, shared: Shared, kind: str, layout: Layout) -> dict[str, Any]:
+def half(world: RankWorld, shared: Shared, kind: str, layout: Layout) -> dict[str, Any]:
     """Take a step that is too small for bfloat16, save and load. Return the state of the decays."""
     options: dict[str, Any] = {"algo": SftConfig(), "dtype": "bfloat16", "optim": {"lr": 1e-5}}
     actor = make_actor(world, shared.models[kind], layout, **options)
@@ -66,7 +66,7 @@ def half(world: World, shared: Shared, kind: str, layout: Layout) -> dict[str, A
     }
 
 
-def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: bool) -> list[str]:
+def overlap(world: RankWorld, shared: Shared, kind: str, layout: Layout, fault: bool) -> list[str]:
     """Return the weights after each of two rollouts. The fault reads the convolution's weight without the gather."""
     from slime_like_plugins.qwen_gdn.layer import GatedDeltaNetLayer
 
@@ -79,7 +79,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: bool
             return []
 
 
-def upstream(world: World, shared: Shared, kind: str) -> dict[str, str]:
+def upstream(world: RankWorld, shared: Shared, kind: str) -> dict[str, str]:
     """Return the outcome of a save with our patches, and without each of them."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.ssm.gated_delta_net import common
@@ -98,7 +98,7 @@ def upstream(world: World, shared: Shared, kind: str) -> dict[str, str]:
     return out
 
 
-def half_norms(world: World, shared: Shared) -> dict[str, dict[str, float]]:
+def half_norms(world: RankWorld, shared: Shared) -> dict[str, dict[str, float]]:
     """Return the relative errors of norms of bfloat16 values against float64, and the bytes saved for backward in other dtypes."""
     from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
 

@@ -21,7 +21,7 @@ from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import RendezvousAddress
 from tests.train.models import make_spec
-from tests.train.ranks import World, fork_ranks, run_ranks
+from tests.train.ranks import RankWorld, fork_ranks, run_ranks
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.model.forward import MicroBatch
@@ -33,7 +33,7 @@ SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankJob:
     """Call of ``target(world, shared, *args)`` on every rank."""
 
     name: str
@@ -61,7 +61,7 @@ class Failed:
 SECONDS_PER_JOB = 4
 
 
-def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> dict[str, list[Any]]:
+def run_pools(world: RankWorld, shared: Shared, by_size: dict[int, list[RankJob]]) -> dict[str, list[Any]]:
     """Run the jobs of every world size, one size after another, on forks of this process. Return job name -> results."""
     assert world.size == 1
     prepare([job for jobs in by_size.values() for job in jobs])
@@ -86,7 +86,7 @@ def run_forked(calls: Mapping[str, Sequence[Any]], seconds: float = 240) -> Resu
     return Results(run_ranks("tests.train.jobs:fork_targets", 1, calls, seconds, seconds=limit)[0])
 
 
-def fork_targets(world: World, calls: Mapping[str, Sequence[Any]], seconds: float) -> dict[str, list[Any]]:
+def fork_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]], seconds: float) -> dict[str, list[Any]]:
     """Run the target (module:function) of each call on forks of this rank. A failing call does not stop the others."""
     assert world.size == 1
     import_trainer(*sorted({target.partition(":")[0] for target, *_ in calls.values()}))
@@ -99,7 +99,7 @@ def fork_targets(world: World, calls: Mapping[str, Sequence[Any]], seconds: floa
     return out
 
 
-def prepare(jobs: Sequence[Job]) -> None:
+def prepare(jobs: Sequence[RankJob]) -> None:
     """Import the modules of the jobs, and share process groups between them."""
     import_trainer(*sorted({job.target.partition(":")[0] for job in jobs}))
     reuse_groups()
@@ -121,7 +121,7 @@ def import_trainer(*modules: str) -> None:
             importlib.import_module(name)
 
 
-def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any]:
+def run_jobs(world: RankWorld, shared: Shared, jobs: Sequence[RankJob]) -> dict[str, Any]:
     """Run the jobs in turn in one process group. A failing job does not stop the others."""
     out: dict[str, Any] = {}
     for job in jobs:
@@ -155,12 +155,12 @@ def reuse_groups() -> None:
     parallel_state.initialize_model_parallel = initialize
 
 
-def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> RankTrainer:
+def make_actor(world: RankWorld, folder: Path, layout: Layout, **spec: Any) -> RankTrainer:
     """Return a rank of a small trainer. Keyword arguments as for ``make_spec``."""
     return start_trainer(world, make_spec(folder, layout, **spec))
 
 
-def start_trainer(world: World, spec: RankSpec, local_rank: int = 0) -> RankTrainer:
+def start_trainer(world: RankWorld, spec: RankSpec, local_rank: int = 0) -> RankTrainer:
     """Join the world and build a rank of the trainer."""
     rank_info = join_and_make_groups(world, spec, local_rank)
     from slime_like.train.megatron.rank.trainer import RankTrainer
@@ -177,7 +177,7 @@ def save_checkpoint(trainer: RankModel, folder: Path, iteration: int) -> None:
     on_rank_zero(lambda: name_latest(folder, iteration))
 
 
-def join_and_make_groups(world: World, spec: RankSpec, local_rank: int = 0) -> RankInfo:
+def join_and_make_groups(world: RankWorld, spec: RankSpec, local_rank: int = 0) -> RankInfo:
     """Join the world. megatron can be imported afterwards."""
     from slime_like.train.megatron.platform import groups
 

@@ -21,7 +21,7 @@ from slime_like.metrics.types import reduce_metrics
 from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, annotated, make_actor, save_checkpoint
 from tests.train.models import count_tokens, join_rows, make_rows, normalise
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 from tests.unchanged import unchanged
 
 
@@ -64,7 +64,7 @@ def digest(actor: Any) -> str:
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 def save_then_continue(
-    world: World, shared: Shared, layout: Layout, kind: str = "tied", export: bool = False
+    world: RankWorld, shared: Shared, layout: Layout, kind: str = "tied", export: bool = False
 ) -> dict[str, Any]:
     """Take two optimizer steps, save, and take two more, which a resumed run must repeat. ``export``: also export the saved weights."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
@@ -79,7 +79,7 @@ def save_then_continue(
     return {"losses": losses, "weights": digest(actor), "children": children, "random": random_number}
 
 
-def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: float = 1e-3) -> dict[str, Any]:
+def resume(world: RankWorld, shared: Shared, saved_by: str, layout: Layout, lr: float = 1e-3) -> dict[str, Any]:
     """Load the checkpoint of job ``saved_by`` and take the same two optimizer steps."""
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), optim={"lr": lr})
     iteration = actor.load(shared.scratch.with_name(saved_by.replace(" ", "_")))
@@ -95,7 +95,7 @@ def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: floa
     }
 
 
-def same_bits(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def same_bits(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Take two optimizer steps under ``run.deterministic``, save, and take two more.
 
     Repeat the last two after a load, from the start with the same seeds, and (as a contrast) from the saved weights alone.
@@ -123,7 +123,7 @@ def _two_more(actor: Any, layout: Layout) -> tuple[str, list[Any]]:
 
 
 def resume_from_each(
-    world: World, shared: Shared, sources: Sequence[str], layout: Layout, kind: str = "tied"
+    world: RankWorld, shared: Shared, sources: Sequence[str], layout: Layout, kind: str = "tied"
 ) -> dict[str, list[Any]]:
     """Return the next two losses after loading the checkpoint of each source, one after another on the same actor."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
@@ -147,7 +147,7 @@ DAMAGES = (
 )
 
 
-def load_damaged(world: World, shared: Shared, saved_by: str) -> dict[str, str]:
+def load_damaged(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, str]:
     """Return class and message of the error on loading each damaged or foreign checkpoint, which stays unchanged."""
     source = shared.scratch.with_name(saved_by.replace(" ", "_"))
     out: dict[str, str] = {}
@@ -207,14 +207,14 @@ class ExportedWeights:
     scores: np.ndarray | None
 
 
-def round_trip(world: World, shared: Shared, kind: str, layout: Layout) -> Path:
+def round_trip(world: RankWorld, shared: Shared, kind: str, layout: Layout) -> Path:
     """Load and export without training. Return the exported folder."""
     make_actor(world, shared.models[kind], layout).export_hf(shared.scratch / "hf")
     return shared.scratch / "hf"
 
 
 def export(
-    world: World, shared: Shared, kind: str, layout: Layout, max_bytes: int, dtype: str = "float32"
+    world: RankWorld, shared: Shared, kind: str, layout: Layout, max_bytes: int, dtype: str = "float32"
 ) -> ExportedWeights:
     """Take one optimizer step, then export to a folder and in buckets."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), dtype=dtype)
@@ -240,7 +240,7 @@ def export(
 
 # ---- training --------------------------------------------------------------------------------------------------------
 def rollouts(
-    world: World, shared: Shared, layout: Layout, algo: AlgoConfig, steps: int, count: int, spec: dict[str, Any]
+    world: RankWorld, shared: Shared, layout: Layout, algo: AlgoConfig, steps: int, count: int, spec: dict[str, Any]
 ) -> list[dict[str, float]]:
     """Return the metrics of ``count`` rollouts on the same rows, with ``steps`` optimizer steps each."""
     actor = make_actor(world, shared.models["tied"], layout, algo=algo, steps_per_rollout=steps, **spec)
@@ -267,7 +267,7 @@ class FakeClock:
         return timed
 
 
-def durations(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
+def durations(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, float]:
     """Return the perf metrics of a rollout of two optimizer steps of 1 s each, with scoring passes of 10 s."""
     from slime_like.train.megatron.rank import trainer
 
@@ -282,7 +282,7 @@ def durations(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("perf/")}
 
 
-def steps_or_rollouts(world: World, shared: Shared, layout: Layout) -> list[tuple[float, str]]:
+def steps_or_rollouts(world: RankWorld, shared: Shared, layout: Layout) -> list[tuple[float, str]]:
     """Return mean gradient norm and weights after two unequal batches: as two optimizer steps of one rollout, and as two rollouts."""
     out: list[tuple[float, str]] = []
     for steps in (2, 1):
@@ -292,7 +292,7 @@ def steps_or_rollouts(world: World, shared: Shared, layout: Layout) -> list[tupl
     return out
 
 
-def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def off_policy(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Train on rollout log-probabilities that are the trainer's plus 0.25; one of the micro-batches has another version."""
     actor = make_actor(world, shared.models["tied"], layout)
     micro_batches = batch(1)
@@ -316,7 +316,7 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     }
 
 
-def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
+def idle_ranks(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, float]:
     """Train on two micro-batches. With dp=2, the second rank has one without trained tokens and an empty one."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(entropy_coef=0.1))
     micro_batches = batch(1)
@@ -325,7 +325,7 @@ def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]
     return reduce_metrics(actor.train_rollout([shard], [count_tokens(micro_batches)]))
 
 
-def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
+def bad_rows(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, str]:
     """Return the errors on a token id outside the vocabulary and a NaN advantage, and whether weights changed."""
     actor = make_actor(world, shared.models["tied"], layout)
     micro_batches, before = batch(1), digest(actor)
@@ -342,14 +342,14 @@ def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
     return out | {"weights": "unchanged" if digest(actor) == before else "changed"}
 
 
-def another_reference(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
+def another_reference(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, float]:
     """Return the metrics of a first rollout whose reference is another checkpoint than the policy's."""
     model = {"ref_checkpoint": str(shared.models["untied"])}
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1), model=model)
     return train(actor, layout, 1)
 
 
-def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
+def rotary_frequencies(world: RankWorld, shared: Shared) -> dict[str, float | str]:
     """Return the largest difference from transformers' frequencies per kind of scaling, or the error on an unsupported kind."""
     import copy
 
@@ -393,7 +393,7 @@ def _from_reporter(score: np.ndarray | None) -> np.ndarray:
     return reported_score
 
 
-def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bool]:
+def reference_swap(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, bool]:
     """Return checks that the reference keeps the scores of the initial weights, and the policy is restored bit for bit."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1))
     micro_batch = batch(5)[0]

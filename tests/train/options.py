@@ -25,7 +25,7 @@ from tests.train.lifecycle import batch, digest, four_micro_batches, train
 from tests.train.models import count_tokens
 from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, pairs
 from tests.train.parity import batch as parity_batch
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 
 # ---- recompute -------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class Recomputed:
 
 
 def recompute(
-    world: World, shared: Shared, layout: Layout, variants: dict[str, dict[str, Any]], kernels: str
+    world: RankWorld, shared: Shared, layout: Layout, variants: dict[str, dict[str, Any]], kernels: str
 ) -> dict[str, Recomputed]:
     """Compare this rank's gradients of one optimizer step under each variant with the gradients without recompute."""
     expected: dict[str, Tensor] | None = None
@@ -99,7 +99,7 @@ class Overlapped:
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5_000}
 
 
-def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str | None) -> Overlapped:
+def overlap(world: RankWorld, shared: Shared, kind: str, layout: Layout, fault: str | None) -> Overlapped:
     """Train two rollouts of two optimizer steps each in ``layout``."""
     from slime_like.train.megatron.rank import trainer as trainer_module
 
@@ -161,7 +161,7 @@ class Rounded:
 
 
 def near(
-    world: World, shared: Shared, layout: Layout, kind: str = "tied", model: dict[str, Any] | None = None
+    world: RankWorld, shared: Shared, layout: Layout, kind: str = "tied", model: dict[str, Any] | None = None
 ) -> Rounded:
     """Compare gradients and scores of a bfloat16 model with the reference."""
 
@@ -178,7 +178,7 @@ def near(
     return Rounded(grad, (float(errors.mean()), float(errors.max())))
 
 
-def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
+def bfloat16(world: RankWorld, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
     """Return the float32 state of a bfloat16 model, before and after a resume."""
     from slime_like.train.megatron.model.model import named_weights
 
@@ -206,7 +206,9 @@ def _main_weights(actor: Any) -> list[Tensor]:
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
-def schedules(world: World, shared: Shared, cases: dict[str, dict[str, Any]], num_steps: int) -> dict[str, list[float]]:
+def schedules(
+    world: RankWorld, shared: Shared, cases: dict[str, dict[str, Any]], num_steps: int
+) -> dict[str, list[float]]:
     """Return the learning rate of every optimizer step for each schedule."""
     from slime_like.train.megatron.step.optim import make_schedule
 
@@ -239,7 +241,7 @@ ADAMW: dict[str, Any] = {
 }
 
 
-def adamw(world: World, shared: Shared) -> dict[str, float]:
+def adamw(world: RankWorld, shared: Shared) -> dict[str, float]:
     """Return the largest errors of four optimizer steps of a model with biases against AdamW in float64."""
     from slime_like.train.megatron.model.model import named_weights
 
@@ -293,7 +295,7 @@ def _adamw_float64(
 
 
 # ---- optimizer offload -----------------------------------------------------------------------------------------------
-def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> dict[str, Any]:
+def offload(world: RankWorld, shared: Shared, layout: Layout, fraction: float) -> dict[str, Any]:
     """Compare a bfloat16 run with a divided optimizer, as with offload, with an undivided one, and with its resumed run."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
@@ -357,7 +359,7 @@ def pretended_offload(fraction: float) -> Generator[None]:
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-def cpu_kernels(world: World, shared: Shared) -> dict[str, str]:
+def cpu_kernels(world: RankWorld, shared: Shared) -> dict[str, str]:
     """Return the class of the norm, or the error, with and without a compiler for each value of model.cpu_kernels."""
     from slime_like.train.megatron.model.layers import LayerParts
     from slime_like.train.megatron.model.model import _on_cpu_kernels

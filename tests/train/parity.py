@@ -25,7 +25,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.faults import FAULTS, replace_attribute
 from tests.train.jobs import Results, Shared, make_actor
 from tests.train.models import NUM_BLOCKS, NUM_EXPERTS, VOCAB, count_tokens, join_rows, make_rows, normalise
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 TEMPERATURE = 0.7
 ENTROPY = 0.05
@@ -194,7 +194,7 @@ def without_fla(model: Any) -> Generator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class RelativeErrors:
     """Largest relative errors over all ranks. A gradient's error is relative to the maximum of its full tensor.
 
     The gradient of a decay is a sum over all tokens whose terms almost cancel, so its rounding errors are the largest.
@@ -215,14 +215,14 @@ class Comparison:
         return max(self.loss, self.grad_norm, self.grad)
 
 
-def comparison(results: Results, name: str) -> Comparison:
+def comparison(results: Results, name: str) -> RelativeErrors:
     """Return the result of a job of ``compare``: exactly one of its ranks reports."""
     (reported,) = [result for result in results[name] if result is not None]
-    assert isinstance(reported, Comparison)
+    assert isinstance(reported, RelativeErrors)
     return reported
 
 
-def assert_equals_hf(errors: Comparison, bound: float) -> None:
+def assert_equals_hf(errors: RelativeErrors, bound: float) -> None:
     """Assert that loss, gradients and scores, and logits if they were compared, differ from HF's by at most ``bound``."""
     assert errors.worst <= bound, errors
     assert errors.score <= bound, errors
@@ -230,14 +230,16 @@ def assert_equals_hf(errors: Comparison, bound: float) -> None:
 
 
 def compare(
-    world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any], fault: str | None
-) -> Comparison | None:
+    world: RankWorld, shared: Shared, kind: str, layout: Layout, model: dict[str, Any], fault: str | None
+) -> RelativeErrors | None:
     """Take one optimizer step in ``layout`` and compare it with HF. Return the comparison on the reporter, None elsewhere."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
         return _compare(world, shared, kind, layout, model)
 
 
-def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any]) -> Comparison | None:
+def _compare(
+    world: RankWorld, shared: Shared, kind: str, layout: Layout, model: dict[str, Any]
+) -> RelativeErrors | None:
     ref: Reference = shared.references[kind]
     algo = dataclasses.replace(ALGO, routing_replay="rollout") if kind == REPLAYED else ALGO
     actor = make_actor(world, shared.models[kind], layout, algo=algo, temperature=TEMPERATURE, model=model)
@@ -263,7 +265,7 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
     decays = [error for name, error in errors.items() if name.endswith(DECAYS)]
     errors = {name: error for name, error in errors.items() if not name.endswith(DECAYS)}
     worst = max(errors, key=lambda name: errors[name])
-    return Comparison(
+    return RelativeErrors(
         loss=abs(metrics["train/loss"] / ref.loss - 1),
         grad_norm=abs(metrics["train/grad_norm"] / ref.grad_norm - 1),
         grad=errors[worst],

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class RankWorld:
     """A rank's number, the world size and the rendezvous."""
 
     rank: int
@@ -127,7 +127,7 @@ def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: flo
                     output = os.open(folder / f"out{rank}", os.O_WRONLY | os.O_CREAT)
                     os.dup2(output, 1)
                     os.dup2(output, 2)
-                    _work(function, World(rank, size, "127.0.0.1", port), args, folder, deadline.limit)
+                    _work(function, RankWorld(rank, size, "127.0.0.1", port), args, folder, deadline.limit)
                 children.append(Fork(pid))
             _await(children, folder, deadline)
         finally:
@@ -190,11 +190,11 @@ def _await(children: Sequence[Child], folder: Path, deadline: Deadline) -> None:
 def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str) -> None:
     module, _, function = target.partition(":")
     args = pickle.loads((Path(folder) / "args").read_bytes())  # noqa: S301 (our own file)
-    world = World(int(rank), int(size), "127.0.0.1", int(port))
+    world = RankWorld(int(rank), int(size), "127.0.0.1", int(port))
     _work(lambda *a: getattr(importlib.import_module(module), function)(*a), world, args, Path(folder), float(limit))
 
 
-def _work(function: Callable[..., Any], world: World, args: Sequence[Any], folder: Path, limit: float) -> NoReturn:
+def _work(function: Callable[..., Any], world: RankWorld, args: Sequence[Any], folder: Path, limit: float) -> NoReturn:
     # Dump stacks shortly before the parent's deadline, so that its message has them; never with a limit of a few seconds.
     faulthandler.dump_traceback_later(limit - 5 if limit > 10 else limit + 60, exit=True)
     try:

@@ -22,7 +22,7 @@ from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, join_and_make_groups, make_actor, save_checkpoint
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens, make_spec
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 PPO = PpoConfig(gamma=0.95, lambd=0.9, kl_coef=0.1, eps_clip=0.3)
 DISTILL = DistillConfig(opd_kl_coef=0.5, reward_coef=1.0)
@@ -50,7 +50,7 @@ def _with_ids(rows: PackedBatch, first: int) -> PackedBatch:
     return replace(rows, sample_ids=first + np.arange(len(rows.sample_ids), dtype=np.int64))
 
 
-def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
+def make_role(world: RankWorld, spec: CriticSpec | TeacherSpec) -> Any:
     rank_info = join_and_make_groups(world, spec.rank)
     from slime_like.train.megatron.rank.critic import RankCritic
     from slime_like.train.megatron.rank.teacher import RankTeacher
@@ -58,7 +58,7 @@ def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
     return RankCritic(spec, rank_info) if isinstance(spec, CriticSpec) else RankTeacher(spec.rank, rank_info)
 
 
-def make_critic(world: World, folder: Path, layout: Layout, **changes: Any) -> Any:
+def make_critic(world: RankWorld, folder: Path, layout: Layout, **changes: Any) -> Any:
     """Return a critic whose head is not zero and does not depend on the layout."""
     spec = make_spec(folder, layout, optim={"lr": 1e-3}, steps_per_rollout=STEPS)
     critic = make_role(world, replace(CriticSpec(spec, value_clip=0.2, load=None, warmup_rollouts=0), **changes))
@@ -89,7 +89,7 @@ def by_row(ranks: list[Columns]) -> list[list[F32]]:
 
 
 # ---- critic ----------------------------------------------------------------------------------------------------------
-def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> TrainedColumns:
+def ppo(world: RankWorld, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> TrainedColumns:
     """Train actor and critic on rollouts, in the order of ``MultiRoleTrainer``."""
     with _sum_gradient_twice() if fault else contextlib.nullcontext():
         actor = make_actor(
@@ -136,7 +136,7 @@ def _sum_gradient_twice() -> Any:
     )
 
 
-def warmup(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def warmup(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Train only the critic on one rollout."""
     actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
     critic = make_critic(world, shared.models["untied"], layout)
@@ -146,7 +146,7 @@ def warmup(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     return {"metrics": metrics, "actor unchanged": is_unchanged, "version": actor.version}
 
 
-def new_critics(world: World, shared: Shared, layout: Layout) -> list[float]:
+def new_critics(world: RankWorld, shared: Shared, layout: Layout) -> list[float]:
     """Return the largest values of critics initialised from HF causal LMs, tied and untied."""
     out: list[float] = []
     for kind in ("tied", "untied"):
@@ -157,7 +157,7 @@ def new_critics(world: World, shared: Shared, layout: Layout) -> list[float]:
     return out
 
 
-def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def critic_resumes(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Save critic and actor after one rollout; load both checkpoints as a critic, which is refused for the actor's."""
     folder = shared.scratch / "critic"
     actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
@@ -190,14 +190,14 @@ def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, An
     return out
 
 
-def faulty_ppo(world: World, shared: Shared, layout: Layout) -> TrainedColumns:
+def faulty_ppo(world: RankWorld, shared: Shared, layout: Layout) -> TrainedColumns:
     """Run ``ppo`` with the fault."""
     return ppo(world, shared, layout, fault=True)
 
 
 # ---- teacher ---------------------------------------------------------------------------------------------------------
 def distill(
-    world: World, shared: Shared, layout: Layout, *, own_ranks: bool, algo: AlgoConfig = DISTILL, rollouts: int = 2
+    world: RankWorld, shared: Shared, layout: Layout, *, own_ranks: bool, algo: AlgoConfig = DISTILL, rollouts: int = 2
 ) -> TrainedColumns:
     """Train a student that starts as a copy of its teacher and diverges from it by rewards."""
     folder = shared.models["untied"]
@@ -220,17 +220,17 @@ def distill(
     return TrainedColumns(metrics, by_row(shards) if shards else [], [])
 
 
-def own_teacher(world: World, shared: Shared, layout: Layout) -> TrainedColumns:
+def own_teacher(world: RankWorld, shared: Shared, layout: Layout) -> TrainedColumns:
     """Distill from a teacher on separate ranks."""
     return distill(world, shared, layout, own_ranks=True)
 
 
-def swapped_teacher(world: World, shared: Shared, layout: Layout) -> TrainedColumns:
+def swapped_teacher(world: RankWorld, shared: Shared, layout: Layout) -> TrainedColumns:
     """Distill from a teacher whose weights are swapped into the actor."""
     return distill(world, shared, layout, own_ranks=False)
 
 
-def teacher_of_another_shape(world: World, shared: Shared, layout: Layout) -> list[list[F32]]:
+def teacher_of_another_shape(world: RankWorld, shared: Shared, layout: Layout) -> list[list[F32]]:
     """Return log-probabilities of a teacher of another family."""
     teacher = make_role(world, TeacherSpec(make_spec(shared.models["llama"], layout)))
     columns, metrics = teacher.score(rollout(layout, teacher.rank_info.dp_rank)[0])

@@ -13,7 +13,7 @@ from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import four_micro_batches
 from tests.train.models import count_tokens
 from tests.train.parity import ALGO
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OldChoice:
     metrics: dict[str, float]
 
 
-def old_choice(world: World, shared: Shared, layout: Layout, model: dict[str, Any]) -> OldChoice:
+def old_choice(world: RankWorld, shared: Shared, layout: Layout, model: dict[str, Any]) -> OldChoice:
     """Record experts, change the routers, and replay. Then train a rollout of two optimizer steps."""
     from slime_like.train.megatron.model.model import named_weights
 

@@ -20,7 +20,7 @@ from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import _from_reporter, digest, four_micro_batches
 from tests.train.models import count_tokens
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 TOLERANCE = 1e-4
 Columns = Sequence[F32]
@@ -39,7 +39,7 @@ def with_engine_logprobs(rows: Sequence[PackedBatch], columns: Columns, version:
     ]
 
 
-def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, Any]:
+def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[str, Any]:
     """Return the metrics of a correct rollout, and for each fault the error and whether weights and version are unchanged."""
     actor = make_actor(
         world,

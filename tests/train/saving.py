@@ -23,7 +23,7 @@ from slime_like.errors import CheckpointError
 from tests.train.disk import Disk, Killed
 from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.lifecycle import digest, train
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def hashing_threads() -> Generator[set[str]]:
         yield names
 
 
-def save_during_training(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def save_during_training(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Begin a save, train, and then let the last rank write."""
     from slime_like.checkpoint.record import read_record
 
@@ -118,7 +118,7 @@ def save_during_training(world: World, shared: Shared, layout: Layout) -> dict[s
 
 
 # ---- killed saves -----------------------------------------------------------------------------------------------------
-def kill_at_every_operation(world: World, shared: Shared) -> dict[str, Any]:
+def kill_at_every_operation(world: RankWorld, shared: Shared) -> dict[str, Any]:
     """Save iteration 2 repeatedly, each time killed one operation later. Return the iteration that a resume reads each time."""
     from slime_like.checkpoint.files import iteration_folder, latest_iteration
     from slime_like.checkpoint.record import read_manifest
@@ -174,7 +174,7 @@ def _bytes(folder: Path) -> str:
 FULL = ("iter_0000002.tmp", ".metadata.tmp", "metadata.json", "checkpoint.json.tmp")
 
 
-def full_disks(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def full_disks(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Save on a disk that is full at one operation of one rank, then on one with space. Return the errors and remaining files."""
     from slime_like.checkpoint.files import latest_iteration
     from slime_like.checkpoint.record import read_manifest
@@ -226,7 +226,7 @@ def small_files(size: int | None) -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def full_disk_of_a_run(world: World, shared: Shared) -> dict[str, Any]:
+def full_disk_of_a_run(world: RankWorld, shared: Shared) -> dict[str, Any]:
     """Save from the driver on a full disk: stop or continue as configured, but always stop at the end of a run."""
     actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
     out: dict[str, Any] = {}
@@ -255,7 +255,7 @@ def full_disk_of_a_run(world: World, shared: Shared) -> dict[str, Any]:
 EXPORT_FULL = ("hf.tmp", "hf.tmp/config.json", "hf.tmp/model.safetensors.index.json")
 
 
-def full_disks_of_exports(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def full_disks_of_exports(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Export over an earlier export on a disk that is full at one operation of one rank, then on one with space."""
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     folder = shared.scratch / "hf"

@@ -19,13 +19,13 @@ from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
 from tests.train.models import VOCAB
 from tests.train.parity import logits_of
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 from tests.unchanged import unchanged
 
 PADDED = 384  # our models pad to 256
 
 
-def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
+def write_gpt(world: RankWorld, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
     """Save a random GPTModel of megatron's own layers. Return its keys, log-probabilities and logits of some ids.
 
     The logits F32 [S, V] are computed with torch's attention, as in the trainer. With megatron's attention, which rounds a
@@ -86,7 +86,7 @@ def _next_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> Any:
     return log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 
-def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: str = "untied") -> dict[str, Any]:
+def start_from(world: RankWorld, shared: Shared, folder: str, layout: Layout, kind: str = "untied") -> dict[str, Any]:
     """Start a trainer from ``folder``. Return its scores and logits of the same ids, and the KL loss of its first rollout."""
     import dataclasses
 
@@ -111,7 +111,7 @@ def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: 
     return {"scores": scores, "logits": logits, "kl": metrics.get("train/kl_loss")}
 
 
-def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
+def own_weights(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, Any]:
     """Start from another run's checkpoint: the same weights with a new optimizer."""
     folder = shared.scratch.with_name(saved_by)
     actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
@@ -121,7 +121,7 @@ def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
     return {"same": digest(fresh) == digest(actor), "steps": fresh.schedule.num_steps, "version": fresh.version}
 
 
-def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
+def bad_starts(world: RankWorld, shared: Shared, gpt: str) -> dict[str, str]:
     """Return the errors on a foreign, a truncated and a garbled folder, which stay unchanged."""
     source = shared.scratch.with_name(gpt)
     cut = shared.scratch / "cut"
@@ -142,7 +142,7 @@ def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
     return out
 
 
-def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
+def export_each(world: RankWorld, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
     """Export checkpoints of other layouts with the export script, in a process group of one rank."""
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export
@@ -155,7 +155,7 @@ def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str 
     return {name: shared.scratch / name for name in sources}
 
 
-def export_checkpoint(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
+def export_checkpoint(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, Any]:
     """Export a checkpoint as the export script does: float32 and bfloat16, in several files, in a process group of one rank."""
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export

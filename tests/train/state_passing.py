@@ -12,28 +12,28 @@ from torch import Tensor
 
 from slime_like.train.megatron.model.layout import token_layout
 from tests.train.jobs import Shared
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 H, HV, K, V, W = 2, 4, 16, 12, 4
 D = 2 * H * K + HV * V
 
 
 @dataclass(frozen=True)
-class Case:
+class PackedCase:
     """Lengths of packed sequences, and the scale of the log decays (small: slow decay)."""
 
     lengths: tuple[int, ...]
     gate: float = 1.0
 
 
-def errors(world: World, shared: Shared, cases: list[Case]) -> list[dict[str, float]]:
+def errors(world: RankWorld, shared: Shared, cases: list[PackedCase]) -> list[dict[str, float]]:
     """Return per case the largest error of outputs and gradients, relative to the largest entry. All ranks share the stream."""
     del shared
     join_group(world)
     return [range_errors(world, case, _backend(), torch.float64) for case in cases]
 
 
-def on_gpus(world: World, cases: list[Case]) -> list[dict[str, float]]:
+def on_gpus(world: RankWorld, cases: list[PackedCase]) -> list[dict[str, float]]:
     """Return the same as ``errors`` for fla in float32, with one GPU per rank."""
     from slime_like_plugins.qwen_gdn.fla import FlaGDN
 
@@ -43,14 +43,14 @@ def on_gpus(world: World, cases: list[Case]) -> list[dict[str, float]]:
     return [range_errors(world, case, backend, torch.float32, "cuda") for case in cases]
 
 
-def join_group(world: World, backend: str = "gloo") -> None:
+def join_group(world: RankWorld, backend: str = "gloo") -> None:
     """Create the default process group of the ranks."""
     if not dist.is_initialized():
         address = f"tcp://{world.host}:{world.port}"
         dist.init_process_group(backend, init_method=address, rank=world.rank, world_size=world.size)
 
 
-def kept_bounds(world: World, shared: Shared) -> list[int]:
+def kept_bounds(world: RankWorld, shared: Shared) -> list[int]:
     """Return the number of distinct tensors of bounds that a backend has received after each of two layers of two micro-batches."""
     from slime_like.train.megatron.model.layers import PackedRows
     from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads
@@ -72,7 +72,7 @@ def kept_bounds(world: World, shared: Shared) -> list[int]:
     return counts
 
 
-def moves_hidden(world: World, shared: Shared) -> list[bool]:
+def moves_hidden(world: RankWorld, shared: Shared) -> list[bool]:
     """Return whether hidden states, not projections, move between ranks.
 
     Cases: Qwen3-Next's layer, a layer without hidden states of full tokens, and a layer split over tensor parallel ranks.
@@ -94,7 +94,7 @@ def _recording() -> Any:
     """Return a torch backend that records every tensor of bounds."""
     from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
-    class Recording(TorchGDN):
+    class RecordingChain(TorchGDN):
         def __init__(self) -> None:
             super().__init__()
             self.bounds_seen: list[Tensor] = []
@@ -107,10 +107,12 @@ def _recording() -> Any:
             self.bounds_seen += [kwargs["cu_seqlens"], kwargs["cu_seqlens_cpu"]]
             return super().causal_conv(*args, **kwargs)
 
-    return Recording()
+    return RecordingChain()
 
 
-def range_errors(world: World, case: Case, backend: Any, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
+def range_errors(
+    world: RankWorld, case: PackedCase, backend: Any, dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, float]:
     """Return the errors of one case with ``backend``; torch computes the full stream in float64."""
     from slime_like_plugins.qwen_gdn import ranges, state_passing
 

@@ -15,12 +15,12 @@ from slime_like.train.megatron.platform import host
 from tests.train import parity
 from tests.train.jobs import Shared, annotated, start_trainer
 from tests.train.models import count_tokens, make_rows, make_spec
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature": parity.TEMPERATURE}
 
 
-def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
+def on_cpu(world: RankWorld, shared: Shared, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
     """Return TransformerEngine's inputs per (cp, rank), and the error without TransformerEngine."""
     from slime_like.train.megatron.model.forward import make_micro
     from slime_like.train.megatron.model.model import _core_attention
@@ -55,7 +55,7 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
     return {"parameters": parameters, "refusal": refusal}
 
 
-def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
+def on_gpu(world: RankWorld, folder: Path, cp: int) -> dict[str, Any]:
     """Compare each attention in bfloat16 with HF in float32, and the two core attentions on the same random rows."""
     host.install("cuda")
 

@@ -11,7 +11,7 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.train.algorithms import ALGORITHMS
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 
 pytestmark = pytest.mark.ranks
 
@@ -23,10 +23,10 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
 }
 TARGET = "tests.train.algorithms:every_algorithm"
 JOBS = {
-    size: [Job(f"algorithms {name}", TARGET, (layout,)) for name, layout in layouts.items()]
+    size: [RankJob(f"algorithms {name}", TARGET, (layout,)) for name, layout in layouts.items()]
     for size, layouts in LAYOUTS.items()
 }
-JOBS[2].append(Job("algorithms local sums", TARGET, (Layout(cp=2), True)))
+JOBS[2].append(RankJob("algorithms local sums", TARGET, (Layout(cp=2), True)))
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import Job, Results
+from tests.train.jobs import RankJob, Results
 
 pytestmark = pytest.mark.ranks
 
 SAVED = "save dp2"
 JOBS = {
     1: [
-        Job("save single", "tests.train.lifecycle:save_then_continue", (Layout(),)),
-        Job("resume single", "tests.train.lifecycle:resume", ("save single", Layout())),
-        Job("resume other lr", "tests.train.lifecycle:resume", ("save single", Layout(), 5e-4)),
-        Job("bad checkpoints", "tests.train.lifecycle:load_damaged", ("save single",)),
+        RankJob("save single", "tests.train.lifecycle:save_then_continue", (Layout(),)),
+        RankJob("resume single", "tests.train.lifecycle:resume", ("save single", Layout())),
+        RankJob("resume other lr", "tests.train.lifecycle:resume", ("save single", Layout(), 5e-4)),
+        RankJob("bad checkpoints", "tests.train.lifecycle:load_damaged", ("save single",)),
     ],
     2: [
-        Job(SAVED, "tests.train.lifecycle:save_then_continue", (Layout(dp=2),)),
-        Job("resume dp2", "tests.train.lifecycle:resume", (SAVED, Layout(dp=2))),
+        RankJob(SAVED, "tests.train.lifecycle:save_then_continue", (Layout(dp=2),)),
+        RankJob("resume dp2", "tests.train.lifecycle:resume", (SAVED, Layout(dp=2))),
     ],
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.train.delta_net import LayerCase
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 
 pytestmark = pytest.mark.ranks
 
@@ -44,7 +44,7 @@ FAULTS = {
 }
 JOBS = {
     size: [
-        Job(
+        RankJob(
             f"delta net {size}", "tests.train.delta_net:errors", (cases + (list(FAULTS.values()) if size == 2 else []),)
         )
     ]

@@ -15,7 +15,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.experts import ExpertMatrix, global_key, keys_of_peers
 from slime_like.train.megatron.families.hf import HFFolder
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.models import fuse_experts
 from tests.train.parity import comparison
 from tests.train.weights import assert_refused, assert_same_tensors, family_of, tensors_of
@@ -104,24 +104,26 @@ def folders(sources: Sequence[str]) -> list[str]:
 
 
 PARITY = "tests.train.parity:compare"
-JOBS = {size: [Job(name, PARITY, (*case, {}, None)) for name, case in cases.items()] for size, cases in CASES.items()}
+JOBS = {
+    size: [RankJob(name, PARITY, (*case, {}, None)) for name, case in cases.items()] for size, cases in CASES.items()
+}
 for name, layout in BALANCED.items():
-    JOBS[layout.world_size].append(Job(name, PARITY, ("qwen3_moe balanced", layout, COEFFICIENT, None)))
+    JOBS[layout.world_size].append(RankJob(name, PARITY, ("qwen3_moe balanced", layout, COEFFICIENT, None)))
 JOBS[2] += [
-    Job(
+    RankJob(
         "balance_per_trained_token",
         PARITY,
         ("qwen3_moe balanced", Layout(dp=2), COEFFICIENT, "balance_per_trained_token"),
     ),
-    *(Job(name, PARITY, ("qwen3_moe", Layout(dp=2, ep=2), keys, None)) for name, keys in RECOMPUTE.items()),
-    *(Job(fault, PARITY, ("qwen3_moe", layout, {}, fault)) for fault, layout in FAULTS.items()),
-    *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
+    *(RankJob(name, PARITY, ("qwen3_moe", Layout(dp=2, ep=2), keys, None)) for name, keys in RECOMPUTE.items()),
+    *(RankJob(fault, PARITY, ("qwen3_moe", layout, {}, fault)) for fault, layout in FAULTS.items()),
+    *(RankJob(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
     *(
-        Job(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, "qwen3_moe", True))
+        RankJob(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, "qwen3_moe", True))
         for name, layout in SAVED.items()
     ),
     *(
-        Job(
+        RankJob(
             f"reshard experts to {name}",
             "tests.train.lifecycle:resume_from_each",
             (folders(SOURCES[name]), layout, "qwen3_moe"),
@@ -130,20 +132,20 @@ JOBS[2] += [
     ),
 ]
 JOBS[4].append(
-    Job(
+    RankJob(
         "round trip of shards on four ranks",
         "tests.train.lifecycle:round_trip",
         CASES[4]["qwen3_moe dp2 tp2 sp ep2 etp2"],
     )
 )
 JOBS[1] += [
-    Job(
+    RankJob(
         "reshard experts to single",
         "tests.train.lifecycle:resume_from_each",
         (folders(SOURCES["single"]), Layout(), "qwen3_moe"),
         late=True,
     ),
-    Job(
+    RankJob(
         "export each with experts",
         "tests.train.starting:export_each",
         (folders(SOURCES["single"]), "qwen3_moe"),

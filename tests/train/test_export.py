@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.lifecycle import ExportedWeights
 from tests.train.parity import by_expert
 from tests.train.weights import assert_hf_agrees
@@ -26,8 +26,8 @@ CASES = {
     "export experts tp2 ep2": ("qwen3_moe", Layout(ep=2, **SP)),
 }
 JOBS = {
-    2: [Job(name, "tests.train.lifecycle:export", (*case, MAX_BYTES)) for name, case in CASES.items()]
-    + [Job("export bfloat16", "tests.train.lifecycle:export", ("tied", Layout(**SP), MAX_BYTES, "bfloat16"))]
+    2: [RankJob(name, "tests.train.lifecycle:export", (*case, MAX_BYTES)) for name, case in CASES.items()]
+    + [RankJob("export bfloat16", "tests.train.lifecycle:export", ("tied", Layout(**SP), MAX_BYTES, "bfloat16"))]
 }
 
 

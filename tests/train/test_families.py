@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.parity import assert_equals_hf, comparison
 from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of
 
@@ -29,12 +29,12 @@ CASES = {
 }
 ROUND_TRIP = {f"round trip {name}": case for name, case in CASES[2].items()}
 JOBS = {
-    size: [Job(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
+    size: [RankJob(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
     for size, cases in CASES.items()
 }
-JOBS[2] += [Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()]
+JOBS[2] += [RankJob(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()]
 FAULT = "biases in the wrong order"
-JOBS[2] += [Job(FAULT, "tests.train.parity:compare", ("qwen2", Layout(pp=2), {}, "shuffled_biases"))]
+JOBS[2] += [RankJob(FAULT, "tests.train.parity:compare", ("qwen2", Layout(pp=2), {}, "shuffled_biases"))]
 NAMES = [name for cases in CASES.values() for name in cases]
 
 

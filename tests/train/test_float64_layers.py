@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 
 pytestmark = pytest.mark.ranks
 KINDS = ("attention", "gdn", "mlp")
@@ -22,7 +22,7 @@ CASES = {
 LAYOUTS = {1: Layout(), 2: Layout(**SP)}
 JOBS = {
     world_size: [
-        Job(name, "tests.train.float64_layers:attribute", (model, LAYOUTS[size], fault))
+        RankJob(name, "tests.train.float64_layers:attribute", (model, LAYOUTS[size], fault))
         for name, (size, model, fault) in CASES.items()
         if size == world_size
     ]

@@ -15,7 +15,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.float8 import dequantise
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.float8 import dequantising
-from tests.train.jobs import Job, Results
+from tests.train.jobs import RankJob, Results
 from tests.train.parity import by_expert, comparison
 from tests.train.weights import tensors_of
 
@@ -27,13 +27,13 @@ KIND = "float8"
 FAULT = "unscaled_float8"
 JOBS = {
     1: [
-        Job("float8 single", "tests.train.parity:compare", (KIND, Layout(), {}, None)),
-        Job(FAULT, "tests.train.parity:compare", (KIND, Layout(), {}, FAULT)),
-        Job("float8 peak", "tests.train.float8:peak_bytes", (KIND,)),
+        RankJob("float8 single", "tests.train.parity:compare", (KIND, Layout(), {}, None)),
+        RankJob(FAULT, "tests.train.parity:compare", (KIND, Layout(), {}, FAULT)),
+        RankJob("float8 peak", "tests.train.float8:peak_bytes", (KIND,)),
     ],
     2: [
-        Job("float8 round trip", "tests.train.lifecycle:round_trip", (KIND, Layout(dp=2, ep=2))),
-        Job("float8 export", "tests.train.lifecycle:export", (KIND, Layout(pp=2), 40_000, "bfloat16")),
+        RankJob("float8 round trip", "tests.train.lifecycle:round_trip", (KIND, Layout(dp=2, ep=2))),
+        RankJob("float8 export", "tests.train.lifecycle:export", (KIND, Layout(pp=2), 40_000, "bfloat16")),
     ],
 }
 

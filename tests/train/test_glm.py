@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.parity import assert_equals_hf, comparison
 from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of
 
@@ -31,11 +31,11 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
 ROUND_TRIP = {f"round trip {name}": CASES[2][name] for name in ("glm4 tp2 sp", "glm4_moe tp2 sp ep2")}
 FAULT = "channels paired in halves"
 JOBS = {
-    size: [Job(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
+    size: [RankJob(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
     for size, cases in CASES.items()
 }
-JOBS[1] += [Job(FAULT, "tests.train.parity:compare", ("glm4", Layout(), {}, "channels_paired_in_halves"))]
-JOBS[2] += [Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()]
+JOBS[1] += [RankJob(FAULT, "tests.train.parity:compare", ("glm4", Layout(), {}, "channels_paired_in_halves"))]
+JOBS[2] += [RankJob(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()]
 NAMES = [name for cases in CASES.values() for name in cases]
 
 

@@ -23,7 +23,7 @@ from tests.train import parity
 from tests.train.jobs import annotated, save_checkpoint, start_trainer
 from tests.train.lifecycle import batch, train
 from tests.train.models import count_tokens, make_model, make_spec
-from tests.train.ranks import World, run_ranks
+from tests.train.ranks import RankWorld, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,15 +38,15 @@ WIDE: dict[str, Any] = {  # FlashQLA supports only heads of 128
 }
 
 
-def actor_on_gpu(world: World, folder: Path, **spec: Any) -> Any:
+def actor_on_gpu(world: RankWorld, folder: Path, **spec: Any) -> Any:
     return actor_on("cuda", world, folder, **spec)
 
 
-def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
+def actor_on(device: str, world: RankWorld, folder: Path, **spec: Any) -> Any:
     return start_trainer(world, make_spec(folder, Layout(), device=device, **spec))
 
 
-def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
+def on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, Any]:
     """Return the errors of float32 gradients, bfloat16 scores, a resumed run and an export, and the losses of a run."""
     host.install("cuda")
 
@@ -89,7 +89,7 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     return out
 
 
-def options_on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
+def options_on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, Any]:
     """Compare gradients with and without recompute, and runs with and without an offloaded optimizer."""
     from tests.train.options import gradients
     from tests.train.test_options import VARIANTS
@@ -128,7 +128,7 @@ def test_one_gpu(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
 
 
 def hybrid_on_gpu(
-    world: World, folder: Path, backends: tuple[str, ...], device: str = "cuda"
+    world: RankWorld, folder: Path, backends: tuple[str, ...], device: str = "cuda"
 ) -> dict[str, dict[str, float]]:
     """Return errors of scores and gradients (except of decays) of a Gated DeltaNet model in bfloat16 against HF in float32.
 
@@ -181,7 +181,7 @@ def test_gated_delta_net_by_flashqla_on_one_gpu(tmp_path: Path) -> None:
     assert ["flash-qla" in kernels for kernels in errors_of] == [False, True]
 
 
-def same_bits(world: World, folder: Path) -> list[list[bytes]]:
+def same_bits(world: RankWorld, folder: Path) -> list[list[bytes]]:
     """Return the weights of two runs, each after three deterministic steps."""
     weights_of_runs: list[list[bytes]] = []
     for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.lifecycle import ExportedWeights
 from tests.train.options import OVERLAP
 from tests.train.parity import comparison
@@ -82,27 +82,27 @@ CARRIED = {"vision": ("mtp.", "model.visual."), "qwen3_next experts": ("mtp.",)}
 HALF = {"hybrid half dp2": Layout(dp=2), "hybrid half tp2": Layout(**SP)}
 
 
-def jobs() -> dict[int, list[Job]]:
-    out: dict[int, list[Job]] = {}
+def jobs() -> dict[int, list[RankJob]]:
+    out: dict[int, list[RankJob]] = {}
     for size, cases in CASES.items():
         out[size] = [
-            Job(f"{kind} {name}", "tests.train.parity:compare", (kind, layout, keys, None))
+            RankJob(f"{kind} {name}", "tests.train.parity:compare", (kind, layout, keys, None))
             for name, (kinds, layout, keys) in cases.items()
             for kind in kinds
         ]
     for size, layouts in SOURCES.items():
-        out[size] += [Job(name, "tests.train.hybrid:save", ("qwen3_5", layout)) for name, layout in layouts.items()]
+        out[size] += [RankJob(name, "tests.train.hybrid:save", ("qwen3_5", layout)) for name, layout in layouts.items()]
     out[1] += [
-        Job(NORMS, "tests.train.hybrid:half_norms"),
-        Job(UPSTREAM, "tests.train.hybrid:upstream", ("qwen3_next",)),
+        RankJob(NORMS, "tests.train.hybrid:half_norms"),
+        RankJob(UPSTREAM, "tests.train.hybrid:upstream", ("qwen3_next",)),
     ]
     out[2] += [
-        *(Job(f, "tests.train.parity:compare", ("qwen3_5", layout, {}, f)) for f, layout in FAULTS.items()),
-        *(Job(name, "tests.train.hybrid:resume", ("qwen3_5", SAVED, layout)) for name, layout in TARGETS.items()),
-        *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
-        *(Job(name, "tests.train.hybrid:half", ("qwen3_next", layout)) for name, layout in HALF.items()),
-        *(Job(name, "tests.train.hybrid:overlap", ("qwen3_next", *case)) for name, case in OVERLAPS.items()),
-        *(Job(name, "tests.train.lifecycle:export", (*case, 40_000)) for name, case in EXPORTS.items()),
+        *(RankJob(f, "tests.train.parity:compare", ("qwen3_5", layout, {}, f)) for f, layout in FAULTS.items()),
+        *(RankJob(name, "tests.train.hybrid:resume", ("qwen3_5", SAVED, layout)) for name, layout in TARGETS.items()),
+        *(RankJob(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
+        *(RankJob(name, "tests.train.hybrid:half", ("qwen3_next", layout)) for name, layout in HALF.items()),
+        *(RankJob(name, "tests.train.hybrid:overlap", ("qwen3_next", *case)) for name, case in OVERLAPS.items()),
+        *(RankJob(name, "tests.train.lifecycle:export", (*case, 40_000)) for name, case in EXPORTS.items()),
     ]
     return out
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.expert_bias import updated_by_hf
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.parity import assert_equals_hf, comparison
 from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of, tensors_of
 
@@ -57,13 +57,13 @@ FAULTS = {
 }
 UPDATED = {f"expert bias {name}": LAYOUTS[2][name] for name in ("tp2 sp ep2", "cp2", "ep2")}
 JOBS = {
-    size: [Job(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
+    size: [RankJob(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
     for size, cases in CASES.items()
 }
 JOBS[2] += [
-    *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
-    *(Job(fault, "tests.train.parity:compare", (*case, {}, fault)) for fault, case in FAULTS.items()),
-    *(Job(name, "tests.train.expert_bias:update_and_resume", (layout,)) for name, layout in UPDATED.items()),
+    *(RankJob(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
+    *(RankJob(fault, "tests.train.parity:compare", (*case, {}, fault)) for fault, case in FAULTS.items()),
+    *(RankJob(name, "tests.train.expert_bias:update_and_resume", (layout,)) for name, layout in UPDATED.items()),
 ]
 NAMES = [name for cases in CASES.values() for name in cases]
 

@@ -11,7 +11,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.families.mimo import Mimo
 from slime_like.train.megatron.model.transformer_config import choose_family
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.models import make_spec
 from tests.train.parity import assert_equals_hf, comparison
 from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of
@@ -34,13 +34,13 @@ ROUND_TRIP = {f"round trip {name}": CASES[2][name] for name in ("minimax_m2 tp2 
 FAULTS = ("norms_of_own_heads", "gradients_of_own_heads")
 SAVED, CONVERTED = "reshard from minimax_m2 tp2", "minimax_m2 converted"
 JOBS = {
-    size: [Job(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
+    size: [RankJob(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
     for size, cases in CASES.items()
 }
-JOBS[2] += [Job(fault, "tests.train.parity:compare", ("minimax_m2", TP_EP, {}, fault)) for fault in FAULTS]
-JOBS[2] += [Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()]
-JOBS[2] += [Job(SAVED, "tests.train.lifecycle:save_then_continue", (TP_EP, "minimax_m2", True))]
-JOBS[1] += [Job(CONVERTED, "tests.train.starting:export_each", (("minimax_m2 tp2",), "minimax_m2"), late=True)]
+JOBS[2] += [RankJob(fault, "tests.train.parity:compare", ("minimax_m2", TP_EP, {}, fault)) for fault in FAULTS]
+JOBS[2] += [RankJob(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()]
+JOBS[2] += [RankJob(SAVED, "tests.train.lifecycle:save_then_continue", (TP_EP, "minimax_m2", True))]
+JOBS[1] += [RankJob(CONVERTED, "tests.train.starting:export_each", (("minimax_m2 tp2",), "minimax_m2"), late=True)]
 NAMES = [name for cases in CASES.values() for name in cases]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from slime_like_plugins.sglang_cpu.build import COMPILERS
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.options import ADAMW, OVERLAP, Overlapped, Recomputed, Rounded
 
 pytestmark = pytest.mark.ranks
@@ -63,7 +63,7 @@ SPARSE = {
 OPTIONS = "tests.train.options"
 NEAR_JOBS = {
     size: [
-        Job(f"bfloat16 near {name}{suffix}", f"{OPTIONS}:near", (layout, "tied", model))
+        RankJob(f"bfloat16 near {name}{suffix}", f"{OPTIONS}:near", (layout, "tied", model))
         for name, layout in layouts.items()
         for suffix, model in RECOMPUTED.items()
     ]
@@ -71,36 +71,39 @@ NEAR_JOBS = {
 }
 JOBS = {
     1: [
-        Job("schedules", f"{OPTIONS}:schedules", (LEARNING, NUM_STEPS)),
-        Job("adamw float64", f"{OPTIONS}:adamw"),
-        Job("cpu kernels", f"{OPTIONS}:cpu_kernels"),
-        Job("te", "tests.train.te:on_cpu", (CP, LENGTHS)),
+        RankJob("schedules", f"{OPTIONS}:schedules", (LEARNING, NUM_STEPS)),
+        RankJob("adamw float64", f"{OPTIONS}:adamw"),
+        RankJob("cpu kernels", f"{OPTIONS}:cpu_kernels"),
+        RankJob("te", "tests.train.te:on_cpu", (CP, LENGTHS)),
     ],
     2: [
-        *(Job(name, f"{OPTIONS}:recompute", (layout, VARIANTS, "torch")) for name, layout in RECOMPUTE.items()),
-        Job(
+        *(RankJob(name, f"{OPTIONS}:recompute", (layout, VARIANTS, "torch")) for name, layout in RECOMPUTE.items()),
+        RankJob(
             "recompute c",
             f"{OPTIONS}:recompute",
             (Layout(**SP), {n: VARIANTS[n] for n in ("full", "all three")}, "auto"),
         ),
-        *(Job(f"no overlap {kind}", f"{OPTIONS}:overlap", (kind, Layout(dp=2), None)) for kind in ("tied", "untied")),
-        *(Job(f"overlap {kind}", f"{OPTIONS}:overlap", (kind, OVERLAPPED, None)) for kind in ("tied", "untied")),
         *(
-            Job(fault, f"{OPTIONS}:overlap", ("untied", OVERLAPPED, fault))
+            RankJob(f"no overlap {kind}", f"{OPTIONS}:overlap", (kind, Layout(dp=2), None))
+            for kind in ("tied", "untied")
+        ),
+        *(RankJob(f"overlap {kind}", f"{OPTIONS}:overlap", (kind, OVERLAPPED, None)) for kind in ("tied", "untied")),
+        *(
+            RankJob(fault, f"{OPTIONS}:overlap", ("untied", OVERLAPPED, fault))
             for fault in ("weights are read early", "output layer does not wait")
         ),
         *NEAR_JOBS[2],
-        *(Job(f"{name} near", f"{OPTIONS}:near", (layout, "qwen3_moe")) for name, layout in SPARSE.items()),
-        *(Job(name, f"{OPTIONS}:bfloat16", (layout,)) for name, layout in HALF.items()),
-        *(Job(name, f"{OPTIONS}:bfloat16", (layout, "qwen3_moe")) for name, layout in SPARSE.items()),
-        Job("offload half", f"{OPTIONS}:offload", (Layout(dp=2), 0.5)),
-        Job("offload all", f"{OPTIONS}:offload", (Layout(dp=2), 1.0)),
+        *(RankJob(f"{name} near", f"{OPTIONS}:near", (layout, "qwen3_moe")) for name, layout in SPARSE.items()),
+        *(RankJob(name, f"{OPTIONS}:bfloat16", (layout,)) for name, layout in HALF.items()),
+        *(RankJob(name, f"{OPTIONS}:bfloat16", (layout, "qwen3_moe")) for name, layout in SPARSE.items()),
+        RankJob("offload half", f"{OPTIONS}:offload", (Layout(dp=2), 0.5)),
+        RankJob("offload all", f"{OPTIONS}:offload", (Layout(dp=2), 1.0)),
     ],
     4: [
         *NEAR_JOBS[4],
-        Job("no overlap vpp2", f"{OPTIONS}:overlap", ("untied", VPP, None)),
-        Job("overlap vpp2", f"{OPTIONS}:overlap", ("untied", replace(VPP, **OVERLAP), None)),
-        Job(
+        RankJob("no overlap vpp2", f"{OPTIONS}:overlap", ("untied", VPP, None)),
+        RankJob("overlap vpp2", f"{OPTIONS}:overlap", ("untied", replace(VPP, **OVERLAP), None)),
+        RankJob(
             "overlap vpp2, read early",
             f"{OPTIONS}:overlap",
             ("untied", replace(VPP, **OVERLAP), "weights are read early"),

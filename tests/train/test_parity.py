@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.parity import comparison
 
 pytestmark = pytest.mark.ranks
@@ -55,8 +55,8 @@ FAULTS = {
 }
 
 
-def job(name: str, kind: str, layout: Layout, model: dict[str, Any] | None = None, fault: str | None = None) -> Job:
-    return Job(name, "tests.train.parity:compare", (kind, layout, model or {}, fault))
+def job(name: str, kind: str, layout: Layout, model: dict[str, Any] | None = None, fault: str | None = None) -> RankJob:
+    return RankJob(name, "tests.train.parity:compare", (kind, layout, model or {}, fault))
 
 
 def kinds_of(name: str) -> tuple[str, ...]:

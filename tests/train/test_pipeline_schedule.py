@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from slime_like.planner.stages import even_sizes, stage_segments
-from tests.train.jobs import Job, Results, Shared
-from tests.train.ranks import World
+from tests.train.jobs import RankJob, Results, Shared
+from tests.train.ranks import RankWorld
 
 pytestmark = pytest.mark.ranks
 
 LAYOUTS = [(2, 1), (4, 1), (2, 2), (4, 2), (4, 3)]
 NUM_MICRO_BATCHES = [1, 2, 4, 5, 16]
 SCHEDULES = "micro-batches in flight"
-JOBS = {1: [Job(SCHEDULES, "tests.train.test_pipeline_schedule:in_flight")]}
+JOBS = {1: [RankJob(SCHEDULES, "tests.train.test_pipeline_schedule:in_flight")]}
 
 
-def in_flight(world: World, shared: Shared) -> dict[tuple[int, int, int, int], list[int]]:
+def in_flight(world: RankWorld, shared: Shared) -> dict[tuple[int, int, int, int], list[int]]:
     """Return megatron's [micro-batches of all chunks, most in flight] by (pp, vpp, number of micro-batches, stage)."""
     from megatron.core.pipeline_parallel import schedules
 

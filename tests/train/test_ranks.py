@@ -7,32 +7,32 @@ import faulthandler
 import pytest
 
 from slime_like.errors import DeadlineExceeded
-from tests.train.ranks import World, fork_ranks, run_ranks
+from tests.train.ranks import RankWorld, fork_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
-def greet(world: World, word: str) -> str:
+def greet(world: RankWorld, word: str) -> str:
     return f"{word} {world.rank} of {world.size}"
 
 
-def fail_on_one(world: World) -> None:
+def fail_on_one(world: RankWorld) -> None:
     if world.rank == 1:
         raise ValueError("the reason")
     wait_for_ever(world)
 
 
-def wait_for_ever(world: World) -> None:
+def wait_for_ever(world: RankWorld) -> None:
     import threading
 
     threading.Event().wait()
 
 
-def forked(world: World, seconds: float) -> list[str]:
+def forked(world: RankWorld, seconds: float) -> list[str]:
     return [*fork_ranks(greet, 2, "fork"), *(fork_ranks(fail_on_one, 2, seconds=seconds) if seconds else [])]
 
 
-def one_thread(world: World) -> str:
+def one_thread(world: RankWorld) -> str:
     """Return the error of ``_await_one_thread`` while another thread runs; it must not fail after a thread was joined."""
     import threading
 

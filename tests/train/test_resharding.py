@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.weights import assert_same_tensors
 
 pytestmark = pytest.mark.ranks
@@ -23,20 +23,20 @@ SOURCES = ("single", *LAYOUTS)
 DETERMINISTIC = ("dp2", "pp2")
 JOBS = {
     1: [
-        Job("reshard from single", "tests.train.lifecycle:save_then_continue", (Layout(),)),
-        Job("reshard to single", "tests.train.lifecycle:resume_from_each", (SOURCES, Layout()), late=True),
-        Job("export each", "tests.train.starting:export_each", (tuple(LAYOUTS),), late=True),
+        RankJob("reshard from single", "tests.train.lifecycle:save_then_continue", (Layout(),)),
+        RankJob("reshard to single", "tests.train.lifecycle:resume_from_each", (SOURCES, Layout()), late=True),
+        RankJob("export each", "tests.train.starting:export_each", (tuple(LAYOUTS),), late=True),
     ],
     2: [
         *(
-            Job(f"reshard from {name}", "tests.train.lifecycle:save_then_continue", (layout, "tied", True))
+            RankJob(f"reshard from {name}", "tests.train.lifecycle:save_then_continue", (layout, "tied", True))
             for name, layout in LAYOUTS.items()
         ),
         *(
-            Job(f"reshard to {name}", "tests.train.lifecycle:resume_from_each", (SOURCES, layout))
+            RankJob(f"reshard to {name}", "tests.train.lifecycle:resume_from_each", (SOURCES, layout))
             for name, layout in LAYOUTS.items()
         ),
-        *(Job(f"same bits {name}", "tests.train.lifecycle:same_bits", (LAYOUTS[name],)) for name in DETERMINISTIC),
+        *(RankJob(f"same bits {name}", "tests.train.lifecycle:same_bits", (LAYOUTS[name],)) for name in DETERMINISTIC),
     ],
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.lifecycle import batch
 from tests.train.roles import STEPS, TrainedColumns, head_weight
 
@@ -21,23 +21,23 @@ LAYOUTS = {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2), "cp
 ROLES = "tests.train.roles"
 
 
-def jobs(name: str, layout: Layout) -> list[Job]:
+def jobs(name: str, layout: Layout) -> list[RankJob]:
     return [
-        Job(f"ppo {name}", f"{ROLES}:ppo", (layout,)),
-        Job(f"teacher's ranks {name}", f"{ROLES}:own_teacher", (layout,)),
-        Job(f"teacher swapped {name}", f"{ROLES}:swapped_teacher", (layout,)),
-        Job(f"other shape {name}", f"{ROLES}:teacher_of_another_shape", (layout,)),
-        Job(f"new critics {name}", f"{ROLES}:new_critics", (layout,)),
+        RankJob(f"ppo {name}", f"{ROLES}:ppo", (layout,)),
+        RankJob(f"teacher's ranks {name}", f"{ROLES}:own_teacher", (layout,)),
+        RankJob(f"teacher swapped {name}", f"{ROLES}:swapped_teacher", (layout,)),
+        RankJob(f"other shape {name}", f"{ROLES}:teacher_of_another_shape", (layout,)),
+        RankJob(f"new critics {name}", f"{ROLES}:new_critics", (layout,)),
     ]
 
 
 JOBS = {
-    1: [*jobs("one rank", Layout()), Job("critic resumes", f"{ROLES}:critic_resumes", (Layout(),))],
+    1: [*jobs("one rank", Layout()), RankJob("critic resumes", f"{ROLES}:critic_resumes", (Layout(),))],
     2: [
         *(job for name, layout in LAYOUTS.items() for job in jobs(name, layout)),
-        Job("ppo vpp2", f"{ROLES}:ppo", (Layout(pp=2, vpp=2),)),
-        Job("value gradient summed twice", f"{ROLES}:faulty_ppo", (LAYOUTS["tp2 sp"],)),
-        Job("critic's warm-up", f"{ROLES}:warmup", (LAYOUTS["dp2"],)),
+        RankJob("ppo vpp2", f"{ROLES}:ppo", (Layout(pp=2, vpp=2),)),
+        RankJob("value gradient summed twice", f"{ROLES}:faulty_ppo", (LAYOUTS["tp2 sp"],)),
+        RankJob("critic's warm-up", f"{ROLES}:warmup", (LAYOUTS["dp2"],)),
     ],
 }
 EXPECTED = {

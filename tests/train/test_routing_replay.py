@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.model.expert_choice import ExpertChoice, GroupLimitedChoice
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.parity import REPLAYED, comparison
 from tests.train.routing import OldChoice
 
@@ -30,10 +30,11 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
 FAULT = "experts_of_the_next_token"
 OLD = {"old ep2": Layout(dp=2, ep=2), "old pp2": Layout(pp=2)}
 JOBS = {
-    size: [Job(name, PARITY, (REPLAYED, *case, None)) for name, case in cases.items()] for size, cases in CASES.items()
+    size: [RankJob(name, PARITY, (REPLAYED, *case, None)) for name, case in cases.items()]
+    for size, cases in CASES.items()
 }
-JOBS[1] = [Job(FAULT, PARITY, (REPLAYED, Layout(), {}, FAULT))]
-JOBS[2] += [Job(name, "tests.train.routing:old_choice", (layout, {})) for name, layout in OLD.items()]
+JOBS[1] = [RankJob(FAULT, PARITY, (REPLAYED, Layout(), {}, FAULT))]
+JOBS[2] += [RankJob(name, "tests.train.routing:old_choice", (layout, {})) for name, layout in OLD.items()]
 
 
 @pytest.mark.ranks

@@ -8,7 +8,7 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.dictionary import unknown
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.sample_difference import TOLERANCE
 
 pytestmark = pytest.mark.ranks
@@ -22,7 +22,7 @@ RUNS: dict[str, tuple[Layout, int]] = {
     "gate cp2, two steps": (Layout(cp=2), 2),
     "gate tp2": (Layout(**SP), 1),
 }
-JOBS = {size: [Job(name, GATE, run) for name, run in RUNS.items() if run[0].world_size == size] for size in (1, 2)}
+JOBS = {size: [RankJob(name, GATE, run) for name, run in RUNS.items() if run[0].world_size == size] for size in (1, 2)}
 DRIFT = "train/train_rollout_logprob_abs_diff"
 
 

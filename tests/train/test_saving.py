@@ -8,21 +8,21 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.train.disk import Operation
-from tests.train.jobs import Job, Results
+from tests.train.jobs import RankJob, Results
 from tests.train.saving import EXPORT_FULL, FULL
 
 pytestmark = pytest.mark.ranks
 
 JOBS = {
     1: [
-        Job("save during training, single", "tests.train.saving:save_during_training", (Layout(),)),
-        Job("kill at every operation", "tests.train.saving:kill_at_every_operation"),
-        Job("full disk of a run", "tests.train.saving:full_disk_of_a_run"),
+        RankJob("save during training, single", "tests.train.saving:save_during_training", (Layout(),)),
+        RankJob("kill at every operation", "tests.train.saving:kill_at_every_operation"),
+        RankJob("full disk of a run", "tests.train.saving:full_disk_of_a_run"),
     ],
     2: [
-        Job("save during training, dp2", "tests.train.saving:save_during_training", (Layout(dp=2),)),
-        Job("full disks", "tests.train.saving:full_disks", (Layout(dp=2),)),
-        Job("full disks of exports", "tests.train.saving:full_disks_of_exports", (Layout(pp=2),)),
+        RankJob("save during training, dp2", "tests.train.saving:save_during_training", (Layout(dp=2),)),
+        RankJob("full disks", "tests.train.saving:full_disks", (Layout(dp=2),)),
+        RankJob("full disks of exports", "tests.train.saving:full_disks_of_exports", (Layout(pp=2),)),
     ],
 }
 

@@ -8,7 +8,7 @@ import torch
 
 from slime_like.config.schema.resolved import Layout
 from tests.train.hostile import PLANTS
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 
 pytestmark = pytest.mark.ranks
 
@@ -16,22 +16,22 @@ TARGETS = {"tp2": Layout(**SP), "pp2": Layout(pp=2), "vpp2": Layout(pp=2, vpp=2)
 EXPERTS = (Layout(dp=2, ep=2), "qwen3_moe")
 JOBS = {
     1: [
-        Job("gpt", "tests.train.starting:write_gpt", (False,)),
-        Job("gpt fused", "tests.train.starting:write_gpt", (True,)),
-        Job("gpt experts", "tests.train.starting:write_gpt", (False, "qwen3_moe")),
-        Job("start from gpt", "tests.train.starting:start_from", ("gpt", Layout())),
-        Job("start from gpt fused", "tests.train.starting:start_from", ("gpt_fused", Layout())),
-        Job("a run", "tests.train.lifecycle:save_then_continue", (Layout(),)),
-        Job("own weights", "tests.train.starting:own_weights", ("a_run",)),
-        Job("bad starts", "tests.train.starting:bad_starts", ("gpt",)),
-        Job("planted code", "tests.train.hostile:read_planted", ("gpt", "a_run")),
-        Job("export checkpoint", "tests.train.starting:export_checkpoint", ("a_run",)),
+        RankJob("gpt", "tests.train.starting:write_gpt", (False,)),
+        RankJob("gpt fused", "tests.train.starting:write_gpt", (True,)),
+        RankJob("gpt experts", "tests.train.starting:write_gpt", (False, "qwen3_moe")),
+        RankJob("start from gpt", "tests.train.starting:start_from", ("gpt", Layout())),
+        RankJob("start from gpt fused", "tests.train.starting:start_from", ("gpt_fused", Layout())),
+        RankJob("a run", "tests.train.lifecycle:save_then_continue", (Layout(),)),
+        RankJob("own weights", "tests.train.starting:own_weights", ("a_run",)),
+        RankJob("bad starts", "tests.train.starting:bad_starts", ("gpt",)),
+        RankJob("planted code", "tests.train.hostile:read_planted", ("gpt", "a_run")),
+        RankJob("export checkpoint", "tests.train.starting:export_checkpoint", ("a_run",)),
     ],
     2: [
-        Job(f"start from gpt, {name}", "tests.train.starting:start_from", ("gpt", layout))
+        RankJob(f"start from gpt, {name}", "tests.train.starting:start_from", ("gpt", layout))
         for name, layout in TARGETS.items()
     ]
-    + [Job("start from gpt experts, ep2", "tests.train.starting:start_from", ("gpt_experts", *EXPERTS))],
+    + [RankJob("start from gpt experts, ep2", "tests.train.starting:start_from", ("gpt_experts", *EXPERTS))],
 }
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from slime_like.config.schema.gdn import GDNConfig
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 from tests.train.parity import comparison
-from tests.train.state_passing import Case
+from tests.train.state_passing import PackedCase
 from tests.train.test_hybrid import BOUND, DECAY_BOUND
 
 pytestmark = pytest.mark.ranks
@@ -26,7 +26,7 @@ SHAPES = (
     (3,),  # ranges shorter than the convolution's reach
     (150, 70),  # several chunks of the kernel per range
 )
-STREAMS = [Case(lengths, gate) for lengths in SHAPES for gate in (4.0, 0.01)]
+STREAMS = [PackedCase(lengths, gate) for lengths in SHAPES for gate in (4.0, 0.01)]
 STATE: dict[str, Any] = {"gdn": GDNConfig(cp_mode="state")}
 CASES: dict[int, dict[str, tuple[str, Layout, dict[str, Any]]]] = {
     2: {"state cp2": ("qwen3_5", Layout(cp=2), STATE), "state cp2 qwen3_next": ("qwen3_next", Layout(cp=2), STATE)},
@@ -40,9 +40,9 @@ BOUNDS, MOVED = "bounds of a micro-batch", "what goes to a range"
 RANKS = "tests.train.state_passing"
 JOBS = {
     size: [
-        Job(f"stream over {size} ranks", f"{RANKS}:errors", (STREAMS,)),
-        *([Job(BOUNDS, f"{RANKS}:kept_bounds"), Job(MOVED, f"{RANKS}:moves_hidden")] if size == 2 else []),
-        *(Job(name, "tests.train.parity:compare", (*case, None)) for name, case in cases.items()),
+        RankJob(f"stream over {size} ranks", f"{RANKS}:errors", (STREAMS,)),
+        *([RankJob(BOUNDS, f"{RANKS}:kept_bounds"), RankJob(MOVED, f"{RANKS}:moves_hidden")] if size == 2 else []),
+        *(RankJob(name, "tests.train.parity:compare", (*case, None)) for name, case in cases.items()),
     ]
     for size, cases in CASES.items()
 }

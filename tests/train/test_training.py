@@ -12,7 +12,7 @@ from slime_like.config.schema.algo import (
     SftConfig,
 )
 from slime_like.config.schema.resolved import Layout
-from tests.train.jobs import SP, Job, Results
+from tests.train.jobs import SP, RankJob, Results
 
 pytestmark = pytest.mark.ranks
 
@@ -32,23 +32,23 @@ GSPO = GspoConfig(eps_clip=0.01, eps_clip_high=0.02)
 BF16 = {"dtype": "bfloat16", "model": {"recompute": "full"}, **LEARN}
 JOBS = {
     1: [
-        Job("no idle rank", "tests.train.lifecycle:idle_ranks", (Layout(),)),
-        Job("another reference", "tests.train.lifecycle:another_reference", (Layout(),)),
-        Job("rotary", "tests.train.lifecycle:rotary_frequencies"),
-        Job("steps or rollouts", "tests.train.lifecycle:steps_or_rollouts", (Layout(),)),
-        Job("durations", "tests.train.lifecycle:durations", (Layout(),)),
-        Job("bad rows", "tests.train.lifecycle:bad_rows", (Layout(),)),
+        RankJob("no idle rank", "tests.train.lifecycle:idle_ranks", (Layout(),)),
+        RankJob("another reference", "tests.train.lifecycle:another_reference", (Layout(),)),
+        RankJob("rotary", "tests.train.lifecycle:rotary_frequencies"),
+        RankJob("steps or rollouts", "tests.train.lifecycle:steps_or_rollouts", (Layout(),)),
+        RankJob("durations", "tests.train.lifecycle:durations", (Layout(),)),
+        RankJob("bad rows", "tests.train.lifecycle:bad_rows", (Layout(),)),
     ],
     2: [
-        Job("idle rank", "tests.train.lifecycle:idle_ranks", (Layout(dp=2),)),
-        *(Job(f"sft {name}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN)) for name, layout in LAYOUTS.items()),
-        *(Job(f"grpo {name}", ROLLOUTS, (layout, GRPO, 2, 2, {})) for name, layout in LAYOUTS.items()),
-        *(Job(f"gspo {name}", ROLLOUTS, (layout, GSPO, 2, 1, {})) for name, layout in LAYOUTS.items()),
-        *(Job(f"baseline {name}", ROLLOUTS, (layout, BASELINE, 1, 2, {})) for name, layout in LAYOUTS.items()),
-        *(Job(f"reinforce {name}", ROLLOUTS, (layout, REINFORCE, 1, 2, {})) for name, layout in LAYOUTS.items()),
-        Job("sft bfloat16 recompute", ROLLOUTS, (Layout(**SP), SftConfig(), 1, 4, BF16)),
-        Job("off policy", "tests.train.lifecycle:off_policy", (Layout(dp=2),)),
-        Job("reference swap", "tests.train.lifecycle:reference_swap", (Layout(dp=2),)),
+        RankJob("idle rank", "tests.train.lifecycle:idle_ranks", (Layout(dp=2),)),
+        *(RankJob(f"sft {name}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN)) for name, layout in LAYOUTS.items()),
+        *(RankJob(f"grpo {name}", ROLLOUTS, (layout, GRPO, 2, 2, {})) for name, layout in LAYOUTS.items()),
+        *(RankJob(f"gspo {name}", ROLLOUTS, (layout, GSPO, 2, 1, {})) for name, layout in LAYOUTS.items()),
+        *(RankJob(f"baseline {name}", ROLLOUTS, (layout, BASELINE, 1, 2, {})) for name, layout in LAYOUTS.items()),
+        *(RankJob(f"reinforce {name}", ROLLOUTS, (layout, REINFORCE, 1, 2, {})) for name, layout in LAYOUTS.items()),
+        RankJob("sft bfloat16 recompute", ROLLOUTS, (Layout(**SP), SftConfig(), 1, 4, BF16)),
+        RankJob("off policy", "tests.train.lifecycle:off_policy", (Layout(dp=2),)),
+        RankJob("reference swap", "tests.train.lifecycle:reference_swap", (Layout(dp=2),)),
     ],
 }
 

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.train.jobs import Job, Results
+from tests.train.jobs import RankJob, Results
 
 pytestmark = [pytest.mark.ranks, pytest.mark.upstream]
 
 JOBS = {
     1: [
-        Job("adamw", "tests.train.traps:resume_with_torch_adamw"),
-        Job("cpu patches", "tests.train.traps:cpu_patches"),
-        Job("lone replica", "tests.train.traps:lone_replica"),
-        Job("cross entropy", "tests.train.traps:fused_cross_entropy"),
-        Job("decay", "tests.train.traps:decay"),
-        Job("refused", "tests.train.traps:refused"),
+        RankJob("adamw", "tests.train.traps:resume_with_torch_adamw"),
+        RankJob("cpu patches", "tests.train.traps:cpu_patches"),
+        RankJob("lone replica", "tests.train.traps:lone_replica"),
+        RankJob("cross entropy", "tests.train.traps:fused_cross_entropy"),
+        RankJob("decay", "tests.train.traps:decay"),
+        RankJob("refused", "tests.train.traps:refused"),
     ],
     2: [
-        Job("pipeline shapes", "tests.train.traps:pipeline_shapes"),
-        Job("unmarked experts", "tests.train.traps:unmarked_experts"),
+        RankJob("pipeline shapes", "tests.train.traps:pipeline_shapes"),
+        RankJob("unmarked experts", "tests.train.traps:unmarked_experts"),
     ],
 }
 

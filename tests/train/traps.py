@@ -18,7 +18,7 @@ from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.lifecycle import batch, digest, train
 from tests.train.models import count_tokens
-from tests.train.ranks import World
+from tests.train.ranks import RankWorld
 
 
 def stock(module: str, name: str) -> Any:
@@ -37,7 +37,7 @@ def outcome(function: Callable[[], Any]) -> str:
     return "ok"
 
 
-def resume_with_torch_adamw(world: World, shared: Shared) -> dict[str, str]:
+def resume_with_torch_adamw(world: RankWorld, shared: Shared) -> dict[str, str]:
     """Save and resume a run, with our AdamW and with megatron's fallback."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
@@ -53,7 +53,7 @@ def resume_with_torch_adamw(world: World, shared: Shared) -> dict[str, str]:
     return {"ours": outcome(lambda: _resume(world, shared, "ours")), "torch AdamW": upstream}
 
 
-def _resume(world: World, shared: Shared, name: str) -> None:
+def _resume(world: RankWorld, shared: Shared, name: str) -> None:
     """Raise unless the resumed run equals the uninterrupted one bit for bit."""
     layout = Layout()
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
@@ -69,7 +69,7 @@ def _resume(world: World, shared: Shared, name: str) -> None:
         raise ArithmeticError("the resumed run differs")
 
 
-def cpu_patches(world: World, shared: Shared) -> dict[str, str]:
+def cpu_patches(world: RankWorld, shared: Shared) -> dict[str, str]:
     """Return the behaviour of the code that each patch replaces, on this machine."""
     from megatron.core.tensor_parallel import random
 
@@ -89,7 +89,7 @@ def cpu_patches(world: World, shared: Shared) -> dict[str, str]:
     }
 
 
-def lone_replica(world: World, shared: Shared) -> dict[str, tuple[str, int]]:
+def lone_replica(world: RankWorld, shared: Shared) -> dict[str, tuple[str, int]]:
     """Return the weights after a step of one data parallel replica, and the number of its exchanges of buffers."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from torch.profiler import ProfilerActivity, profile
@@ -110,7 +110,7 @@ def lone_replica(world: World, shared: Shared) -> dict[str, tuple[str, int]]:
     return out
 
 
-def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
+def fused_cross_entropy(world: RankWorld, shared: Shared) -> dict[str, float]:
     """Return the largest relative error of the logits' gradient in float32 against float64."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
@@ -138,7 +138,7 @@ def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
     return {"fused": error(fused_logits.grad), "ours": error(our_logits.grad)}
 
 
-def decay(world: World, shared: Shared) -> dict[str, tuple[float, float]]:
+def decay(world: RankWorld, shared: Shared) -> dict[str, tuple[float, float]]:
     """Return the smallest and largest factor by which a step without gradient changes norms and matrices."""
     from slime_like.train.megatron.model.model import named_weights
 
@@ -153,7 +153,7 @@ def decay(world: World, shared: Shared) -> dict[str, tuple[float, float]]:
     return {kind: (float(torch.cat(f).min()), float(torch.cat(f).max())) for kind, f in factors.items()}
 
 
-def refused(world: World, shared: Shared) -> dict[str, str]:
+def refused(world: RankWorld, shared: Shared) -> dict[str, str]:
     """Return the errors on specs that cannot be built."""
     specs: dict[str, dict[str, Any]] = {
         "unknown field": {"model": {"megatron": {"layernorm_epsilom": 1e-5}}},
@@ -171,7 +171,7 @@ def refused(world: World, shared: Shared) -> dict[str, str]:
     return out
 
 
-def unmarked_experts(world: World, shared: Shared) -> dict[str, str]:
+def unmarked_experts(world: RankWorld, shared: Shared) -> dict[str, str]:
     """Load a checkpoint of experts on two ranks where each rank has all experts, with and without ``mark_experts``."""
     from slime_like.train.megatron.step import optim
 
@@ -185,7 +185,7 @@ def unmarked_experts(world: World, shared: Shared) -> dict[str, str]:
     return {"ours": outcome(lambda: marked.load(folder)), "upstream": outcome(lambda: unmarked.load(folder))}
 
 
-def pipeline_shapes(world: World, shared: Shared) -> dict[str, tuple[list[int], list[int]]]:
+def pipeline_shapes(world: RankWorld, shared: Shared) -> dict[str, tuple[list[int], list[int]]]:
     """Return the shapes that each of two pipeline ranks receives when both send to the next and to the previous rank."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

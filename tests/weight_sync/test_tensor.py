@@ -21,7 +21,7 @@ from slime_like.weight_sync.tensor import TensorSender
 LOCAL_HOST = "10.0.0.1"
 
 
-class Source:
+class RankWeights:
     """Weights of one rank; the memory of a bucket is overwritten when the next one is requested."""
 
     is_sender = True
@@ -83,9 +83,9 @@ def weights() -> dict[str, torch.Tensor]:
 def test_every_engine_gets_every_bucket(weights: dict[str, torch.Tensor]) -> None:
     local_receivers, remote_receivers = [Receiver(LOCAL_HOST), Receiver(LOCAL_HOST)], [Receiver("10.0.0.2")]
     tensor_sender = sender(*local_receivers, *remote_receivers)
-    sent = asyncio.run(tensor_sender.send(Source(weights)))
+    sent = asyncio.run(tensor_sender.send(RankWeights(weights)))
     asyncio.run(tensor_sender.close())
-    assert sent == list(Source(weights).manifest())
+    assert sent == list(RankWeights(weights).manifest())
     for receiver in (*local_receivers, *remote_receivers):
         assert len(receiver.shared) > 2
         assert set(receiver.shared) == {receiver.host == LOCAL_HOST}
@@ -96,7 +96,7 @@ def test_every_engine_gets_every_bucket(weights: dict[str, torch.Tensor]) -> Non
 def test_an_engine_that_refuses_a_bucket_ends_the_push(weights: dict[str, torch.Tensor]) -> None:
     other_engine = Receiver("10.0.0.2")
     tensor_sender = sender(Receiver(LOCAL_HOST, refuses=1), other_engine)
-    source = Source(weights)
+    source = RankWeights(weights)
     with pytest.raises(ValueError, match="refused"):
         asyncio.run(tensor_sender.send(source))
     assert source.num_buckets > len(other_engine.shared), (
