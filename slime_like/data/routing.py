@@ -74,8 +74,8 @@ def routing_column(experts_NBK: RoutedExperts | None, num_tokens: int) -> dict[s
     if experts_NBK is None:
         return {}
     column = np.zeros((num_tokens, *experts_NBK.shape[1:]), experts_NBK.dtype)
-    known = experts_NBK[:num_tokens]
-    column[: len(known)] = known
+    num_rows = min(num_tokens, len(experts_NBK))
+    column[:num_rows] = experts_NBK[:num_rows]
     return {ROUTED_EXPERTS: column}
 
 

@@ -48,10 +48,10 @@ class GroupGather:
 
 def create_groups(members: Sequence[Sequence[int]], num_slots: int, backend: str) -> list[dist.ProcessGroup]:
     """Return this rank's process group for each slot. All ranks call it with the global ranks of all groups."""
-    own: list[dist.ProcessGroup] = []
+    slot_groups: list[dist.ProcessGroup] = []
     for _ in range(num_slots):
         for ranks in members:
             group = dist.new_group(list(ranks), timeout=DEADLINE, backend=backend)
             if isinstance(group, dist.ProcessGroup):  # otherwise this rank is no member
-                own.append(group)
-    return own
+                slot_groups.append(group)
+    return slot_groups

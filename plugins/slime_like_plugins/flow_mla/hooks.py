@@ -71,13 +71,13 @@ def shard_layers(
     if missing := weights.missing():
         raise SystemExit(f"slime_like plugin {NAME!r}: {'; '.join(missing)}")
     counts = weights.bind()
-    if (held := weights.held_bytes()) != counts.private + counts.slots:
+    if (num_bytes := weights.held_bytes()) != counts.private + counts.slots:
         raise SystemExit(
-            f"slime_like plugin {NAME!r}: a rank holds {held} bytes of sharded weights instead of {counts.private + counts.slots}"
+            f"slime_like plugin {NAME!r}: a rank holds {num_bytes} bytes of sharded weights instead of {counts.private + counts.slots}"
         )
     logger.info(
         "slime_like FlowMLA shards %s of %d layers over %d ranks: %d bytes of each rank instead of %d (%d private, %d in %d slots)",
-        *(", ".join(options().weights), len(weights.layers), weights.num_ranks, held, counts.full),
+        *(", ".join(options().weights), len(weights.layers), weights.num_ranks, num_bytes, counts.full),
         *(counts.private, counts.slots, len(weights.pipeline.slots)),
     )
     return result

@@ -52,9 +52,9 @@ def _smallest_gpu(machine: Machine) -> GpuKind | str:
         return f"the memory of a MIG slice is not known ({names[0]})"
     kinds = {name: known_gpu(name) for name in names}
     if machine.gpu_bytes:
-        least = min(machine.gpu_bytes)
-        name = names[machine.gpu_bytes.index(least)]
-        return replace(kinds[name] or unknown_speed(name), memory=least)
+        min_bytes = min(machine.gpu_bytes)
+        name = names[machine.gpu_bytes.index(min_bytes)]
+        return replace(kinds[name] or unknown_speed(name), memory=min_bytes)
     unknown = next((name for name, kind in kinds.items() if kind is None), None)
     if unknown is not None:
         return f"the planner does not know the GPU {unknown!r}: its table has {', '.join(GPUS)}"

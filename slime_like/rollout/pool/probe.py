@@ -145,8 +145,8 @@ async def probe_engine(
         if len(completion.token_ids)
     )
     logprobs, experts = zip(*scored, strict=True)
-    known = tuple(e for e in experts if e is not None)  # of all sequences or of none
-    return ProbeScores(version, tuple(sequences), logprobs, tuple(continuations), known)
+    returned_experts = tuple(e for e in experts if e is not None)  # of all sequences or of none
+    return ProbeScores(version, tuple(sequences), logprobs, tuple(continuations), returned_experts)
 
 
 def _prefixes(sequences: Sequence[I32], max_context_len: int) -> list[I32]:
