@@ -57,7 +57,7 @@ def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
     rows, within_tolerance = ["| case | arm | " + " | ".join(PARTS) + " |"], True
     rows.append("|---|---|" + "---|" * len(PARTS))
     for case_name, lengths in PARITY.items():
-        shape = recurrence.Shape(lengths, heads=2, groups=2, key=dim, value=dim)
+        shape = recurrence.CaseShape(lengths, heads=2, groups=2, key=dim, value=dim)
         case = recurrence.make_case(shape, decay=0.1)
         expected = recurrence.oracle(case)
         for arm in arms:
