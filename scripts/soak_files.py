@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPOSITORY))
 from scripts.page import replace_section  # noqa: E402  (found by the line above)
 from slime_like.cluster.plan.machine import cpu_count  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from tests.damage.checks import FAULTS, Outcome, Trial, World  # noqa: E402
+from tests.damage.checks import FAULTS, ReadOutcome, Trial, RunFiles  # noqa: E402
 from tests.damage.world import FILES  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
@@ -59,7 +59,7 @@ def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
     kinds = [name for name in FILES if kind in name]
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), trainer=True)
+        world = RunFiles(Path(folder), trainer=True)
         for index in range(count):
             name = kinds[index % len(kinds)]
             rng = Random(f"{seed} {name} {index // len(kinds)}")
@@ -75,7 +75,7 @@ def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
 def section(trials: list[Trial], command: str, seconds: float) -> str:
     """Return the Markdown of the section "Damaged files" of the page."""
     num_trials = Counter((trial.kind, trial.outcome) for trial in trials)
-    columns = [*Outcome]
+    columns = [*ReadOutcome]
     rows = [f"| files | tried | {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) + 1)}"]
     for kind in dict.fromkeys(trial.kind for trial in trials):
         counts = [num_trials[kind, outcome] for outcome in columns]
