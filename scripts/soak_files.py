@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPOSITORY))
 from scripts.page import replace_section  # noqa: E402  (found by the line above)
 from slime_like.cluster.plan.machine import cpu_count  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from tests.damage.checks import FAULTS, ReadOutcome, Trial, RunFiles  # noqa: E402
+from tests.damage.checks import FAULTS, ReadOutcome, RunFiles, Trial  # noqa: E402
 from tests.damage.world import FILES  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
