@@ -115,7 +115,8 @@ def import_trainer(*modules: str) -> None:
             "slime_like.train.megatron.rank.critic",
             "slime_like.train.megatron.rank.teacher",
             "slime_like.train.megatron.rank.trainer",
-            "transformers.models.auto",
+            "transformers.models.auto.configuration_auto",
+            "transformers.models.llama.configuration_llama",  # imports torchvision, and with it torch._dynamo
         )
         for name in (*used, *modules):
             importlib.import_module(name)
