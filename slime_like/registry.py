@@ -10,11 +10,14 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.util.user_module import user_module
 
+SHORT_NAME = 3  # characters; one different letter makes another name: gpu is not a misspelled cpu
+
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known name, or all known names if none is close."""
     options = sorted(names)
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    cutoff = 0.6 if len(name) > SHORT_NAME else 0.8
+    close = difflib.get_close_matches(name, options, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
 
 

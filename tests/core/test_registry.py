@@ -42,6 +42,10 @@ def test_a_distant_name_lists_the_known_names() -> None:
     assert nearest("zzz", ["alpha", "beta"]) == "known: alpha, beta"
 
 
+def test_another_short_name_is_not_a_misspelling() -> None:
+    assert nearest("gpu", ["auto", "cpu", "cuda"]) == "known: auto, cpu, cuda"
+
+
 # These import megatron, which must stay out of this process: tests/train resolves them.
 MEGATRON_TABLES = ("FAMILIES", "ATTENTIONS", "MIXERS", "FLOAT64_LAYERS", "CPU_KERNELS")
 TABLES = {
