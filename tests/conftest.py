@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from slime_like.util.imports import heavy_imports
+
 settings.register_profile("slime_like", deadline=None)
 settings.load_profile("slime_like")
 
@@ -138,10 +140,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
     Garbage collection would take a fifth of the time of the imports and a tenth of that of the tests.
     """
-    gc.disable()
-    result = yield
-    gc.collect()
-    gc.freeze()
+    with heavy_imports():
+        result = yield
+        gc.collect()
     gc.set_threshold(20_000, 20, 20)
-    gc.enable()
     return result

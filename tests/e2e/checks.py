@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.metrics import dictionary
@@ -54,6 +53,8 @@ def check_guard(rows: list[dict[str, Any]]) -> None:
 
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
     """Check that log-probabilities sampled under ``versions`` equal those of transformers with the run's exported weights."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     samples_by_length: defaultdict[int, list[Sample]] = defaultdict(
         list

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from slime_like.util.deadline import Deadline
 from tests.e2e.conftest import SFT_STEPS, WarmStart
@@ -49,6 +48,8 @@ def export(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_exports_during_the_run_are_complete_models(warm_start: WarmStart) -> None:
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     names = sorted(path.name for path in (warm_start.folder / "sft").glob("hf_iter_*"))
     assert names == [f"hf_iter_{n:07d}" for n in (SFT_STEPS // 2, SFT_STEPS)]
     halfway, last = (warm_start.folder / "sft" / name for name in names)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import rollout_path
 from slime_like.data.token_table import TokenTable, load_table, table_path
@@ -108,6 +107,8 @@ def test_distillation_reduces_the_kl_to_a_teacher_of_another_shape(distill_dir: 
 
 
 def test_advantages_are_teacher_minus_student_logprobs(distill_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     teacher = AutoModelForCausalLM.from_pretrained(distill_dir.parent / "teacher", dtype=torch.float32)
     for rollout_id in (0, ROLLOUTS - 1):
         view = load_table(table_path(distill_dir / "rollouts", rollout_id))

@@ -9,7 +9,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from slime_like.cluster.run.control import Request
@@ -95,6 +94,8 @@ def test_rewards_add_up_by_their_weights(run: StoppedRun) -> None:
 
 
 def test_every_answer_of_an_evaluation_is_kept(run: StoppedRun) -> None:
+    import pandas as pd
+
     answers = pd.read_json(run.run_dir / "eval" / "step_0000000.jsonl", lines=True)
     assert answers.groupby("dataset").size().to_dict() == {"greedy": 20, "sampled": 10 * 2}
     columns = {"step", "prompt", "label", "response", "score", "accuracy", "status", "response_len"}

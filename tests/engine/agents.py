@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
+if TYPE_CHECKING:
+    import openai
 
 replies: list[Any] = []  # replies and errors that the agents of a test received, in order
 
 
 def client(base_url: str, api_key: str) -> openai.AsyncOpenAI:
+    import openai  # takes a second
+
     return openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
 
 
@@ -67,6 +70,8 @@ async def use_tool(base_url: str, api_key: str, prompt: Any, metadata: Mapping[s
 
 async def send_invalid_requests(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
     """Send every kind of invalid request, then a valid one."""
+    import openai
+
     valid: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": prompt}], "max_tokens": 3}
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     async with client(base_url, api_key) as api:
@@ -110,6 +115,8 @@ async def exceed_context(base_url: str, api_key: str, prompt: Any, metadata: Map
 
 async def restart_after_overflow(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
     """Fill the context, start another conversation, then raise."""
+    import openai
+
     async with client(base_url, api_key) as api:
         for content in ("x" * 500, prompt):
             try:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples import calculator_agent
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.data.chat import tokenize
 from slime_like.errors import AgentError, ConfigError, EngineError
@@ -162,6 +161,10 @@ def test_tool_calls_are_parsed_and_tool_results_are_not_trained_on(
 
 def test_the_example_agent_calculates(engine: RunningEngine, models: Models, tmp_path: Path) -> None:
     """The model is random, so the tokenizer gives two consecutive sampled tokens the text of a call."""
+    from examples import (
+        calculator_agent,
+    )  # imports openai, which takes a second in each process that collects this file
+
     plain_tokenizer = write_words(tmp_path / "plain", {"</calc>": 499})
     first_tokens = AgentRuns(engine, plain_tokenizer).play(calculator_agent.agent, list(range(16)))
     start = first_tokens[0].num_prompt_tokens

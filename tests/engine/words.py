@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.interfaces import GenerateContext, Sampling
@@ -27,6 +26,8 @@ def write_words(folder: Path, tokens: Mapping[str, int] | None = None) -> Any:
 
     Every id without a character is a word. The text of a word is tokenised to the ids of its letters.
     """
+    from transformers import PreTrainedTokenizerFast  # takes seconds
+
     fixed_ids = {**(tokens or {}), "<|im_end|>": END}
     names = [name for name in ("<|im_start|>", *CHARACTERS) if name not in fixed_ids]
     free_ids = [i for i in range(VOCAB) if i not in fixed_ids.values()]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from slime_like.config.rules.hf import GDNShape
 from slime_like.metrics.flops import DecoderShape, decoder_shape, forward_flops, gdn_token_flops, train_flops
@@ -113,6 +112,7 @@ def test_published_shapes() -> None:
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_torch_counts_the_same(kind: str) -> None:
     """Count the projections of a transformers model on one token, so that no attention pair is masked."""
+    from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
     values: dict[str, Any] = {**DENSE, "num_hidden_layers": 4, "head_dim": 4, "max_position_embeddings": 64}

@@ -12,22 +12,21 @@ from slime_like.planner.published import PublishedRun
 from slime_like.planner.traced import traced_peaks
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
-CASES = published.cases()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.case}: {case.quantity}")
-def test_prediction_is_within_its_bound(case: PublishedRun) -> None:
-    assert abs(case.predicted - case.published) <= case.bound
-    assert case.is_met
+def test_predictions_are_within_their_bounds() -> None:
+    unmet = [case for case in published.cases() if not abs(case.predicted - case.published) <= case.bound]
+    assert not unmet
+    assert all(case.is_met for case in published.cases())
 
 
 def test_batch_gains_have_a_bound_of_a_quarter_and_throughput_gains_of_a_third() -> None:
-    batches = [case for case in CASES if case.quantity == "batch gain"]
+    batches = [case for case in published.cases() if case.quantity == "batch gain"]
     assert len(batches) == 2 and all(case.bound == case.published / 4 for case in batches)
-    gains = {case.quantity: case for case in CASES if case.unit == "%"}
+    gains = {case.quantity: case for case in published.cases() if case.unit == "%"}
     near_zero = gains.pop("32k/4k, gain at concurrency 32")
     assert (near_zero.published, near_zero.bound) == (0.2, 2.0)
-    speeds = [case for case in CASES if case.quantity == "throughput gain"]
+    speeds = [case for case in published.cases() if case.quantity == "throughput gain"]
     assert len(gains) == 6 and len(speeds) == 2  # the gains of both FlowMLA cases have one name
     assert all(case.bound == pytest.approx(case.published / 3) for case in (*gains.values(), *speeds))
 
@@ -39,13 +38,13 @@ def test_a_prediction_outside_its_bound_is_not_met() -> None:
 
 
 def test_gain_of_dcp_grows_with_concurrency() -> None:
-    gains = [case.predicted for case in CASES if case.quantity.startswith("32k/4k, gain")]
+    gains = [case.predicted for case in published.cases() if case.quantity.startswith("32k/4k, gain")]
     assert len(gains) == 5 and gains == sorted(gains)
 
 
 def test_long_responses_are_predicted_by_a_fit_to_short_ones() -> None:
     assert not any("32k/8k" in constant.fitted_on for constant in CONSTANTS)
-    assert sum(case.quantity.startswith("32k/8k") for case in CASES) == 1
+    assert sum(case.quantity.startswith("32k/8k") for case in published.cases()) == 1
 
 
 def test_at_most_two_constants_are_fitted_and_each_has_a_source() -> None:
@@ -56,10 +55,10 @@ def test_at_most_two_constants_are_fitted_and_each_has_a_source() -> None:
     assert all(constant.source and constant.unit for constant in CONSTANTS)
 
 
-@pytest.mark.parametrize("index", range(len(list(traced_peaks()))))
-def test_traced_peak_is_within_a_tenth(index: int) -> None:
-    model, settings, peak, predicted = list(traced_peaks())[index]
-    assert abs(predicted / peak - 1) < 0.1, (model, settings)
+def test_traced_peaks_are_within_a_tenth() -> None:
+    peaks = list(traced_peaks())
+    assert peaks
+    assert not [run for run in peaks if not abs(run[3] / run[2] - 1) < 0.1]
 
 
 def test_page_shows_every_case_with_its_prediction() -> None:
