@@ -10,7 +10,7 @@ import pytest
 
 from slime_like.util.deadline import Deadline
 from slime_like.util.private import exclusive
-from tests.e2e.runs import RUN_S, Training
+from tests.e2e.runs import RUN_S, Training, train
 
 SFT_STEPS = 120
 # A quarter of the recipe's demonstrations per step at twice its learning rate gives the same accuracy.
@@ -40,13 +40,8 @@ class WarmStart:
 
 
 def run_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> WarmStart:
-    """Create data and a random model in ``folder`` and train the model by ``recipe``."""
-    return finish_warm_start(folder, begin_warm_start(folder, recipe, steps, *changes))
-
-
-def begin_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Training:
-    """Start the run of a warm start without waiting for its end; ``changes`` are overrides of the recipe."""
-    return Training(
+    """Create data and a random model in ``folder`` and train the model by ``recipe``; ``changes`` are overrides of the recipe."""
+    result = train(
         f"+recipe={recipe}",
         f"run.dir={folder / 'sft'}",
         f"model.hf_checkpoint={folder / 'assets' / 'model'}",
@@ -56,11 +51,6 @@ def begin_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Tr
         *changes,
         log=folder / "sft.log",
     )
-
-
-def finish_warm_start(folder: Path, training: Training) -> WarmStart:
-    """Wait for the end of a warm start and return its model."""
-    result = training.wait()
     assert result.code == 0, result.output
     return WarmStart(folder)
 

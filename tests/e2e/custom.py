@@ -104,6 +104,12 @@ def digits(prompt: Prompt, sample: Sample) -> float:
     return float(sum(int(c) for c in sample.text if c.isdigit()) % 5)
 
 
+def num_digits(prompt: Prompt, sample: Sample) -> float:
+    """Return the number of digits, which a random model learns to increase within a few rollouts."""
+    del prompt
+    return float(sum(c.isdigit() for c in sample.text))
+
+
 def not_every_fourth(group: SampleGroup) -> str | None:
     """Drop the groups of every fourth prompt, so that other groups are carried over."""
     return None if group.prompt.prompt_id % 4 else "fourth prompt"

@@ -1,7 +1,7 @@
-"""+recipe=quickstart_gdn and quickstart_next, shortened: accuracy rises, engine and trainer agree, the export is correct.
+"""+recipe=quickstart_gdn and quickstart_next, shortened: the models learn, engine and trainer agree, the exports are correct.
 
-quickstart_gdn runs on two tensor parallel ranks, and, as the language part of a vision model, on two context parallel ranks.
-quickstart_next runs on one rank.
+Both begin with random weights. quickstart_gdn runs on two tensor parallel ranks, as the language part of a vision model;
+quickstart_next runs on two context parallel ranks, which replay the experts of the engine.
 """
 
 from __future__ import annotations
@@ -9,80 +9,76 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from slime_like.quickstart.arithmetic import ArithmeticSpec
+from slime_like.quickstart.model import GDN, NEXT, ModelSpec, write_model
 from slime_like.util.deadline import Deadline
 from tests.e2e import checks
-from tests.e2e.conftest import FAST_SFT, WarmStart, begin_warm_start
-from tests.e2e.conftest import finish_warm_start as finish_warm_start
+from tests.e2e.conftest import SMALL_ROLLOUTS
 from tests.e2e.runs import REPOSITORY, metrics, train
 from tests.e2e.vision import add_vision, untrained_tensors
 
 pytestmark = pytest.mark.e2e
-SFT_STEPS = 160
 ROLLOUTS = 5
-# Half of the recipe's prompts and a fifth of its KL coefficient: accuracy rises within a few rollouts.
-SHORT_RUN = ("rollout.batch_size=32", "algo.kl_loss_coef=0.1")
 # The learning rate is 0 in the last step, so the weights that sampled the last rollout are the exported weights.
 SHAPE = (
+    "optim.lr=5e-3",
     "optim.schedule=wsd",
     "optim.min_lr=0",
     "optim.warmup_steps=0",
     f"optim.decay_steps={ROLLOUTS}",
     "optim.wsd_decay_steps=1",
 )
-MIN_RISE = 0.2  # of 100 held-out problems: four times the standard error
+MIN_RISE = 0.7  # of the reward of 128 samples: four times the standard error
 MAX_DIFFERENT = 0.01  # share of a layer's tokens for which rounding decides between experts
-RECIPES = ("quickstart_gdn", "quickstart_next")
 LAYERS = {"attention", "gdn", "mlp", "all"}
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCase:
-    """A recipe on a layout of the trainer."""
+    """A recipe on a layout of the trainer, and the shape of its model."""
 
     recipe: str
-    layout: tuple[str, ...] = ()
+    model: ModelSpec
+    layout: tuple[str, ...]
     vision: bool = False
 
 
 CASES = {
-    "quickstart_gdn tp2": LayoutCase("quickstart_gdn", ("parallel.tp=2",)),
-    "quickstart_gdn cp2, a vision model": LayoutCase("quickstart_gdn", ("parallel.cp=2",), vision=True),
-    "quickstart_next, experts replayed": LayoutCase("quickstart_next", ("algo.routing_replay=rollout",)),
+    "quickstart_gdn tp2, a vision model": LayoutCase("quickstart_gdn", GDN, ("parallel.tp=2",), vision=True),
+    "quickstart_next cp2, experts replayed": LayoutCase(
+        "quickstart_next", NEXT, ("parallel.cp=2", "algo.routing_replay=rollout")
+    ),
 }
 
 
-@pytest.fixture(scope="module")
-def warm_models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, WarmStart]:
-    """Run both warm starts at the same time; each has one rank."""
-    folders = {recipe: tmp_path_factory.mktemp(recipe) for recipe in RECIPES}
-    trainings = {
-        recipe: begin_warm_start(folder, f"{recipe}_sft", SFT_STEPS, *FAST_SFT) for recipe, folder in folders.items()
-    }
-    return {recipe: finish_warm_start(folders[recipe], training) for recipe, training in trainings.items()}
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, WarmStart], tmp_path: Path) -> None:
+def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
     case, run_dir = CASES[name], tmp_path / "run"
-    warm_start = warm_models[case.recipe]
-    model = [f"model.hf_checkpoint={add_vision(warm_start.hf, tmp_path / 'vision')}"] if case.vision else []
+    model = tmp_path / "model"
+    write_model(model, replace(case.model, initializer_range=0.08))  # so large that every layer changes the logits
+    if case.vision:
+        model = add_vision(model, tmp_path / "vision")
+    ArithmeticSpec().write(tmp_path)
     result = train(
         f"+recipe={case.recipe}",
-        *warm_start.overrides,
-        *model,
-        *SHORT_RUN,
+        "run.prepare=null",
+        f"model.hf_checkpoint={model}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        "evaluation.datasets={}",
+        "evaluation.interval=null",
+        "reward.name=tests.e2e.custom:num_digits",
+        "algo.kl_loss_coef=0.1",  # a fifth of the recipe's
+        *SMALL_ROLLOUTS,
         *SHAPE,
         *case.layout,
         f"run.dir={run_dir}",
         f"loop.num_rollout={ROLLOUTS}",
-        "evaluation.interval=null",
         "run.save_hf=true",
         "run.dump_rollouts=true",
         log=tmp_path / "log",
@@ -95,8 +91,8 @@ def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, WarmStart], 
     checks.check_consistency(rows, cached=False)
     checks.check_documented(rows)
     checks.check_guard(rows)
-    initial_accuracy, final_accuracy = rows[0]["eval/arithmetic"], rows[-1]["eval/arithmetic"]
-    assert final_accuracy >= initial_accuracy + MIN_RISE, f"held-out accuracy {initial_accuracy} -> {final_accuracy}"
+    rewards = [row["rollout/raw_reward"] for row in rows[1:]]
+    assert rewards[-1] > rewards[0] + MIN_RISE, rewards
     if "algo.routing_replay=rollout" in case.layout:
         assert "train/routed_experts_differ_max" in rows[1]
     for row in rows:
@@ -108,7 +104,7 @@ def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, WarmStart], 
             assert row.get("train/routed_experts_differ_max", 0.0) <= MAX_DIFFERENT  # absent before the first rollout
     checks.check_export(run_dir, ROLLOUTS - 1, {ROLLOUTS - 1}, temperature=1.0)
     if case.vision:
-        tensors, exported = untrained_tensors(tmp_path / "vision"), untrained_tensors(run_dir / "hf")
+        tensors, exported = untrained_tensors(model), untrained_tensors(run_dir / "hf")
         assert tensors.keys() == exported.keys() and {name.split(".")[0] for name in tensors} == {"model", "mtp"}
         assert all(torch.equal(exported[name], tensor) for name, tensor in tensors.items())
 
