@@ -67,9 +67,9 @@ HEAVY_IMPORTS = (
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
     *(*FORKED_ENGINES, *RANKS),
-    *(f"tests/e2e/test_{name}.py" for name in ("hybrid", "same_run")),
-    *(*ENGINE, *RANKS_OF_WRAPPER),
-    *(f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "library", "roles")),
+    *(f"tests/e2e/test_{name}.py" for name in ("same_run", "split", "library")),
+    *(*RANKS_OF_WRAPPER, *ENGINE),
+    *(f"tests/e2e/test_{name}.py" for name in ("colocated", "hybrid", "roles", "ended_by_faults")),
     *("tests/e2e/", "tests/engine/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )
 

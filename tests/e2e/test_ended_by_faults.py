@@ -110,6 +110,8 @@ def test_samples_with_wrong_logprobs_end_the_run_before_the_step(warm_start: War
     checks.check_consistency(metrics(run_dir))
     marker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert marker.read_text().strip() == "1", "of the weights before the step"
+    (bundle,) = run_dir.glob("crash-*")
+    assert any(path.read_text() for path in (bundle / "stacks").glob("trainer_rank0*"))
 
 
 @contextmanager
@@ -150,6 +152,7 @@ def test_a_dead_engine_ends_the_run_with_its_cause(warm_start: WarmStart, tmp_pa
         *warm_start.overrides,
         *SMALL_ROLLOUTS,
         "evaluation.datasets={}",
+        "run.mode=rollout_only",
         f"run.dir={run_dir}",
         "loop.num_rollout=100000",
         "health.on_dead_engine=stop",
@@ -166,7 +169,7 @@ def test_a_dead_engine_ends_the_run_with_its_cause(warm_start: WarmStart, tmp_pa
     assert re.match("Engine(Error|Lost): engine 0", (bundle / "cause.txt").read_text())
     file_names = {path.name for path in bundle.rglob("*")}
     assert {"traceback.txt", "versions.txt", "config.yaml", "engine_0.tail.txt"} <= file_names
-    assert any(path.read_text() for path in (bundle / "stacks").glob("trainer_rank0*"))
+    assert any(path.read_text() for path in (bundle / "stacks").glob("rollout_manager*"))
     assert not [p for p in psutil.process_iter() if is_of_run(p, run_dir)]
 
 

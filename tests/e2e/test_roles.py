@@ -20,8 +20,8 @@ from tests.e2e.conftest import WarmStart
 from tests.e2e.runs import Training, metrics
 
 pytestmark = pytest.mark.e2e
-ROLLOUTS = 16
-NUM_REPLAYS = 24
+ROLLOUTS = 10
+NUM_REPLAYS = 16
 SMALL_RUN = (
     "evaluation.datasets={}",
     "rollout.batch_size=16",
@@ -78,7 +78,7 @@ def distill_dir(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory)
         "algo.kl_loss_coef=0",
         f"model.hf_checkpoint={folder / 'student'}",
         f"teacher.hf_checkpoint={folder / 'teacher'}",
-        "optim.lr=1e-4",
+        "optim.lr=2e-4",
         f"run.dir={folder / 'run'}",
         f"loop.num_rollout={ROLLOUTS}",
         "run.dump_rollouts=true",
