@@ -70,7 +70,8 @@ LONGEST = (
     *(f"tests/e2e/test_{name}.py" for name in ("same_run", "split", "library")),
     *(*RANKS_OF_WRAPPER, *ENGINE),
     *(f"tests/e2e/test_{name}.py" for name in ("colocated", "hybrid", "roles", "ended_by_faults")),
-    *("tests/e2e/", "tests/engine/", "tests/distributed/", "tests/config/", "tests/convert/"),
+    *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
+    *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )
 
 

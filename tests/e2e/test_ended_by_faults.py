@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import psutil
 import pytest
 
 from slime_like.cluster.plan.planner import make_plan, probe_machine
@@ -20,7 +17,7 @@ from slime_like.config.load.loader import load_config
 from slime_like.quickstart.model import ModelSpec, write_model
 from tests.e2e import checks
 from tests.e2e.conftest import SMALL_ROLLOUTS, WarmStart
-from tests.e2e.runs import Training, last_step, metrics, train
+from tests.e2e.runs import last_step, metrics, train
 
 pytestmark = pytest.mark.e2e
 
@@ -143,49 +140,3 @@ def scoring(answers: int) -> Generator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def test_a_dead_engine_ends_the_run_with_its_cause(warm_start: WarmStart, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    training = Training(
-        "+recipe=quickstart",
-        *warm_start.overrides,
-        *SMALL_ROLLOUTS,
-        "evaluation.datasets={}",
-        "run.mode=rollout_only",
-        f"run.dir={run_dir}",
-        "loop.num_rollout=100000",
-        "health.on_dead_engine=stop",
-        log=tmp_path / "death.log",
-    )
-    training.wait_until(lambda: last_step(run_dir) >= 1)
-    (engine,) = [p for p in psutil.Process(training.pid).children(recursive=True) if is_engine(p)]
-    os.killpg(engine.pid, signal.SIGKILL)
-    result = training.wait()
-    assert result.code == 1
-    assert re.search("Engine(Error|Lost): engine 0", result.output)
-    assert "was killed by SIGKILL" in result.output
-    (bundle,) = run_dir.glob("crash-*")
-    assert re.match("Engine(Error|Lost): engine 0", (bundle / "cause.txt").read_text())
-    file_names = {path.name for path in bundle.rglob("*")}
-    assert {"traceback.txt", "versions.txt", "config.yaml", "engine_0.tail.txt"} <= file_names
-    assert any(path.read_text() for path in (bundle / "stacks").glob("rollout_manager*"))
-    assert not [p for p in psutil.process_iter() if is_of_run(p, run_dir)]
-
-
-def is_engine(process: psutil.Process) -> bool:
-    """Return whether a process is the living leader of an engine's process group."""
-    try:
-        return (
-            "slime_like.rollout.engine.main" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
-        )
-    except (psutil.Error, ProcessLookupError):
-        return False
-
-
-def is_of_run(process: psutil.Process, run_dir: Path) -> bool:
-    """Return whether a living process has the run's folder on its command line."""
-    try:
-        return str(run_dir) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

@@ -13,15 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime_like.cluster.run.control import Request
+from slime_like.cluster.run.control_client import send_request
 from slime_like.data.dump import rollout_path
 from slime_like.data.token_table import TokenTable, load_table, table_path
 from tests.e2e import checks
 from tests.e2e.conftest import WarmStart
-from tests.e2e.runs import Training, metrics
+from tests.e2e.runs import Training, last_step, metrics, outcomes
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 10
-NUM_REPLAYS = 16
+MIN_REPLAYS = 16
+MAX_REPLAYS = 200  # some of which are trained on after the request to stop
+ACTOR_STARTS = 14
 SMALL_RUN = (
     "evaluation.datasets={}",
     "rollout.batch_size=16",
@@ -134,10 +138,11 @@ def logprobs(model: Any, view: TokenTable) -> np.ndarray:
 
 
 def test_a_critic_learns_the_returns_of_rollouts(distill_dir: Path, warm_start: WarmStart, tmp_path: Path) -> None:
-    """The same rollout is replayed without an engine; the actor trains only in the last two rollouts."""
+    """The same rollout is replayed without an engine until a request stops the run; the actor begins to train late."""
     (tmp_path / "rollouts").mkdir()
-    for k in range(NUM_REPLAYS):
+    for k in range(MAX_REPLAYS):
         os.link(rollout_path(distill_dir / "rollouts", ROLLOUTS - 1), rollout_path(tmp_path / "rollouts", k))
+    run_dir = tmp_path / "run"
     training = Training(
         "+recipe=quickstart",
         *warm_start.overrides,
@@ -146,22 +151,27 @@ def test_a_critic_learns_the_returns_of_rollouts(distill_dir: Path, warm_start: 
         "algo.kl_loss_coef=0",
         "algo.lambd=0.95",
         "critic.lr=1e-3",
-        f"critic.warmup_rollouts={NUM_REPLAYS - 2}",
+        f"critic.warmup_rollouts={ACTOR_STARTS}",
         "optim.lr=3e-4",
         "optim.warmup_steps=0",
         "run.mode=train_only",
         f"run.replay_from={tmp_path / 'rollouts'}",
-        f"loop.num_rollout={NUM_REPLAYS}",
-        f"run.dir={tmp_path / 'run'}",
+        f"loop.num_rollout={MAX_REPLAYS}",
+        f"run.dir={run_dir}",
         log=tmp_path / "run.log",
     )
+    training.wait_until(lambda: last_step(run_dir) >= MIN_REPLAYS)
+    send_request(run_dir, Request.STOP)
     result = training.wait()
-    assert result.code == 0, result.output
+    assert result.code == 130, result.output
+    assert outcomes(run_dir) == {Request.STOP: "done"}
+    num_replays = last_step(run_dir)
+    assert f"stopped after {num_replays} rollouts" in result.output
     check_listeners(training)
-    rows = [row for row in metrics(tmp_path / "run") if "train/value_loss" in row]
+    rows = [row for row in metrics(run_dir) if "train/value_loss" in row]
     checks.check_documented(rows)
-    assert len(rows) == NUM_REPLAYS
-    assert ["train/grad_norm" in row for row in rows] == [False] * (NUM_REPLAYS - 2) + [True] * 2
+    assert len(rows) == num_replays < MAX_REPLAYS
+    assert ["train/grad_norm" in row for row in rows] == [k >= ACTOR_STARTS for k in range(num_replays)]
     assert np.mean([row["train/value_loss"] for row in rows[-3:]]) < 0.75 * rows[0]["train/value_loss"]
     assert rows[-1]["train/explained_variance"] > 0.2
-    assert (tmp_path / "run" / "checkpoints" / "critic" / f"iter_{NUM_REPLAYS:07d}" / "checkpoint.json").is_file()
+    assert (run_dir / "checkpoints" / "critic" / f"iter_{num_replays:07d}" / "checkpoint.json").is_file()
