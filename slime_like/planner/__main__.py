@@ -12,7 +12,6 @@ from typing import Any
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.planner.answer import answer, changes, phases
 from slime_like.planner.engine import (
-    FLOW_PARTS,
     WEIGHT_BYTES,
     check_engine,
     engine_memory,
@@ -20,6 +19,7 @@ from slime_like.planner.engine import (
     weight_items,
 )
 from slime_like.planner.engine_settings import EngineSettings
+from slime_like.planner.flow_mla import FLOW_CHOICES, flow_projections
 from slime_like.planner.hardware import GPUS, Hardware, parse_hardware
 from slime_like.planner.models import MODELS, find_shape
 from slime_like.planner.plot import Bar, memory_plot, text_plot
@@ -99,7 +99,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
         gpus=gpus,
         dp_attention=options.dp_attention,
         dcp=options.dcp,
-        flow_mla=options.flow_mla,
+        flow_mla=flow_projections(shape, options.flow_mla),
         weights=options.weights,
         kv_bytes={"bf16": 2, "fp8": 1, "float32": 4}[options.kv],
         static=static,
@@ -242,7 +242,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--dp-attention", type=_count, default=1, metavar="N", help="data-parallel attention groups (1)"
     )
     engine.add_argument("--dcp", type=_count, default=1, metavar="N", help="decode context parallel ranks (1)")
-    engine.add_argument("--flow-mla", choices=("none", *FLOW_PARTS), default="none", help="projections FlowMLA shards")
+    engine.add_argument(
+        "--flow-mla", choices=("none", *FLOW_CHOICES), default="none", help="projections FlowMLA shards"
+    )
     engine.add_argument(
         "--weights", choices=tuple(WEIGHT_BYTES), default="bfloat16", help="of linear layers (bfloat16)"
     )

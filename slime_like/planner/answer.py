@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from slime_like.planner.engine import EngineMemory, engine_memory, useful_dcp
 from slime_like.planner.engine_settings import EngineSettings
+from slime_like.planner.flow_mla import FLOW_CHOICES, flow_projections
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Throughput, Workload, throughput
@@ -103,11 +104,12 @@ def _candidates(
     if settings.gpus > 1 and settings.dp_attention == 1 and settings.dcp == 1 and shape.latent is not None:
         spread = replace(settings, dp_attention=settings.gpus, replicated_head=True)
         yield f"--dp-attention {settings.gpus}", spread
-        yield f"--dp-attention {settings.gpus} --flow-mla output", replace(spread, flow_mla="output")
-        yield f"--dp-attention {settings.gpus} --flow-mla all", replace(spread, flow_mla="all")
-    elif shape.latent is not None and settings.dp_attention > 1 and settings.flow_mla == "none":
-        yield "--flow-mla output", replace(settings, flow_mla="output")
-        yield "--flow-mla all", replace(settings, flow_mla="all")
+        for choice in FLOW_CHOICES:
+            sharded = replace(spread, flow_mla=flow_projections(shape, choice))
+            yield f"--dp-attention {settings.gpus} --flow-mla {choice}", sharded
+    elif shape.latent is not None and settings.dp_attention > 1 and not settings.flow_mla:
+        for choice in FLOW_CHOICES:
+            yield f"--flow-mla {choice}", replace(settings, flow_mla=flow_projections(shape, choice))
     if settings.gpus * 2 <= hardware.num_gpus and settings.dp_attention == 1 and shape.heads % (2 * settings.gpus) == 0:
         yield f"--tp {2 * settings.gpus}", replace(settings, gpus=2 * settings.gpus)
     if settings.kv_bytes > 1:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from slime_like.planner import constants
-from slime_like.planner.engine import WEIGHT_BYTES, flow_weights, token_bytes, weight_items
+from slime_like.planner.engine import WEIGHT_BYTES, token_bytes, weight_items
 from slime_like.planner.engine_settings import EngineSettings
+from slime_like.planner.flow_mla import flow_weights
 from slime_like.planner.hardware import GpuKind, Hardware
 from slime_like.planner.kernels import EXCHANGE, num_kernels
 from slime_like.planner.links import all_gather_seconds, all_reduce_seconds
@@ -70,7 +71,7 @@ def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, r
     """Return the seconds in which a rank reads its weights, or computes with them, and writes and sums experts' outputs."""
     linear, seconds = WEIGHT_BYTES[settings.weights], 0.0
     tokens = {"attention": rows, "output layer": requests / (settings.dp_attention if settings.replicated_head else 1)}
-    for item in weight_items(shape, replace(settings, flow_mla="none")):
+    for item in weight_items(shape, replace(settings, flow_mla=())):
         num_bytes, flops = item.num_bytes, 0.0
         if item.name == "embedding" and not shape.tied:
             continue
@@ -135,7 +136,7 @@ def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Har
 
     A gathered layer is written to memory once, and read once for the next rank.
     """
-    if settings.flow_mla == "none":
+    if not settings.flow_mla:
         return 0.0
     dp = settings.dp_attention
     weights = WEIGHT_BYTES[settings.weights] * flow_weights(shape, settings)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slime_like.planner import constants
 from slime_like.planner.engine_settings import EngineSettings, check_engine
+from slime_like.planner.flow_mla import check_flow_mla, flow_saving, flow_slots
 from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape, latent_parts
 from slime_like.planner.static_fraction import graph_bytes, graph_requests, prefill_tokens, static_fraction
@@ -14,8 +15,6 @@ from slime_like.planner.table import Item, MemoryTable, items
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 """Bytes per weight of the linear layers. Embedding, output layer, router and norms of an FP8 model stay bfloat16."""
-FLOW_PARTS = {"output": ("output",), "all": ("output", "query_up", "kv_up", "down")}
-"""Value of ``flow_mla`` -> projections of latent attention that FlowMLA shards over the data-parallel attention ranks."""
 STATE_SHARE = 0.9 / 1.9  # of a hybrid model's pool: SGLang's mamba_full_memory_ratio 0.9, states to keys and values
 STATE_BYTES = 4  # SGLang keeps recurrent states in float32
 
@@ -95,38 +94,16 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
     small = shape.sparse_layers * shape.router_parameters + (2 * len(shape.layers) + 1) * shape.hidden
     attention = linear * _attention_weights(shape, s)
     saved_bytes = linear * flow_saving(shape, s)
-    slots = linear * _flow_slots(shape, s)
+    slots = linear * flow_slots(shape, s)
     return items(
         ("attention", attention - saved_bytes - slots, f"tensor parallel over {s.attention_tp}"),
-        ("FlowMLA slots", slots, "two gathered layers"),
+        ("FlowMLA slots", slots, "gathered layers"),
         ("experts", linear * shape.routed_parameters / s.gpus, f"over {s.gpus} ranks"),
         ("MLP", linear * mlp / s.gpus, "dense layers and shared experts" if shape.experts else ""),
         ("router and norms", wide * small, "replicated"),
         ("embedding", wide * shape.embedding_parameters / shards, "replicated" if shards == 1 < s.gpus else ""),
         ("output layer", 0 if shape.tied else wide * shape.embedding_parameters / head, ""),
     )
-
-
-def flow_saving(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the weights per rank that FlowMLA removes: ``W (1 - 1/dp)`` less two slots of ``W / layers * (dp - 1) / dp``."""
-    if settings.flow_mla == "none":
-        return 0.0
-    return flow_weights(shape, settings) * (1 - 1 / settings.dp_attention) - _flow_slots(shape, settings)
-
-
-def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the weights that FlowMLA shards, as many as one attention rank would have without it."""
-    assert shape.latent is not None, "check_engine refuses other models"
-    parts = latent_parts(shape.hidden, shape.latent)
-    num_sharded = sum(parts[name] for name in FLOW_PARTS[settings.flow_mla])
-    return shape.count(LATENT) * num_sharded / settings.attention_tp
-
-
-def _flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
-    if settings.flow_mla == "none":
-        return 0.0
-    dp = settings.dp_attention
-    return 2 * flow_weights(shape, settings) / shape.count(LATENT) * (dp - 1) / dp
 
 
 def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:
@@ -173,6 +150,7 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> EngineMemory:
     """Return the memory of one engine rank on a GPU of ``hardware``. Raises ``ConfigError`` on an impossible layout."""
     check_engine(shape, settings)
+    check_flow_mla(shape, settings)
     weights = weight_items(shape, settings)
     num_weights = sum(item.num_bytes for item in weights)
     memory, s = hardware.gpu.memory, settings

@@ -15,7 +15,8 @@ class EngineSettings:
     gpus: int = 1
     dp_attention: int = 1  # ranks hold different sequences; attention is tensor parallel over gpus / dp_attention
     dcp: int = 1  # ranks that share the tokens of a sequence
-    flow_mla: str = "none"  # none, or a key of FLOW_PARTS
+    flow_mla: tuple[str, ...] = ()  # projections that FlowMLA shards, keys of rollout.flow_mla.weights
+    flow_slots: int | None = None  # buffers for whole layers; None: two of the article, without the rank's own part
     weights: str = "bfloat16"
     kv_bytes: int = 2  # per element
     static: float | None = None  # SGLang's mem_fraction_static; None: SGLang's default
@@ -57,9 +58,4 @@ def check_engine(shape: ModelShape, settings: EngineSettings) -> None:
         raise ConfigError(
             f"--tp {s.gpus} / --dp-attention {s.dp_attention} = {s.attention_tp} does not divide the {shape.heads} attention "
             f"heads of {shape.name}: set --tp to a divisor"
-        )
-    if s.flow_mla != "none" and (shape.latent is None or s.dp_attention == 1):
-        raise ConfigError(
-            f"--flow-mla {s.flow_mla} shards the latent attention of data-parallel attention ranks, but {shape.name} has "
-            f"{'no latent attention' if shape.latent is None else '--dp-attention 1'}: use --flow-mla none"
         )

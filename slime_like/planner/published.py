@@ -74,7 +74,7 @@ def _spread(engine: EngineSettings) -> EngineSettings:
 def _flow_h20() -> Iterator[PublishedRun]:
     tensor = EngineSettings(8, weights="fp8", tuned=True)
     plain = _spread(tensor)
-    base, changed = (_steady("8xH20", s) for s in (tensor, replace(plain, flow_mla="output")))
+    base, changed = (_steady("8xH20", s) for s in (tensor, replace(plain, flow_mla=("o_proj",))))
     memory = engine_memory(find_shape("MODEL", "DeepSeek-R1"), plain, parse_hardware("--on", "8xH20"))
     for quantity, published_batch, predicted, tolerance in (
         ("batch, TP (fitted)", 52, base.running, 0.02),
@@ -87,7 +87,7 @@ def _flow_h20() -> Iterator[PublishedRun]:
 
 def _flow_h800() -> Iterator[PublishedRun]:
     plain, shape = _spread(EngineSettings(32)), find_shape("MODEL", "DeepSeek-R1")
-    base, changed = (_steady("4x8xH800", s) for s in (plain, replace(plain, flow_mla="output")))
+    base, changed = (_steady("4x8xH800", s) for s in (plain, replace(plain, flow_mla=("o_proj",))))
     # The article counts each projection once; an engine also keeps kv_up in its absorbed form.
     attention = 2 * shape.count("latent") * shape.mixer_parameters("latent") / 1e9
     yield PublishedRun(H800, "attention weights per GPU", 22, attention, "GB", FLOW_SOURCE, 0.05)

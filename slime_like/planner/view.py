@@ -28,7 +28,7 @@ def engine_lines(
     """Yield the memory of an engine rank, the batch that fits, its speed, and the effect of every change."""
     s, memory = now.settings, now.memory
     layout = f"tp {s.gpus}" + (f", dp attention {s.dp_attention}" if s.dp_attention > 1 else "")
-    layout += (f", dcp {s.dcp}" if s.dcp > 1 else "") + (f", FlowMLA {s.flow_mla}" if s.flow_mla != "none" else "")
+    layout += (f", dcp {s.dcp}" if s.dcp > 1 else "") + (f", FlowMLA of {' '.join(s.flow_mla)}" if s.flow_mla else "")
     yield f"engine of {s.gpus} GPUs ({layout}, weights {s.weights}), per GPU"
     yield from memory_lines(memory.table, hardware.gpu.memory)
     yield ""

@@ -43,15 +43,15 @@ def test_padding_of_attention_groups_computes_the_projections_of_all_requests() 
 
 
 def test_gathering_of_flow_mla_is_hidden_by_a_long_step_and_exposed_by_a_short_one() -> None:
-    flow = replace(GROUPS, flow_mla="output")
+    flow = replace(GROUPS, flow_mla=("o_proj",))
     shard = 61 * 128 * 128 * 7_168 * 7 / 8  # bytes that enter a GPU
     long_step = latent_step(flow, 144)
     assert long_step.prefetch == pytest.approx(2 * shard / (H20.gpu.hbm * BANDWIDTH_SHARE.value))
-    large = EngineSettings(32, dp_attention=32, replicated_head=True, flow_mla="output", tuned=True)
+    large = EngineSettings(32, dp_attention=32, replicated_head=True, flow_mla=("o_proj",), tuned=True)
     short_step = latent_step(large, 2_912, on=H800)
     links = 61 * 2 * 128 * 128 * 7_168 * 31 / 32 / (H800.gpu.link * LINK_SHARE.value)
     assert short_step.total == pytest.approx(short_step.collectives + links)
-    assert latent_step(replace(large, flow_mla="none"), 2_912, on=H800).prefetch == 0
+    assert latent_step(replace(large, flow_mla=()), 2_912, on=H800).prefetch == 0
 
 
 def test_experts_are_read_as_far_as_the_batch_selects_them() -> None:

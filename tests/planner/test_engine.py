@@ -11,13 +11,13 @@ import pytest
 from slime_like.errors import ConfigError
 from slime_like.planner.engine import (
     engine_memory,
-    flow_saving,
     state_bytes,
     token_bytes,
     useful_dcp,
     weight_items,
 )
 from slime_like.planner.engine_settings import EngineSettings, check_engine
+from slime_like.planner.flow_mla import check_flow_mla, flow_projections, flow_saving, flow_slots
 from slime_like.planner.hardware import GPUS, known_gpu, parse_hardware
 from slime_like.planner.models import MODELS, find_shape, table_config
 from slime_like.planner.shapes import latent_parts
@@ -78,14 +78,34 @@ def test_replicated_query_projections_and_symmetric_memory_are_counted() -> None
 
 
 def test_flow_mla_saves_the_articles_formula() -> None:
-    shape, settings = find_shape("MODEL", "DeepSeek-R1"), EngineSettings(32, dp_attention=32, flow_mla="output")
+    shape, settings = find_shape("MODEL", "DeepSeek-R1"), EngineSettings(32, dp_attention=32, flow_mla=("o_proj",))
     assert shape.latent is not None
     weights = 61 * latent_parts(shape.hidden, shape.latent)["output"]
     saved_bytes = weights * (1 - 1 / 32) - 2 * weights / 61 * 31 / 32
     assert flow_saving(shape, settings) == pytest.approx(saved_bytes)
     assert 2 * saved_bytes / 1e9 == pytest.approx(13.4, rel=0.01)
-    plain = sum(item.num_bytes for item in weight_items(shape, replace(settings, flow_mla="none")))
+    plain = sum(item.num_bytes for item in weight_items(shape, replace(settings, flow_mla=())))
     assert plain - sum(item.num_bytes for item in weight_items(shape, settings)) == pytest.approx(2 * saved_bytes)
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-R1", "Qwen3-4B"])
+def test_flow_mla_of_an_engine_has_buffers_for_whole_layers(model: str) -> None:
+    """They are larger by this rank's part of each, with latent attention and with grouped queries."""
+    shape = find_shape("MODEL", model)
+    names = flow_projections(shape, "all")
+    article = EngineSettings(8, dp_attention=4, flow_mla=names)
+    engine = replace(article, flow_slots=2)
+    sizes = {item.name: item.num_bytes for item in weight_items(shape, engine)}
+    plain = {item.name: item.num_bytes for item in weight_items(shape, replace(engine, flow_mla=()))}
+    slots = flow_slots(shape, engine)
+    assert slots == pytest.approx(flow_slots(shape, article) * 4 / 3)
+    assert sizes["FlowMLA slots"] == 2 * slots == pytest.approx(flow_slots(shape, replace(engine, flow_slots=4)))
+    weights = slots / 2 * len(shape.layers)
+    assert plain["attention"] - sizes["attention"] == pytest.approx(2 * weights * 3 / 4)
+    assert plain["attention"] == pytest.approx(2 * weights, rel=1e-3)  # without norms, all of the attention
+    hardware = parse_hardware("--on", "8xH20")
+    memory, larger = (engine_memory(shape, settings, hardware) for settings in (engine, article))
+    assert larger.pool > memory.pool
 
 
 def test_recurrent_state_is_one_matrix_per_head_and_a_window() -> None:
@@ -116,8 +136,12 @@ def test_weights_above_the_gpu_leave_no_pool_and_no_negative_item() -> None:
         ("Qwen3-4B", EngineSettings(8, dp_attention=3), "--dp-attention 3 does not divide the engine's 8 GPUs"),
         ("Qwen3-4B", EngineSettings(8, dcp=3), "--dcp 3 does not divide the 8 ranks"),
         ("Qwen3-4B", EngineSettings(6), "does not divide the 32 attention heads"),
-        ("Qwen3-4B", EngineSettings(8, dp_attention=8, flow_mla="output"), "has no latent attention"),
-        ("DeepSeek-R1", EngineSettings(8, flow_mla="output"), "--dp-attention 1"),
+        (
+            "Qwen3-4B",
+            EngineSettings(8, dp_attention=8, flow_mla=("kv_b_proj",)),
+            "kv_b_proj.* choose from o_proj, qkv_proj",
+        ),
+        ("DeepSeek-R1", EngineSettings(8, flow_mla=("o_proj",)), "--dp-attention 1"),
     ],
 )
 def test_impossible_layouts_are_refused_with_flag_and_numbers(
@@ -125,6 +149,7 @@ def test_impossible_layouts_are_refused_with_flag_and_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_engine(find_shape("MODEL", model), settings)
+        check_flow_mla(find_shape("MODEL", model), settings)
 
 
 @pytest.mark.parametrize(

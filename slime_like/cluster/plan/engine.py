@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
+from slime_like.config.schema.flow_mla import from_json
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, engine_memory, state_bytes, token_bytes
@@ -84,10 +85,13 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
     options = spec.sglang
     sizes = options.get("cuda_graph_bs_decode")
     wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
+    flow_mla = from_json(spec.flow_mla) if spec.flow_mla else None
     return EngineSettings(
         gpus=spec.tp,
         dcp=spec.dcp,
         dp_attention=spec.dp_attention,
+        flow_mla=flow_mla.weights if flow_mla else (),
+        flow_slots=flow_mla.prefetch_distance if flow_mla else None,
         weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
         kv_bytes=wide,
         static=static or options.get("mem_fraction_static"),

@@ -1,0 +1,83 @@
+"""Attention weights that FlowMLA shards over the data-parallel attention ranks of an engine (docs/flow_mla.md)."""
+
+from __future__ import annotations
+
+import math
+
+from slime_like.errors import ConfigError
+from slime_like.planner.engine_settings import EngineSettings
+from slime_like.planner.shapes import ATTENTION, LATENT, ModelShape, latent_parts
+
+FLOW_CHOICES = ("output", "all")
+"""Values of ``--flow-mla`` besides none."""
+ARTICLE_SLOTS = 2
+
+
+def flow_projections(shape: ModelShape, choice: str) -> tuple[str, ...]:
+    """Return the projections, as keys of ``rollout.flow_mla.weights``, that ``--flow-mla`` names."""
+    if choice == "output":
+        return ("o_proj",)
+    return tuple(_layer_weights(shape, EngineSettings())) if choice == "all" else ()
+
+
+def check_flow_mla(shape: ModelShape, settings: EngineSettings) -> None:
+    """Raise ``ConfigError`` if the engine has no weights that FlowMLA could shard."""
+    names, of_model = settings.flow_mla, _layer_weights(shape, settings)
+    if names and settings.dp_attention == 1:
+        raise ConfigError(
+            f"--flow-mla shards the weights of data-parallel attention ranks, but {shape.name} has --dp-attention 1: "
+            "use --flow-mla none"
+        )
+    if missing := [name for name in names if name not in of_model]:
+        raise ConfigError(
+            f"FlowMLA of {missing[0]}, which the attention of {shape.name} does not have: "
+            f"choose from {', '.join(of_model) or 'none'}"
+        )
+
+
+def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
+    """Return the weights ``W`` that FlowMLA shards, as many as one rank would have without it."""
+    weights = _layer_weights(shape, settings) if settings.flow_mla else {}
+    return _num_layers(shape) * sum(weights[name] for name in settings.flow_mla)
+
+
+def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
+    """Return the weights in buffers for gathered layers.
+
+    An engine has buffers for whole layers. The article maps its own part of a layer into the buffer, and so needs
+    ``2 * W / layers * (dp - 1) / dp``.
+    """
+    s = settings
+    if not s.flow_mla:
+        return 0.0
+    layer = flow_weights(shape, s) / _num_layers(shape)
+    if s.flow_slots is None:
+        return ARTICLE_SLOTS * layer * (s.dp_attention - 1) / s.dp_attention
+    return min(s.flow_slots, _num_layers(shape)) * layer
+
+
+def flow_saving(shape: ModelShape, settings: EngineSettings) -> float:
+    """Return the weights per rank that FlowMLA removes: ``W (1 - 1/dp)`` less the slots."""
+    return flow_weights(shape, settings) * (1 - 1 / settings.dp_attention) - flow_slots(shape, settings)
+
+
+def _num_layers(shape: ModelShape) -> int:
+    return shape.count(ATTENTION if shape.latent is None else LATENT)
+
+
+def _layer_weights(shape: ModelShape, settings: EngineSettings) -> dict[str, float]:
+    """Return the weights of one attention layer on one rank, by key of ``rollout.flow_mla.weights``."""
+    tp = settings.attention_tp
+    if (m := shape.latent) is not None:
+        parts = latent_parts(shape.hidden, m)
+        return {
+            "o_proj": parts["output"] / tp,
+            "q_proj": parts["query_up"] / tp,
+            "kv_b_proj": 2 * parts["kv_up"] / tp,  # and its absorbed form
+            "a_proj": shape.hidden * (m.query_rank + m.kv_rank + m.rope_dim),
+        }
+    if (a := shape.attention) is None:
+        return {}
+    keys = math.ceil(max(1.0, a.kv_heads * settings.dcp / tp)) * a.head_dim
+    queries = a.query / tp
+    return {"o_proj": shape.hidden * queries, "qkv_proj": shape.hidden * ((2 if a.gated else 1) * queries + 2 * keys)}
