@@ -1,36 +1,38 @@
 """Engines with FlowMLA return the results of engines without it, over pushes by every path. Both have two data-parallel attention ranks.
 
-Engines of Qwen3 have sums in a fixed order, with which an engine returns the same bits at every repetition. There is no such attention
-over latents: repetitions of a request to one engine differ by up to 5e-7, with FlowMLA or without. ``test_flow_mla.py`` compares bits
-of latent attention layers. Requests are sent one at a time; a rank without a request runs idle batches meanwhile.
+Results are equal in every bit. Requests are sent one at a time; a rank without a request runs idle batches meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from slime_like.cluster.plan.engine import engine_settings
 from slime_like.config.schema.flow_mla import FlowOptions
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, EngineLost
+from slime_like.planner.config_json import read_shape
+from slime_like.planner.flow_mla import flow_slots, flow_weights
+from slime_like.planner.host import rank_weights
+from slime_like.rollout.engine import processes
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
+from tests.engine.in_flight import generate_over_two_pushes, logprobs_by_version
 from tests.engine.latent_models import build
-from tests.engine.test_latent import CHUNK, assert_agrees, push
+from tests.engine.test_latent import CHUNK, TOLERANCE, assert_agrees, push
 
 pytestmark = pytest.mark.engine
 WEIGHTS = {"deepseek_v3": ("o_proj", "q_proj", "kv_b_proj", "a_proj"), "qwen3": ("o_proj", "qkv_proj")}
-REPETITION = 1e-6
-"""Bound on the difference of log-probabilities between repetitions of a request to one engine with latent attention."""
-QWEN3_BYTES = 4 * 4 * (64 * 64 + 64 * (64 + 32 + 32))
-"""Bytes of o_proj and qkv_proj in 4 layers with hidden size 64, 4 query heads and 2 KV heads of width 16."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,20 @@ def test_results_are_those_of_an_engine_that_holds_all_weights(pair: EngineArms)
             elif version == 3:
                 engine.run(update_from_disk(engine, pair.models.paths[name]))
             results.append(answers(engine, pair.models, name))
-        tolerance = REPETITION if pair.models.hf["A"].config.model_type == "deepseek_v3" else 0.0
         for plain, sharded in zip(*results, strict=True):
-            np.testing.assert_allclose(plain, sharded, rtol=0, atol=tolerance)
+            np.testing.assert_array_equal(plain, sharded)
+
+
+def test_a_repeated_request_has_the_same_bits(pair: EngineArms) -> None:
+    """Tokens that pad the batch of an idle rank take part in the products of experts, whose rows have to be the same each time."""
+    engine = pair.plain
+    repetitions: list[Any] = []
+    for _ in range(6):  # each of the two ranks receives every other request
+        engine.run(engine.client.flush())
+        (completion,) = engine.run(engine.client.generate(prompt(1, seed=3), [0], make_sampling(0.0, 8)))
+        repetitions.append(completion.logprobs)
+    for logprobs in repetitions[1:]:
+        np.testing.assert_array_equal(logprobs, repetitions[0])
 
 
 def test_requests_that_arrive_together(pair: EngineArms) -> None:
@@ -127,14 +140,52 @@ def test_a_partial_update_is_refused(pair: EngineArms) -> None:
     answers(engine, pair.models, "A")
 
 
+def test_requests_continue_under_new_weights_and_after_an_abort(pair: EngineArms) -> None:
+    """Two pushes while both ranks decode; then an abort of requests on both, whose tokens so far a continuation extends."""
+    engine, models, ids = pair.flow, pair.models, prompt(21, seed=3)
+    for completion in generate_over_two_pushes(engine, models, ids, 120):
+        expected = logprobs_by_version(models, ids, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+    async def abort() -> list[Any]:
+        request = asyncio.create_task(engine.client.generate(ids, [1, 2], make_sampling(tokens=400)))
+        await engine.client.generate(prompt(5), [9], make_sampling(tokens=8))  # by then both usually have tokens
+        await engine.client.abort_all()
+        return await request
+
+    for partial in engine.run(abort()):
+        assert 0 < len(partial.token_ids) < 400
+        assert_agrees(models, "A", ids, partial, 1.0)
+        longer = np.concatenate([ids, partial.token_ids]).astype(np.int32)
+        (continuation,) = engine.run(engine.client.generate(longer, [0], make_sampling(0.0)))
+        assert_agrees(models, "A", longer, continuation, 0.0)
+
+
 def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
-    """The log has the bytes in memory: ``W / 2 + 2 W / 4``, with four equal layers."""
-    text = log_text(pair.flow)
-    if pair.models.hf["A"].config.model_type == "qwen3":
-        full = QWEN3_BYTES
-        line = f"{full} ({full // 2} private, {2 * full // 4} in 2 slots)"
-        assert (
-            len(re.findall(re.escape(f"{full // 2 + 2 * full // 4} bytes of each rank instead of {line}"), text)) == 2
-        )
+    """The planner predicts the bytes in memory that each rank logs: ``W / 2 + 2 W / L`` in ``L`` equal layers."""
+    text, spec = log_text(pair.flow), pair.flow.server._spec  # pyright: ignore[reportPrivateUsage]
+    shape, settings = read_shape("model.hf_checkpoint", spec.model_path), engine_settings(spec)
+    full, slots = (round(4 * count(shape, settings)) for count in (flow_weights, flow_slots))
+    line = f"{full // 2 + slots} bytes of each rank instead of {full} ({full // 2} private, {slots} in 2 slots)"
+    assert text.count(line) == 2, re.findall(r"slime_like FlowMLA .*", text)
+    assert slots == 2 * full // len(shape.layers)
+    saved_bytes = [rank_weights(shape, s) for s in (replace(settings, flow_mla=()), settings)]
+    assert saved_bytes[0] - saved_bytes[1] == full // 2 - slots
     assert "module by module" in text, "the fused forward would read packed copies of the weights"
     assert "slime_like FlowMLA" not in log_text(pair.plain)
+
+
+def test_an_engine_ends_if_one_of_its_ranks_is_killed(pair: EngineArms) -> None:
+    """The other rank would wait for the parts of the killed one. The last test, as the engine is lost."""
+    engine = pair.flow
+    *_, last_rank = processes.pids_of_part(engine.server.pid, "scheduler")
+
+    async def generate() -> None:
+        request = asyncio.create_task(engine.client.generate(prompt(9), [0, 1], make_sampling(tokens=400)))
+        await engine.client.generate(prompt(5), [9], make_sampling(tokens=8))
+        os.kill(last_rank, signal.SIGKILL)
+        await request
+
+    with pytest.raises(EngineLost):
+        engine.run(generate())
+    assert "is alive" not in engine.server.cause_of_death()

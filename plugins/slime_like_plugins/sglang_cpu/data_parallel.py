@@ -6,10 +6,13 @@ that are registered for another device. Remove when SGLang's platforms select th
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
 
 from slime_like_plugins.sglang_cpu import NAME
 from slime_like_plugins.sglang_hooks import replace_attribute, stop_on
@@ -32,13 +35,33 @@ def replace() -> None:
     batches: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
     collectives: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
     sleeper: Any = importlib.import_module("sglang.srt.managers.scheduler_components.idle_sleeper")
+    attention: Any = importlib.import_module("sglang.srt.layers.attention.base_attn_backend").AttentionBackend
+    hybrid: Any = importlib.import_module("sglang.srt.layers.attention.hybrid_linear_attn_backend")
     missing = [name for name in COLLECTIVES if not hasattr(getattr(collectives, name, None), "__wrapped__")]
     stop_on(NAME, [f"{collectives.__name__}.{name} is not a custom op" for name in missing])
     replace_attribute(NAME, exchange, "memcpy_func", exchange.memcpy_cpu)
     replace_attribute(NAME, batches, "_is_cpu", True)
     replace_attribute(NAME, sleeper.IdleSleeper, "maybe_sleep", sleep)
+    for backend in (attention, hybrid.HybridLinearAttnBackend):
+        replace_attribute(NAME, backend, "forward", zero_when_idle(backend.forward))
     for name in COLLECTIVES:
         replace_attribute(NAME, collectives, name, getattr(collectives, name).__wrapped__)
+
+
+def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``forward`` of an attention backend with zeros for the tokens that pad the batch of a rank without requests.
+
+    SGLang returns uninitialised memory. These tokens then take part in the products of all ranks, and the number of rows of an
+    expert would depend on it, and so the last bits of the results of requests.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        result = forward(*args, **kwargs)
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[5]
+        return result.zero_() if batch.forward_mode.is_idle() else result
+
+    return wrapped
 
 
 def sleep(self: Any) -> None:
