@@ -1,6 +1,7 @@
 """+recipe=quickstart_latent, shortened, without a warm start: its experts are on two ranks, which replay those of the engine.
 
-The engine spreads the latents of a sequence over two ranks.
+The engine has four ranks: two groups of data-parallel attention, which hold different requests and share the attention weights by
+FlowMLA, and each spread the latents of a sequence over two ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from tests.e2e.conftest import SMALL_ROLLOUTS
 from tests.e2e.runs import metrics, train
 
 pytestmark = pytest.mark.e2e
-ROLLOUTS = 2
+ROLLOUTS = 3
 MAX_DIFFERENT = 0.01  # share of a layer's tokens for which rounding decides between experts
 # The learning rate is 0 in the last step, so the weights that sampled the last rollout are the exported weights.
 SHAPE = (
     "optim.schedule=wsd",
     "optim.min_lr=0",
     "optim.warmup_steps=0",
-    "optim.decay_steps=2",
+    f"optim.decay_steps={ROLLOUTS}",
     "optim.wsd_decay_steps=1",
 )
 
@@ -42,8 +43,11 @@ def test_two_ranks_replay_the_experts_of_a_latent_model(tmp_path: Path) -> None:
         "evaluation.interval=null",
         *SMALL_ROLLOUTS,
         *SHAPE,
-        "rollout.tp=2",
+        "rollout.tp=4",
+        "rollout.dp_attention=2",
         "rollout.dcp=2",
+        "rollout.flow_mla.enabled=true",
+        "rollout.flow_mla.weights=[o_proj,q_proj,kv_b_proj,a_proj]",
         f"run.dir={run_dir}",
         f"loop.num_rollout={ROLLOUTS}",
         "run.save_hf=true",
@@ -56,7 +60,9 @@ def test_two_ranks_replay_the_experts_of_a_latent_model(tmp_path: Path) -> None:
     checks.check_consistency(rows)
     checks.check_documented(rows)
     assert rows[1]["train/grad_norm"] > 0
-    assert "DCP enabled, dcp_size=2, tp_size=2" in (run_dir / "logs" / "engine_0.log").read_text()
+    log = (run_dir / "logs" / "engine_0.log").read_text()
+    assert "DCP enabled, dcp_size=2, tp_size=4" in log
+    assert log.count("FlowMLA shards o_proj, q_proj, kv_b_proj, a_proj of 3 layers over 2 ranks") == 4
     for row in rows[1:]:
         assert row["rollout/dcp_exchange_time"] > 0
         assert row["probe/routed_experts_gap_max"] <= checks.MAX_LOGPROB_DIFFERENCE
