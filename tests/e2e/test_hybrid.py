@@ -1,7 +1,8 @@
 """+recipe=quickstart_gdn and quickstart_next, shortened: the models learn, engine and trainer agree, the exports are correct.
 
-Both begin with random weights. quickstart_gdn runs on two tensor parallel ranks, as the language part of a vision model;
-quickstart_next runs on two context parallel ranks, which replay the experts of the engine.
+Both begin with random weights. quickstart_gdn runs on two tensor parallel ranks, as the language part of a vision model,
+and its engine shards the weights of grouped queries over two data-parallel attention ranks (FlowMLA). quickstart_next runs on two
+context parallel ranks, which replay the experts of the engine.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ class LayoutCase:
     vision: bool = False
 
 
+FLOW_MLA = (
+    "rollout.tp=2",
+    "rollout.dp_attention=2",
+    "rollout.flow_mla.enabled=true",
+    "rollout.flow_mla.weights=[o_proj,qkv_proj]",
+)
 CASES = {
-    "quickstart_gdn tp2, a vision model": LayoutCase("quickstart_gdn", GDN, ("parallel.tp=2",), vision=True),
+    "quickstart_gdn tp2, a vision model": LayoutCase("quickstart_gdn", GDN, ("parallel.tp=2", *FLOW_MLA), vision=True),
     "quickstart_next cp2, experts replayed": LayoutCase(
         "quickstart_next", NEXT, ("parallel.cp=2", "algo.routing_replay=rollout")
     ),
@@ -85,6 +92,8 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
     )
     assert result.code == 0, result.output
     assert f"Gated DeltaNet ran on torch: torch {torch.__version__}" in result.output
+    log = (run_dir / "logs" / "engine_0.log").read_text()
+    assert log.count("FlowMLA shards o_proj, qkv_proj of 1 layers over 2 ranks") == 2 * (FLOW_MLA[0] in case.layout)
     cp_message = "; model.gdn.cp_mode=head (tp 1 * cp 2 divides"  # in the trainer's message, not in the plan's
     assert (cp_message in result.output) == ("parallel.cp=2" in case.layout)
     rows = metrics(run_dir)
