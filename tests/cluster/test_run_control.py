@@ -120,9 +120,15 @@ def test_failed_requests_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert replies["report"].startswith("failed: IsADirectoryError")
     assert not parts.run.stop.requested
     parts.run.checkpoints.enabled = False
-    (parts.run.control.folder / Request.SAVE).touch()
+    for request in (Request.SAVE, Request.STOP):
+        (parts.run.control.folder / request).touch()
     finish(parts, 3)
-    assert outcomes(tmp_path)["save"] == "failed: a run without a trainer has nothing to save"
+    replies = outcomes(tmp_path)
+    assert replies["save"] == "failed: a run without a trainer has nothing to save"
+    assert replies["stop"] == "done: the run ends after 3 rollouts"
+    parts.run.first_rollout = 3
+    with pytest.raises(KeyboardInterrupt, match=r"^stopped after 3 rollouts; continue with the same command"):
+        next(parts.run.rollout_ids())
     parts.run.control.close()
 
 
