@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ PLUGINS_VARIABLE = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in t
 HELD_PART = "_slime_like_held_part"
 """Attribute of a weight that is spread over ranks: the part that this process holds. The weight's own memory is a buffer for
 several weights in turn."""
+SEARCH = (
+    "_propagate_patch"  # SGLang's function that replaces names of a hooked function in the modules that imported it
+)
 _loaded: set[str] = set()
 
 
@@ -93,10 +97,32 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
     registry._patched.difference_update(earlier)
     for hook in hooks:
         registry.register(hook.target, hook.function, HookType[hook.kind.upper()])
-    registry.apply_hooks()
+    with _search_for_functions(owner):
+        registry.apply_hooks()
     for target, applied in earlier.items():
         registry._hooks[target][:0] = applied
     stop_on(owner, [text for hook in hooks if (text := problem(hook))])
+
+
+@contextmanager
+def _search_for_functions(owner: str) -> Generator[None]:
+    """Skip SGLang's search of every module for other names of a hooked method: only functions are imported by name.
+
+    The searches for the methods of an engine's hooks take half a second. Needed until SGLang skips them.
+    """
+    from sglang.srt.plugins import hook_registry
+
+    search: Callable[..., int] | None = getattr(hook_registry, SEARCH, None)
+
+    def search_for_function(original: object, wrapped: object, source: object) -> int:
+        assert search is not None
+        return 0 if isinstance(source, type) else search(original, wrapped, source)
+
+    replace_attribute(owner, hook_registry, SEARCH, search_for_function)
+    try:
+        yield
+    finally:
+        setattr(hook_registry, SEARCH, search)
 
 
 def stop_on(owner: str, problems: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pkgutil
 import subprocess
-import sys
 import tempfile
 from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
@@ -39,10 +38,9 @@ IMPORTS = {  # read when torch and SGLang are imported
 
 def import_sglang() -> None:
     """Import what ``slime_like.rollout.engine.main.serve`` imports. Load no plugins: they depend on the engine."""
-    from slime_like.util.imports import heavy_imports
+    from slime_like.rollout.engine.sglang_imports import sglang_imports
 
-    sys.modules["megatron"] = cast(Any, None)
-    with heavy_imports():
+    with sglang_imports():
         for name in ("sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server"):
             importlib.import_module(name)
     setproctitle.getproctitle()  # finds the memory of the title, which it cannot after a change of the environment

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,6 +209,41 @@ def test_two_plugins_hook_the_same_function() -> None:
     finally:
         HookRegistry.reset()
         del weight_versions.tested  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_hooked_function_is_replaced_in_the_modules_that_imported_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module is searched for a method."""
+    from sglang.srt.plugins import hook_registry
+    from sglang.srt.utils import weight_versions
+
+    sources = list[Any]()
+    search: Any = hook_registry._propagate_patch
+
+    def count(original: Any, wrapped: Any, source: Any) -> int:
+        sources.append(source)
+        return search(original, wrapped, source)
+
+    monkeypatch.setattr(hook_registry, "_propagate_patch", count)
+
+    class Owner:
+        def tested(self) -> str:
+            return "a"
+
+    def tested() -> str:
+        return "a"
+
+    importer: Any = ModuleType("importer")
+    importer.tested = tested
+    monkeypatch.setitem(sys.modules, "importer", importer)
+    for value in (tested, Owner):
+        monkeypatch.setattr(weight_versions, value.__name__, value, raising=False)
+    try:
+        targets = ("sglang.srt.utils.weight_versions.tested", "sglang.srt.utils.weight_versions.Owner.tested")
+        install("weight_commit", [Hook(target, "after", lambda result, *_: result + "b") for target in targets])
+        assert importer.tested() == Owner().tested() == "ab"
+        assert sources == [weight_versions] and hook_registry._propagate_patch is count
+    finally:
+        hook_registry.HookRegistry.reset()
 
 
 def test_replacing_a_missing_attribute_stops_the_engine() -> None:

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
+from slime_like.rollout.engine.sglang_imports import LOSSES, DeferredLosses, sglang_imports
+
 HOOK_SETS = (
+    "unused_libraries",
     "platform",
     "cpu",
     "exact",
@@ -47,14 +50,23 @@ def problem(install: Callable[[], object]) -> str | None:
 
 def sglang() -> dict[str, str | None]:
     """Install each set of hooks of the engine plugins."""
-    from slime_like_plugins.rollout_sampling import hooks as sampling
-    from slime_like_plugins.sglang_cpu import data_parallel, exact, process
-    from slime_like_plugins.weight_commit import dequantise
-    from slime_like_plugins.weight_commit import hooks as commit
+    with sglang_imports():
+        from slime_like_plugins.rollout_sampling import hooks as sampling
+        from slime_like_plugins.sglang_cpu import data_parallel, exact, process
+        from slime_like_plugins.weight_commit import dequantise
+        from slime_like_plugins.weight_commit import hooks as commit
 
-    installers = (platform, process.install, exact.install, sampling.install, commit.install, dequantise.install)
-    installers += (hybrid, latent, data_parallel.replace, dcp, kv_capacity, flow_mla)
-    return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
+        installers = (
+            unused_libraries,
+            platform,
+            process.install,
+            exact.install,
+            sampling.install,
+            commit.install,
+            dequantise.install,
+        )
+        installers += (hybrid, latent, data_parallel.replace, dcp, kv_capacity, flow_mla)
+        return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 
 def platform() -> None:
@@ -134,6 +146,18 @@ def flow_mla() -> None:
     hooks.install()
     make_layers = pkgutil.resolve_name("sglang.srt.utils.common:make_layers")
     assert list(inspect.signature(make_layers).parameters)[:2] == ["num_hidden_layers", "layer_fn"]
+
+
+def unused_libraries() -> None:
+    """Import what an engine imports, check that the libraries of ``sglang_imports`` are not, and use a deferred loss."""
+    pkgutil.resolve_name("sglang.srt.entrypoints.http_server")
+    imported = sorted({"megatron.core", "mistral_common.tokens", "scipy"} & sys.modules.keys())
+    assert not imported, f"SGLang imports {', '.join(imported)}"
+    losses: Any = pkgutil.resolve_name("transformers.modeling_utils:LOSS_MAPPING")
+    assert isinstance(losses, DeferredLosses)
+    del sys.modules[LOSSES]  # as at the end of ``sglang_imports``
+    assert losses["ForCausalLM"] is pkgutil.resolve_name(f"{LOSSES}:ForCausalLMLoss")
+    assert {*losses} == {*pkgutil.resolve_name(f"{LOSSES}:LOSS_MAPPING")}
 
 
 def patched_modules() -> list[str]:

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.printable import hide_in_logs
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.model_config import merge_overrides, override_args
-from slime_like.util.imports import heavy_imports
+from slime_like.rollout.engine.sglang_imports import sglang_imports
 
 MODEL_OVERRIDES = "json_model_override_args"
 
@@ -126,8 +125,7 @@ def main() -> None:
 
 def serve(arguments: dict[str, Any]) -> None:
     """Run SGLang in this process and its workers. Plugins load first: they add choices against which arguments are checked."""
-    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  SGLang's dumper takes a second to import it
-    with heavy_imports():
+    with sglang_imports():
         hooks: Any = importlib.import_module("slime_like_plugins.sglang_hooks")
         hooks.load_all()
         server_args: Any = importlib.import_module("sglang.srt.server_args")
