@@ -5,13 +5,15 @@
 
 /* panel [k, COLUMNS] of `columns` rows of a matrix [.., k], which become columns */
 INLINE void NAME(pack_transposed)(const NAME(unit) *from, int64_t k, int64_t columns, NAME(unit) *panel) {
-    for (int64_t i = 0; i < k; i += LANES) {
-        const int64_t stop = i + LANES < k ? i + LANES : k;
-        for (int64_t c = 0; c < columns; c++)
-            for (int64_t j = i; j < stop; j++) panel[j * COLUMNS + c] = from[c * k + j];
-    }
-    for (int64_t i = 0; i < k && columns < COLUMNS; i++)
-        for (int64_t c = columns; c < COLUMNS; c++) panel[i * COLUMNS + c] = 0;
+    for (int64_t i = 0; i < k; i += LANES)
+        for (int64_t c = 0; c < COLUMNS; c += LANES) {
+            const int64_t stop = i + LANES < k ? i + LANES : k;
+            if (stop == i + LANES && c + LANES <= columns)
+                transpose_square((const uint32_t *)(from + c * k + i), k, (uint32_t *)(panel + i * COLUMNS + c), COLUMNS);
+            else
+                for (int64_t j = i; j < stop; j++)
+                    for (int64_t n = c; n < c + LANES; n++) panel[j * COLUMNS + n] = n < columns ? from[n * k + j] : 0;
+        }
 }
 
 /* panel [n / DEPTH, width] of `columns` columns of n rows of a matrix [.., stride], 0 beyond n and `columns` */
@@ -32,6 +34,8 @@ INLINE void NAME(expert_tile)(const NAME(unit) *a, int64_t row, int64_t step, co
                               float *partial, int is_first, int is_last, T *out, int64_t m, int64_t columns,
                               const int rows) {
     vf sums[rows][2];
+    for (int r = 0; r < rows && is_last; r++) /* fetched while the sums are computed */
+        for (int64_t at = 0; at < COLUMNS * sizeof(T); at += CACHE_LINE) __builtin_prefetch((char *)(out + r * m) + at, 1);
     for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++)
             sums[r][half] = is_first ? (vf){0} : get(partial + r * COLUMNS + half * LANES);
@@ -54,8 +58,12 @@ INLINE void NAME(expert_tile)(const NAME(unit) *a, int64_t row, int64_t step, co
         }
 }
 
-#define TILE(R) \
-    for (; i + R <= stop; i += R) NAME(expert_tile)(x + i * k, k, 1, panel, k, 0, 1, 1, out + i * m + j, m, m - j, R)
+/* The first panel fetches the rows from memory, each tile those of the next. */
+#define TILE(R)                                                                                                        \
+    for (; i + R <= stop; i += R) {                                                                                    \
+        for (int64_t u = 0; u < R * k && j == 0; u += CACHE_LINE / sizeof *x) __builtin_prefetch(x + (i + R) * k + u); \
+        NAME(expert_tile)(x + i * k, k, 1, panel, k, 0, 1, 1, out + i * m + j, m, m - j, R);                           \
+    }
 
 /* out [n, m] = the rows x [n, DEPTH k] of each expert times its weight: [m, DEPTH k], transposed, or [DEPTH k, m].
  * scratch [threads, k, COLUMNS] */

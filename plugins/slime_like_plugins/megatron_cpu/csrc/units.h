@@ -1,5 +1,6 @@
 /* Units of 4 bytes, of which products of experts are computed: a float, or a pair of bf16. */
 #define COLUMNS (2 * LANES)
+#define CACHE_LINE 64       /* bytes */
 #define ROWS_OF_TILE 12     /* with 2 vectors each and a panel's 2, they fit into 32 registers */
 #define ROW_UNITS 98304     /* of an expert's rows that are multiplied by one panel after the other */
 #define GRAD_OUTPUTS 192    /* outputs, a multiple of ROWS_OF_TILE, and rows of a part of a weight's gradient */
@@ -11,6 +12,39 @@ typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(2), may_alias
 typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 #define depth_f32 1
 #define depth_bf16 2
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vu){__VA_ARGS__})
+#endif
+#define LIST(...) __VA_ARGS__
+#define EXCHANGE(from, to, distance, low, high)                 \
+    for (int r = 0; r < LANES; r++)                             \
+        if (!(r & distance)) {                                  \
+            const vu a = from[r], b = from[r + distance];       \
+            to[r] = SHUFFLE(a, b, LIST low);                    \
+            to[r + distance] = SHUFFLE(a, b, LIST high);        \
+        }
+
+/* to [LANES, LANES], rows `step` apart, = the transpose of from [LANES, LANES], rows `stride` apart. In each stage, pairs of
+ * rows exchange blocks of 1, 2, 4 and 8 numbers. */
+INLINE void transpose_square(const uint32_t *from, int64_t stride, uint32_t *to, int64_t step) {
+    vu x[LANES], y[LANES];
+    for (int r = 0; r < LANES; r++) x[r] = *(const vu *)(from + r * stride);
+    EXCHANGE(x, y, 1, (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+             (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+    EXCHANGE(y, x, 2, (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+             (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+    EXCHANGE(x, y, 4, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+             (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+    EXCHANGE(y, x, 8, (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+             (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    for (int r = 0; r < LANES; r++) *(vu *)(to + r * step) = x[r];
+}
+#undef EXCHANGE
+#undef LIST
+#undef SHUFFLE
 
 INLINE unit_f32 join_f32(float first, float second) { return first; }
 INLINE unit_bf16 join_bf16(bf16 first, bf16 second) { return (uint32_t)first | (uint32_t)second << 16; }
