@@ -1,9 +1,9 @@
 """Attention of a decode step over latents on this CPU: torch and the C kernel, on one thread, a layer of an engine.
 
-python benchmarks/latent_decode.py [--batch 1 8 32] [--context 512 4096] [--rounds 9]
+python benchmarks/latent_decode.py [--batch 1 8 32] [--context 512 4096] [--latent 512] [--rounds 9]
 
-A token has one key for all heads: its latent and its rotated key, 512 + 64 numbers as in DeepSeek-V2, V3 and Kimi K2. Both arms take
-turns; figures are medians, in CPU milliseconds of the thread, so that other processes have little influence. The requests' slots
+A token has one key for all heads: its latent and its rotated key, 512 + 64 numbers as in DeepSeek-V2, V3 and Kimi K2 by default.
+Both arms take turns; figures are medians, in CPU milliseconds of the thread, so that other processes have little influence. The requests' slots
 are scattered over the KV pool.
 """
 
@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from slime_like.printable import visible  # noqa: E402
 from slime_like_plugins.sglang_cpu.build import BuildError, build  # noqa: E402
 from slime_like_plugins.sglang_cpu.kernels import CKernels  # noqa: E402
 
-LATENT, ROTATED = 512, 64
+ROTATED = 64
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=at_least(1), nargs="+", default=[512, 4096])
+    parser.add_argument("--latent", type=at_least(1), nargs="+", default=[512], help="numbers of a latent")
     parser.add_argument("--heads", type=at_least(1), default=16)
     parser.add_argument("--rounds", type=at_least(1), default=9)
     options = parser.parse_args(argv)
@@ -50,24 +52,27 @@ def main(argv: Sequence[str]) -> int:
     lines = [
         machine(os.getloadavg()[0]),
         "",
-        f"{options.heads} heads, keys of {LATENT} + {ROTATED}, CPU ms of a layer:",
+        f"{options.heads} heads, {ROTATED} rotated numbers, CPU ms of a layer:",
         "",
     ]
-    lines += ["| dtype | batch | context | torch | C | torch / C |", "|---|---|---|---|---|---|"]
+    lines += ["| dtype | latent | batch | context | torch | C | torch / C |", "|---|---|---|---|---|---|---|"]
     torch.set_num_threads(1)
-    for dtype in DTYPES:
-        for batch in options.batch:
-            for context in options.context:
-                in_torch, in_c = measure(c, (batch, context, options.heads), dtype, options.rounds)
-                name = str(dtype).removeprefix("torch.")
-                ratio = in_torch / in_c
-                lines.append(f"| {name} | {batch} | {context} | {in_torch:.2f} | {in_c:.2f} | {ratio:.2f} |")
+    for dtype, latent, batch, context in product(DTYPES, options.latent, options.batch, options.context):
+        in_torch, in_c = measure(c, (batch, context, options.heads, latent), dtype, options.rounds)
+        cells = [
+            str(dtype).removeprefix("torch."),
+            latent,
+            batch,
+            context,
+            *map("{:.2f}".format, (in_torch, in_c, in_torch / in_c)),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     sys.stdout.write(visible("\n".join(lines) + "\n"))
     return 0
 
 
 @torch.no_grad()
-def measure(c: CKernels, shape: tuple[int, int, int], dtype: torch.dtype, rounds: int) -> tuple[float, float]:
+def measure(c: CKernels, shape: tuple[int, int, int, int], dtype: torch.dtype, rounds: int) -> tuple[float, float]:
     """Return milliseconds of torch and of C. Raises ``SystemExit`` if they disagree."""
     arms = make_arms(c, shape, dtype)
     in_torch, in_c = (arm() for arm in arms)
@@ -77,14 +82,14 @@ def measure(c: CKernels, shape: tuple[int, int, int], dtype: torch.dtype, rounds
     return median(row[0] for row in times), median(row[1] for row in times)
 
 
-def make_arms(c: CKernels, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Callable[[], Tensor], ...]:
+def make_arms(c: CKernels, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Callable[[], Tensor], ...]:
     """Return functions that attend the queries of a batch, by torch and by C."""
     from slime_like_plugins.sglang_cpu.latent_attention import LatentAttentionBackend
 
-    batch, context, heads = shape
+    batch, context, heads, latent = shape
     torch.manual_seed(0)
     slots = batch * context
-    keys = torch.randn(slots, 1, LATENT + ROTATED).to(dtype)
+    keys = torch.randn(slots, 1, latent + ROTATED).to(dtype)
     pools = {
         "req_to_token_pool": SimpleNamespace(req_to_token=torch.randperm(slots).int().view(batch, context)),
         "token_to_kv_pool": SimpleNamespace(get_key_buffer=lambda _: keys),
@@ -93,9 +98,9 @@ def make_arms(c: CKernels, shape: tuple[int, int, int], dtype: torch.dtype) -> t
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
     forward: Any = SimpleNamespace(forward_mode=mode, batch_size=batch, seq_lens=lengths, seq_lens_cpu=lengths)
     forward.req_pool_indices = torch.arange(batch)
-    layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, qk_head_dim=LATENT + ROTATED, v_head_dim=LATENT)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, qk_head_dim=latent + ROTATED, v_head_dim=latent)
     layer.scaling = (128 + ROTATED) ** -0.5
-    queries = torch.randn(batch, heads * (LATENT + ROTATED)).to(dtype)
+    queries = torch.randn(batch, heads * (latent + ROTATED)).to(dtype)
 
     def arm(kernels: CKernels | None) -> Callable[[], Tensor]:
         backend = LatentAttentionBackend(SimpleNamespace(**pools), kernels)

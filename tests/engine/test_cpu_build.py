@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.util import c_build
+from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE, selection
 from slime_like_plugins.sglang_cpu import build as cpu_build
 from slime_like_plugins.sglang_cpu.build import BuildError, build, cache_folder, object_name, run_compiler
 from slime_like_plugins.sglang_cpu.kernels import TorchKernels
@@ -100,12 +101,22 @@ def test_a_compiler_without_openmp_is_sufficient(cache: Path, short_source: Path
 
 def test_without_a_compiler_torch_decodes_and_c_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    selection = choose("auto")
-    assert isinstance(selection.leaf, TorchKernels)
-    assert selection.c is None
-    assert selection.text == "torch kernels, no C kernels: no C compiler (cc, gcc, clang) on PATH: apt-get install gcc"
+    kernels = choose("auto")
+    assert isinstance(kernels.leaf, TorchKernels)
+    assert kernels.c is None
+    assert kernels.text == "torch kernels, no C kernels: no C compiler (cc, gcc, clang) on PATH: apt-get install gcc"
     with pytest.raises(SystemExit, match=r"rollout\.cpu_kernels=c: no C compiler .* or set it to auto"):
         choose("c")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("setting", "latent", "in_c"), [("auto", 512, False), ("auto", 511, True), ("c", 512, True)])
+def test_auto_attends_to_wide_latents_in_torch(
+    setting: str, latent: int, in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KERNELS_VARIABLE, setting)
+    monkeypatch.setattr(selection, "selected", lambda: choose(setting))
+    assert (selection.latent_kernels(latent) is not None) == in_c
 
 
 def test_off_and_torch_need_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
-from slime_like_plugins.sglang_cpu.selection import selected
+from slime_like_plugins.sglang_cpu.selection import latent_kernels, selected
 
 MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts form smaller buckets
 MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads by less than this
@@ -282,11 +282,12 @@ def create(runner: Any) -> BatchedAttention:
         from slime_like_plugins.sglang_cpu.latent_attention import LatentAttentionBackend, require_latent_layers
 
         require_latent_layers(runner.model)
+        kernels = latent_kernels(runner.model_config.kv_lora_rank)
         if not is_sharded:
-            return LatentAttentionBackend(runner, selected().c)
+            return LatentAttentionBackend(runner, kernels)
         from slime_like_plugins.dcp.latent_attention import ShardedLatentAttention
 
-        return ShardedLatentAttention(runner, selected().c)
+        return ShardedLatentAttention(runner, kernels)
     require_plain_layers(runner.model)
     if not is_sharded:
         return BatchedAttention(runner, selected().c)

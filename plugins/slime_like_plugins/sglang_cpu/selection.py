@@ -12,6 +12,8 @@ from slime_like_plugins.sglang_cpu.kernels import CKernels, TorchKernels
 from slime_like_plugins.sglang_hooks import enabled
 
 CHOICES = ("auto", "c", "torch", "off")
+WIDE_LATENT = 512
+"""Numbers of a latent from which ``auto`` attends in torch: C is slower at contexts of 2048 tokens (docs/measurements/decode_cpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,16 @@ def choose(choice: str) -> Selection:
         return Selection(TorchKernels(), f"torch kernels, no C kernels: {error}")
 
 
+def chosen() -> str:
+    """Return the setting of this process."""
+    return os.environ.get(KERNELS_VARIABLE, "auto")
+
+
+def latent_kernels(latent: int) -> CKernels | None:
+    """Return the C kernels to decode over latents of ``latent`` numbers; None for torch."""
+    return None if chosen() == "auto" and latent >= WIDE_LATENT else selected().c
+
+
 @cache
 def selected() -> Selection:
     """Return the selection of this process."""
@@ -54,4 +66,4 @@ def selected() -> Selection:
         return Selection(None, "SGLang's own forward (bits that do not depend on the batch)")
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
         return Selection(None, "SGLang's own forward (deterministic inference)")
-    return choose(os.environ.get(KERNELS_VARIABLE, "auto"))
+    return choose(chosen())
