@@ -403,10 +403,19 @@ def test_a_plan_for_several_nodes_names_the_cluster_that_the_run_joins() -> None
 
 
 @pytest.mark.parametrize("address", ["placement.ray_address=auto", "placement.ray_address=null"])
-def test_an_engine_wider_than_a_described_node_is_refused(address: str) -> None:
+def test_an_engine_over_a_part_of_described_nodes_is_refused(address: str) -> None:
     wide = ("rollout.tp=8", "rollout.num_engines=1", address)
-    with pytest.raises(ConfigError, match=r"rollout\.tp=8: .* nodes of --plan-for have at most 4 .*rollout\.tp=4"):
-        plan("qwen3_4b_gsm8k", *wide, machine=described_machine("2x4xH100"))
+    with pytest.raises(ConfigError, match=r"rollout\.tp=8: .* nodes of --plan-for have at most 6 .*rollout\.tp=6"):
+        plan("qwen3_4b_gsm8k", *wide, machine=described_machine("2x6xH100"))
+
+
+def test_an_engine_over_whole_nodes_is_planned_as_on_one_node() -> None:
+    """Only the advice tells that a run refuses it."""
+    wide = ("rollout.tp=8", "rollout.num_engines=1", "placement.ray_address=auto")
+    one, two = (plan("qwen3_4b_gsm8k", *wide, machine=described_machine(text)) for text in ("8xH100", "2x4xH100"))
+    assert two.memory.tables == one.memory.tables and two.roles == one.roles and one.advice == ()
+    (advice,) = two.advice
+    assert re.search(r"rollout\.tp=8: .* 2 nodes each, which a run refuses.*: set rollout\.tp=4 or less", advice)
 
 
 def test_the_largest_machine_that_can_be_described_is_planned() -> None:

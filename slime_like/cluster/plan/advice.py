@@ -18,7 +18,13 @@ def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: 
 
 
 def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
-    """Report a plan for several nodes whose run would use one."""
+    """Report a plan for several nodes whose run would use one, or would refuse its engines."""
+    gpus_per_node, tp = machine.num_gpus // machine.nodes, cfg.rollout.tp
+    if machine.nodes > 1 and 0 < gpus_per_node < tp:
+        yield (
+            f"rollout.tp={tp}: the plan has engines of {tp // gpus_per_node} nodes each, which a run refuses, because it starts "
+            f"an engine on one node: set rollout.tp={gpus_per_node} or less to run it"
+        )
     if machine.nodes > 1 and cfg.placement.ray_address is None:
         yield (
             f"placement.ray_address=null starts Ray on one machine, but the plan is for {machine.nodes} nodes: start Ray on "

@@ -166,10 +166,11 @@ def _engines(
 ) -> tuple[EngineSpec, ...]:
     """Return the engines without decode context parallelism, which is planned from their memory.
 
-    Raises ``ConfigError`` if an engine does not fit one of several described nodes.
+    Raises ``ConfigError`` if an engine neither fits one of several described nodes nor has all GPUs of its nodes.
     """
-    if device == "cuda" and machine.nodes > 1:
-        check_one_node(cfg.rollout.tp, machine.num_gpus // machine.nodes, "of --plan-for")
+    gpus_per_node = machine.num_gpus // machine.nodes
+    if device == "cuda" and machine.nodes > 1 and cfg.rollout.tp % gpus_per_node:
+        check_one_node(cfg.rollout.tp, gpus_per_node, "of --plan-for")
     rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
     max_running = fixed_limit(rollout)
     return tuple(
