@@ -108,7 +108,18 @@ class ScriptReader:
                 self._environment(self.scope.text(word, script).text)
             self.starts.append(Start(Path(plain[program_index].parts[-1].text).name, plain[0].file_line, arguments))
         else:
+            self._check_continued(plain[:1], script)
             self._count(name)
+
+    def _check_continued(self, words: list[Word], script: Path) -> None:
+        """Raise ``ConfigError`` if a command after the training command begins with a variable whose value is an option."""
+        for word in words if self.starts else ():
+            values = self.scope.expand(word, script) if word.literal is None else ()
+            if values and values[0].text.startswith("--"):
+                raise ConfigError(
+                    f"{word.file_line}: a command begins with {values[0].text}, so training would start without the arguments "
+                    "from this line on: end the line above with a backslash in a copy of the script"
+                )
 
     def _clear_model_args(self, reason: str) -> None:
         """Clear MODEL_ARGS, which give the model's shape in slime; config.json gives it here."""

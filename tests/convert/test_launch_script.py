@@ -47,6 +47,7 @@ REFUSED_ARGUMENTS = {
     "python3 train.py $HOME": ["run.sh:1", "HOME is not set", "--set HOME=VALUE"],
     "python3 train.py\npython3 train.py": ["2 times", "run.sh:1", "run.sh:2"],
     "echo hello": ["starts no train.py"],
+    "A=(--lr 1)\npython3 train.py --b\n  ${A[@]} \\\n --c": ["run.sh:3", "begins with --lr", "a backslash"],
     "LR=1\nlet LR=5\nLR+=2\npython3 train.py $LR": ["LR is computed at", "run.sh:2", "--set LR=VALUE"],
     "LR=1\nlet LR=5\npython3 train.py $LR": ["LR is computed at", "run.sh:2", "--set LR=VALUE"],
     'LR=1\nlet "LR <<= 1" X=2\npython3 train.py $LR': ["LR is computed at", "--set LR=VALUE"],
