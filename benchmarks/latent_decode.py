@@ -57,8 +57,10 @@ def main(argv: Sequence[str]) -> int:
     ]
     lines += ["| dtype | latent | batch | context | torch | C | torch / C |", "|---|---|---|---|---|---|---|"]
     torch.set_num_threads(1)
-    for dtype, latent, batch, context in product(DTYPES, options.latent, options.batch, options.context):
-        in_torch, in_c = measure(c, (batch, context, options.heads, latent), dtype, options.rounds)
+    shapes = list(product(options.batch, options.context, [options.heads], options.latent))
+    for dtype, shape in product(DTYPES, shapes):
+        batch, context, _, latent = shape
+        in_torch, in_c = measure(c, shape, dtype, options.rounds)
         cells = [
             str(dtype).removeprefix("torch."),
             latent,
