@@ -54,6 +54,12 @@ RULES = {
     "experts": (f"{ON} rollout.sglang.dwdp_size=2", "dwdp_size=2", "remove it"),
     "offloader": (f"{ON} rollout.sglang.offload_group_size=4", "offload_group_size=4", "remove it"),
     "pipeline": (f"{ON} rollout.sglang.pp_size=2", "pp_size=2"),
+    "quantised": (
+        f"{ON} run.mode=rollout_only rollout.sglang.quantization=fp8",
+        "quantization='fp8'",
+        "needs whole matrices",
+        "remove it",
+    ),
     "format": (
         f"{ON} rollout.sglang.load_format=sharded_state",
         "load_format='sharded_state'",
@@ -121,6 +127,24 @@ def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPat
         flags.enable(["--model-path", "m", flags.ENABLE, *flag.split(), "--tp-size", "2"], "flow_mla")
         assert os.environ[PLUGINS_VARIABLE] == f"{plugins},flow_mla".lstrip(",")
         assert from_json(os.environ[VARIABLE]) == expected
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket", "direct", "my.loader"])
+def test_updates_that_bypass_the_loaders_are_refused(load_format: str | None) -> None:
+    from slime_like_plugins.flow_mla import hooks
+
+    result, message = hooks.load_tensors(lambda *_: (True, "written"), None, [], load_format)
+    if load_format in (None, "flattened_bucket"):
+        assert (result, message) == (True, "written")
+    else:
+        assert result is False and f"load_format={load_format!r}" in message and "use the default" in message
+
+
+def test_weights_are_not_read_from_slots() -> None:
+    from slime_like_plugins.flow_mla import hooks
+
+    with pytest.raises(NotImplementedError, match="a rank holds a part of the attention weights"):
+        hooks.refuse_checks(None, action="checksum")
 
 
 def test_the_engine_checks_the_fields_that_sglang_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

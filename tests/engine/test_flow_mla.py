@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +157,31 @@ def test_weights_of_a_loader_that_writes_to_the_slot_are_not_committed() -> None
         assert set(names) <= expected_names and {name[0] for name in names} == {"0", "1", "2"}
 
     group.run(work)
+
+
+def test_slots_whose_memory_was_released_are_gathered_again() -> None:
+    """An engine that resumes has other bytes in its slots."""
+    group, reference = ranks(2), expected("mla", 5, [1])
+
+    def work(rank: int) -> None:
+        layers, weights = sharded_layers(group, rank, "mla", 5)
+        load(layers, tensors(layers, 1), weights.update)
+        for step in range(2):
+            assert torch.equal(forward(layers, inputs(rank, step)), forward(reference, inputs(rank, step)))
+            weights.pipeline.drain()
+            for slot in weights.pipeline.slots:
+                slot.buffer.fill_(255)  # NaN
+
+    group.run(work)
+
+
+def test_gathers_end_before_memory_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
+    events: list[str] = []
+    pipeline = SimpleNamespace(drain=lambda: events.append("drain"))
+    monkeypatch.setattr(hooks, "_models", [SimpleNamespace(pipeline=pipeline)])
+    assert hooks.release_memory(lambda manager, request: events.append(request), None, "release") is None
+    assert events == ["drain", "release"]
 
 
 class RecordedGather:
