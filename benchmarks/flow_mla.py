@@ -1,0 +1,221 @@
+"""Benchmark of FlowMLA and decode context parallelism on this CPU: engines of four ranks with the same bytes on each rank.
+
+    python benchmarks/flow_mla.py --rounds 2 --write
+
+All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. A rank has a budget for attention weights and
+KV cache; its cache gets the bytes that the weights leave. Engines run one after another, as four of them do not fit a laptop.
+In a round, an engine decodes one request, then it gets more requests at once than fit its cache. Requests are greedy, so the
+engines return the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+from benchmarks.dcp import KEY, DcpArm, DcpRound  # noqa: E402
+from benchmarks.options import at_least  # noqa: E402
+from benchmarks.run import PAGES, machine, write  # noqa: E402
+from slime_like.cluster.plan.engine import engine_settings  # noqa: E402
+from slime_like.config.schema.flow_mla import FlowOptions  # noqa: E402
+from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
+from slime_like.planner.config_json import read_shape  # noqa: E402
+from slime_like.planner.engine import token_bytes  # noqa: E402
+from slime_like.planner.host import rank_weights  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.rollout.engine.client import EngineClient  # noqa: E402
+from slime_like.rollout.engine.server import EngineServer  # noqa: E402
+
+RANKS, GROUPS = 4, 2
+WEIGHTS = ("o_proj", "q_proj", "kv_b_proj", "a_proj")
+ARMS: Mapping[str, tuple[int, str]] = {
+    "off": (1, ""),
+    "DCP": (2, ""),
+    "FlowMLA": (1, FlowOptions(WEIGHTS).to_json()),
+    "both": (2, FlowOptions(WEIGHTS).to_json()),
+}
+"""Engine -> rollout.dcp and rollout.flow_mla."""
+MODEL: Mapping[str, Any] = {
+    "hidden_size": 384,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 64,
+}
+"""Keys of config.json."""
+ROWS = 192  # tokens of a rank's KV cache without DCP and FlowMLA
+PROMPT, RESPONSE, REQUESTS = 32, 32, 40
+LAYER_BYTES = 4 * (
+    (8 * 64 * 384 + 128 * 8 * 48 + 2 * 64 * 8 * 96) // 2  # over the two ranks of a group
+    + 384 * (128 + 64 + 16)
+)
+"""Bytes of one layer's sharded projections on a rank without FlowMLA, in float32."""
+KV_ROW_BYTES = 4 * 8 * (64 + 16)
+"""Bytes of one token's latents and rotated keys."""
+LOG_LINE = re.compile(r"slime_like FlowMLA shards .*: (\d+) bytes of each rank instead of (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class FlowArm:
+    """Results of one engine."""
+
+    rounds: tuple[DcpRound, ...]
+    planned_tokens: int  # capacity of a group by the planner
+    weight_bytes: int  # of the sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
+
+
+def sharded_bytes(flow_mla: bool) -> int:
+    """Return the bytes of attention weights on a rank: ``W``, or ``W / dp + 2 W / L``."""
+    full = MODEL["num_hidden_layers"] * LAYER_BYTES
+    return full // GROUPS + 2 * LAYER_BYTES if flow_mla else full
+
+
+def make_spec(name: str, model: Path) -> EngineSpec:
+    """Return an engine of ``ARMS``, whose cache has what the weights leave of the budget."""
+    dcp, flow_mla = ARMS[name]
+    rows = ROWS + (sharded_bytes(False) - sharded_bytes(bool(flow_mla))) // KV_ROW_BYTES
+    return EngineSpec(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        tp=RANKS,
+        context_length=PROMPT + RESPONSE + 16,
+        seed=0,
+        log_path=str(model.parent / f"engine_{name}.log"),
+        start_deadline_s=400,
+        max_running_requests=None,
+        admits_by_kv=True,
+        dp_attention=GROUPS,
+        dcp=dcp,
+        flow_mla=flow_mla,
+        sglang={"max_total_tokens": rows},
+    )
+
+
+def planned_tokens(spec: EngineSpec, base: EngineSpec) -> int:
+    """Return the KV capacity of a group by the planner, on ranks with the bytes of a rank of ``base``."""
+    shape = read_shape("--model", spec.model_path)
+    settings, base_settings = engine_settings(spec), engine_settings(base)
+    budget = rank_weights(shape, base_settings) + ROWS * token_bytes(shape, base_settings)
+    return int((budget - rank_weights(shape, settings)) / token_bytes(shape, settings))
+
+
+async def measure(server: EngineServer, name: str, num_rounds: int) -> tuple[DcpRound, ...]:
+    """Run rounds; the first one warms up and is not returned."""
+    arm = DcpArm(server, EngineClient(server.url, admin_key=KEY, name=name, deadline_s=600))
+    rounds: list[DcpRound] = []
+    try:
+        for number in range(num_rounds + 1):
+            prompts = np.random.default_rng(number).integers(2, 500, (REQUESTS, PROMPT)).astype(np.int32)
+            rounds.append(await arm.measure(list(prompts), RESPONSE))
+            line = f"round {number}, {name}: {1e3 * rounds[-1].token_s:.1f} ms/token, {rounds[-1].requests_s:.1f} s"
+            print(visible(line), file=sys.stderr, flush=True)
+    finally:
+        await arm.client.close()
+    return tuple(rounds[1:])
+
+
+def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
+    """Start the engine of an arm, measure, and stop it."""
+    spec = make_spec(name, model)
+    server = EngineServer(spec, admin_key=KEY)
+    try:
+        server.start()
+        server.wait_ready()
+        rounds = asyncio.run(measure(server, name, num_rounds))
+    finally:
+        server.stop()
+    lines = LOG_LINE.findall(Path(spec.log_path).read_text())
+    held_bytes = {int(num_bytes) for num_bytes, _ in lines} or {sharded_bytes(False)}
+    if held_bytes != {sharded_bytes(bool(spec.flow_mla))}:
+        raise SystemExit(f"the engine {name} holds {held_bytes} bytes of sharded weights on its ranks")
+    return FlowArm(rounds, planned_tokens(spec, make_spec("off", model)), held_bytes.pop())
+
+
+def table(results: Mapping[str, FlowArm]) -> list[str]:
+    """Return the Markdown table: medians over rounds."""
+    base = results["off"].rounds
+    lines = [
+        "| engine | attention weights per rank, kB | `max_total_num_tokens` of a group | by the planner | at once | retractions | one "
+        "request, ms/token | all requests, tokens/s | responses equal to the first row's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in results.items():
+        rounds = arm.rounds
+        capacity = rounds[0].usage.capacity_tokens
+        pairs = [
+            (a, b)
+            for round_, base_round in zip(rounds, base, strict=True)
+            for a, b in zip(round_.responses, base_round.responses, strict=True)
+        ]
+        rate = statistics.median(sum(map(len, round_.responses)) / round_.requests_s for round_ in rounds)
+        lines.append(
+            f"| {name} | {arm.weight_bytes / 1e3:,.0f} | {capacity:,} | {arm.planned_tokens:,} ({arm.planned_tokens / capacity - 1:+.1%}) "
+            f"| {max(r.usage.running_requests_max for r in rounds)} | {sum(r.usage.retractions for r in rounds)} "
+            f"| {1e3 * statistics.median(r.token_s for r in rounds):.1f} | {rate:,.0f} | {sum(a == b for a, b in pairs)} of {len(pairs)} |"
+        )
+    return lines
+
+
+def page(results: Mapping[str, FlowArm], machine_line: str, command: str) -> str:
+    """Return the page."""
+    return "\n".join(
+        [
+            "# FlowMLA and DCP, measured",
+            "",
+            machine_line,
+            "",
+            f"Command: `{command}`. Engines of {RANKS} ranks in {GROUPS} groups of data-parallel attention, one thread per rank, float32, over "
+            f"gloo, with a random DeepSeek-V3 ({MODEL['num_hidden_layers']} layers, hidden {MODEL['hidden_size']}, "
+            f"{MODEL['num_attention_heads']} heads, latents of {MODEL['kv_lora_rank']}). Attention weights and KV cache of a rank have the same "
+            f"bytes in all engines: those of {ROWS} tokens without DCP and FlowMLA. In each of {len(results['off'].rounds)} rounds an engine "
+            f"gets one request of {PROMPT} prompt tokens and {RESPONSE} response tokens, decode steps only; then {REQUESTS} such requests at "
+            "once, with the time until the last one has ended. Engines ran one after another.",
+            "",
+            *table(results),
+            "",
+        ]
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=at_least(1), default=2)
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/flow_mla.md")
+    options = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    machine_line = machine(os.getloadavg()[0])
+    from tests.engine.latent_models import build  # transformers takes seconds, and the tests read the pages only
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = build(Path(folder), "deepseek_v3", **MODEL).paths["A"]
+        results = {name: run_arm(name, model, options.rounds) for name in ARMS}
+    text = page(results, machine_line, f"python benchmarks/flow_mla.py {' '.join(argv)}".strip())
+    print(visible(text))
+    if options.write:
+        write(PAGES / "flow_mla.md", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

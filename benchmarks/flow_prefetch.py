@@ -1,0 +1,180 @@
+"""Benchmark of FlowMLA's gathers on this CPU: two ranks, each a process, multiply by gathered and by whole weights.
+
+    python benchmarks/flow_prefetch.py
+
+It reports the time of a layer's product and of its gather alone, the part of the gathers that the products hide, and the timeline of
+a forward. Gathers and products share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+import torch  # noqa: E402  (after the lines above, as the imports below)
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks.options import at_least  # noqa: E402
+from benchmarks.run import machine  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like_plugins.flow_mla.gather import GroupGather, Pending, create_groups  # noqa: E402
+from slime_like_plugins.flow_mla.layout import Matrix, layer_layout  # noqa: E402
+from slime_like_plugins.flow_mla.pipeline import GatherPipeline  # noqa: E402
+
+RANKS, SLOTS, LAYERS = 2, 2, 8
+SHAPE = (1024, 1024)  # of a layer's sharded matrix
+OTHER = 4  # products with weights that are not sharded, per layer
+BATCHES = (1, 16, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchResult:
+    """Medians of one batch size on rank 0, in seconds."""
+
+    batch: int
+    layer_s: float  # products of a layer with whole weights
+    gather_s: float  # of a layer, alone
+    wait_s: float  # of a layer for its gather, within a forward
+    forward_s: float  # with gathers
+    whole_s: float  # with whole weights
+    ratio: float  # of the two, of the same round
+    timeline: tuple[str, ...]
+
+    @property
+    def hidden(self) -> float:
+        """Share of the gathers' time in which the forward does not wait."""
+        return max(0.0, 1 - self.wait_s / self.gather_s)
+
+
+class TracedGather:
+    """The product's gather, which records when each begins."""
+
+    def __init__(self, gather: GroupGather, events: list[tuple[float, str]]) -> None:
+        self._gather, self._events = gather, events
+
+    def start(self, slot: int, buffer: torch.Tensor, part: torch.Tensor) -> Pending:
+        self._events.append((time.perf_counter(), f"gather into slot {slot} begins"))
+        return self._gather.start(slot, buffer, part)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the duration of ``work`` on ranks that begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(batch: int, rounds: int, gather: GroupGather, rank: int) -> PrefetchResult:
+    """Return the result of one batch size."""
+    layout = layer_layout([Matrix(SHAPE, (SHAPE[1], 1), torch.float32)], RANKS)
+    generator = torch.Generator().manual_seed(rank)
+    parts = [torch.randn(layout.part_bytes // 4, generator=generator).view(torch.uint8) for _ in range(LAYERS)]
+    events: list[tuple[float, str]] = []
+    pipeline = GatherPipeline([layout] * LAYERS, parts, SLOTS, TracedGather(gather, events))
+    whole, others = torch.randn(SHAPE), [torch.randn(SHAPE) for _ in range(OTHER)]
+    x, waits = torch.randn(batch, SHAPE[1]), []
+
+    def products(weight: torch.Tensor) -> None:
+        for matrix in (weight, *others):
+            torch.mm(x, matrix)
+
+    def forward() -> None:
+        pipeline.begin()
+        for layer in range(LAYERS):
+            start = time.perf_counter()
+            pipeline.wait(layer)
+            ready = time.perf_counter()
+            waits.append(ready - start)
+            products(layout.view(pipeline.slot(layer).buffer, 0))
+            end = time.perf_counter()
+            events.extend(
+                ((start, f"layer {layer} waits"), (ready, f"layer {layer} runs"), (end, f"layer {layer} ends"))
+            )
+            pipeline.advance(layer)
+
+    def alone() -> None:
+        pipeline.drain()
+        pipeline.fetch(0)
+
+    gather_s = statistics.median(seconds(alone) for _ in range(rounds))
+    forward()
+    waits.clear()
+    forwards: list[float] = []
+    wholes: list[float] = []
+    for _ in range(rounds):  # alternating, so that a busy machine slows both
+        wholes.append(seconds(lambda: [products(whole) for _ in range(LAYERS)]))
+        events.clear()
+        forwards.append(seconds(forward))
+    first = min(moment for moment, _ in events)
+    timeline = tuple(f"{1e3 * (moment - first):7.2f} ms  {text}" for moment, text in sorted(events))
+    pipeline.drain()
+    wait_s = statistics.median(sum(waits[i : i + LAYERS]) / LAYERS for i in range(0, len(waits), LAYERS))
+    whole_s = statistics.median(wholes)
+    ratio = statistics.median(gathered / plain for gathered, plain in zip(forwards, wholes, strict=True))
+    return PrefetchResult(
+        batch, whole_s / LAYERS, gather_s, wait_s, statistics.median(forwards), whole_s, ratio, timeline
+    )
+
+
+def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
+    """Measure on one rank, with one thread; rank 0 puts the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    gather = GroupGather(create_groups([range(RANKS)], SLOTS, "gloo"))
+    measured = [measure(batch, rounds, gather, rank) for batch in BATCHES]
+    if rank == 0:
+        results.put(measured)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(results: list[PrefetchResult]) -> list[str]:
+    """Return the Markdown table."""
+    lines = [
+        "| tokens | layer, ms | gather alone, ms | wait per layer, ms | hidden | forward with whole weights, ms | with gathers, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        lines.append(
+            f"| {r.batch} | {1e3 * r.layer_s:.2f} | {1e3 * r.gather_s:.2f} | {1e3 * r.wait_s:.2f} | {r.hidden:.0%} "
+            f"| {1e3 * r.whole_s:.1f} | {1e3 * r.forward_s:.1f} ({r.ratio:.2f}) |"
+        )
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=at_least(2), default=30)
+    options = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    print(machine(os.getloadavg()[0]))
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (f"{folder}/store", options.rounds, results)
+        ranks = torch.multiprocessing.start_processes(run_rank, arguments, RANKS, join=False)
+        assert ranks is not None, "they are not joined"
+        measured: list[PrefetchResult] = results.get()
+        while not ranks.join():
+            pass
+    print(
+        visible("\n".join([*table(measured), "", f"A forward with {BATCHES[-1]} tokens:", "", *measured[-1].timeline]))
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

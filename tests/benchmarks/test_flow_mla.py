@@ -1,0 +1,52 @@
+"""Engines of the benchmark of FlowMLA have the same bytes on each rank; its tables, from measurements that are given."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.rollout.engine.replies import KvUsage
+from tests.engine.latent_models import config
+
+flow_mla: Any = importlib.import_module("benchmarks.flow_mla")
+flow_prefetch: Any = importlib.import_module("benchmarks.flow_prefetch")
+dcp: Any = importlib.import_module("benchmarks.dcp")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Return a folder with the config of the benchmark's model."""
+    config("deepseek_v3", **flow_mla.MODEL).save_pretrained(tmp_path / "A")
+    return tmp_path / "A"
+
+
+def test_engines_have_the_same_bytes_and_the_capacity_of_the_planner(model: Path) -> None:
+    specs = {name: flow_mla.make_spec(name, model) for name in flow_mla.ARMS}
+    assert len({spec.log_path for spec in specs.values()}) == len(specs)
+    for name, (num_ranks, text) in flow_mla.ARMS.items():
+        rows = specs[name].sglang["max_total_tokens"]
+        cached = rows * flow_mla.KV_ROW_BYTES
+        budget = flow_mla.sharded_bytes(False) + flow_mla.ROWS * flow_mla.KV_ROW_BYTES
+        assert 0 <= budget - cached - flow_mla.sharded_bytes(bool(text)) < flow_mla.KV_ROW_BYTES
+        assert flow_mla.planned_tokens(specs[name], specs["off"]) == pytest.approx(rows * num_ranks, rel=0.01)
+
+
+def test_the_table_compares_capacities_and_responses() -> None:
+    arms = {
+        name: flow_mla.FlowArm(
+            (dcp.DcpRound(0.01, 2.0, KvUsage(capacity, capacity, capacity // 100, 0), ((1, 2), (1, last))),), 210, 5_000
+        )
+        for name, capacity, last in (("off", 200, 3), ("both", 400, 4))
+    }
+    _, _, plain, both = flow_mla.table(arms)
+    assert plain == "| off | 5 | 200 | 210 (+5.0%) | 2 | 0 | 10.0 | 2 | 2 of 2 |"
+    assert both == "| both | 5 | 400 | 210 (-47.5%) | 4 | 0 | 10.0 | 2 | 1 of 2 |"
+    assert "In each of 1 rounds" in flow_mla.page(arms, "Machine: this one.", "python benchmarks/flow_mla.py")
+
+
+def test_gathers_are_hidden_as_far_as_a_layer_does_not_wait() -> None:
+    result = flow_prefetch.PrefetchResult(16, 2e-3, 4e-3, 1e-3, 3e-2, 2e-2, 1.5, ())
+    assert flow_prefetch.table([result])[-1] == "| 16 | 2.00 | 4.00 | 1.00 | 75% | 20.0 | 30.0 (1.50) |"
