@@ -58,7 +58,7 @@ def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["Qwen3-4C", "--on", "8xH20"], "MODEL='Qwen3-4C' is neither a folder with a config.json nor a model"),
-        (["Qwen3-4B", "--on", "8xH21"], "--on 8xH21: GPU 'H21' is unknown: did you mean 'H20'?"),
+        (["Qwen3-4B", "--on", "8xRTX4091"], "--on 8xRTX4091: GPU 'RTX4091' is unknown: did you mean 'RTX4090'?"),
         (["Qwen3-4B", "--on", "eight"], "--on eight: write [NODESx]GPUSxNAME"),
         (["Qwen3-4B", "--on", "8xH20", "--tp", "16"], "--tp 16 is above the 8 GPUs of --on 8xH20"),
         (["Qwen3-4B", "--on", "8xH20", "--static", "1.5"], "--static 1.5: give a fraction between 0 and 1"),
