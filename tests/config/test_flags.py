@@ -250,6 +250,8 @@ def test_help_names_every_key_flag_and_recipe() -> None:
     assert [name for name in [*known_keys(), *known_flags(), "+recipe=quickstart"] if name not in text] == []
     assert "placement.mode" in render_help("placement")
     assert "rollout.tp" not in render_help("placement")
+    recipes = " ".join(text.partition("Recipes")[2].partition("model.*")[0].split()).split("+recipe=")[1:]
+    assert len(recipes) > 10 and [recipe for recipe in recipes if not recipe.rstrip().endswith(".")] == []
     with pytest.raises(ConfigError, match=r"--help rolout.*'rollout'"):
         render_help("rolout")
 

@@ -38,7 +38,7 @@ def _all(groups: list[str]) -> Iterator[str]:
     yield ""
     yield "Recipes (configs/recipe)"
     for path in sorted((config_folder() / "recipe").glob("*.yaml")):
-        yield from _entry(f"+recipe={path.stem}", _first_comment(path))
+        yield from _entry(f"+recipe={path.stem}", _description(path))
     for group in groups:
         yield ""
         yield from _group(group)
@@ -99,9 +99,12 @@ def _entry(name: str, text: str) -> Iterator[str]:
         yield f"{'':<42}{line}"
 
 
-def _first_comment(path: Path) -> str:
-    """Return a recipe's description: the first comment line that is not a Hydra directive."""
+def _description(path: Path) -> str:
+    """Return a recipe's description: its first comment lines, without Hydra directives, up to one that ends a sentence."""
+    lines: list[str] = []
     for line in path.read_text().splitlines():
         if line.startswith("# ") and not line.startswith("# @"):
-            return line[2:]
-    return ""
+            lines.append(line[2:])
+            if line.endswith("."):
+                break
+    return " ".join(lines)
