@@ -83,9 +83,11 @@ def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
         timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
         base = next(iter(timings.values()))
         for name, timing in timings.items():
-            forward, both = (statistics.median(times) * 1e3 for times in (timing.forward, timing.both))
-            ratios = f"{ratio(base.forward, timing.forward):.2f}x, {ratio(base.both, timing.both):.2f}x"
-            row = f"| {shape} | {name} | {timing.cold * 1e3:.0f} | {forward:.1f} | {both:.1f} | {timing.peak:.0f} | {ratios} |"
+            forward, forward_backward = (
+                statistics.median(times) * 1e3 for times in (timing.forward, timing.forward_backward)
+            )
+            ratios = f"{ratio(base.forward, timing.forward):.2f}x, {ratio(base.forward_backward, timing.forward_backward):.2f}x"
+            row = f"| {shape} | {name} | {timing.cold * 1e3:.0f} | {forward:.1f} | {forward_backward:.1f} | {timing.peak:.0f} | {ratios} |"
             rows.append(row)
             print(visible(row), file=sys.stderr, flush=True)
     return rows
@@ -100,11 +102,11 @@ def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
         shape = GdnShape((tokens,), heads, value_heads, dim)
         timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
         for name, timing in timings.items():
-            lines[name].append((tokens, statistics.median(timing.both) * 1e3))
+            lines[name].append((tokens, statistics.median(timing.forward_backward) * 1e3))
         cells = " | ".join(f"{lines[name][-1][1]:.1f}" for name in lines)
         first, *compared = timings.values()
         rows.append(
-            f"| {tokens} | {cells} | {', '.join(f'{ratio(first.both, timing.both):.2f}x' for timing in compared)} |"
+            f"| {tokens} | {cells} | {', '.join(f'{ratio(first.forward_backward, timing.forward_backward):.2f}x' for timing in compared)} |"
         )
         print(visible(rows[-1]), file=sys.stderr, flush=True)
     title = f"Gated delta rule, forward + backward, {heads}/{value_heads} heads of {dim}, {options.dtype} on {options.device}"
@@ -118,7 +120,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         + ", ".join(
             f"`{name[:60]}`"
             for name in kernels_seen(
-                make_call(arm, options.shapes[0], options.device, getattr(torch, options.dtype)).both,
+                make_call(arm, options.shapes[0], options.device, getattr(torch, options.dtype)).forward_backward,
                 options.device,
             )
         )

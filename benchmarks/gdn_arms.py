@@ -58,7 +58,7 @@ class Timing:
     cold: float
     peak: float
     forward: list[float] = field(default_factory=list)
-    both: list[float] = field(default_factory=list)
+    forward_backward: list[float] = field(default_factory=list)
 
 
 def ratio(base: Sequence[float], arm: Sequence[float]) -> float:
@@ -140,7 +140,7 @@ class TimedCall:
         with torch.no_grad():
             return self._run()
 
-    def both(self) -> None:
+    def forward_backward(self) -> None:
         """Run forward and backward and drop the gradients."""
         torch.autograd.grad(self._run(), self.inputs, self.dout)
 
@@ -208,12 +208,13 @@ def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.d
     """Return timings by arm, for the arms that support the shape. Peak memory is measured in a separate call, as this is slow."""
     calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
     timings = {
-        name: Timing(cold_seconds(call.both, device), peak_mib(call.both, device)) for name, call in calls.items()
+        name: Timing(cold_seconds(call.forward_backward, device), peak_mib(call.forward_backward, device))
+        for name, call in calls.items()
     }
     for _ in range(rounds):
         for name, call in calls.items():
             timings[name].forward.append(seconds(call.forward, device))
-            timings[name].both.append(seconds(call.both, device))
+            timings[name].forward_backward.append(seconds(call.forward_backward, device))
     return timings
 
 
