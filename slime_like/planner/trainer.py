@@ -98,12 +98,12 @@ def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
     groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep, settings.etp)) + (
         settings.world_size > 1
     )
-    rest = items(
+    overhead = items(
         ("allocator", allocated.total * (constants.ALLOCATOR.value - 1), "reserved but not allocated"),
         ("CUDA context", constants.CUDA_CONTEXT.value, ""),
         ("communicators", constants.NCCL_BUFFERS.value * groups, "NCCL"),
     )
-    return replace(allocated, items=(*allocated.items, *rest))
+    return replace(allocated, items=(*allocated.items, *overhead))
 
 
 def allocated_items(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:

@@ -44,18 +44,18 @@ class BroadcastSender:
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
-        sent: list[TensorMeta] = []
+        tensors: list[TensorMeta] = []
         buckets = source.buckets(self._transport.max_bytes)
         try:
             if source.is_sender and self._group is None:
                 self._group = await self._join()
             for bucket in buckets:
                 if source.is_sender:
-                    sent += await self._send_bucket(bucket)
+                    tensors += await self._send_bucket(bucket)
         finally:
             for _ in buckets:  # the other ranks of the stage gather with this one
                 pass
-        return sent
+        return tensors
 
     async def _send_bucket(self, bucket: Bucket) -> list[TensorMeta]:
         group = self._group

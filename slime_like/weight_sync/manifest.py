@@ -33,9 +33,9 @@ def merge(stages: Sequence[Iterable[TensorMeta]]) -> dict[str, TensorMeta]:
     return {meta.name: meta for meta in metas}
 
 
-def check(version: int, manifest: dict[str, TensorMeta], sent: Iterable[TensorMeta]) -> None:
+def check(version: int, manifest: dict[str, TensorMeta], tensors: Iterable[TensorMeta]) -> None:
     """Raise ``WeightSyncError`` unless the tensors sent are exactly those of the manifest."""
-    actual = Counter(sent)
+    actual = Counter(tensors)
     expected = Counter(manifest.values())
     missing = sorted(meta.name for meta in expected - actual)
     unexpected = sorted(meta.name for meta in actual - expected)

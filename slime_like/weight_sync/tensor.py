@@ -35,18 +35,18 @@ class TensorSender:
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
-        sent: list[TensorMeta] = []
+        metas: list[TensorMeta] = []
         buckets = source.buckets(self._max_bytes)
         try:
             if source.is_sender:
-                await self._send(buckets, sent)
+                await self._send(buckets, metas)
         finally:
             for _ in buckets:  # the other ranks of the stage gather with this one
                 pass
-        return sent
+        return metas
 
-    async def _send(self, buckets: Iterator[Bucket], sent: list[TensorMeta]) -> None:
-        """Send the buckets and append their tensors to ``sent``."""
+    async def _send(self, buckets: Iterator[Bucket], metas: list[TensorMeta]) -> None:
+        """Send the buckets and append their tensors to ``metas``."""
         in_flight: list[asyncio.Task[None]] = []
         regions = cycle(self._regions)
         try:
@@ -59,7 +59,7 @@ class TensorSender:
                     for receiver in receivers
                 ]
                 await asyncio.sleep(0)
-                sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
+                metas += [meta_of(name, tensor) for name, tensor in bucket.tensors]
             await asyncio.gather(*in_flight)
         finally:  # an engine may still read the memory, which the next push writes
             await asyncio.gather(*in_flight, return_exceptions=True)

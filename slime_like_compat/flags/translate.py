@@ -189,9 +189,9 @@ def _parsed_bool(flag: str, text: str | None) -> bool:
 
 def _converted(annotation: str, text: str) -> Any:
     """Return ``text`` as the first of int, float, JSON and str that ``annotation`` (or a list of it) accepts."""
-    for read in (int, float, parse_strict_json, str):
+    for parse in (int, float, parse_strict_json, str):
         try:
-            value: Any = read(text)
+            value: Any = parse(text)
         except ValueError:
             continue
         if foreign.accepts(annotation, value) or foreign.accepts(annotation, [value]):

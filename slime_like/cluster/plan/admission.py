@@ -58,10 +58,10 @@ def fixed_limit(rollout: RolloutConfig) -> int | None:
 def add_admission_decision(
     rollout: RolloutConfig, dcp: int, predicted: EngineMemory | None, decisions: PlanDecisions
 ) -> None:
-    """Record the meaning of ``rollout.max_running_requests=auto`` for engines with ``predicted`` memory, if it is set.
+    """Record the value of ``rollout.max_running_requests=auto``, if set, for engines with ``predicted`` memory.
 
     ``dcp`` ranks share the KV cache of a sequence. Raises ``ConfigError`` if a configured KV cache cannot hold one response,
-    which SGLang would shorten.
+    because SGLang would cut the response.
     """
     if rollout.max_running_requests != AUTO:
         return

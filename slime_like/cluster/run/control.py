@@ -43,7 +43,7 @@ class _File:
     """One entry of the folder."""
 
     name: str
-    written: float
+    mtime: float
     owner: int
     is_folder: bool
     identity: tuple[int, int]
@@ -126,7 +126,7 @@ class Control:
             if file.is_folder or file.name not in set(Request):
                 unknown.append(file)
             else:
-                yield Request(file.name), file.written, "" if file.owner == os.geteuid() else _user(file.owner)
+                yield Request(file.name), file.mtime, "" if file.owner == os.geteuid() else _user(file.owner)
         if unknown:
             self._report_unknown(unknown)
 
@@ -135,7 +135,7 @@ class Control:
         names = ", ".join(ascii(file.name)[:MAX_NAME_LEN] for file in files[:MAX_NAMES])
         suffix = f" and {len(files) - MAX_NAMES} more" if len(files) > MAX_NAMES else ""
         detail = f"unknown request: create an empty file named one of {', '.join(sorted(Request))}"
-        self._report(ControlReply(f"{names}{suffix}", files[0].written, UNKNOWN, self._status.step, detail))
+        self._report(ControlReply(f"{names}{suffix}", files[0].mtime, UNKNOWN, self._status.step, detail))
 
     def _files(self) -> list[_File]:
         try:

@@ -85,8 +85,8 @@ class EngineSync:
             self._call(RolloutActor.skip_push, version)
         else:
             engines = self._call(RolloutActor.begin_push)
-            sent = self.trainer.send_weights(engines, self.transport)
-            manifest.check(version, self.manifest, sent)
+            tensors = self.trainer.send_weights(engines, self.transport)
+            manifest.check(version, self.manifest, tensors)
             self._call(RolloutActor.commit_push, version)
         return self._probe(version)
 

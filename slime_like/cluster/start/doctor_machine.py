@@ -91,7 +91,7 @@ def _flags() -> str:
 
 def check_storage() -> Iterator[DoctorFinding]:
     """Check /dev/shm for Ray's object store, and the disks of runs/ and the temporary folder."""
-    for subject, folder, needed, fix in (
+    for subject, folder, min_gib, fix in (
         ("/dev/shm", "/dev/shm", 1.0, "docker run --shm-size=4g ...; Ray falls back to the disk, which is slow"),
         ("disk", os.getcwd(), 5.0, "free some space: checkpoints go to run.dir"),
         (
@@ -105,7 +105,7 @@ def check_storage() -> Iterator[DoctorFinding]:
             yield DoctorFinding(Level.WARNING, subject, f"{folder} does not exist", fix)
             continue
         free = shutil.disk_usage(folder).free / GIB
-        is_ok = free >= needed
+        is_ok = free >= min_gib
         level = Level.OK if is_ok else Level.WARNING
         yield DoctorFinding(level, subject, f"{free:.1f} GiB free in {folder}", "" if is_ok else fix)
 

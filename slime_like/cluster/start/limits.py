@@ -34,10 +34,10 @@ def limits_too_low(device: str) -> Iterator[str]:
         yield f"ulimit -n is {files:g}: a process of a run opens up to {MIN_FILES} files: run `ulimit -n {WANTED_FILES}` first"
     addresses = _limit(resource.RLIMIT_AS)
     if addresses < MIN_ADDRESSES or (device == "cuda" and addresses != float("inf")):
-        needed = (
+        requirement = (
             "CUDA reserves terabytes of addresses" if device == "cuda" else f"Ray maps {MIN_ADDRESSES / 2**30:g} GiB"
         )
-        yield f"ulimit -v is {addresses / 1024:.0f} kB: {needed}, even if it uses little of them: run `ulimit -v unlimited` first"
+        yield f"ulimit -v is {addresses / 1024:.0f} kB: {requirement}, even if it uses little of them: run `ulimit -v unlimited` first"
     size, memory = _limit(resource.RLIMIT_FSIZE), memory_bytes()
     if size < memory:
         yield (

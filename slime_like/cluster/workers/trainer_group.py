@@ -192,5 +192,5 @@ class TrainerGroup(RankGroup[TrainerWorker]):
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send all weights and return the metadata of the sent tensors."""
         refs = self.start(TrainerWorker.send_weights, list(engines), transport)
-        sent = wait_all(refs, self.deadline("push", transport.deadline_s))
-        return [meta for metas in sent.values() for meta in metas]
+        tensors_by_rank = wait_all(refs, self.deadline("push", transport.deadline_s))
+        return [meta for metas in tensors_by_rank.values() for meta in metas]

@@ -164,8 +164,8 @@ class TrainerWorker(RankWorker):
         from slime_like.distributed.wrapper import install
 
         with install.phase("push"), self._peaks("push"):
-            sent = self._sender.send(self.trainer.hf_export, tuple(engines), transport)
-            return self._events.run_until_complete(sent)
+            sending = self._sender.send(self.trainer.hf_export, tuple(engines), transport)
+            return self._events.run_until_complete(sending)
 
 
 class RankSender:

@@ -73,8 +73,8 @@ SHAPE = (
 
 def check_roles(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if a role's key is unused or missing, or contradicts another key."""
-    _unread("critic", cfg.critic, "ppo", used=isinstance(cfg.algo, PpoConfig))
-    _unread("teacher", cfg.teacher, "distill", used=isinstance(cfg.algo, DistillConfig))
+    _unread("critic", cfg.critic, "ppo", is_used=isinstance(cfg.algo, PpoConfig))
+    _unread("teacher", cfg.teacher, "distill", is_used=isinstance(cfg.algo, DistillConfig))
     warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
     if warmup >= total:
         raise ConfigError(
@@ -97,8 +97,8 @@ def check_roles(cfg: TrainConfig) -> None:
                 )
 
 
-def _unread(group: str, config: CriticConfig | TeacherConfig, algo: str, *, used: bool) -> None:
-    if used:
+def _unread(group: str, config: CriticConfig | TeacherConfig, algo: str, *, is_used: bool) -> None:
+    if is_used:
         return
     for item in fields(config):
         value = getattr(config, item.name)

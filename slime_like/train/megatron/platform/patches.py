@@ -249,11 +249,11 @@ def _pipeline_shapes(module: ModuleType) -> None:
             return None if tensor is None else torch.tensor(tensor.shape, dtype=torch.int64, device=device)
 
         received = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2)]
-        sent = shape(tensor_send_prev), shape(tensor_send_next)
+        send_shapes = shape(tensor_send_prev), shape(tensor_send_next)
         requests = module._p2p_ops(
-            tensor_send_prev=sent[0],
+            tensor_send_prev=send_shapes[0],
             tensor_recv_prev=received[0] if recv_prev else None,
-            tensor_send_next=sent[1],
+            tensor_send_next=send_shapes[1],
             tensor_recv_next=received[1] if recv_next else None,
             group=self.pp_group,
             prev_pipeline_rank=self.prev_rank,
@@ -264,7 +264,7 @@ def _pipeline_shapes(module: ModuleType) -> None:
             requests[name].wait()
         self.shapes_in_flight = [
             *getattr(self, "shapes_in_flight", [])[-8:],
-            (requests, sent),
+            (requests, send_shapes),
         ]  # keeps the buffers alive
         return received[0].tolist(), received[1].tolist()
 
