@@ -108,7 +108,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/kv_capacity_tokens",
-        "tokens that the KV cache of an engine holds, of the engine with the smallest cache",
+        "tokens that the KV cache of an engine holds; the smallest of all engines",
         "tokens",
     ),
     MetricEntry(
@@ -138,7 +138,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/kv_engines_without_report",
-        "engines that restarted or did not respond, which the metrics of the KV cache therefore lack",
+        "engines missing from the metrics of the KV cache, because they restarted or did not respond",
         "engines",
         "0",
     ),

@@ -71,7 +71,7 @@ def _expanded(terms: float, n: int) -> float:
 
 
 def size_of(latex: str) -> Size:
-    """Return the bound on a formula; ``HUGE`` if it is nested too deeply."""
+    """Return the upper bound on the size of a formula; ``HUGE`` if it is nested too deeply."""
     try:
         return _FormulaReader([token for token in TOKEN.findall(latex) if token not in SKIPPED]).read()
     except RecursionError:

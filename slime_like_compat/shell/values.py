@@ -121,7 +121,7 @@ class Scope:
         return self._joined_parts(word.parts, word.file_line, script)
 
     def _joined_parts(self, parts: tuple[Part, ...], file_line: str, script: Path) -> Value:
-        """Join ``parts`` to one value; an unknown part keeps the text of the others and sets the problem."""
+        """Join ``parts`` into one value; its problem is that of the first part with an unknown value."""
         texts: list[str] = []
         problem = ""
         for part in parts:

@@ -27,7 +27,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "data.gen_batch_size": "verl's own loop fetches prompts in such numbers and trains on train_batch_size of them",
     "data.*num_workers": "prompts are read once, before the run",
     "data.filter_overlong_prompts_workers": "prompts are read once, before the run",
-    "data.val_batch_size": "held-out prompts are sent all at once",
+    "data.val_batch_size": "all held-out prompts are sent at once",
     "data.validation_shuffle": "the order of held-out prompts has no effect",
     "data.use_shm": _ANYWAY,
     "data.image_patch_size": "text only",

@@ -216,7 +216,7 @@ except CheckpointError as error:
 
 @pytest.mark.slow
 def test_a_line_in_the_table_of_families_adds_a_family(argv: list[str], folder: Path) -> None:
-    """In a process of its own: the plugin reads the table when it is imported."""
+    """Run a separate process, because the plugin reads the table when it is imported."""
     code = "from slime_like.train.megatron.families.qwen3 import Qwen3\nclass Mine(Qwen3):\n    pass\n"
     (folder / "own_family.py").write_text(code)
     model = write_model(folder / "model", model_type="mine")

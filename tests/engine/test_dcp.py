@@ -174,7 +174,7 @@ def abort(engine: RunningEngine) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logprobs_are_those_without_dcp_and_exact(name: str, pairs: EnginePairs) -> None:
-    """With a cold cache, after aborts, with prefix hits and after a push.
+    """Compare with a cold cache, after aborts, with prefix hits and after a push.
 
     Prompts shorter than the group leave a rank without tokens; the sharded engine prefills long ones in chunks.
     """
@@ -232,7 +232,7 @@ def test_the_time_of_exchanges_is_reported_once(pairs: EnginePairs) -> None:
 
 
 def test_the_same_rows_hold_twice_the_tokens_and_running_out_changes_nothing(pairs: EnginePairs) -> None:
-    """So many sequences that requests are retracted, and prefilled again later."""
+    """Run so many sequences that requests are retracted, and prefilled again later."""
     sharded, unsharded, _ = pairs.pair()
     prompts = [prompt(20, seed=seed) for seed in range(16)]
     assert_same(greedy(sharded, prompts, 60), greedy(unsharded, prompts, 60))

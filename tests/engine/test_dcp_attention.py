@@ -154,7 +154,7 @@ class Rope:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> None:
-    """Also after a push, which overwrites the projections in place, and with a new parameter.
+    """Compare at the start, after a push, which overwrites the projections in place, and with a new parameter.
 
     The loader's write is not counted by torch. No hidden states are kept after an attention.
     """

@@ -61,7 +61,7 @@ def make(folder: Path, model: str) -> Models:
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_of_two_ranks_agrees_with_transformers(name: str, tmp_path: Path) -> None:
-    """With a cold cache, with prefix hits and after a push; its cache has twice the tokens of a rank's."""
+    """Compare with a cold cache, with prefix hits and after a push; its cache has twice the tokens of a rank's."""
     if name in FLASHINFER and importlib.util.find_spec("flashinfer") is None:
         pytest.skip("needs flashinfer-python")
     case = CASES[name]
@@ -97,7 +97,7 @@ def check(engine: RunningEngine, models: Models, weights: str, is_cached: bool) 
 
 
 def test_the_clock_of_exchanges_agrees_with_events_around_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of exchanges outside graphs, and of replays of a graph."""
+    """Time exchanges outside graphs, and replays of a graph."""
     monkeypatch.setattr(exchange_time, "_clocks", [])
     numbers = torch.randn(2048, 2048, device="cuda")
     group: Any = type("Group", (), dict.fromkeys(exchange_time.METHODS, lambda self, x: x @ x))()

@@ -175,7 +175,7 @@ def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[
 
 
 def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
-    """Also of cached tokens, of scored ones, of a continued answer and after a push, but not to evaluation requests."""
+    """Include cached tokens, scored ones, a continued answer and a push; an evaluation request gets no experts."""
     models, engine = engines[REPLAYED]
     ids, sampling = prompt(90, seed=6), make_sampling(0.8, tokens=20)
     for version, name in ((3, "A"), (4, "B")):

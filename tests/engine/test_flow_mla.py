@@ -84,7 +84,7 @@ def expected(kind: str, count: int, seeds: list[int], partial: int | None = None
 @pytest.mark.parametrize("count", [4, 5, 61])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sharded_layers_compute_the_same_bits(size: int, count: int, kind: str) -> None:
-    """Also after an update while gathers are in flight, and after one of a single layer."""
+    """Compare at the start, after an update while gathers are in flight, and after one of a single layer."""
     group = ranks(size)
     references = [expected(kind, count, [1]), expected(kind, count, [2]), expected(kind, count, [2], partial=3)]
 
@@ -243,7 +243,7 @@ def test_the_weights_of_a_layer_arrive_while_the_layer_before_it_runs() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_every_element_belongs_to_one_rank(size: int) -> None:
-    """For sizes that are no multiples of the ranks, of several dtypes, one of them transposed."""
+    """Test sizes that are no multiples of the ranks, of several dtypes, one of them transposed."""
     matrices = [
         Matrix((5, 7), (7, 1), torch.float32),
         Matrix((3, 4, 5), (20, 1, 4), torch.bfloat16),

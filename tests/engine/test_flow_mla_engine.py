@@ -90,7 +90,7 @@ async def update_from_disk(engine: RunningEngine, folder: Path) -> None:
 
 
 def test_results_are_those_of_an_engine_that_holds_all_weights(pair: EngineArms) -> None:
-    """At the start, after pushes over shared memory and a process group in buckets of one tensor, and after a load from disk."""
+    """Compare at the start, after pushes over shared memory and a process group in buckets of one tensor, and after a disk load."""
     for version, name in enumerate("ABAB"):
         results: list[list[Any]] = []
         for engine in (pair.plain, pair.flow):
@@ -116,7 +116,7 @@ def test_a_repeated_request_has_the_same_bits(pair: EngineArms) -> None:
 
 
 def test_requests_that_arrive_together(pair: EngineArms) -> None:
-    """Of several lengths, so that ranks prefill, decode and idle at the same time."""
+    """Send prompts of several lengths, so that ranks prefill, decode and idle at the same time."""
     engine, prompts = pair.flow, [prompt(length, seed=length) for length in (100, 60, 1, 17, 31)]
     engine.run(engine.push(pair.models.tensors("B"), 10))
 

@@ -145,7 +145,7 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 def test_the_controller_of_data_parallel_attention_waits_for_requests(
     engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
-    """It sleeps at least once before each request. A controller that polls without waiting never does, and uses a core."""
+    """The controller sleeps at least once before each request. One that polls without waiting never does, and uses a core."""
     _, engine = engines["deepseek_v3 dp2"]
     (pid,) = processes.pids_of_part(engine.server.pid, "data_parallel_controller")
 
@@ -164,7 +164,7 @@ def test_the_controller_of_data_parallel_attention_waits_for_requests(
 def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
     engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
-    """So many sequences that requests are retracted, and prefilled again later."""
+    """Run so many sequences that requests are retracted, and prefilled again later."""
     (_, sharded), (_, unsharded) = engines["deepseek_v3 dcp2"], engines["deepseek_v3"]
 
     async def answers(engine: RunningEngine) -> tuple[list[Completion], int]:
@@ -183,7 +183,7 @@ def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
 
 
 def test_aborted_requests_of_sharded_latents_are_continued(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
-    """As a partial rollout does: the prompt of the continuation has the tokens that the aborted request sampled."""
+    """Continue requests as a partial rollout does: the prompt of the continuation has the tokens that the aborted request sampled."""
     models, engine = engines["deepseek_v3 dcp2"]
     ids = prompt(30, seed=77)
 

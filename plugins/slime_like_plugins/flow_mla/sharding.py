@@ -38,7 +38,7 @@ class ModuleWeight:
     attribute: str
 
     def set(self, view: Tensor, part: Tensor) -> None:
-        """Let the weight be ``view``, and remember this rank's ``part``."""
+        """Set the weight to ``view``, and store this rank's ``part``."""
         weight = getattr(self.module, self.attribute)
         if isinstance(weight, torch.nn.Parameter):
             weight.data = view

@@ -22,7 +22,7 @@ DEVIATIONS = 3.0  # standard deviations above the mean that a reservation covers
 
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
-    """``share_K[k]`` is the share of responses longer than k tokens; the last entry applies to all greater k."""
+    """Distribution of response lengths: ``share_K[k]`` is the share of responses longer than k tokens; the last entry applies to all greater k."""
 
     share_K: F64  # descending, above 0
 

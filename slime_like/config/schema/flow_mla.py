@@ -40,7 +40,7 @@ class FlowMlaConfig(Config):
     )
     prefetch_distance: int = key(
         PREFETCH_DISTANCE,
-        "Number of buffers for gathered layers: a layer is gathered when the layer that many before it ends.",
+        "Number of buffers for gathered layers: with N, layer i is gathered when layer i - N ends.",
     )
 
     def check(self, prefix: str) -> None:

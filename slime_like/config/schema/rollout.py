@@ -32,8 +32,9 @@ class RolloutConfig(Config):
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
     dp_attention: int = key(
         1,
-        "Data-parallel attention: this many groups of an engine's ranks attend to different sequences, each group with all "
-        "attention weights, and share the experts (slime: --sglang-dp-size with --sglang-enable-dp-attention).",
+        "Data-parallel attention: number of groups into which an engine's ranks are split. Each group has all attention "
+        "weights and attends to its own sequences; experts are shared by all ranks "
+        "(slime: --sglang-dp-size with --sglang-enable-dp-attention).",
     )
     flow_mla: FlowMlaConfig = key(FlowMlaConfig, "Attention weights sharded over the ranks of rollout.dp_attention.")
     dcp: int | str = key(
@@ -155,16 +156,16 @@ class RolloutConfig(Config):
             )
 
     def _check_over_sampling(self, prefix: str) -> None:
-        num_started, needed = self.over_sampling_batch_size, self.batch_size
-        if num_started is not None and num_started < needed:
+        num_started, batch_size = self.over_sampling_batch_size, self.batch_size
+        if num_started is not None and num_started < batch_size:
             raise ConfigError(
-                f"{prefix}over_sampling_batch_size={num_started} is below {prefix}batch_size={needed}: the first round could never "
+                f"{prefix}over_sampling_batch_size={num_started} is below {prefix}batch_size={batch_size}: the first round could never "
                 f"fill a rollout; raise {prefix}over_sampling_batch_size"
             )
         if self.partial_rollout and num_started is None:
             raise ConfigError(
                 f"{prefix}partial_rollout=true has no effect without {prefix}over_sampling_batch_size, because a "
-                f"rollout then waits for every group: set {prefix}over_sampling_batch_size={needed * 3 // 2 + 1}, or remove it"
+                f"rollout then waits for every group: set {prefix}over_sampling_batch_size={batch_size * 3 // 2 + 1}, or remove it"
             )
         if self.max_partial_staleness is not None and not self.partial_rollout:
             raise ConfigError(

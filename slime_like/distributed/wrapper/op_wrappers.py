@@ -94,7 +94,7 @@ def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[s
 
 
 def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap sends, receives, and ends of batches of them. They are asynchronous and numbered per peer."""
+    """Wrap sends, receives, and the call that ends a batch of them. All are asynchronous and numbered per peer."""
     counters, check, pending = w.counters_by_op[op.name], w.guard.check, w.pending_works
     pack, memory, words, next_record = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.next_record
     has_payload, any_source = op.payload is not None, name == "recv_anysource"

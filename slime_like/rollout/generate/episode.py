@@ -58,7 +58,7 @@ class Episode:
         self._routed_experts = completion.routed_experts  # of the tokens of earlier turns too
 
     def insert(self, token_ids: I32) -> None:
-        """Append tokens of a tool or an environment; if no space is left after them, the episode is truncated."""
+        """Append tokens of a tool or an environment; the episode is truncated if they fill the remaining space."""
         if len(token_ids):
             start = len(self)
             self._append(token_ids, np.full(len(token_ids), np.nan, dtype=np.float32))

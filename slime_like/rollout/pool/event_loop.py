@@ -1,4 +1,4 @@
-"""Time for which this process's event loop was blocked, so that no engine response was read."""
+"""Monitor of this process's event loop: the time for which it was blocked and read no engine response."""
 
 from __future__ import annotations
 

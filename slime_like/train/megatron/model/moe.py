@@ -98,7 +98,7 @@ class ExpertRouter(TopKRouter):
 
 
 def expert_choice(config: TransformerConfig) -> ExpertChoice:
-    """Return the choice of experts of a router."""
+    """Return the function by which a router chooses experts."""
     sigmoid = config.moe_router_score_function == "sigmoid"
     probabilities = bool(config.moe_router_pre_softmax) and not sigmoid
     if config.moe_router_group_topk:
