@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slime_like.errors import ConfigError
+from slime_like.util.imports import heavy_imports
 from slime_like.util.reading import InputFile, parse_json, reason
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -50,9 +51,7 @@ def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
         plain = _plain(Path(folder))
         if plain is not None:
             return plain
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return _auto_tokenizer(folder)
     # Fault boundary of tokenizers and transformers, whose parsers raise many types.
     except Exception as error:
         present = ", ".join(name for name in (*JSON_FILES, *TEXT_FILES) if (Path(folder) / name).exists())
@@ -108,14 +107,18 @@ class PlainTokenizer:
 
     @cached_property
     def _full_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=False, local_files_only=True)
+        return _auto_tokenizer(self.name_or_path)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._full_tokenizer, name)
+
+
+def _auto_tokenizer(folder: str) -> Any:
+    with heavy_imports():
+        from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def _plain(folder: Path) -> PlainTokenizer | None:

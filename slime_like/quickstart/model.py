@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.quickstart.tool import TOKENS
+from slime_like.util.imports import heavy_imports
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
@@ -124,8 +125,9 @@ def config_fields(spec: ModelSpec) -> dict[str, Any]:
 
 def write_model(folder: Path, spec: ModelSpec) -> None:
     """Write config, random float32 weights and tokenizer to ``folder``; transformers and SGLang load it."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with heavy_imports():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(spec.seed)
     config: Any = AutoConfig.for_model(spec.model_type, **config_fields(spec))
@@ -151,8 +153,9 @@ def _fill_padding(model: Any, config: Any) -> None:
 
 def write_tokenizer(folder: Path, tool_tokens: tuple[str, ...] = (), chat_template: str | None = None) -> None:
     """Write a tokenizer with one token per character and one for each of ``tool_tokens``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    with heavy_imports():
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS, *tool_tokens])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -45,10 +45,13 @@ def test_a_config_is_read_without_importing_model_classes(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "num_experts": 7}')
     script = f"""
 import sys
-from slime_like.train.megatron.families.hf import HFFolder
-config = HFFolder({str(tmp_path)!r}).config()
+from slime_like.util.imports import heavy_imports
+with heavy_imports():
+    from slime_like.train.megatron.families.hf import HFFolder
+    config = HFFolder({str(tmp_path)!r}).config()
 print(type(config).__name__, config.num_experts, "torch._dynamo" in sys.modules)
-from transformers import AutoModelForCausalLM
+with heavy_imports():
+    from transformers import AutoModelForCausalLM
 print(AutoModelForCausalLM._model_mapping[type(config)].__name__)
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

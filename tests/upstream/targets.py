@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from slime_like.rollout.engine.sglang_imports import LOSSES, DeferredLosses, sglang_imports
+from slime_like.util.imports import heavy_imports
 
 HOOK_SETS = (
     "unused_libraries",
@@ -191,7 +192,7 @@ def of_torch() -> dict[str, str | None]:
 def main() -> None:
     """Print the problems of one upstream package as the last line."""
     checks: dict[str, Callable[[], dict[str, Any]]] = {"sglang": sglang, "megatron": megatron, "torch": of_torch}
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), heavy_imports():
         problems = checks[sys.argv[1]]()
     sys.stdout.write(json.dumps(problems) + "\n")
 
