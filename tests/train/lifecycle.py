@@ -240,10 +240,17 @@ def export(
 
 # ---- training --------------------------------------------------------------------------------------------------------
 def rollouts(
-    world: RankWorld, shared: Shared, layout: Layout, algo: AlgoConfig, steps: int, count: int, spec: dict[str, Any]
+    world: RankWorld,
+    shared: Shared,
+    layout: Layout,
+    algo: AlgoConfig,
+    steps: int,
+    count: int,
+    spec: dict[str, Any],
+    kind: str = "tied",
 ) -> list[dict[str, float]]:
     """Return the metrics of ``count`` rollouts on the same rows, with ``steps`` optimizer steps each."""
-    actor = make_actor(world, shared.models["tied"], layout, algo=algo, steps_per_rollout=steps, **spec)
+    actor = make_actor(world, shared.models[kind], layout, algo=algo, steps_per_rollout=steps, **spec)
     return [train(actor, layout, 1, steps) for _ in range(count)]
 
 

@@ -23,6 +23,7 @@ LAYOUTS = {
     "cp2": Layout(cp=2),
     "vpp2": Layout(pp=2, vpp=2),
 }
+HYBRID_LAYOUTS = {"qwen3_5": Layout(**SP), "qwen3_next experts": Layout(cp=2)}  # kind of the model -> layout
 ROLLOUTS = "tests.train.lifecycle:rollouts"
 LEARN = {"temperature": 1.0, "optim": {"lr": 5e-3, "warmup_steps": 2}}
 GRPO = GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01)
@@ -47,6 +48,10 @@ JOBS = {
         *(RankJob(f"baseline {name}", ROLLOUTS, (layout, BASELINE, 1, 2, {})) for name, layout in LAYOUTS.items()),
         *(RankJob(f"reinforce {name}", ROLLOUTS, (layout, REINFORCE, 1, 2, {})) for name, layout in LAYOUTS.items()),
         RankJob("sft bfloat16 recompute", ROLLOUTS, (Layout(**SP), SftConfig(), 1, 4, BF16)),
+        *(
+            RankJob(f"sft {kind}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN, kind))
+            for kind, layout in HYBRID_LAYOUTS.items()
+        ),
         RankJob("off policy", "tests.train.lifecycle:off_policy", (Layout(dp=2),)),
         RankJob("reference swap", "tests.train.lifecycle:reference_swap", (Layout(dp=2),)),
     ],
@@ -60,7 +65,7 @@ def reported(results: Results, name: str) -> list[dict[str, float]]:
     return metrics
 
 
-@pytest.mark.parametrize("name", [*(f"sft {n}" for n in LAYOUTS), "sft bfloat16 recompute"])
+@pytest.mark.parametrize("name", [*(f"sft {n}" for n in (*LAYOUTS, *HYBRID_LAYOUTS)), "sft bfloat16 recompute"])
 def test_supervised_loss_falls(name: str, results: Results) -> None:
     rollouts = reported(results, name)
     assert rollouts[-1]["train/loss"] < 0.8 * rollouts[0]["train/loss"]
