@@ -160,7 +160,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=at_least(2), default=30)
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(machine(os.getloadavg()[0]))
+    print(visible(machine(os.getloadavg()[0])))
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
