@@ -1,9 +1,9 @@
 """Benchmark of decode context parallelism on this CPU: an engine of two ranks without it, and one with either exchange.
 
-    python benchmarks/dcp.py --rounds 5 --write
-    python benchmarks/dcp.py --rounds 3 --case narrow
+    python benchmarks/dcp.py --write
+    python benchmarks/dcp.py --rounds 5 --case narrow
 
-All engines run at the same time, serve the same random Qwen3 with one KV head with C kernels, and take turns, so that a busy machine
+The first command takes about five minutes on an idle machine. All engines of a case run at the same time, serve the same random Qwen3 with one KV head with C kernels, and take turns, so that a busy machine
 slows all of them; quote the ratios. In a round, each engine first decodes one request. Then it gets more requests at once than its
 small KV cache holds. Requests are greedy, so the engines return the same tokens.
 """
@@ -139,7 +139,7 @@ async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCas
             generator = np.random.default_rng(number)
             prompts = list(generator.integers(2, case.shape.vocab, (case.num_requests, case.prompt)).astype(np.int32))
             for name, arm in arms.items():
-                result = await arm.measure(prompts, case.response)
+                result = await arm.measure(prompts if number else prompts[:1], case.response)
                 line = f"round {number}, {name}: {1e3 * result.token_s:.1f} ms/token, {result.requests_s:.1f} s"
                 print(visible(line), file=sys.stderr, flush=True)
                 if number:
@@ -175,27 +175,20 @@ def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
     return lines
 
 
-def page(results: Mapping[str, Sequence[DcpRound]], case: DcpCase, machine_line: str, command: str) -> str:
-    """Return the page."""
+def section(results: Mapping[str, Sequence[DcpRound]], case: DcpCase) -> str:
+    """Return the part of the page about one model."""
     base, *other_results = results.values()
     shape, needed_tokens = case.shape, case.num_requests * (case.prompt + case.response)
     by_round = "; ".join(
         f"{name} {', '.join(f'{base_round.requests_s / round_.requests_s:.2f}' for round_, base_round in zip(rounds, base, strict=True))}"
         for name, rounds in zip(list(results)[1:], other_results, strict=True)
     )
-    size = f"{shape.layers} layers, hidden {shape.hidden}, MLP {shape.mlp}, {shape.heads} query heads and {shape.kv_heads} KV head"
     return "\n".join(
         [
-            "# Decode context parallelism, measured",
-            "",
-            machine_line,
-            "",
-            f"Command: `{command}`. Engines of two ranks, one thread each, C kernels, float32, over gloo, with a random Qwen3 ({size} "
-            f"of {shape.head_dim}) and a KV cache of {case.rows} tokens per rank. In each of {len(base)} rounds the engines take turns: one "
-            f"request of {case.prompt} prompt tokens and {case.response} response tokens, decode steps only; then {case.num_requests} such requests "
-            f"at once, which need {needed_tokens:,} tokens of KV cache, with the time until the last one has "
-            "ended, and the share of it that rank 0 spent in DCP's exchanges, waiting for the other rank included. Medians over rounds; in "
-            "brackets the median of the ratios to the first row in the same round.",
+            f"{shape.layers} layers, hidden {shape.hidden}, MLP {shape.mlp}, {shape.heads} query heads and {shape.kv_heads} KV head "
+            f"of {shape.head_dim}; {case.rows:,} tokens of KV cache per rank. One request of {case.prompt} prompt tokens and "
+            f"{case.response} response tokens, decode steps only; then {case.num_requests} such requests at once, which need "
+            f"{needed_tokens:,} tokens of KV cache. {len(base)} rounds.",
             "",
             *table(results),
             "",
@@ -205,15 +198,24 @@ def page(results: Mapping[str, Sequence[DcpRound]], case: DcpCase, machine_line:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=at_least(1), default=6)
-    parser.add_argument("--case", choices=CASES, default="wide", help="model and requests")
-    parser.add_argument("--write", action="store_true", help="write docs/measurements/dcp.md")
-    options = parser.parse_args(argv)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    case, machine_line = CASES[options.case], machine(os.getloadavg()[0])
+def page(sections: Mapping[str, str], machine_line: str, command: str) -> str:
+    """Return the page with the sections of all cases by their name."""
+    head = [
+        "# Decode context parallelism, measured",
+        "",
+        machine_line,
+        "",
+        f"Command: `{command}`. Engines of two ranks, one thread each, C kernels, float32, over gloo, with random Qwen3 models. The "
+        "engines take turns in each round. Throughput counts the time until the last of all requests has ended; the share of it that "
+        "rank 0 spent in DCP's exchanges includes waiting for the other rank. Medians over rounds; in brackets the median of the "
+        "ratios to the first row in the same round.",
+        "",
+    ]
+    return "\n".join([*head, *(f"## A {name} model\n\n{text}" for name, text in sections.items())])
+
+
+def run_case(case: DcpCase, rounds: int) -> dict[str, list[DcpRound]]:
+    """Start the engines of a case and return their measurements."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = Path(folder) / "model"
         make_model(case.shape, model)
@@ -225,8 +227,23 @@ def main(argv: list[str]) -> int:
             server.wait_ready()
             if "C kernels" not in server.decodes_with():
                 raise SystemExit(f"the engine {name} decodes without C kernels: {server.decodes_with()}")
-        results = asyncio.run(measure(servers, options.rounds, case))
-    text = page(results, case, machine_line, f"python benchmarks/dcp.py {' '.join(argv)}".strip())
+        return asyncio.run(measure(servers, rounds, case))
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--case", choices=CASES, help="model and requests; default: all")
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/dcp.md, which has all cases")
+    options = parser.parse_args(argv)
+    if options.write and options.case:
+        parser.error("--write needs all cases: remove --case")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    machine_line = machine(os.getloadavg()[0])
+    names = [options.case] if options.case else list(CASES)
+    sections = {name: section(run_case(CASES[name], options.rounds), CASES[name]) for name in names}
+    text = page(sections, machine_line, f"python benchmarks/dcp.py {' '.join(argv)}".strip())
     print(visible(text))
     if options.write:
         write(PAGES / "dcp.md", text)

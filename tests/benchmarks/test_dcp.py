@@ -32,11 +32,19 @@ def test_rows_have_medians_and_ratios_of_the_same_round() -> None:
 
 
 def test_the_page_names_command_load_and_every_round() -> None:
-    text = dcp.page(RESULTS, dcp.CASES["wide"], "Machine: this one.", "python benchmarks/dcp.py --rounds 3")
+    sections = {name: dcp.section(RESULTS, case) for name, case in dcp.CASES.items()}
+    text = dcp.page(sections, "Machine: this one.", "python benchmarks/dcp.py --rounds 3")
     assert "Machine: this one." in text and "Command: `python benchmarks/dcp.py --rounds 3`" in text
-    assert "In each of 3 rounds" in text and "by round: DCP2 2.00, 1.60, 4.00." in text
+    assert text.count("3 rounds.") == 2 and text.count("by round: DCP2 2.00, 1.60, 4.00.") == 2
+    assert "## A wide model" in text and "## A narrow model" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len({row.count("|") for row in rows}) == 1
+
+
+def test_the_page_is_written_with_all_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dcp.main(["--write", "--case", "wide"])
+    assert "remove --case" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", dcp.CASES.values(), ids=list(dcp.CASES))
