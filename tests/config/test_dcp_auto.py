@@ -137,8 +137,9 @@ def test_recurrent_states_that_limit_a_hybrid_model_are_not_sharded(plan: Callab
     assert states.engines[0].dcp == 1 and "the recurrent states hold" in reason(states)
     cache = plan(*hybrid, *many_requests, SMALL)
     assert cache.engines[0].dcp == 2 and "without DCP, the KV cache holds 20 of the" in reason(cache)
-    cached = plan(*hybrid, *many_requests, SMALL, "rollout.sglang.disable_radix_cache=false")
-    assert cached.engines[0].dcp == 1 and "disable_radix_cache=False for the hybrid model" in reason(cached)
+    strategy = "rollout.sglang.mamba_radix_cache_strategy=no_buffer"
+    unpaged = plan(*hybrid, *many_requests, SMALL, strategy)
+    assert unpaged.engines[0].dcp == 1 and f"{strategy} for the hybrid model" in reason(unpaged)
 
 
 def test_data_parallel_attention_divides_the_ranks_that_share_heads(plan: Callable[..., Plan]) -> None:

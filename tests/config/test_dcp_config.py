@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,17 +205,24 @@ def test_one_exchange_on_a_gpu(plan: Callable[..., Plan]) -> None:
         plan(*ON.split(), "rollout.dcp_comm=a2a", machine=SERVER)
 
 
-def test_a_hybrid_model_on_a_cpu_has_no_prefix_cache(plan: Callable[..., Plan], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "gpus"),
+    [
+        ("mamba_radix_cache_strategy=no_buffer", ()),
+        ("disable_overlap_schedule=True", ("placement.actor_num_gpus_per_node=8",)),
+    ],
+)
+def test_the_prefix_cache_of_a_hybrid_model_keeps_states_at_pages(
+    setting: str, gpus: tuple[str, ...], plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     folder = write_model(tmp_path / "model", **(HYBRID | {"num_key_value_heads": 1}))
-    extra = (
-        "rollout.tp=2",
-        "rollout.dcp=2",
-        f"model.hf_checkpoint={folder}",
-        "rollout.sglang.disable_radix_cache=false",
-    )
-    with pytest.raises(ConfigError, match=r"disable_radix_cache=False for the hybrid model in .* with rollout\.dcp=2"):
-        plan(*extra)
-    plan(*extra[:-1])
+    machine: dict[str, Any] = {"machine": SERVER} if gpus else {}
+    keys = (*gpus, "rollout.tp=2", "rollout.dcp=2", f"model.hf_checkpoint={folder}")
+    words = rf"{setting} for the hybrid model in .* with rollout\.dcp=2: .*set .*strategy=extra_buffer, or set rollout\.dcp=1"
+    with pytest.raises(ConfigError, match=words):
+        plan(*keys, f"rollout.sglang.{setting}", **machine)
+    for fix in ("mamba_radix_cache_strategy=extra_buffer", "disable_radix_cache=True"):
+        plan(*keys, f"rollout.sglang.{fix}", **machine)
 
 
 @pytest.mark.parametrize("field", BACKEND_FIELDS)

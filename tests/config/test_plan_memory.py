@@ -102,7 +102,8 @@ def test_an_engine_that_cannot_hold_one_sequence_is_refused_and_every_named_key_
         ("cuda", 1, {"mamba_radix_cache_strategy": "no_buffer"}, 3),
         ("cuda", 1, {"disable_radix_cache": True}, 1),
         ("cpu", 1, {}, 3),
-        ("cpu", 2, {}, 1),
+        ("cpu", 2, {}, 4),
+        ("cpu", 2, {"disable_radix_cache": True}, 1),
     ],
 )
 def test_recurrent_states_per_request_are_sglangs(

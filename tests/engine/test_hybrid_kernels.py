@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like_plugins.qwen_gdn.causal_conv import causal_conv
-from slime_like_plugins.sglang_cpu.hybrid import conv, delta_rule, layers, states
+from slime_like_plugins.sglang_cpu.hybrid import checkpoints, conv, delta_rule, layers, states
 
 WIDTH, CHANNELS, SLOTS = 4, 6, 7
 HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
@@ -163,8 +164,8 @@ def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: lis
         gates = delta_rule.fused_gdn_gating(a_log, packed_inputs[3][0], packed_inputs[4][0], dt_bias)
         ends = bounds([lengths[i] - 1 for i in long_indices])
         q, k, v = packed_inputs[:3]
-        actual, *_ = delta_rule.chunk_gated_delta_rule(
-            q, k, v, *gates, initial_state=pool, initial_state_indices=rows[long_indices], cu_seqlens=ends
+        actual, *_ = delta_rule.extend(
+            None, q, k, v, *gates, ssm_states=pool, cache_indices=rows[long_indices], query_start_loc=ends
         )
         for index, start, stop in zip(long_indices, ends[:-1], ends[1:], strict=True):
             out[index] = actual[0, start:stop]
@@ -186,6 +187,50 @@ def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: lis
         torch.testing.assert_close(pool[row], state, atol=2e-5, rtol=1e-4)
     unused_rows = [row for row in range(SLOTS) if row not in rows.tolist()]
     assert torch.equal(pool[unused_rows], pool_before_use[unused_rows])
+
+
+@settings(deadline=None, max_examples=25)
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4), seed=SEEDS, data=st.data())
+def test_states_between_chunks_are_those_of_shorter_prefills(
+    lengths: list[int], seed: int, data: st.DataObject
+) -> None:
+    """The prefix cache keeps the state at a multiple of 64 tokens of some requests; outputs and last states are as without."""
+    chunks = [data.draw(st.sampled_from([-1, *range(1, (length - 1) // 64 + 1)])) for length in lengths]
+    requests = [RequestInputs(seed + 10 * index, length) for index, length in enumerate(lengths)]
+    rows, pool = slots(seed, len(lengths)), random(seed + 9, SLOTS, VALUE_HEADS, VALUE, KEY)
+
+    def prefill(counts: list[int], **tracked: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, a, b = (
+            torch.cat([getattr(r, name)[:n] for r, n in zip(requests, counts, strict=True)])[None] for name in "qkvab"
+        )
+        gates = delta_rule.fused_gdn_gating(random(1, VALUE_HEADS), a[0], b[0], random(2, VALUE_HEADS))
+        states = pool.clone()
+        out, *_ = delta_rule.extend(
+            None, q, k, v, *gates, ssm_states=states, cache_indices=rows, query_start_loc=bounds(counts), **tracked
+        )
+        return out, states[rows.long()]
+
+    states = torch.full((len(lengths), VALUE_HEADS, VALUE, KEY), 7.0)
+    actual = prefill(lengths, track_state=states, track_chunk_idx=torch.tensor(chunks))
+    torch.testing.assert_close(actual, prefill(lengths), atol=2e-5, rtol=1e-4)
+    _, shorter = prefill([64 * chunk if chunk > 0 else 1 for chunk in chunks])
+    tracked = torch.tensor(chunks) > 0
+    torch.testing.assert_close(states[tracked], shorter[tracked], atol=2e-5, rtol=1e-4)
+    assert bool((states[~tracked] == 7).all())
+
+
+def test_masked_requests_copy_their_states_to_the_prefix_cache() -> None:
+    pools = random(1, 3, SLOTS, 4), random(2, 3, SLOTS, 2, 2)
+    before = [pool.clone() for pool in pools]
+    checkpoints.copy_states_of_all_layers(
+        *pools, torch.tensor([3, 1, 4]), torch.tensor([True, False, True]), torch.tensor([0, 2, 5]), 2
+    )
+    for pool, old in zip(pools, before, strict=True):
+        old[:, 0] = old[:, 3]
+        assert torch.equal(pool, old)
+    slot, mask, target = torch.tensor([4]), torch.tensor([True]), torch.tensor([1])
+    checkpoints.copy_states(pools[0][0], pools[1][0], slot, mask, target, 1)
+    assert torch.equal(pools[0][0, 1], before[0][0, 4]) and torch.equal(pools[0][1:], before[0][1:])
 
 
 def test_a_gated_norm_with_options_is_refused_by_their_names() -> None:
@@ -266,10 +311,10 @@ def test_small_states_get_four_slots_per_running_request() -> None:
     assert states.slots(object(), None) is None  # no linear attention
 
 
-@pytest.mark.parametrize(("config", "disabled"), [(LayerConfig, True), (object(), False)])
+@pytest.mark.parametrize(("config", "strategy"), [(LayerConfig, "extra_buffer"), (object(), "no_buffer")])
 @pytest.mark.parametrize("max_running_requests", [8, 10**6])
 def test_dcp_and_drafts_with_states_of_any_size(
-    config: object, disabled: bool, max_running_requests: int, monkeypatch: pytest.MonkeyPatch
+    config: object, strategy: str, max_running_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.arg_groups import overrides
 
@@ -296,7 +341,7 @@ def test_dcp_and_drafts_with_states_of_any_size(
         disable_radix_cache=False,
     )
     PlainCpu().apply_server_args_defaults(arguments)
-    assert arguments.disable_radix_cache is disabled
+    assert (arguments.mamba_radix_cache_strategy, arguments.disable_radix_cache) == (strategy, False)
     arguments.speculative_algorithm = "NGRAM"
     message = r"rollout\.sglang\.speculative_algorithm=NGRAM is not supported on a CPU: remove it"
     with pytest.raises(SystemExit, match=message):

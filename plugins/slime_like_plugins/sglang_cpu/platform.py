@@ -37,6 +37,9 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
+
     def empty_cache(self) -> None:
         """Do nothing: the base class would run a full garbage collection of half a second at every flush."""
 
@@ -55,14 +58,12 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             server_args.mem_fraction_static = MEMORY_FRACTION
         server_args.sleep_on_idle = True  # otherwise an idle scheduler uses a full core
         server_args.disable_custom_all_reduce = True
-        # The other strategy needs the states between chunks, which are not kept.
         if server_args.mamba_radix_cache_strategy == "auto":
-            server_args.mamba_radix_cache_strategy = "no_buffer"
+            # no_buffer keeps the state at the last token of a sequence, where a page of dcp_size tokens seldom ends.
+            paged = server_args.dcp_size > 1 and has_states(server_args)
+            server_args.mamba_radix_cache_strategy = "extra_buffer" if paged else "no_buffer"
         if server_args.max_mamba_cache_size is None:
             server_args.max_mamba_cache_size = state_slots(server_args)
-        if server_args.dcp_size > 1 and has_states(server_args):
-            # A cached prefix ends at a multiple of dcp_size, but only the state at a sequence's last token is kept.
-            server_args.disable_radix_cache = True
         ranks = server_args.tp_size * server_args.pp_size
         if ranks > 1:  # one entry per rank; otherwise SGLang refuses more ranks than NUMA nodes
             cpus = sorted(os.sched_getaffinity(0))

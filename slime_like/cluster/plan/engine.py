@@ -136,11 +136,12 @@ def _states_per_request(spec: EngineSpec) -> int:
     """Return the recurrent states that SGLang counts per request: three, and those that its radix cache tracks."""
     options = spec.sglang
     on_host = spec.device == "cpu"
-    if options.get("disable_radix_cache") or (on_host and spec.dcp > 1):  # the CPU platform disables it under DCP
+    if options.get("disable_radix_cache"):
         return 1
-    strategy, overlap = options.get("mamba_radix_cache_strategy", "auto"), not options.get("disable_overlap_schedule")
+    overlap = not options.get("disable_overlap_schedule", on_host)
+    strategy = options.get("mamba_radix_cache_strategy", "auto")
     if strategy == "auto":
         paged = (options.get("page_size") or 1) > 1
-        strategy = "extra_buffer" if not on_host and (overlap or paged) else "no_buffer"
+        strategy = "extra_buffer" if (spec.dcp > 1 if on_host else overlap or paged) else "no_buffer"
     tracked = {"no_buffer": 0, "extra_buffer_lazy": 1}.get(strategy, 2 if overlap else 1)
     return 3 + tracked

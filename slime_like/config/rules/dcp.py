@@ -132,7 +132,7 @@ def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_dcp_states(cfg: TrainConfig, device: str, model: HfConfig | None) -> None:
-    """Raise ``ConfigError`` if ``rollout.dcp`` needs the prefix cache off on ``device`` and the config turns it on."""
+    """Raise ``ConfigError`` if the prefix cache of a hybrid ``model`` does not fit ``rollout.dcp``."""
     size = _configured_size(cfg)
     if size > 1:
         _refuse(size, state_obstacles(cfg, device, model))
@@ -167,14 +167,23 @@ def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> I
 
 
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield a prefix cache that the config turns on for a hybrid ``model``, if engines on ``device`` have none with DCP."""
-    if cfg.rollout.sglang.get("disable_radix_cache") is False and device == "cpu" and model is not None and model.gdn:
-        setting = f"rollout.sglang.disable_radix_cache=False for the hybrid model in {model.folder}"
-        reason = (
-            "the state of a linear-attention layer is only kept at the last token of a sequence, so engines on a CPU have no "
-            "prefix cache with DCP"
-        )
-        yield DcpObstacle(setting, reason, "remove it")
+    """Yield the setting with which SGLang keeps states only at the last token of a sequence of a hybrid ``model``."""
+    options = cfg.rollout.sglang
+    strategy = options.get("mamba_radix_cache_strategy", "auto")
+    if options.get("disable_radix_cache") or model is None or not model.gdn:
+        return
+    if strategy == "no_buffer":
+        setting = "rollout.sglang.mamba_radix_cache_strategy=no_buffer"
+    elif strategy == "auto" and device == "cuda" and options.get("disable_overlap_schedule"):
+        setting = "rollout.sglang.disable_overlap_schedule=True"
+    else:
+        return
+    reason = (
+        "the states of linear-attention layers would be kept at the last token of a sequence, but a cached prefix ends at a "
+        "page of rollout.dcp tokens"
+    )
+    fix = "set rollout.sglang.mamba_radix_cache_strategy=extra_buffer"
+    yield DcpObstacle(f"{setting} for the hybrid model in {model.folder}", reason, fix)
 
 
 def num_attention_ranks(cfg: TrainConfig) -> int:

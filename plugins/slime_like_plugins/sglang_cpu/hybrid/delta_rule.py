@@ -20,6 +20,7 @@ from slime_like_plugins.qwen_gdn.backend import NORM_EPS
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
 MAX_RECURRENT = 8  # maximum prompt length for which token by token is faster than chunks
+STATE_CHUNK = 64  # tokens between the states that SGLang's prefix cache keeps (``mamba_chunk_size``)
 CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 
 
@@ -32,52 +33,78 @@ def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tu
     return g[None], b.float().sigmoid()[None]
 
 
-def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
+def extend(  # noqa: PLR0913  (a signature of SGLang)
+    kernel: object,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
     *,
-    initial_state: Tensor,
-    initial_state_indices: Tensor,
-    cu_seqlens: Tensor,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
     inplace_update: bool = True,
-    head_first: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
+    track_state: Tensor | None = None,
+    track_chunk_idx: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """Map q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], packed by ``cu_seqlens`` [B + 1], to [1, T, HV, V].
+    """Map q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], packed by ``query_start_loc`` [B + 1], to [1, T, HV, V].
 
-    ``initial_state`` is the pool; the rows of ``initial_state_indices`` are read, and written unless
-    ``inplace_update`` is false. Replaces ``sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule``; the states
-    between chunks, which only the ``extra_buffer`` strategy of the prefix cache needs, are not returned.
+    ``ssm_states`` is the pool; the rows of ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of
+    ``track_state`` [B, HV, V, K] gets the state of request b before its chunk ``track_chunk_idx[b]``, none if that is negative.
+    Replaces ``sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.extend``.
     """
-    if head_first or not use_qk_l2norm_in_kernel:
-        raise NotImplementedError("a gated delta rule other than Qwen's is not supported on a plain CPU")
-    bounds = cu_seqlens.cpu()
-    lengths = bounds.diff().tolist()
-    slots = initial_state_indices[: len(lengths)].long()
-    initial = initial_state[slots].float()
-    if max(lengths) <= MAX_RECURRENT:
-        out, new_state = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial)
-        out = out[None]
+    packed = (q[0], k[0], v[0], g[0], beta[0])
+    lengths = query_start_loc.diff().tolist()
+    slots = cache_indices[: len(lengths)].long()
+    initial = ssm_states[slots].float()
+    if track_state is None or track_chunk_idx is None:
+        out, final = packed_rule(packed, lengths, initial)
     else:
-        out, final = CHUNKED.chunk_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=bounds,
-            initial_state=initial.mT.contiguous(),
-            output_final_state=True,
-        )
-        assert final is not None
-        new_state = final.mT
+        splits = [max(0, chunk) * STATE_CHUNK for chunk in track_chunk_idx.tolist()]
+        out, final = split_rule(packed, lengths, splits, initial, track_state)
     if inplace_update:
-        initial_state[slots] = new_state.to(initial_state.dtype)
-    return out, None, None
+        ssm_states[slots] = final.to(ssm_states.dtype)
+    return out[None], None, None
+
+
+def split_rule(
+    packed: tuple[Tensor, ...], lengths: list[int], splits: list[int], initial: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute ``packed_rule`` in two parts. Row b of ``states`` gets the state of request b after its first ``splits[b]``
+    tokens, unless these are 0.
+    """
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    middles = [start + split for start, split in zip(starts, splits, strict=False)]
+    out, final = torch.zeros_like(packed[2]), initial.clone()
+    for firsts, ends in ((starts, middles), (middles, starts[1:])):
+        requests = [index for index, first in enumerate(firsts[: len(lengths)]) if first < ends[index]]
+        if not requests:
+            continue
+        rows = torch.cat([torch.arange(firsts[index], ends[index]) for index in requests])
+        counts = [ends[index] - firsts[index] for index in requests]
+        out[rows], final[requests] = packed_rule(tuple(t[rows] for t in packed), counts, final[requests])
+        if ends is middles:
+            states[requests] = final[requests].to(states.dtype)
+    return out, final
+
+
+def packed_rule(packed: tuple[Tensor, ...], lengths: list[int], initial: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the rule to packed q, k, v, g and beta from states [B, HV, V, K]. Returns [T, HV, V] and the final states."""
+    q, k, v, g, beta = packed
+    if max(lengths) <= MAX_RECURRENT:
+        return recurrent_rule(q, k, v, g, beta, lengths, initial)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    out, final = CHUNKED.chunk_rule(
+        *(t[None] for t in packed),
+        cu_seqlens=bounds,
+        cu_seqlens_cpu=bounds,
+        initial_state=initial.mT.contiguous(),
+        output_final_state=True,
+    )
+    assert final is not None
+    return out[0], final.mT
 
 
 def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SGLang)

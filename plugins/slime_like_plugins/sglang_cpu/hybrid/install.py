@@ -12,24 +12,28 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from slime_like_plugins.sglang_cpu import NAME, projection_norm
-from slime_like_plugins.sglang_cpu.hybrid import conv, delta_rule, layers
+from slime_like_plugins.sglang_cpu.hybrid import checkpoints, conv, delta_rule, layers
 from slime_like_plugins.sglang_hooks import replace_attribute
 
 ATTENTION = "sglang.srt.layers.attention.linear"
 MODELS = "sglang.srt.models"
 FLA = "sglang.kernels.ops.attention.fla"
+BACKEND = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 REPLACED: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{ATTENTION}.gdn_backend", "causal_conv1d_fn", conv.causal_conv1d_fn),
     (f"{ATTENTION}.gdn_backend", "causal_conv1d_update", conv.causal_conv1d_update),
     (f"{ATTENTION}.gdn_backend", "fused_gdn_gating", delta_rule.fused_gdn_gating),
-    (f"{ATTENTION}.kernels.gdn_triton", "chunk_gated_delta_rule", delta_rule.chunk_gated_delta_rule),
     (
         f"{ATTENTION}.kernels.gdn_triton",
         "fused_sigmoid_gating_delta_rule_update",
         delta_rule.fused_sigmoid_gating_delta_rule_update,
     ),
     (f"{FLA}.layernorm_gated", "layernorm_fn", layers.layernorm_fn),
+    (BACKEND, "track_mamba_states_if_needed", checkpoints.copy_states),
+    (BACKEND, "track_mamba_states_all_layers", checkpoints.copy_states_of_all_layers),
 )
 OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{MODELS}.qwen3_next", "fused_qkvzba_split_reshape_cat", layers.split_by_key_head),
@@ -53,7 +57,10 @@ def bind(model: Any) -> str | None:
         return None
     for module, name, function in REPLACED:
         replace_attribute(NAME, importlib.import_module(module), name, function)
+    replace_attribute(NAME, Tensor, "pin_memory", checkpoints.unpinned)
     kernel: Any = importlib.import_module(f"{ATTENTION}.kernels.gdn_triton").TritonGDNKernel
+    replace_attribute(NAME, kernel, "extend", delta_rule.extend)
+    replace_attribute(NAME, kernel, "supports_track_state_snapshot", True)  # extend returns states for the prefix cache
     replace_attribute(
         NAME, kernel, "supports_packed_decode", False
     )  # one Triton kernel for several functions replaced here

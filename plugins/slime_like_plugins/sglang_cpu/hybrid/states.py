@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 RUNNING = 512  # default number of concurrent requests
-SLOTS_PER_REQUEST = 4  # SGLang counts three for a running request and its cached prefix
+SLOTS_PER_REQUEST = 4  # SGLang counts three for a running request and its cached prefix, four with DCP
 MAX_BYTES = 1 << 30
 
 

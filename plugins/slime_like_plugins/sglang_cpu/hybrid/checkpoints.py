@@ -1,0 +1,43 @@
+"""Copies of recurrent states during decode steps, for the prefix cache (SGLang's strategy ``extra_buffer``).
+
+A cached prefix ends at a multiple of 64 tokens, where a request's states are copied to slots that the prefix cache keeps.
+Replaces functions of ``sglang.kernels.ops.mamba.mamba_state_scatter_triton``. Axes: B requests, S slots, N layers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def copy_states(
+    conv_states: Tensor,
+    delta_states: Tensor,
+    slots_B: Tensor,
+    mask_B: Tensor,
+    targets_B: Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Copy the states [S, ...] of the masked requests from their slots to their targets."""
+    copy_states_of_all_layers(conv_states[None], delta_states[None], slots_B, mask_B, targets_B, batch_size)
+
+
+def copy_states_of_all_layers(
+    conv_states: Tensor,
+    delta_states: Tensor,
+    slots_B: Tensor,
+    mask_B: Tensor,
+    targets_B: Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Copy the states [N, S, ...] of the masked requests from their slots to their targets."""
+    rows = mask_B[:batch_size].nonzero()[:, 0]
+    if len(rows):
+        for pool in (conv_states, delta_states):
+            pool[:, targets_B[rows].long()] = pool[:, slots_B[rows].long()]
+
+
+def unpinned(tensor: Tensor, device: object = None) -> Tensor:
+    """Return ``tensor``. Replaces ``Tensor.pin_memory``, which SGLang calls for masks of decode steps and which needs a GPU."""
+    return tensor
