@@ -18,7 +18,7 @@ from slime_like_plugins.dcp import exchange_time
 from slime_like_plugins.dcp.exchange_time import STRIDE, DeviceClock
 from tests.engine import latent_models
 from tests.engine.conftest import Models, RunningEngine, serve
-from tests.engine.test_dcp import PROMPTS, ModelCase, build, greedy
+from tests.engine.dcp_engines import PROMPTS, ModelCase, build, greedy
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU")]
