@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,8 @@ def hybrid() -> None:
     targets = [f"{module}:{name}" for module, name, _ in (*install.OF_MODELS, *install.REPLACED)]
     stop_on("hybrid", [text for name in targets if (text := problem(functools.partial(pkgutil.resolve_name, name)))])
     install.bind(RadixLinearAttention())
+    chunks = pkgutil.resolve_name("sglang.kernels.ops.attention.fla.chunk_delta_h:CHUNK_SIZE")
+    assert chunks == install.delta_rule.STATE_CHUNK, f"SGLang keeps a state every {chunks} tokens"
 
 
 def latent() -> None:
@@ -112,6 +115,16 @@ def dcp() -> None:
     ):
         pkgutil.resolve_name(target)
     check_overrides(pkgutil.resolve_name("slime_like_plugins.dcp.flashinfer_attention"))
+    check_options()
+
+
+def check_options() -> None:
+    """Assert that SGLang has no option of DCP without a key here, and that consecutive tokens are on different ranks."""
+    fields = pkgutil.resolve_name("sglang.srt.server_args:ServerArgs").__struct_fields__
+    options = [name for name in fields if re.search("dcp|decode_context|interleave", name)]
+    assert sorted(options) == ["dcp_comm_backend", "dcp_replicate_q_proj", "dcp_size"], f"ServerArgs has {options}"
+    lens = inspect.signature(pkgutil.resolve_name("sglang.srt.layers.dcp:get_dcp_lens")).parameters
+    assert lens["interleave_size"].default == 1
 
 
 def check_overrides(module: Any) -> None:
