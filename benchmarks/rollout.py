@@ -167,7 +167,7 @@ async def measure(arms: Sequence[RolloutArm], servers: Sequence[EngineServer], t
 
 def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
     """Return a table of sums and means over all counted rounds."""
-    head = ("", "s per rollout", "samples/s", "trained tokens/s", "mean length", "tokens thrown away", "stale, max")
+    head = ("", "s per rollout", "samples/s", "trained tokens/s", "mean length", "discarded tokens", "stale, max")
     head = (*head, "several versions", "busiest engine", "prefix hits")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     base: list[float] = []
@@ -250,7 +250,7 @@ def main() -> None:
             for server in (*servers, lpm_server):
                 server.wait_ready()
             arms = [
-                make_arm("all waited for", servers, options),
+                make_arm("wait for all", servers, options),
                 make_arm("over-sampling", servers, options, over_sampling_batch_size=options.over_sampling),
                 make_arm(
                     "over-sampling, partial",
