@@ -138,7 +138,7 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceResponses:
     """Responses of an engine without DCP, whose greedy tokens are the most probable ones of transformers."""
 
     greedy: Mapping[str, list[Completion]]  # by the name of the weights
@@ -153,7 +153,7 @@ class Reference:
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=SAME)
 
 
-def reference(engine: RunningEngine, models: Models) -> Reference:
+def reference(engine: RunningEngine, models: Models) -> ReferenceResponses:
     """Return the responses of ``engine``, which serves the weights of A before and after."""
     responses: dict[str, list[Completion]] = {}
     for version, weights in enumerate("AB"):
@@ -162,7 +162,7 @@ def reference(engine: RunningEngine, models: Models) -> Reference:
         responses[weights] = greedy(engine, PROMPTS)
     engine.run(engine.push(models.tensors("A"), 2))
     exact = {weights: list(exact_logprobs(responses[weights], models, weights)) for weights in responses}
-    return Reference(responses, exact, samples(engine), models.logprobs("A", PROMPTS[-1], 1.0))
+    return ReferenceResponses(responses, exact, samples(engine), models.logprobs("A", PROMPTS[-1], 1.0))
 
 
 def exact_logprobs(completions: list[Completion], models: Models, weights: str) -> Iterator[F32]:

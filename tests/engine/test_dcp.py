@@ -28,7 +28,7 @@ from tests.engine.dcp_engines import (
     TOKENS,
     UNSHARDED,
     EngineCase,
-    Reference,
+    ReferenceResponses,
     assert_same,
     build,
     greedy,
@@ -49,7 +49,7 @@ class ModelEngines:
     models: Models
     unsharded: RunningEngine
     sharded: Mapping[str, RunningEngine]
-    reference: Reference
+    reference: ReferenceResponses
 
 
 @pytest.fixture(scope="module")

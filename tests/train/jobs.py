@@ -101,7 +101,8 @@ def fork_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]], seconds: 
 
 def prepare(jobs: Sequence[RankJob]) -> None:
     """Import the modules of the jobs, and share process groups between them."""
-    import_trainer(*sorted({job.target.partition(":")[0] for job in jobs}))
+    configs = ("transformers.models.auto.configuration_auto", "transformers.models.llama.configuration_llama")
+    import_trainer(*configs, *sorted({job.target.partition(":")[0] for job in jobs}))
     reuse_groups()
 
 
@@ -115,8 +116,6 @@ def import_trainer(*modules: str) -> None:
             "slime_like.train.megatron.rank.critic",
             "slime_like.train.megatron.rank.teacher",
             "slime_like.train.megatron.rank.trainer",
-            "transformers.models.auto.configuration_auto",
-            "transformers.models.llama.configuration_llama",  # imports torchvision, and with it torch._dynamo
         )
         for name in (*used, *modules):
             importlib.import_module(name)
