@@ -13,76 +13,12 @@ import pytest
 from hypothesis import settings
 
 from slime_like.util.imports import heavy_imports
+from tests.groups import LONGEST
 
 settings.register_profile("slime_like", deadline=None)
 settings.load_profile("slime_like")
 
-# Files that share a fixture of the session: the engine of tests/engine/conftest.py, the ranks of tests/train/conftest.py,
-# those of tests/distributed/conftest.py.
-ENGINE = tuple(
-    f"tests/engine/test_{name}.py"
-    for name in (
-        "agent",
-        "generate",
-        "manager",
-        "memory",
-        "partial",
-        "same_rollouts",
-        "seeds",
-        "tools",
-        "weights",
-    )
-)
-RANKS = ("tests/train/",)
-RANKS_OF_WRAPPER = tuple(f"tests/distributed/test_{name}.py" for name in ("forensics", "reload", "wrapper"))
-# Files that share the fork server of tests/engine/forked_engines.py.
-FORKED_ENGINES = tuple(
-    f"tests/engine/test_{name}.py"
-    for name in (
-        "dcp",
-        "cpu_decode",
-        "exact",
-        "failed_starts",
-        "families",
-        "faults",
-        "hybrid",
-        "kv_capacity",
-        "latent",
-    )
-)
-# Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
-HEAVY_IMPORTS = (
-    "tests/engine/",
-    "tests/data/",
-    "tests/benchmarks/test_gdn.py",
-    "tests/cluster/test_inputs.py",
-    "tests/config/test_foreign_code.py",
-    "tests/metrics/test_flops.py",
-    "tests/quickstart/test_prepare.py",
-    "tests/quickstart/test_tool.py",
-    "tests/rollout/test_agent_requests.py",
-    "tests/scripts/test_prepare_data.py",
-    "tests/train/",
-)
-# Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
-LONGEST = (
-    *(*FORKED_ENGINES, *RANKS),
-    *(f"tests/e2e/test_{name}.py" for name in ("same_run", "split", "library")),
-    *(*RANKS_OF_WRAPPER, *ENGINE),
-    *(f"tests/e2e/test_{name}.py" for name in ("colocated", "hybrid", "roles", "ended_by_faults")),
-    *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
-    *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
-)
-
-
 MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n(    .*\n)*\]|.*)", re.MULTILINE)
-
-
-def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
-    """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
-    file = nodeid.partition("::")[0]
-    groups = (ENGINE, RANKS, RANKS_OF_WRAPPER, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
-    return next((shared[0] for shared in groups if file.startswith(shared)), file)
 
 
 def excluded_marks(expression: str) -> set[str]:
@@ -118,15 +54,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     ``--dist loadgroup`` with the mark ``xdist_group`` does the same once xdist supports pytest 9.2.
     """
-    from xdist.scheduler import LoadScopeScheduling
+    from tests.groups import GroupScheduling
 
-    starts_engines = "engine" not in excluded_marks(config.option.markexpr)
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid, starts_engines=starts_engines)
-
-    return Groups(config, log)
+    return GroupScheduling(config, log, starts_engines="engine" not in excluded_marks(config.option.markexpr))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

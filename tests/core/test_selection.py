@@ -1,4 +1,4 @@
-"""Selection and grouping of tests in ``tests/conftest.py``."""
+"""Selection and grouping of tests in ``tests/conftest.py`` and ``tests/groups.py``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import (
-    ENGINE,
-    FORKED_ENGINES,
-    HEAVY_IMPORTS,
-    RANKS,
-    RANKS_OF_WRAPPER,
-    excluded_marks,
-    group_of,
-    is_excluded,
-)
+from tests.conftest import excluded_marks, is_excluded
+from tests.groups import ENGINE, FORKED_ENGINES, HEAVY_IMPORTS, RANKS, RANKS_OF_WRAPPER, group_of
 
 UNIT = "not engine and not ranks and not slow"
 

@@ -1,0 +1,33 @@
+"""The scheduler of tests finishes after the death of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFTEST = """
+def pytest_xdist_make_scheduler(config, log):
+    from tests.groups import GroupScheduling
+    return GroupScheduling(config, log, starts_engines=True)
+"""
+
+
+def test_tests_after_a_crash_run_and_completed_groups_do_not_return(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for name in "abde":
+        (tmp_path / f"test_{name}.py").write_text("def test_one(): ...\ndef test_two(): ...\n")
+    (tmp_path / "test_c.py").write_text("import os\ndef test_dies(): os._exit(9)\ndef test_after(): ...\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "1", "--dist", "loadscope", "-p", "no:cacheprovider", "-v", "."],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "crashed while running 'test_c.py::test_dies'" in result.stdout, result.stdout
+    assert "1 failed, 9 passed" in result.stdout, result.stdout

@@ -1,0 +1,106 @@
+"""Groups of tests that share a process of pytest-xdist, and the scheduler that distributes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+# Files that share a fixture of the session: the engine of tests/engine/conftest.py, the ranks of tests/train/conftest.py,
+# those of tests/distributed/conftest.py.
+ENGINE = tuple(
+    f"tests/engine/test_{name}.py"
+    for name in (
+        "agent",
+        "generate",
+        "manager",
+        "memory",
+        "partial",
+        "same_rollouts",
+        "seeds",
+        "tools",
+        "weights",
+    )
+)
+RANKS = ("tests/train/",)
+RANKS_OF_WRAPPER = tuple(f"tests/distributed/test_{name}.py" for name in ("forensics", "reload", "wrapper"))
+# Files that share the fork server of tests/engine/forked_engines.py.
+FORKED_ENGINES = tuple(
+    f"tests/engine/test_{name}.py"
+    for name in (
+        "dcp",
+        "cpu_decode",
+        "exact",
+        "failed_starts",
+        "families",
+        "faults",
+        "hybrid",
+        "kv_capacity",
+        "latent",
+    )
+)
+# Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
+HEAVY_IMPORTS = (
+    "tests/engine/",
+    "tests/data/",
+    "tests/benchmarks/test_gdn.py",
+    "tests/cluster/test_inputs.py",
+    "tests/config/test_foreign_code.py",
+    "tests/metrics/test_flops.py",
+    "tests/quickstart/test_prepare.py",
+    "tests/quickstart/test_tool.py",
+    "tests/rollout/test_agent_requests.py",
+    "tests/scripts/test_prepare_data.py",
+    "tests/train/",
+)
+# Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
+LONGEST = (
+    *(*FORKED_ENGINES, *RANKS),
+    *(f"tests/e2e/test_{name}.py" for name in ("same_run", "split", "library")),
+    *(*RANKS_OF_WRAPPER, *ENGINE),
+    *(f"tests/e2e/test_{name}.py" for name in ("colocated", "hybrid", "roles", "ended_by_faults")),
+    *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
+    *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
+)
+
+
+def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
+    """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
+    file = nodeid.partition("::")[0]
+    groups = (ENGINE, RANKS, RANKS_OF_WRAPPER, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
+    return next((shared[0] for shared in groups if file.startswith(shared)), file)
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Scheduler that runs the tests of a group in one process, and survives the death of a process.
+
+    ``remove_node`` of xdist 3.8 also gives the completed groups of a dead process to another one, which never reports
+    a test of them and so receives no further group: the session would wait for ever. Remove the method here once xdist drops
+    completed groups.
+    """
+
+    def __init__(self, config: Any, log: Any, *, starts_engines: bool) -> None:
+        super().__init__(config, log)
+        self.starts_engines = starts_engines
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid, starts_engines=self.starts_engines)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test that a dead process was running, if any, and give its other tests to the remaining processes."""
+        groups = self.assigned_work.pop(node)
+        unfinished = {
+            group: {test: False for test, completed in tests.items() if not completed}
+            for group, tests in groups.items()
+        }
+        crashed = next((test for tests in unfinished.values() for test in tests), None)
+        if crashed is None:
+            return None
+        for group, tests in unfinished.items():
+            tests.pop(crashed, None)
+            if tests:
+                self.workqueue[group] = tests
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
