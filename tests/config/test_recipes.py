@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.view import render_plan
 from slime_like.config.load.loader import load_config
@@ -18,6 +19,19 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipe").glob("*.yaml
 NODE = Machine(8, 96, 1024 * 2**30, ("NVIDIA H100 80GB HBM3",) * 8)
 LAPTOP = Machine(0, 2, 16 * 2**30, ())
 ONE_GPU = Machine(1, 8, 32 * 2**30, ("NVIDIA L4",))
+PLAN_LINE = re.compile(
+    r"^# Plan \(--plan-for (\S+)\): ([\d.]+ GiB) on each GPU, ([\d.]+ GiB) of main memory of a node\.$", re.MULTILINE
+)
+
+
+def plan_line(recipe: str) -> tuple[str, str, str] | None:
+    """Return machine, memory of a GPU and main memory of a node that a recipe's comment gives; None without one."""
+    text = next(path for path in RECIPES if path.stem == recipe).read_text()
+    line = PLAN_LINE.search(text)
+    return None if line is None else (line[1], line[2], line[3])
+
+
+LARGE = {path.stem: line for path in RECIPES if (line := plan_line(path.stem)) is not None}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +48,11 @@ def planned(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Ma
         heldout = ", ".join(f"{name}: {data}" for name in first.evaluation.datasets)
         overrides = [f"model.hf_checkpoint={model}", f"data.train={data}", f"evaluation.datasets={{{heldout}}}"]
         cfg, machine = load_config([f"+recipe={recipe}", *overrides]), NODE
+    elif recipe in LARGE:
+        cfg, machine = (
+            load_config([f"+recipe={recipe}"], files=False, machine=False),
+            described_machine(LARGE[recipe][0]),
+        )
     else:
         cfg = load_config([f"+recipe={recipe}"], files=False)
         machine = ONE_GPU if cfg.placement.device == "cuda" else LAPTOP
@@ -68,3 +87,42 @@ def test_a_recipe_has_a_comment(path: Path) -> None:
     if path.stem.startswith("qwen3_4b"):
         assert "8 GPUs of 80 GB" in comment
         assert "slime" in comment or "verl" in comment or "qwen3_4b_gsm8k" in comment
+    if path.stem in LARGE:
+        assert "docs/measurements/NOT_RUN.md" in comment
+
+
+@pytest.mark.parametrize("recipe", sorted(LARGE))
+def test_the_comment_of_a_large_recipe_gives_its_planned_memory(recipe: str, qwen3_4b: Path, data: Path) -> None:
+    cfg, plan, machine = planned(recipe, qwen3_4b, data)
+    _, gpu, node = LARGE[recipe]
+    text = render_plan(cfg, plan, machine)
+    assert f"memory     {gpu} of " in text
+    assert f"  main memory of a node {node}: " in text
+    assert all("engines of 4 nodes" in line for line in plan.advice), "a recipe does what the plan advises"
+
+
+def test_each_large_model_has_a_recipe() -> None:
+    assert sorted(LARGE) == [
+        "deepseek_r1",
+        "deepseek_r1_h800",
+        "qwen3_235b_a22b",
+        "qwen3_30b_a3b",
+        "qwen3_5_35b_a3b",
+        "qwen3_next_80b_a3b",
+    ]
+
+
+def test_qwen3_5_has_the_settings_of_the_pull_request_it_mirrors(qwen3_4b: Path, data: Path) -> None:
+    cfg, plan, _ = planned("qwen3_5_35b_a3b", qwen3_4b, data)
+    sizes = cfg.parallel
+    assert (sizes.tp, sizes.cp, sizes.ep, sizes.pp, plan.num_gpus) == (2, 4, 8, 1, 8)
+    assert (cfg.rollout.max_response_len, cfg.model.gdn.backend, cfg.guard.checks) == (8192, "flashqla", "always")
+    assert sum(policy == "never" for policy in cfg.guard.ops.values()) == 8
+    assert "dapo-math-17k" in cfg.data.train
+
+
+@pytest.mark.parametrize(("recipe", "dcp"), [("qwen3_235b_a22b", 2), ("qwen3_next_80b_a3b", 4)])
+def test_dcp_stores_each_token_once_per_kv_head(recipe: str, dcp: int, qwen3_4b: Path, data: Path) -> None:
+    cfg, plan, machine = planned(recipe, qwen3_4b, data)
+    assert cfg.rollout.dcp == plan.dcp.size == dcp
+    assert "rollout.dcp=" not in render_plan(cfg, plan, machine), "the plan suggests another size"
