@@ -17,13 +17,14 @@ from typing import Any
 import psutil
 
 from benchmarks.inputs import CONTEXT, NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, BenchInputs
+from benchmarks.processes import RUN_S, STOP_S, command_text, stop
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REQUIREMENTS = REPOSITORY / "scripts" / "requirements" / "trl.txt"
 LEARNING_RATE = 1e-3
 WARM_UP = 2  # steps left out of every figure
 SAMPLE_S = 1.0  # interval of the memory readings
-RUN_S, STOP_S = 7_200.0, 60.0  # limits of one run, and of its end after SIGTERM
+INSTALL_S = 1_800.0  # limit of each command that creates TRL's environment
 
 
 @dataclass(slots=True)
@@ -82,23 +83,14 @@ def run_tree(
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _stop(process, stop_s)
-            raise SystemExit(f"{' '.join(command[:3])} ... did not end within {limit_s:g} s; see {log}") from None
+            raise SystemExit(f"{command_text(process)} did not end within {limit_s:g} s; see {log}") from None
         finally:
+            stop(process, stop_s)
             ended.set()
             watcher.join(2 * SAMPLE_S)
     if code != 0:
-        raise SystemExit(f"{' '.join(command[:3])} ... ended with exit code {code}; see {log}")
+        raise SystemExit(f"{command_text(process)} ended with exit code {code}; see {log}")
     return peak[0]
-
-
-def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Let the process stop its own processes, and kill it if it is still there after ``seconds``."""
-    process.terminate()
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 def _memory(pid: int) -> float:
@@ -210,7 +202,7 @@ def trl_python(folder: Path) -> Path:
             ["venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
             ["pip", "install", "--quiet", "--python", str(python), "-r", str(REQUIREMENTS)],
         ):
-            subprocess.run([uv, *command], check=True)
-        subprocess.run([str(python), "-m", "compileall", "-q", str(folder / "lib")], check=False)
+            subprocess.run([uv, *command], check=True, timeout=INSTALL_S)
+        subprocess.run([str(python), "-m", "compileall", "-q", str(folder / "lib")], check=False, timeout=INSTALL_S)
         stamp.write_text(REQUIREMENTS.read_text())
     return python

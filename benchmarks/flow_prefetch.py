@@ -26,8 +26,10 @@ import torch  # noqa: E402  (after the lines above, as the imports below)
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.options import at_least  # noqa: E402
+from benchmarks.processes import RUN_S  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
+from slime_like.util.deadline import Deadline  # noqa: E402
 from slime_like_plugins.flow_mla.gather import GroupGather, Pending, create_groups  # noqa: E402
 from slime_like_plugins.flow_mla.layout import Matrix, layer_layout  # noqa: E402
 from slime_like_plugins.flow_mla.pipeline import GatherPipeline  # noqa: E402
@@ -167,8 +169,11 @@ def main(argv: list[str]) -> int:
         arguments = (f"{folder}/store", options.rounds, results)
         ranks = torch.multiprocessing.start_processes(run_rank, arguments, RANKS, join=False)
         assert ranks is not None, "they are not joined"
+        deadline = Deadline("benchmark", "prefetch", RUN_S)
+        while results.empty():  # join raises the error of a rank that failed
+            ranks.join(min(1.0, deadline.remaining("the ranks")))
         measured: list[PrefetchResult] = results.get()
-        while not ranks.join():
+        while not ranks.join(deadline.remaining("the end of the ranks")):
             pass
     print(
         visible("\n".join([*table(measured), "", f"A forward with {BATCHES[-1]} tokens:", "", *measured[-1].timeline]))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.processes import read_lines
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.tree import trainer_ranks
 from slime_like.data.dump import load_groups
@@ -78,15 +79,13 @@ def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "train.py", *arguments]
         child = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert child.stdout is not None
-        for line in child.stdout:
+        for line in read_lines(child):
             sys.stdout.write(visible(line))
             sys.stdout.flush()
             output.append(line)
-        code = child.wait()
         errors.seek(0)
         lines = errors.read().strip().splitlines()
-    return code, output, lines[-1] if lines else ""
+    return child.returncode, output, lines[-1] if lines else ""
 
 
 def read_steps(folder: Path) -> Steps:

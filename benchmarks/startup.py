@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.processes import read_lines
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 BARE = "import torch, sglang, megatron.core, ray"
+BARE_S, START_S = 300.0, 1_800.0  # limits of the bare import, and of the run, which may create the warm start
 GOAL = 2.5
 WARM_START = re.compile(r"^\w[\w-]*: warm start: ")  # the line of a run that creates the warm start
 LINE = re.compile(r"^\w[\w-]*: (?P<step>.+?) after \d+ s")
@@ -44,7 +47,11 @@ def _round(run_dir: Path) -> Round:
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'plugins'}", "HF_HUB_OFFLINE": "1"}
     environment.pop("OMP_NUM_THREADS", None)
     started = time.time()
-    subprocess.run([sys.executable, "-W", "ignore", "-c", BARE], env=environment, check=True, capture_output=True)
+    command = [sys.executable, "-W", "ignore", "-c", BARE]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = list(read_lines(process, limit_s=BARE_S))
+    if process.returncode != 0:
+        raise SystemExit(f"the bare import failed: {''.join(output[-3:])}")
     bare = time.time() - started
     command = [
         sys.executable,
@@ -60,16 +67,15 @@ def _round(run_dir: Path) -> Round:
     ]
     started = time.time()
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     lines: dict[str, float] = {}
     warm_started = False
-    for line in process.stdout:
+    for line in read_lines(process, limit_s=START_S):
         warm_started = warm_started or WARM_START.match(line) is not None
         if match := LINE.match(line):
             lines[match["step"]] = time.time() - started
         elif ": starting " in line:
             lines["configuration, data and tokenizer read"] = time.time() - started
-    if process.wait() != 0:
+    if process.returncode != 0:
         raise SystemExit(f"the run in {run_dir} ended with exit code {process.returncode}")
     rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if row["step"] == 1)

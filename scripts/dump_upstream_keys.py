@@ -8,6 +8,7 @@ Reads the installed packages' source with ``ast``: importing them takes seconds 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.metadata
 import importlib.util
@@ -31,7 +32,7 @@ def package_folder(name: str) -> Path:
 
 
 def class_fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr, ast.expr | None]]:
-    """Yield name, annotation and default of each field of a dataclass or msgspec struct."""
+    """Yield the name, annotation and default of each field of a dataclass or msgspec struct."""
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             name, annotation = item.target.id, ast.unparse(item.annotation)
@@ -51,7 +52,7 @@ def default_text(value: ast.expr | None) -> str | None:
 
 
 def cli_names(name: str, metadata: list[ast.expr]) -> list[str]:
-    """Return the flags of an SGLang field other than the one from its name."""
+    """Return the flags of an SGLang field, except the one derived from its name."""
     keys: list[str] = []
     for call in metadata:
         for keyword in call.keywords if isinstance(call, ast.Call) else []:
@@ -111,18 +112,21 @@ def files() -> dict[Path, str]:
     }
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Write the files or, with ``--check``, compare them."""
-    stale = [path for path, text in files().items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        if "--check" in sys.argv[1:]:
-            print(visible(f"{path} differs from the installed package: run python {Path(__file__).name}"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is stale")
+    check = parser.parse_args(argv).check
+    stale = {path: text for path, text in files().items() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        if check:
+            print(visible(f"{path} differs from the installed package: run python scripts/{Path(__file__).name}"))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(files()[path])
+            path.write_text(text)
             print(visible(f"wrote {path}"))
-    return int(bool(stale) and "--check" in sys.argv[1:])
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,30 @@
-"""Sections of docs/measurements pages, each written by the script that measures it."""
+"""Files and sections of pages that are written by the script that measures them."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+
+
+class TableFile:
+    """File that a script rewrites with its results. A file that the script did not write is refused."""
+
+    def __init__(self, path: Path, script: str) -> None:
+        """Raise ``ArgumentTypeError``, which argparse prints, if ``path`` exists and ``script`` did not write it."""
+        self.path = path
+        self._first_line = f"<!-- written by scripts/{script}, which replaces this file -->\n"
+        try:
+            is_foreign = path.exists() and not path.read_text().startswith(self._first_line)
+        except (OSError, UnicodeDecodeError) as error:
+            raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
+        if is_foreign:
+            raise argparse.ArgumentTypeError(
+                f"{path} was not written by {script}, which would replace it: name another file"
+            )
+
+    def write(self, text: str) -> None:
+        """Replace the content of the file."""
+        self.path.write_text(f"{self._first_line}\n{text}")
 
 
 def replace_section(page: Path, heading: str, text: str) -> None:

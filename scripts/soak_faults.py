@@ -1,19 +1,18 @@
 """Inject random faults into one long run, part by part, and compare it with an undisturbed run.
 
-python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 480] [--folder FOLDER] [--table FILE]
-    [--write]
+python scripts/soak_faults.py [--faults 50] [--max-faults-per-call 10] [--seed 0] [--rollouts 480] [--folder FOLDER]
+    [--table FILE] [--write]
 
-A part of the run is one call of train.py. Faults that a run survives (an engine or a part of it killed, stopped or slow, a
-reward worker killed) are injected in up to four of its rollouts, sometimes before an engine serves again after the previous
-fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT,
-SIGTERM or SIGHUP in a phase, or one or two signals during its start. The least tried kinds come first (``soak_draw.py``), so
-that 14 parts, with 66 faults if each finds its target, include every kind. Parts differ in the number of engines and in the
-weight transport. A part is clean if its exit code is that of its final fault, and if it left one crash bundle that names the
-target, or none if it ended by a signal or by itself. After each part, leftover processes, listening ports, named shared
-memory and scratch folders are counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every
-loss and the final weights are compared with the undisturbed run, bit for bit. The folder keeps the progress: the same command
-continues where it stopped, with up to --most faults per call, and rewrites the table. ``--write`` puts the counts by kind
-into docs/measurements/robustness.md.
+A part of the run is one call of train.py. Up to four faults that a run survives (an engine or a part of it killed, stopped or
+slow, a reward worker killed) are injected, sometimes before an engine serves again after the previous fault. Then one fault ends
+the part: a rank, the rollout manager, the driver or a process of Ray is killed or stopped, SIGINT, SIGTERM or SIGHUP arrives in a
+phase, or one or two signals arrive during its start. The least tried kinds are drawn first (``soak_draw.py``), so that 14 parts,
+with 66 faults if the target of each is running, include every kind. Parts differ in the number of engines and in the weight
+transport. A part is clean if its exit code is that of its final fault, and if it left one crash bundle that names the target, or
+no bundle if it ended by a signal or by itself. After each part, leftover processes, listening ports, named shared memory and
+scratch folders are counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the
+final weights are compared with the undisturbed run, bit for bit. The folder keeps the progress: the same command continues an
+interrupted soak, and rewrites the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from scripts.page import replace_section  # noqa: E402  (found by the line above)
+from scripts.page import TableFile, replace_section  # noqa: E402  (found by the line above)
 from scripts.soak_draw import STARTING, SURVIVED, draw_part  # noqa: E402
 from slime_like.config.schema.faults import FATAL, FAULTS  # noqa: E402
 from slime_like.data import faults  # noqa: E402
@@ -127,31 +126,31 @@ class SoakPart:
 
 
 def main() -> int:
-    """Return exit code 0 if so far nothing hung, was lost, duplicated or left behind."""
+    """Return exit code 0 if nothing has hung, been lost, been duplicated or been left behind so far."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--most", type=int, default=50)
+    parser.add_argument("--max-faults-per-call", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=480)
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--table", type=Path, default=None)
+    parser.add_argument("--table", type=lambda text: TableFile(Path(text), Path(__file__).name), default=None)
     parser.add_argument("--write", action="store_true", help=f"replace the section {HEADING!r} of {PAGE.name}")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted: the same command continues the soak"))
     soak = FaultSoak(options.folder or temporary_folder("soak_faults"), options.seed, options.rollouts)
     soak.reference()
-    stop_at = min(options.faults, soak.num_faults + options.most)
+    stop_at = min(options.faults, soak.num_faults + options.max_faults_per_call)
     idle_parts = 0  # without an injected fault, in sequence
     while soak.num_faults < stop_at and not soak.finished and idle_parts < MAX_IDLE_PARTS:
         num_faults = soak.num_faults
         soak.part(min(stop_at, num_faults + 5) - num_faults)
         idle_parts = 0 if soak.num_faults > num_faults else idle_parts + 1
         if options.table is not None:
-            options.table.write_text(soak.table())
+            options.table.write(soak.table())
     if soak.num_faults >= options.faults and not soak.finished:
         soak.part(0)
         if options.table is not None:
-            options.table.write_text(soak.table())
+            options.table.write(soak.table())
     print(visible(soak.table()))
     if options.write:
         replace_section(PAGE, HEADING, soak.section())
@@ -253,7 +252,7 @@ class FaultSoak:
 
     @staticmethod
     def _signals(training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
-        """Send one or two signals during the start; the first lets the run continue to its first checkpoint."""
+        """Send one or two signals during the start. After a single signal the run continues to its first checkpoint."""
         sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         at = rng.uniform(*SIGNAL_TIMES_S)
@@ -309,7 +308,7 @@ class FaultSoak:
 
     def section(self) -> str:
         """Return Markdown: numbers of tried, handled and unhandled faults by kind."""
-        rows = ["| fault | tried | handled | not |", "|---|---|---|---|"]
+        rows = ["| fault | tried | handled | not handled |", "|---|---|---|---|"]
         injections = [(part, outcome[0]) for part in self.parts for outcome in part.injected]
         for kind in (*SURVIVED, *FATAL, STARTING):
             kind_parts = [part for part, fault in injections if _kind(fault) == kind]

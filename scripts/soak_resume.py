@@ -3,9 +3,9 @@
 python scripts/soak_resume.py [--kills 50] [--seed 0] [--rollouts 20] [--folder FOLDER] [--table FILE]
 
 Each kill is SIGKILL of the driver at a random point: a phase (collect, step, push, save), a rollout, and a time within the
-phase's duration in the undisturbed run. The number of kills of a run is a third to half of its rollouts; then it runs to its
-end, prompts, seeds, tokens, log-probabilities, versions, losses and weights are compared, and the next run begins. The folder
-keeps the progress: the same command continues where it stopped, and rewrites the table.
+phase's duration in the undisturbed run. The number of kills of a run is a third to half of its rollouts. After the last kill the
+run continues to its end, and its prompts, seeds, tokens, log-probabilities, versions, losses and weights are compared. Then the
+next run begins. The folder keeps the progress: the same command continues an interrupted soak, and rewrites the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.checkpoint.files import LATEST, NONE_YET  # noqa: E402  (found by the line above)
+from scripts.page import TableFile  # noqa: E402  (found by the line above)
+from slime_like.checkpoint.files import LATEST, NONE_YET  # noqa: E402
 from slime_like.config.schema.faults import Fault  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.util.private import temporary_folder  # noqa: E402
@@ -67,16 +68,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--table", type=Path, default=None)
+    parser.add_argument("--table", type=lambda text: TableFile(Path(text), Path(__file__).name), default=None)
     options = parser.parse_args()
     if options.rollouts < MIN_ROLLOUTS:
         parser.error(f"--rollouts {options.rollouts}: give {MIN_ROLLOUTS} or more, since a third of them are killed")
     soak = ResumeSoak(options.folder or temporary_folder("soak_resume"), options.seed, options.rollouts)
     soak.reference()
-    while len(soak.kills) < options.kills and len(soak.verdicts) < options.kills:  # a run should have a kill or more
+    while len(soak.kills) < options.kills and len(soak.verdicts) < options.kills:  # ends even if runs have no kill
         soak.one_run(options.kills - len(soak.kills))
         if options.table is not None:
-            options.table.write_text(soak.table())
+            options.table.write(soak.table())
     print(visible(soak.table()))
     return int(not soak.good)
 

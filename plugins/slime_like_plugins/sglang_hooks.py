@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 PLUGINS_VARIABLE = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in this process and its children
 HELD_PART = "_slime_like_held_part"
-"""Attribute of a weight that is spread over ranks: the part that this process holds. The weight's own memory is a buffer for
-several weights in turn."""
+"""Attribute of a sharded weight: the shard of this process. The weight's own memory is a buffer that several weights share."""
 SEARCH = (
     "_propagate_patch"  # SGLang's function that replaces names of a hooked function in the modules that imported it
 )
@@ -39,10 +38,10 @@ def record_loaded(name: str) -> None:
 
 
 def load_all() -> None:
-    """Load SGLang's plugins in this process. Stop it if a plugin that is enabled is not in place afterwards.
+    """Load SGLang's plugins in this process. Stop the process if an enabled plugin is not in place afterwards.
 
-    SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``. It
-    logs an exception of the others and continues without the plugin.
+    SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``. If an
+    entry point raises an exception, SGLang logs it and continues without the plugin.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -63,7 +62,7 @@ def run_worker(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A ``function`` to run around, after or instead of ``target``, the dotted path of an SGLang function or method."""
+    """A ``function`` that runs around, after or instead of ``target``, the dotted path of an SGLang function or method."""
 
     target: str
     kind: Literal["around", "after", "replace"]

@@ -109,19 +109,25 @@ def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
             raise BuildError(f"{compiler} could not be run: {error}") from error
         if result.returncode == 0:
             return
-        message = message or result.stderr.strip()[-500:]
+        message = message or result.stderr.strip()[-500:] or f"exit code {result.returncode} without a message"
     raise BuildError(f"{compiler} refused the {recipe.description}: {message}")
 
 
 def build(recipe: Recipe) -> SharedObject:
-    """Return the object of ``recipe`` for this machine, compiled if not cached; the file is created atomically."""
+    """Return the object of ``recipe`` for this machine, compiled if not cached; the file is created atomically.
+
+    Raises ``BuildError``.
+    """
     compiler, folder = find_compiler(), cache_folder()
-    path = folder / object_name(compiler, recipe)
-    if path.is_file() and is_private(path):
-        return SharedObject(path, compiler)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        target = Path(scratch) / "object.so"
-        run_compiler(compiler, target, recipe)
-        target.chmod(0o700)
-        target.replace(path)
+    try:
+        path = folder / object_name(compiler, recipe)
+        if path.is_file() and is_private(path):
+            return SharedObject(path, compiler)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            target = Path(scratch) / "object.so"
+            run_compiler(compiler, target, recipe)
+            target.chmod(0o700)
+            target.replace(path)
+    except OSError as error:
+        raise BuildError(f"the {recipe.description} cannot be compiled into {folder}: {error}") from error
     return SharedObject(path, compiler)

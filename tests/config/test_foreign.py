@@ -27,6 +27,15 @@ def test_tables_match_the_installed_packages(script: ModuleType) -> None:
         assert path.read_text() == text, f"{path.name} is stale: run python scripts/dump_upstream_keys.py"
 
 
+def test_an_unknown_argument_is_refused_before_a_table_is_written(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "files", lambda: pytest.fail("the tables were computed"))
+    with pytest.raises(SystemExit) as refusal:
+        script.main(["--chekc"])
+    assert refusal.value.code == 2
+
+
 def test_tables_hold_fields_of_every_kind() -> None:
     sglang, megatron = foreign.table(foreign.SGLANG), foreign.table(foreign.MEGATRON)
     assert sglang["mem_fraction_static"] == {"type": "Optional[float]", "default": "None"}

@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -127,8 +128,24 @@ def test_off_and_torch_need_no_compiler(cache: Path, monkeypatch: pytest.MonkeyP
         choose("fast")
 
 
-def test_the_build_command_names_the_missing_compiler(cache: Path) -> None:
-    command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
+def test_a_compiler_that_fails_silently_is_named_with_its_exit_code(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, "exit 3")
+    with pytest.raises(BuildError, match=r"refused the kernels' source: exit code 3 without a message"):
+        run_compiler(str(compiler), tmp_path / "out.so")
+
+
+@needs_compiler
+def test_a_full_disk_is_a_build_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    with pytest.raises(BuildError, match=r"kernels' source cannot be compiled into .*: .*No space left on device"):
+        build()
+
+
+def test_the_build_command_needs_no_installed_package_and_names_a_missing_compiler(cache: Path) -> None:
+    command = [sys.executable, "-S", "-m", "slime_like_plugins.sglang_cpu.build"]  # -S: without site-packages
     environment = {"PATH": "/nowhere", "PYTHONPATH": "plugins:.", "XDG_CACHE_HOME": str(cache)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1

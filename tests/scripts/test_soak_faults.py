@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import random
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from slime_like.config.schema.faults import FATAL, RECOVERED, WORKERS
 
 soak_faults: Any = importlib.import_module("scripts.soak_faults")
 soak_draw: Any = importlib.import_module("scripts.soak_draw")
+page: Any = importlib.import_module("scripts.page")
 RANK, MANAGER = (
     "WorkerError: trainer rank 0 died in phase 'step'",
     "WorkerError: rollout manager died in phase 'collect'",
@@ -74,3 +77,25 @@ def test_a_part_without_faults_runs_to_its_end() -> None:
     assert all(
         fault.rollout_id < 480 for fault in soak_draw.draw_part(random.Random(0), range(479, 480), 5, {}, {}).faults
     )
+
+
+@pytest.mark.parametrize("name", ["soak_faults", "soak_resume"])
+def test_a_page_of_another_origin_is_not_replaced_by_a_table(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script: Any = importlib.import_module(f"scripts.{name}")
+    path = tmp_path / "page.md"
+    path.write_text("# Written by hand\n")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--table", str(path)])
+    with pytest.raises(SystemExit) as refusal:
+        script.main()
+    assert refusal.value.code == 2
+    assert f"{path} was not written by {name}.py, which would replace it: name another file" in capsys.readouterr().err
+    assert path.read_text() == "# Written by hand\n"
+
+
+def test_a_table_is_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    for text in ("one\n", "two\n"):
+        page.TableFile(path, "soak_faults.py").write(text)
+        assert path.read_text() == f"<!-- written by scripts/soak_faults.py, which replaces this file -->\n\n{text}"

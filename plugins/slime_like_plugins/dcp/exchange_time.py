@@ -1,8 +1,8 @@
 """Time of the exchanges within a DCP group, measured on each rank without waiting for a GPU.
 
-On a CPU an exchange ends when its call returns, so a clock of the host measures all of them. On a GPU, events are recorded before
-and after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold the times of
-its last replay, which stand for all replays since the last report.
+On a CPU an exchange ends when its call returns, so a host clock measures all of them. On a GPU, events are recorded before
+and after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold the times of its last
+replay, which are multiplied by the number of replays since the last report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-STRIDE = 7  # no multiple of the 1 to 3 exchanges of a layer, so that each kind is measured equally often
+STRIDE = 7  # not a multiple of the 1 to 3 exchanges per layer, so that each kind is measured equally often
 METHODS = ("all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_along_dim")
 """Methods of SGLang's ``GroupCoordinator`` with which DCP exchanges."""
 

@@ -35,8 +35,8 @@ LN_2 = math.log(2)
 
 
 def runner_obstacles(runner: Any) -> list[str]:
-    """Return the reasons why the model or the arguments of ``runner`` do not work with this backend."""
-    reads_new_tokens = "which would read new tokens from the cache, where a rank has a part"
+    """Return features of the model or the arguments of ``runner`` that this backend does not support."""
+    reads_new_tokens = "which would read new tokens from the cache, where a rank has only its part"
     reasons = {
         "multi-head latent attention": runner.use_mla_backend,
         "sliding windows, whose KV cache SGLang does not shard": runner.sliding_window_size is not None,

@@ -31,7 +31,7 @@ class GroupQueries:
         attention.qkv_proj.register_forward_pre_hook(self._remember)
 
     def __call__(self, positions_T: Tensor) -> Tensor:
-        """Return the queries [T, A, D] of the tokens whose hidden states the module's projection got last, and release these."""
+        """Return the queries [T, A, D] of the last input of the module's projection, and release that input."""
         self._renew()
         attention, hidden_TC = self._attention, self._hidden_TC
         assert hidden_TC is not None, "the module's projection runs before its attention"

@@ -39,7 +39,7 @@ class ShardedLatentAttention(KeysAsValues, ShardedAttention):
 def leave_exchange_to_backend(model: Any, pool: Any) -> None:
     """Let ``model`` attend without exchanges of its own, and ``pool`` take rows instead of slots of all ranks.
 
-    Stop the engine if SGLang's attributes do not exist. Remove when SGLang asks the attention backend who exchanges.
+    Stop the engine if SGLang's attributes do not exist. Remove when an attention backend of SGLang can declare that it exchanges.
     """
     layers = [module for module in model.modules() if hasattr(module, "attn_mqa")]
     missing = [] if layers else [f"{type(model).__name__} has no layer with attn_mqa"]

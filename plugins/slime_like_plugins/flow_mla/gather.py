@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 DEADLINE = timedelta(minutes=10)
-"""Longest wait for the other ranks. They gather in the same forward, of which one may have a longer prefill."""
+"""Longest wait for the other ranks. All ranks gather in the same forward, but one may have a longer prefill."""
 
 
 class Pending(Protocol):
-    """A gather that was started."""
+    """A gather in progress."""
 
     def wait(self) -> object:
         """Wait for the gather: the host on a CPU, the current stream on a GPU."""
@@ -25,7 +25,7 @@ class Gather(Protocol):
     """Exchange of the parts of one layer."""
 
     def start(self, slot: int, buffer: Tensor, part: Tensor) -> Pending:
-        """Start to fill ``buffer`` of ``slot`` with the parts of all ranks in order of ranks, after earlier work on it."""
+        """Start filling ``buffer`` of ``slot`` with the parts of all ranks, in rank order, after earlier work on the buffer."""
         ...
 
 
@@ -52,6 +52,6 @@ def create_groups(members: Sequence[Sequence[int]], num_slots: int, backend: str
     for _ in range(num_slots):
         for ranks in members:
             group = dist.new_group(list(ranks), timeout=DEADLINE, backend=backend)
-            if isinstance(group, dist.ProcessGroup):  # otherwise this rank is no member
+            if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member
                 slot_groups.append(group)
     return slot_groups

@@ -119,14 +119,14 @@ def check_loaded(result: Any, runner: Any) -> Any:
 
 
 def run_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``ModelRunner.forward``: fill the slots after a push. A CUDA graph of the model begins with filled slots."""
+    """Hook around ``ModelRunner.forward``: fill the slots after a push. CUDA graphs of the model start with filled slots."""
     for weights in _models:
         weights.pipeline.begin()
     return original(runner, *args, **kwargs)
 
 
 def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``release_memory_occupation``: end the gathers, and forget the slots, whose memory may lose its contents."""
+    """Hook around ``release_memory_occupation``: end the gathers and mark the slots as empty, since their memory may be lost."""
     for weights in _models:
         weights.pipeline.drain()
     return original(manager, request)
@@ -136,8 +136,8 @@ def load_tensors(original: Callable[..., Any], updater: Any, named_tensors: Any,
     """Hook around ``WeightUpdater.update_weights_from_tensor``: refuse formats that do not use the model's loaders."""
     if load_format not in (None, "flattened_bucket"):
         return False, (
-            f"load_format={load_format!r} writes weights without the model's loaders, and so to a slot of FlowMLA instead of this "
-            "rank's part; use the default or flattened_bucket"
+            f"load_format={load_format!r} bypasses the model's loaders and would write to a slot of FlowMLA instead of this rank's "
+            "part; use the default or flattened_bucket"
         )
     return original(updater, named_tensors, load_format)
 

@@ -19,7 +19,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of a layer, dense in memory in an order of axes that its strides give."""
+    """A matrix of a layer, dense in memory; its strides give the order of its axes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,7 +38,7 @@ def matrix(tensor: Tensor) -> Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Places of a layer's matrices in a buffer that ``num_ranks`` ranks share."""
+    """Offsets of a layer's matrices in a buffer that ``num_ranks`` ranks share."""
 
     matrices: tuple[Matrix, ...]
     offsets: tuple[int, ...]  # byte of the buffer at which each matrix begins

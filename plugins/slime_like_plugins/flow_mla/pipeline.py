@@ -16,7 +16,7 @@ class Slot:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.layer: int | None = None  # of the bytes in the buffer, or in the pending gather; None: of no layer
+        self.layer: int | None = None  # layer in the buffer or in the pending gather; None: no layer
         self.pending: Pending | None = None
 
     def wait(self) -> None:
@@ -62,9 +62,9 @@ class GatherPipeline:
         slot.wait()
 
     def advance(self, layer: int) -> None:
-        """Start the gather that follows ``layer``, whose weights are no longer needed. The last layer waits for all gathers on a GPU.
+        """Start the gather that follows ``layer``, whose weights are no longer needed.
 
-        A CUDA graph has to join the streams of its gathers before its capture ends.
+        On a GPU the last layer waits for all gathers, because a CUDA graph has to join their streams before its capture ends.
         """
         count, following = len(self._layouts), layer + len(self.slots)
         following = following if following < count else layer % len(self.slots)

@@ -1,9 +1,9 @@
-"""Weights of a model's decoder layers, of which each rank holds a part, and the writes that pushes make to them.
+"""Sharded weights of a model's decoder layers, and writes of pushes to this rank's part.
 
 A layer is sharded as soon as it has been built, so a rank never holds the full weights. From then on each weight is a view of a
-slot. SGLang's loaders write through this view: before a write, the slot receives this rank's part of the old values, and
-afterwards the part is taken from it. Elements that a loader does not write, as those of the other parts of a fused projection,
-therefore remain.
+slot. SGLang's loaders write through this view: before a write, this rank's part of the old values is copied into the slot, and
+after the write it is copied back. Elements that a loader does not write, such as other parts of a fused projection, therefore
+keep their values.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ShardedWeights:
         return self._pipeline
 
     def add(self, layer: torch.nn.Module) -> None:
-        """Shard the weights of a decoder layer, which are not loaded yet. A layer without such weights is left as it is."""
+        """Shard the weights of a decoder layer before they are loaded. A layer without such weights is unchanged."""
         selected = list(self._selected(layer))
         if not selected:
             return
@@ -118,13 +118,13 @@ class ShardedWeights:
             self.layers[index].part.copy_(self._slot_part(index))
 
     def missing(self) -> list[str]:
-        """Return the settings of ``rollout.flow_mla.weights`` that name no weight of the model."""
+        """Return messages on settings of ``rollout.flow_mla.weights`` that name no weight of the model."""
         names = {name for layer in self.layers for weight in layer.weights for name in weight.name.split(".")}
         missing = [key for key in self._settings.weights if not names.intersection(MODULES[key])]
         return [f"rollout.flow_mla.weights has {key}, which the model's attention does not have" for key in missing]
 
     def moved(self) -> list[str]:
-        """Return the weights that are no views of their slots, because SGLang replaced their memory after the load."""
+        """Return messages on weights that are no longer views of their slots, because SGLang replaced their memory."""
         moved: list[str] = []
         for index, layer in enumerate(self.layers):
             buffer = self.pipeline.slot(index).buffer

@@ -1,4 +1,4 @@
-"""KV cache of an engine: counts of its use, and admission of requests by the free part of it.
+"""KV cache of an engine: counters of its use, and admission of requests by its free part.
 
 ``kv_usage`` counts peak use and retractions in the scheduler, which ``/server_info`` returns. ``kv_admission``
 (``rollout.max_running_requests=auto``) replaces SGLang's guess of the tokens that running requests will still need.

@@ -1,9 +1,9 @@
-"""Admission of requests by the tokens that responses are expected to need, learned from earlier responses.
+"""Admission of requests by the expected length of responses, which is estimated from earlier responses.
 
 SGLang keeps ``ratio * (max_new_tokens - generated)`` tokens free for each running request, at most 4096. The ratio starts at
-0.7 whenever the engine was idle and falls to 0.1 within 600 steps, whatever the length of the responses. If responses are
-long, the cache overflows, and SGLang retracts requests and computes their keys and values again. Here the engine reserves
-what ``ResponseLengths`` expects.
+0.7 whenever the engine was idle and falls to 0.1 within 600 steps, independent of the length of the responses. If responses are
+long, the cache overflows, and SGLang retracts requests and recomputes their keys and values. Here the engine reserves the
+number of tokens that ``ResponseLengths`` expects.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Admission:
         self._lengths = ResponseLengths.estimate(np.zeros(0, np.int64), np.zeros(0, np.bool_))
 
     def track(self, request: Any) -> None:
-        """Observe an admitted request from now on."""
+        """Start observing an admitted request."""
         self._running.setdefault(request.rid, request)
         if len(self._running) > MAX_TRACKED:  # a request aborted in the queue never finishes
             self._record(self._running.pop(next(iter(self._running))))
 
     def observe(self, running: Sequence[Any]) -> None:
-        """Update the estimate: requests seen before that have finished, and the lengths reached by those that run."""
+        """Update the estimate with observed requests that have finished, and with the current lengths of running ones."""
         for request in running:
             self.track(request)
         for rid, request in list(self._running.items()):

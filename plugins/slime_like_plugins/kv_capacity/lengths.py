@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
-NUM_ENDLESS = 8  # responses that are assumed besides the observed ones
-NUM_INTERVALS = 32  # of future steps, for which the tokens in use are bounded
+NUM_ENDLESS = 8  # assumed responses without an end, added to the observed ones
+NUM_INTERVALS = 32  # intervals of future steps for which the tokens in use are bounded
 DEVIATIONS = 3.0  # standard deviations above the mean that a reservation covers
 
 
@@ -28,10 +28,10 @@ class ResponseLengths:
 
     @classmethod
     def estimate(cls, lengths_N: I64, ended_N: NDArray[np.bool_]) -> ResponseLengths:
-        """Return the estimate from ``lengths_N``; where ``ended_N`` is False, the response is at least that long.
+        """Return the estimate from ``lengths_N``; a response is at least that long if ``ended_N`` is False.
 
-        ``NUM_ENDLESS`` further responses without an end are assumed: without observations, and beyond the longest one, responses
-        reach their maximum length, and a few short responses do not count for much.
+        ``NUM_ENDLESS`` responses without an end are added. Without observations, and beyond the longest one, responses are
+        therefore expected to reach their maximum length, and a few short responses have little weight.
         """
         num_K = np.bincount(lengths_N, minlength=1)
         num_ended_K = np.bincount(lengths_N[ended_N], minlength=len(num_K))
@@ -41,10 +41,9 @@ class ResponseLengths:
     def reservation(self, generated_S: I64, maximum_S: I64) -> int:
         """Return the number of tokens to keep free for unfinished responses that have ``generated_S`` tokens.
 
-        It is the largest number of tokens that all responses hold together at a future step, less those that they hold now: at
-        each step the mean plus ``DEVIATIONS`` standard deviations, and at most the maximum. Responses end at ``maximum_S``, and
-        decode one token per step. Each interval of steps counts responses that are unfinished at its begin with their tokens at
-        its end.
+        This is the peak number of tokens over all future steps, minus the tokens generated so far. The number at a step is the
+        mean plus ``DEVIATIONS`` standard deviations, and at most the maximum. Responses decode one token per step and end at
+        ``maximum_S``. In each interval of steps, responses that are unfinished at its start count with their tokens at its end.
         """
         remaining_S = np.maximum(0, maximum_S - generated_S)
         horizon = int(remaining_S.max(initial=0))

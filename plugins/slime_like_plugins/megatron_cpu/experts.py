@@ -44,7 +44,7 @@ class ExpertKernels:
 
     def multiplies(self, rows_RI: Tensor, weight_OI: Tensor) -> bool:
         """Return True if these kernels multiply rows with weights of this shape and dtype faster than torch."""
-        is_even = rows_RI.dtype is torch.float32 or not any(n % 2 for n in weight_OI.shape)  # bf16 are summed in pairs
+        is_even = rows_RI.dtype is torch.float32 or not any(n % 2 for n in weight_OI.shape)  # bf16 is summed in pairs
         return rows_RI.dtype in self._dtypes and weight_OI.dtype is rows_RI.dtype and is_even
 
     def products(self, rows: Tensor, counts: Sequence[int], weights: Sequence[Tensor], *, transpose: bool) -> Tensor:

@@ -27,7 +27,7 @@ from slime_like_plugins.megatron_cpu.kernels import LANES, SUFFIX, QkvHeads, ker
 from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 from slime_like_plugins.sglang_cpu.build import BuildError
 
-MAX_LENGTH = 1024  # tokens per sequence up to which the kernels were measured: 1.5 times torch's speed
+MAX_LENGTH = 1024  # maximum tokens per sequence; up to this length the kernels were measured at 1.5 times torch's speed
 
 
 class FusedRMSNorm(RMSNorm):
@@ -100,7 +100,7 @@ class FusedCoreAttention(PackedAttention):
 class FusedAttention(SelfAttention):
     """Attention with split, norms, rotation and cast of queries, keys and values in one pass.
 
-    Megatron's own steps run with context parallelism, a KV head shared by tensor parallel ranks, output gates,
+    Falls back to Megatron's own steps with context parallelism, a KV head shared by tensor parallel ranks, output gates,
     zero-centred norms, or a rotation of part of a head or of neighbouring channels.
     """
 

@@ -16,7 +16,7 @@ from slime_like_plugins.qwen_gdn.packing import lengths
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Places of the sequences, each after W-1 rows of its own, so that no window overlaps the previous sequence."""
+    """Row positions: each sequence follows W-1 rows of its own, so that no window overlaps the previous sequence."""
 
     num_places: int  # R, of tokens and rows before sequences
     token: Tensor  # I64 [tokens] place of each token

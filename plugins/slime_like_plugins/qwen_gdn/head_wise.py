@@ -1,8 +1,8 @@
 """Context parallelism by heads: while the rule runs, each rank has all tokens of its share of the heads.
 
 As in DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509) and megatron-core's GatedDeltaNet, an all-to-all exchanges tokens
-for heads, and another one reverses it. The output gate is not sent, because the rule does not read it; megatron sends it,
-which is half as much data again.
+for heads, and another one reverses it. The output gate is not exchanged, because the rule does not read it; megatron exchanges
+it, which increases the data by half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_r
 
 
 class HeadWise:
-    """``Mixing`` for numbers of heads that are multiples of the ranks of ``group``; one rank needs no all-to-all."""
+    """``Mixing`` for numbers of heads divisible by the size of ``group``; one rank needs no all-to-all."""
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
         del hidden  # tokens are projected in attention's layout

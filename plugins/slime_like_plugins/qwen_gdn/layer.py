@@ -36,9 +36,9 @@ The channels are 0 under sequence parallelism, which splits the tokens of a rank
 class GatedDeltaNetLayer(GatedDeltaNet):
     """Gated DeltaNet over packed rows.
 
-    megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. bfloat16 has 8 bits for a decay whose effect grows with
-    the distance between tokens, and an optimizer step changes less than the last bit. Here these parameters and their
-    gradients, moments and checkpoints are float32.
+    megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. The 8 bits of bfloat16 are not enough: the effect of the decay
+    grows with the distance between tokens, and an optimizer step changes less than the last bit. Here these parameters and
+    their gradients, moments and checkpoints are float32.
     """
 
     def __init__(

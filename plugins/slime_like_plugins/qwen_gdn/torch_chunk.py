@@ -17,7 +17,7 @@ from slime_like_plugins.qwen_gdn.packing import ChunkOrder, chunk_order
 
 CHUNK = 32
 SMALL_CHUNKS = ((32, 16),)
-"""(maximum sequence length, chunk): a smaller chunk leaves fewer places of a short sequence's only chunk empty."""
+"""(maximum sequence length, chunk): with a smaller chunk, a short sequence's only chunk has less padding."""
 
 
 class TorchGDN:

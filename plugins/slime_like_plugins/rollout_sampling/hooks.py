@@ -105,7 +105,7 @@ def sample_from_probs(
 
 
 def draw_with_kernel(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return tokens and their log-probabilities from the kernel; ``None`` without one or if it does not support the batch."""
+    """Return tokens and their log-probabilities from the kernel; ``None`` without a kernel or for an unsupported batch."""
     draw_rows = kernel()
     if draw_rows is None or logits_BV.dtype is not torch.float32 or info.has_custom_logit_processor:
         return None
@@ -126,7 +126,7 @@ def has_top_k(info: Any) -> bool:
 
 
 def choose(scores_BV: Tensor, get_probs: Callable[[], Tensor], info: Any, positions_B: Tensor) -> Tensor:
-    """Return int64 [B], the next tokens: the highest score if greedy, otherwise sampled with the probabilities [B, V] of ``get_probs()``.
+    """Return the next tokens, int64 [B]: the highest score if greedy, otherwise a sample of the probabilities [B, V] of ``get_probs()``.
 
     The token of a request does not depend on the sampling options of other requests in the batch.
     """
@@ -145,8 +145,8 @@ def choose(scores_BV: Tensor, get_probs: Callable[[], Tensor], info: Any, positi
 def score(original: Callable[..., tuple[Any, Tensor]], processor: Any, **call: Any) -> tuple[Any, Tensor]:
     """Hook around ``InputLogprobProcessor.forward``: score input tokens at the request's temperature.
 
-    Scores come from the logits that SGLang computes anyway, chunk by chunk. Another projection would be a collective that ranks
-    without scored tokens do not take part in, if attention is data-parallel.
+    Scores are computed from the logits that SGLang computes anyway, chunk by chunk. With data-parallel attention, a second
+    projection would be a collective in which ranks without scored tokens take no part.
     """
     metadata, rows_R = call["logits_metadata"], call["input_logprob_indices"]
     temperatures = metadata.temperature

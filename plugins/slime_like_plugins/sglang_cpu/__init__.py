@@ -12,7 +12,7 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 NAME = "cpu"
 KERNELS_VARIABLE = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
-EXACT = "exact"  # together with "cpu": bits that do not depend on the batch
+EXACT = "exact"  # together with "cpu": batch-invariant results
 
 
 def activate() -> str | None:

@@ -62,7 +62,7 @@ def power_of_two(n: int) -> int:
 
 
 def padded_slots(table: Tensor, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the KV-pool rows [b, L] of requests with these page-table rows, and the mask of those that exist."""
+    """Return the KV-pool rows [b, L] of requests with these page-table rows, and a mask that is False on padding."""
     length = max(kv_lens)
     exists_bL = torch.arange(length)[None] < torch.tensor(kv_lens)[:, None]
     slots_bL = table[:, :length].long()
@@ -273,7 +273,7 @@ def register() -> None:
 
 
 def create(runner: Any) -> BatchedAttention:
-    """Return the backend of a model runner: with DCP the one for a sharded KV cache, with latent attention the one for latents.
+    """Return the attention backend for a model runner, which depends on DCP (sharded KV cache) and latent attention.
 
     Raises ``NotImplementedError`` for a model with a layer that it does not support.
     """

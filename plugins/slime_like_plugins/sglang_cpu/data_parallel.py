@@ -19,8 +19,8 @@ from slime_like_plugins.sglang_hooks import replace_attribute, stop_on
 
 COLLECTIVES = ("inplace_all_reduce", "reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
 WAKE_MS = 50
-"""Longest sleep of an idle engine: a request wakes the rank that it is for, and each forward needs all ranks. At each wake a rank
-computes for a millisecond."""
+"""Longest sleep of an idle engine. A request wakes only the rank that receives it, but each forward needs all ranks. Each wake-up
+costs about a millisecond of computation."""
 
 
 def install() -> None:
@@ -51,8 +51,8 @@ def replace() -> None:
 def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``forward`` of an attention backend with zeros for the tokens that pad the batch of a rank without requests.
 
-    SGLang returns uninitialised memory. These tokens then take part in the products of all ranks, and the number of rows of an
-    expert would depend on it, and so the last bits of the results of requests.
+    SGLang leaves these rows uninitialised. The router would send them to experts together with the tokens of real requests, so the
+    number of rows per expert, and with it the rounding of real results, would vary.
     """
 
     @functools.wraps(forward)

@@ -19,12 +19,12 @@ from slime_like_plugins.sglang_cpu.products import Products
 from slime_like_plugins.sglang_cpu.structure import DecoderBlock
 from slime_like_plugins.sglang_cpu.workspace import Workspace
 
-CACHED_BYTES = 1 << 21  # of weights that fit a core's own cache
-MIN_ROWS_PER_THREAD = 4  # minimum rows per thread for larger weights, because each thread reads all of them
+CACHED_BYTES = 1 << 21  # weights up to this size fit into a core's private cache
+MIN_ROWS_PER_THREAD = 4  # for larger weights, because each thread reads all of them
 
 
 class DecodeStep:
-    """Layers, last norm and head of one model, whose layers have equal shapes."""
+    """Layers, final norm and head of a model whose layers all have the same shapes."""
 
     def __init__(self, model: Any, blocks: Sequence[DecoderBlock], product: Products, kernels: CKernels) -> None:
         self._model, self._blocks, self._product, self._c = model, blocks, product, kernels
@@ -32,7 +32,7 @@ class DecodeStep:
         self._heads, self._kv_heads, self._dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         hidden, inner = blocks[0].out.weight.shape
         self._width = blocks[0].down.weight.shape[1]
-        # Normed, qkv, queries, attended, gate and up, their product, projected.
+        # Widths: norm output, qkv, queries, attention output, gate and up, their product, projection.
         widths = (hidden, len(blocks[0].qkv.weight), inner, inner, 2 * self._width, self._width, hidden)
         self._workspace = Workspace(widths)
         self._eps: float = model.model.norm.variance_epsilon

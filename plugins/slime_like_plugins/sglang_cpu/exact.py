@@ -1,4 +1,4 @@
-"""An engine whose bits do not depend on the batch: prefill, decode and prefix-cache hits give a token the same logits.
+"""Batch-invariant engine: a token has bitwise equal logits in prefill, in decode and after a prefix-cache hit, in any batch.
 
 Enabled by ``exact`` together with ``cpu`` in ``SLIME_LIKE_SGLANG`` (``run.deterministic=true``). The arithmetic is that
 of ``slime_like.util.exact``, which the trainer also uses. Shortcuts of this package must not replace a hooked function

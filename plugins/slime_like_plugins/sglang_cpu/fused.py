@@ -45,7 +45,7 @@ class FusedForward:
         self._cos_sin = torch.empty(0)
         first = self._blocks[0]
         (hidden, inner), (width, _) = first.out.weight.shape, first.gate_up.weight.shape
-        # Widths: normed, qkv, queries, gate and up, their product, projected.
+        # Widths: norm output, qkv, queries, gate and up, their product, projection.
         self._workspace = Workspace((hidden, len(first.qkv.weight), inner, width, width // 2, hidden))
 
     @property

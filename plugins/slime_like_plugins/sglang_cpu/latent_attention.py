@@ -21,7 +21,7 @@ from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 
 class KeysAsValues(BatchedAttention):
-    """Attention over latents, with whole keys as values."""
+    """Attention over latents, with complete keys as values."""
 
     def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -33,7 +33,7 @@ class KeysAsValues(BatchedAttention):
 
 
 class LatentAttentionBackend(KeysAsValues):
-    """The batched backend for absorbed queries. Attention returns weighted sums of whole keys, of which the latents are used."""
+    """Batched backend for absorbed queries. Attention returns weighted sums of complete keys; only their latents are used."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         super().__init__(runner, kernels)
@@ -49,12 +49,12 @@ class LatentAttentionBackend(KeysAsValues):
 
 
 def absorbed(attention: Any, forward_batch: Any) -> AttnForwardMethod:
-    """Return SGLang's forward for absorbed queries. Its default for unknown backends prefills without the pool."""
+    """Return SGLang's forward for absorbed queries. SGLang's default for unknown backends would prefill without the pool."""
     return AttnForwardMethod.MLA
 
 
 def require_latent_layers(model: Any) -> None:
-    """Raise ``NotImplementedError`` unless every attention layer of ``model`` that reads the KV pool reads latents of one head."""
+    """Raise ``NotImplementedError`` unless every layer of ``model`` that reads the KV pool reads latents shared by all heads."""
     for name, layer in model.named_modules():
         if not isinstance(layer, RadixAttention) or name.endswith(".attn_mha"):
             continue

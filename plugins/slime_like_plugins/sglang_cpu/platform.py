@@ -59,7 +59,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         server_args.sleep_on_idle = True  # otherwise an idle scheduler uses a full core
         server_args.disable_custom_all_reduce = True
         if server_args.mamba_radix_cache_strategy == "auto":
-            # no_buffer keeps the state at the last token of a sequence, where a page of dcp_size tokens seldom ends.
+            # no_buffer caches the state at a sequence's last token, which is seldom the end of a page of dcp_size tokens.
             paged = server_args.dcp_size > 1 and has_states(server_args)
             server_args.mamba_radix_cache_strategy = "extra_buffer" if paged else "no_buffer"
         if server_args.max_mamba_cache_size is None:
@@ -112,7 +112,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
 
 def host_memory(dims: tuple[int, ...], dtype: Any, device: str, *args: Any, **kwargs: Any) -> Any:
-    """Return uninitialised memory, for the routed experts of cached tokens. SGLang's own function registers it with CUDA."""
+    """Return uninitialised memory for the routed experts of cached tokens. SGLang's own function registers it with CUDA."""
     import torch
 
     return torch.empty(dims, dtype=dtype, device=device)
@@ -128,7 +128,7 @@ def state_slots(server_args: Any) -> int | None:
 
 
 def has_states(server_args: Any) -> bool:
-    """Return whether the model has linear attention states, of any size."""
+    """Return True if the model has linear attention states, of any size."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from slime_like_plugins.sglang_cpu.hybrid.states import state_bytes

@@ -38,9 +38,9 @@ def sleep_while_paused(result: None, scheduler: Any, *_: Any, **__: Any) -> None
 
 
 def receive(original: Callable[..., Any], socket: Any, **options: Any) -> Any:
-    """Replace the controller's reception of a request: wait for a message instead of spinning on a core.
+    """Replace the controller's ``recv``: wait for a message instead of spinning on a core.
 
-    Not a hook, which would replace the function in all of SGLang's processes. Remove when SGLang's ``sleep_on_idle``
+    This is not a hook, because a hook would apply in all of SGLang's processes. Remove when SGLang's ``sleep_on_idle``
     covers the controller of data-parallel attention.
     """
     socket.poll(WAIT_MS)

@@ -1,6 +1,6 @@
-"""Products with a model's weights, packed once per push: by the C kernels or by oneDNN, which would otherwise pack at every call.
+"""Products with weights that the C kernels or oneDNN pack once per push. Otherwise oneDNN would pack them at every call.
 
-Packing takes a fifth of a bfloat16 product's time at 64 rows. Weights are packed again after every push.
+Packing takes a fifth of a bfloat16 product's time at 64 rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 
 MAX_BYTES = 1 << 28  # maximum size of weights that are kept twice (slime_like.planner.host counts them)
-ROWS = 64  # for which oneDNN's packing is chosen; it works for any number
+ROWS = 64  # number of rows for which oneDNN chooses its packing, which then works for any number
 
 
 class Packing(Protocol):

@@ -1,8 +1,8 @@
-"""Short path for sampled tokens of requests that need only tokens, log-probabilities and, at their end, routed experts.
+"""Fast path for requests that need only tokens, log-probabilities and, at their end, routed experts.
 
 SGLang passes every token of every request through a dozen functions, which for a small model cost half as much as its
-forward. Here a token that neither ends its request nor is due to be sent is only appended. Requests that end, and all
-other batches, go through SGLang's own functions.
+forward. Here a token is only appended unless it ends its request or is due to be sent. Finishing requests and all other
+batches use SGLang's own functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary embeddings of models with latent attention on a CPU: SGLang's function for them requires a scaling of frequencies."""
+"""Rotary embeddings for latent attention on a CPU. SGLang's function refuses models without ``rope_scaling``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime_like_plugins.sglang_hooks import replace_attribute
 
 
 def install() -> None:
-    """Replace SGLang's function in this process. Remove when it accepts models without a scaling."""
+    """Replace SGLang's function in this process. Remove when it accepts models without ``rope_scaling``."""
     replace_attribute(NAME, factory, "get_rope_cpu", with_unscaled(factory.get_rope_cpu))
 
 
 def with_unscaled(scaled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``scaled``, extended to models without a scaling, for which it returns the rotary embedding of other models."""
+    """Return a function that calls ``scaled``, or SGLang's general function for models without ``rope_scaling``."""
 
     def get_rope(  # noqa: PLR0913  (a signature of SGLang)
         head_size: int,

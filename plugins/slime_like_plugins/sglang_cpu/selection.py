@@ -13,7 +13,7 @@ from slime_like_plugins.sglang_hooks import enabled
 
 CHOICES = ("auto", "c", "torch", "off")
 WIDE_LATENT = 512
-"""Numbers of a latent from which ``auto`` attends in torch: C is slower at contexts of 2048 tokens (docs/measurements/decode_cpu.md)."""
+"""Width of a latent from which ``auto`` attends in torch: C is slower at contexts of 2048 tokens (docs/measurements/decode_cpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def chosen() -> str:
 
 
 def latent_kernels(latent: int) -> CKernels | None:
-    """Return the C kernels to decode over latents of ``latent`` numbers; None for torch."""
+    """Return the C kernels to decode over latents of width ``latent``; None for torch."""
     return None if chosen() == "auto" and latent >= WIDE_LATENT else selected().c
 
 
@@ -63,7 +63,7 @@ def selected() -> Selection:
 
     deterministic = get_exec().deterministic
     if enabled(EXACT):
-        return Selection(None, "SGLang's own forward (bits that do not depend on the batch)")
+        return Selection(None, "SGLang's own forward (batch-invariant)")
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
         return Selection(None, "SGLang's own forward (deterministic inference)")
     return choose(chosen())

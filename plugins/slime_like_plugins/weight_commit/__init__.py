@@ -1,10 +1,10 @@
-"""Weight updates that are verified to be complete, or refused.
+"""Weight updates that are refused unless they are complete.
 
 SGLang's loaders skip unknown names and write parts of fused parameters one by one; a push without ``v_proj`` of one
 layer would report success. With ``SLIME_LIKE_SGLANG`` naming ``weight_commit``, ``begin_weight_update``
 fills every floating parameter with NaN and ``end_weight_update`` fails if one NaN remains.
 
-``dequantise`` is for checkpoints with float8 weights: an engine loads them as the trainer does, in the dtype of the pushes.
+``dequantise`` is for checkpoints with float8 weights: an engine loads them like the trainer, in the dtype of the pushes.
 """
 
 from __future__ import annotations

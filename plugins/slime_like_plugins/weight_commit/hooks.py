@@ -26,7 +26,7 @@ type GenerateStream = Callable[..., AsyncIterator[Any]]
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter of the runners that an update selects, and each tensor that SGLang computes from them.
 
-    Tied parameters are yielded once. Of a weight that is spread over ranks, the part of this rank is yielded.
+    Tied parameters are yielded once. For a weight that is sharded over ranks, this rank's shard is yielded.
     """
     for role, runner in manager._select_runners(selector):
         for name, parameter in itertools.chain(runner.model.named_parameters(), latent.derived_weights(runner.model)):

@@ -1,7 +1,7 @@
 """Models with latent attention: norms as in transformers, fused projections whose parts arrive in two buckets, derived weights.
 
-SGLang gives the norms of the latents ``rms_norm_eps``. It loads a fused down projection only if one call has both of its
-parts, and drops a part that is alone. It computes ``w_kc`` and ``w_vc`` of a layer when ``kv_b_proj`` is loaded.
+SGLang uses ``rms_norm_eps`` in the norms of latents. It loads a fused down projection only if both of its parts are in one
+call, and drops a part without its partner. It computes ``w_kc`` and ``w_vc`` of a layer when ``kv_b_proj`` is loaded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PairedLoader:
 def adjust(result: Any, runner: Any) -> Any:
     """Hook after ``ModelRunner.load_model``: adjust a model with latent attention.
 
-    Remove when SGLang's norms of latents have the epsilon of transformers, and its loader keeps a part that comes alone.
+    Remove when SGLang's norms of latents use the epsilon of transformers and its loader keeps a part until its partner arrives.
     """
     if runner.use_mla_backend:
         for name, module in runner.model.named_modules():

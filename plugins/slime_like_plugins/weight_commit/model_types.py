@@ -1,4 +1,4 @@
-"""Model types that transformers has no config class for: an engine reads them by the class that the trainer uses."""
+"""Model types without a config class in transformers: an engine uses the same class as the trainer."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
     """Return the parameters that contain NaN, in model order."""
     incomplete: list[Unwritten] = []
     for name, parameter in parameters:
-        # The sum is NaN if an element is, and reads the parameter once; counting NaNs is slower.
+        # The sum is NaN if any element is. Summing reads the parameter once; counting NaNs is slower.
         may_have_nan = parameter.is_floating_point() and bool(torch.isnan(parameter.sum()))
         if may_have_nan and (count := int(torch.isnan(parameter).sum())):
             incomplete.append(Unwritten(name, count, parameter.numel()))

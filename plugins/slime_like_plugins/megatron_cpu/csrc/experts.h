@@ -1,9 +1,9 @@
 /* Products of the rows of several experts with each expert's weight, included once per element type. They are computed
- * from units of 4 bytes: a float, or a pair of bf16 that are neighbours in the dimension that is summed. Each element of a
- * result is summed in a fixed order by one thread, so that bits do not depend on other rows or threads.
+ * from units of 4 bytes: a float, or a pair of bf16 that are adjacent in the summed dimension. Each element of a result is
+ * summed in a fixed order by one thread, so that bits do not depend on other rows or threads.
  * Axes: e experts, whose rows are bounds[e] to bounds[e + 1]; k units that are summed, m columns of the result. */
 
-/* panel [k, COLUMNS] of `columns` rows of a matrix [.., k], which become columns */
+/* panel [k, COLUMNS]: the transpose of `columns` rows of a matrix [.., k] */
 INLINE void NAME(pack_transposed)(const NAME(unit) *from, int64_t k, int64_t columns, NAME(unit) *panel) {
     for (int64_t i = 0; i < k; i += LANES)
         for (int64_t c = 0; c < COLUMNS; c += LANES) {
@@ -28,8 +28,8 @@ INLINE void NAME(pack)(const T *from, int64_t stride, int64_t n, int64_t columns
     }
 }
 
-/* A tile [rows, COLUMNS] of a result: a panel times `rows` rows, whose units are at a[r * row + u * step]. The sums begin
- * with those in `partial` unless it is the first part, and return there unless it is the last, which is stored to `out`. */
+/* A tile [rows, COLUMNS] of a result: a panel times `rows` rows, whose units are at a[r * row + u * step]. Sums start from
+ * `partial`, except in the first part, and are stored in `partial`, except in the last part, which is stored in `out`. */
 INLINE void NAME(expert_tile)(const NAME(unit) *a, int64_t row, int64_t step, const NAME(unit) *panel, int64_t k,
                               float *partial, int is_first, int is_last, T *out, int64_t m, int64_t columns,
                               const int rows) {

@@ -1,4 +1,4 @@
-/* Units of 4 bytes, of which products of experts are computed: a float, or a pair of bf16. */
+/* Units of 4 bytes in products of experts: a float, or a pair of bf16. */
 #define COLUMNS (2 * LANES)
 #define CACHE_LINE 64       /* bytes */
 #define ROWS_OF_TILE 12     /* with 2 vectors each and a panel's 2, they fit into 32 registers */

@@ -33,7 +33,7 @@ typedef uint16_t bf16;
 #if defined(_OPENMP)
 #include <omp.h>
 #define TEXT(x) #x
-/* No nested regions, which OMP_NESTED would allow: buffers of a step have room for its own threads only. */
+/* Forbid nested regions, which OMP_NESTED would allow: the buffers of a step have room for its own threads only. */
 #define PARALLEL_ROWS(work) _Pragma(TEXT(omp parallel for schedule(static) if (!omp_in_parallel() && (work) > 65536)))
 #define PARALLEL(condition) _Pragma(TEXT(omp parallel if (!omp_in_parallel() && (condition))))
 #define THREAD omp_get_thread_num()

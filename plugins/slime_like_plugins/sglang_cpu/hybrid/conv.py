@@ -100,6 +100,6 @@ def check_precision(states: Tensor, x: Tensor) -> None:
     """Raise ``ValueError`` if the pool's dtype would round the states."""
     if torch.finfo(states.dtype).eps > torch.finfo(x.dtype).eps:
         raise ValueError(
-            f"convolution states are kept in {states.dtype} under inputs in {x.dtype}: "
+            f"convolution states are stored in {states.dtype}, but the inputs are {x.dtype}: "
             f"set SGLANG_MAMBA_CONV_DTYPE={str(x.dtype).removeprefix('torch.')} before SGLang starts"
         )

@@ -1,0 +1,55 @@
+"""Child processes of a benchmark, each with a time limit."""
+
+from __future__ import annotations
+
+import queue
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Generator
+
+RUN_S, STOP_S = 7_200.0, 60.0  # limits of one run, and of its end after SIGTERM
+
+
+def read_lines(process: subprocess.Popen[str], *, limit_s: float = RUN_S, stop_s: float = STOP_S) -> Generator[str]:
+    """Yield the lines of standard output until it is closed, then wait for the process.
+
+    Raises ``SystemExit`` if the process does not end within ``limit_s``. The process is stopped if the caller stops reading.
+    """
+    deadline = time.monotonic() + limit_s
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+            yield line
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except (queue.Empty, subprocess.TimeoutExpired):
+        raise SystemExit(f"{command_text(process)} did not end within {limit_s:g} s") from None
+    finally:
+        stop(process, stop_s)
+
+
+def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
+    """Let a running process stop its own processes, and kill it if it is still running after ``seconds``."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(seconds)
+
+
+def command_text(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> str:
+    """Return the first words of the command of ``process``, for messages."""
+    words = process.args if isinstance(process.args, (list, tuple)) else [process.args]
+    return f"{shlex.join(str(word) for word in words[:3])} ..."

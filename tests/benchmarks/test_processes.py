@@ -1,0 +1,45 @@
+"""Processes of benchmarks: output line by line, a limit on every wait, and no process left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.processes import read_lines
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def test_lines_and_exit_code_of_a_process() -> None:
+    process = start("print('a'); print('b'); raise SystemExit(3)")
+    assert list(read_lines(process)) == ["a\n", "b\n"]
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize(
+    "hang",
+    ["import time; time.sleep(60)", "import os, time; os.close(1); time.sleep(60)"],
+    ids=["output stays open", "output is closed"],
+)
+def test_a_process_that_does_not_end_is_stopped(hang: str) -> None:
+    process = start(hang)
+    started = time.monotonic()
+    with pytest.raises(SystemExit, match=r"-S -c \.\.\. did not end within 0\.5 s"):
+        list(read_lines(process, limit_s=0.5, stop_s=20))
+    assert process.returncode == -15
+    assert time.monotonic() - started < 30
+
+
+def test_a_process_that_ignores_sigterm_is_killed() -> None:
+    process = start(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
+    lines = read_lines(process, stop_s=0.5)
+    assert next(lines) == "ready\n"
+    lines.close()
+    assert process.returncode == -9
