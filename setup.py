@@ -42,6 +42,7 @@ setup(
         "slime_like_plugins": ["py.typed"],
         "slime_like.config.rules": ["upstream/*.json"],
         "slime_like_compat.verl": ["*.tsv"],
+        "slime_like.phantom": ["csrc/*.c", "csrc/*.h", "csrc/crt/*.h"],  # compiled where it runs
         "slime_like.distributed.wrapper": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.megatron_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.sglang_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs

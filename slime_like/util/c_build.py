@@ -80,7 +80,7 @@ def cpu_identity() -> str:
 def object_name(compiler: str, recipe: Recipe) -> str:
     """Return the file name of the object, a hash of source, flags, compiler and CPU."""
     digest = hashlib.sha256()
-    for file in sorted(recipe.main.parent.iterdir()):
+    for file in sorted(recipe.main.parent.rglob("*")):
         if file.is_file():
             digest.update(file.read_bytes())
     state = os.stat(compiler)

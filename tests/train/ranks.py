@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -43,16 +43,22 @@ class RankWorld:
     port: int
 
 
-def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
-    """Run ``target`` ("module:function") on ``size`` ranks. Return their results in rank order. Raises AssertionError on a fault."""
+def run_ranks(
+    target: str, size: int, *args: Any, seconds: float = 240, environment: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Run ``target`` ("module:function") on ``size`` ranks. Return their results in rank order. Raises AssertionError on a fault.
+
+    ``environment``: further variables of the ranks.
+    """
     deadline = Deadline("test", target, seconds)
     with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
         folder = Path(name)
         (folder / "args").write_bytes(pickle.dumps(args))
-        environment = {
+        variables = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            **(environment or {}),
         }
         children = [
             subprocess.Popen(
@@ -68,7 +74,7 @@ def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[
                     str(deadline.limit),
                 ],
                 cwd=ROOT,
-                env=environment,
+                env=variables,
                 stdout=(folder / f"out{rank}").open("wb"),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -1,0 +1,40 @@
+"""Run a command on phantom GPUs: ``python -m slime_like.phantom --memory 80 .venv/bin/python -m pytest -m gpu tests``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+
+from slime_like.errors import ConfigError, SlimeLikeError, exit_code
+from slime_like.phantom.device import GIB, PhantomGpu
+
+
+def main(argv: list[str]) -> int:
+    """Replace this process by the command."""
+    parser = argparse.ArgumentParser(prog="python -m slime_like.phantom", description=__doc__)
+    parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU")
+    parser.add_argument("--devices", type=int, default=1, help="number of GPUs")
+    parser.add_argument("--capability", default="9.0", help="compute capability")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    if not options.command:
+        parser.error("no command: append the program to run and its arguments")
+    major, _, minor = str(options.capability).partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        parser.error(f"--capability {options.capability}: give it as 9.0")
+    gpu = PhantomGpu(int(options.memory * GIB), options.devices, (int(major), int(minor)))
+    try:
+        environment = {**os.environ, **gpu.environment()}
+        program = shutil.which(options.command[0])
+        if program is None:
+            raise ConfigError(f"{options.command[0]} is no program on PATH: give its path")
+    except SlimeLikeError as error:
+        error.say()
+        return exit_code(error)
+    os.execve(program, options.command, environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

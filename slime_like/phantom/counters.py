@@ -1,0 +1,67 @@
+"""Counters of the phantom GPU that this process runs on."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import astuple, dataclass
+
+_PROCESS = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class CallCounts:
+    """Calls since the process started, in the order of ``enum counter`` of ``phantom.c``."""
+
+    launches: int = 0
+    products: int = 0  # of cuBLAS
+    copies_to_device: int = 0
+    copies_to_host: int = 0
+    copies_on_device: int = 0
+    syncs: int = 0  # the host waited for a stream, an event or the device
+    collectives: int = 0
+    allocations: int = 0  # of the driver, not of torch's allocator
+    graphs: int = 0
+
+    def __sub__(self, earlier: CallCounts) -> CallCounts:
+        """Return the calls since ``earlier``."""
+        return CallCounts(*(a - b for a, b in zip(astuple(self), astuple(earlier), strict=True)))
+
+
+def is_phantom() -> bool:
+    """Return whether this process runs on phantom GPUs."""
+    return hasattr(_PROCESS, "phantom_gpu_counters")
+
+
+def read_counts() -> CallCounts:
+    """Return the calls of this process so far."""
+    assert is_phantom(), "this process does not run on a phantom GPU"
+    size, function = ctypes.c_int(), _PROCESS.phantom_gpu_counters
+    function.restype = ctypes.POINTER(ctypes.c_ulong)
+    values = function(ctypes.byref(size))
+    return CallCounts(*(int(values[i]) for i in range(size.value)))
+
+
+def pinned_bytes() -> int:
+    """Return the pinned memory of the host."""
+    return _size("phantom_gpu_pinned")
+
+
+def used_bytes(device: int = 0) -> int:
+    """Return the device memory that the driver has given out, without the context."""
+    return _size("phantom_gpu_used", device)
+
+
+def peak_bytes(device: int = 0) -> int:
+    """Return the maximum of ``used_bytes`` since the start or ``reset_peak``."""
+    return _size("phantom_gpu_peak", device)
+
+
+def reset_peak(device: int = 0) -> None:
+    """Begin a new maximum."""
+    _PROCESS.phantom_gpu_reset_peak(device)
+
+
+def _size(name: str, *arguments: int) -> int:
+    function = getattr(_PROCESS, name)
+    function.restype = ctypes.c_size_t
+    return int(function(*arguments))

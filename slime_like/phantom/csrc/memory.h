@@ -1,0 +1,142 @@
+// Device memory as reserved address space: a page that nothing has written takes no memory of the host.
+#define MAX_DEVICES 64
+#define GRANULARITY ((size_t)2 << 20)  // cudaMalloc's
+
+enum { PAGEABLE = -1, PINNED = -2 };  // owners of memory of the host; 0 and above are devices
+
+typedef struct block {
+    char *start;
+    size_t size;
+    int owner;
+    struct block *next;
+} block;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static block *blocks;
+static size_t used[MAX_DEVICES], peak[MAX_DEVICES], pinned;
+static __thread int device;
+static __thread status last_error;
+
+static size_t total_memory(void) { return setting("PHANTOM_GPU_MEMORY", (size_t)80 << 30); }
+static size_t context_memory(void) { return setting("PHANTOM_GPU_CONTEXT", (size_t)500 << 20); }
+static int num_devices(void) { size_t n = setting("PHANTOM_GPU_DEVICES", 1); return n > MAX_DEVICES ? MAX_DEVICES : (int)n; }
+static size_t copy_limit(void) {
+    static size_t limit = (size_t)-1;
+    if (limit == (size_t)-1) limit = setting("PHANTOM_GPU_COPY_LIMIT", (size_t)1 << 20);
+    return limit;
+}
+API size_t phantom_gpu_pinned(void) { return pinned; }
+API size_t phantom_gpu_used(int d) { return used[d]; }
+API size_t phantom_gpu_peak(int d) { return peak[d]; }
+API void phantom_gpu_reset_peak(int d) { peak[d] = used[d]; }
+
+static status reserve(void **out, size_t size, int owner) {  // owner: a device, or PINNED
+    int is_pinned = owner == PINNED;
+    size_t unit = is_pinned ? 4096 : GRANULARITY;
+    *out = 0;
+    if (!size) return 0;
+    size = (size + unit - 1) & ~(unit - 1);
+    pthread_mutex_lock(&lock);
+    block *new = is_pinned || used[owner] + size + context_memory() <= total_memory() ? malloc(sizeof *new) : 0;
+    void *start = new ? mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : MAP_FAILED;
+    if (start != MAP_FAILED) {
+        *new = (block){start, size, owner, blocks};
+        blocks = new;
+        *out = start;
+        if (is_pinned) pinned += size;
+        else if ((used[owner] += size) > peak[owner]) peak[owner] = used[owner];
+    } else free(new);
+    pthread_mutex_unlock(&lock);
+    return *out ? 0 : (last_error = OUT_OF_MEMORY);
+}
+static status allocate(void **out, size_t size) { count(ALLOCATIONS); return reserve(out, size, device); }
+static status release(void *start) {
+    if (!start) return 0;
+    status result = INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    for (block **link = &blocks; *link; link = &(*link)->next)
+        if ((*link)->start == start) {
+            block *freed = *link;
+            *link = freed->next;
+            *(freed->owner == PINNED ? &pinned : &used[freed->owner]) -= freed->size;
+            munmap(freed->start, freed->size);
+            free(freed);
+            result = 0;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    return result ? (last_error = result) : 0;
+}
+static int owner_of(const void *address) {  // PAGEABLE: memory that this library has not given out
+    int owner = PAGEABLE;
+    pthread_mutex_lock(&lock);
+    for (block *b = blocks; b; b = b->next)
+        if ((char *)address >= b->start && (char *)address < b->start + b->size) { owner = b->owner; break; }
+    pthread_mutex_unlock(&lock);
+    return owner;
+}
+
+API cudaError_t cudaMalloc(void **out, size_t n) { return allocate(out, n); }
+API cudaError_t cudaMallocAsync(void **out, size_t n, cudaStream_t s) { return allocate(out, n); }
+API cudaError_t cudaFree(void *p) { return release(p); }
+API cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return release(p); }
+API cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
+    *total = total_memory();
+    *free = *total - used[device] - context_memory();
+    return 0;
+}
+
+API cudaError_t cudaHostAlloc(void **out, size_t n, unsigned flags) { return reserve(out, n, PINNED); }
+API cudaError_t cudaMallocHost(void **out, size_t n) { return reserve(out, n, PINNED); }
+API cudaError_t cudaFreeHost(void *p) { return release(p); }
+API cudaError_t cudaHostGetDevicePointer(void **out, void *p, unsigned flags) { *out = p; return 0; }
+SUCCEED(cudaHostRegister)
+SUCCEED(cudaHostUnregister)
+
+// ---- copies ----------------------------------------------------------------------------------------------------------
+// A scalar that the host reads is 0 unless it looks like a small integer that a copy has put there: what a kernel would have
+// computed is unknown, and the bytes of a reused block would be those of another tensor.
+static int is_computed(const void *source, size_t n) { return n <= 4 || n == 8 && *(const uint64_t *)source >> 31; }
+static status copy(void *to, const void *from, size_t n) {
+    int target = owner_of(to), source = owner_of(from);
+    count(target < 0 ? TO_HOST : source < 0 ? TO_DEVICE : ON_DEVICE);
+    if (source >= 0 && target < 0 && is_computed(from, n)) memset(to, 0, n);
+    else if (n <= copy_limit()) memmove(to, from, n);
+    return 0;
+}
+API cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) { count(SYNCS); return copy(d, s, n); }
+API cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t t) { return copy(d, s, n); }
+API cudaError_t cudaMemcpyPeerAsync(void *d, int to, const void *s, int from, size_t n, cudaStream_t t) { return copy(d, s, n); }
+API cudaError_t cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, enum cudaMemcpyKind k, cudaStream_t t) {
+    count(owner_of(d) < 0 ? TO_HOST : owner_of(s) < 0 ? TO_DEVICE : ON_DEVICE);
+    if (w * h <= copy_limit())
+        for (size_t row = 0; row < h; row++) memmove((char *)d + row * dp, (const char *)s + row * sp, w);
+    return 0;
+}
+SUCCEED(cudaMemcpyToSymbol)
+API cudaError_t cudaGetSymbolAddress(void **out, const void *symbol) {
+    static void *address;
+    if (!address) allocate(&address, 1);
+    *out = address;
+    return 0;
+}
+API cudaError_t cudaMemset(void *d, int value, size_t n) { if (n <= copy_limit()) memset(d, value, n); return 0; }
+API cudaError_t cudaMemsetAsync(void *d, int value, size_t n, cudaStream_t s) { return cudaMemset(d, value, n); }
+API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
+    memset(a, 0, sizeof *a);
+    int d = owner_of(p);
+    a->type = d >= 0 ? cudaMemoryTypeDevice : d == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    a->device = d < 0 ? device : d;
+    a->devicePointer = (void *)p;
+    return 0;
+}
+API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int d) { *pool = (void *)1; return 0; }
+API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t p, enum cudaMemPoolAttr a, void *v) { *(uint64_t *)v = 0; return 0; }
+SUCCEED(cudaMemPoolSetAttribute)
+SUCCEED(cudaMemPoolTrimTo)
+SUCCEED(cudaMemPoolSetAccess)
+// A handle is the address, so it is valid in this process alone.
+API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *h, void *p) { memset(h, 0, sizeof *h); memcpy(h, &p, sizeof p); return 0; }
+API cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t h, unsigned flags) { memcpy(p, &h, sizeof *p); return 0; }
+SUCCEED(cudaIpcCloseMemHandle)
+API cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *h, cudaEvent_t e) { memset(h, 0, sizeof *h); return 0; }

@@ -1,0 +1,40 @@
+"""Environment of a process that runs on phantom GPUs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from slime_like.phantom.build import library
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class PhantomGpu:
+    """Phantom GPUs of one process, each with its own memory. Processes do not share it."""
+
+    memory_bytes: int = 80 * GIB
+    num_devices: int = 1
+    capability: tuple[int, int] = (9, 0)
+    context_bytes: int = 500 * 2**20  # of a process on each GPU, outside of torch's allocator
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that put a new process on these GPUs. Compiles the library; raises ``ConfigError``."""
+        path = library()
+        folder = str(path.parent)
+        return {
+            "LD_PRELOAD": _joined(str(path), os.environ.get("LD_PRELOAD")),
+            "LD_LIBRARY_PATH": _joined(folder, os.environ.get("LD_LIBRARY_PATH")),
+            "TRITON_LIBCUDA_PATH": folder,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.num_devices))),
+            "TORCH_NCCL_ENABLE_MONITORING": "0",  # a thread that watches for hangs, which do not occur
+            "PHANTOM_GPU_MEMORY": str(self.memory_bytes),
+            "PHANTOM_GPU_DEVICES": str(self.num_devices),
+            "PHANTOM_GPU_CAPABILITY": "{}{}".format(*self.capability),
+            "PHANTOM_GPU_CONTEXT": str(self.context_bytes),
+        }
+
+
+def _joined(first: str, others: str | None) -> str:
+    return f"{first}:{others}" if others else first

@@ -1,0 +1,69 @@
+"""Rendezvous of one process that plays one rank of a larger world on a phantom GPU."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+NCCL_ID_BYTES = 128
+ALL_RANKS = 1 << 20  # more than the ranks of any world, so that a barrier over the store passes
+_stores: list[dist.Store] = []  # torch keeps the C++ part of a store alone, which calls these objects
+
+
+class SoloStore(dist.Store):
+    """Key-value store in which every absent rank has already done its part.
+
+    A key that another rank would set has the value of an NCCL id, and no wait blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set ``key``."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``, or what another rank could have set."""
+        return self._values.get(key, bytes(NCCL_ID_BYTES))
+
+    def add(self, key: str, value: int) -> int:
+        """Return a count that includes all ranks."""
+        return ALL_RANKS + value
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set ``key`` and return its value."""
+        self.set(key, desired_value)
+        return self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return True: every key exists."""
+        return True
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return at once."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove ``key``."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """Return the number of keys that this rank has set."""
+        return len(self._values)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Accept a limit that no wait reaches."""
+
+    def clone(self) -> Any:
+        """Return this store."""
+        return self
+
+
+def join_world(rank: int, world_size: int, backend: str = "nccl") -> None:
+    """Make this process rank ``rank`` of a world without other processes."""
+    store = SoloStore()
+    _stores.append(store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

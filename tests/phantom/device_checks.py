@@ -1,0 +1,166 @@
+"""Observations of a process on two phantom GPUs of 8 GiB."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime_like.phantom import counters
+from slime_like.phantom.store import join_world
+from tests.train.ranks import RankWorld
+
+GIB = 2**30
+
+
+def observe(world: RankWorld) -> dict[str, Any]:
+    """Return one value per observation."""
+    del world
+    functions = (devices, memory, calls, copies, streams, graphs, launch_checks, attention, solo_world)
+    return {function.__name__: function() for function in functions}
+
+
+def devices() -> dict[str, Any]:
+    torch.cuda.set_device(1)
+    current = torch.cuda.current_device(), torch.zeros(1, device="cuda").device.index
+    torch.cuda.set_device(0)
+    properties = [torch.cuda.get_device_properties(d) for d in range(torch.cuda.device_count())]
+    return {
+        "phantom": counters.is_phantom(),
+        "names": [p.name for p in properties],
+        "memory": [p.total_memory for p in properties],
+        "capability": torch.cuda.get_device_capability(),
+        "current": current,
+    }
+
+
+def memory() -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info()
+    counters.reset_peak()
+    block = torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+    other = torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
+    out: dict[str, Any] = {
+        "context": total - free,
+        "allocated": torch.cuda.memory_allocated(),
+        "driver": [counters.used_bytes(d) for d in (0, 1)],
+        "free": torch.cuda.mem_get_info()[0],
+    }
+    try:
+        torch.empty(6 * GIB, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        out["too large"] = str(error)
+    del block, other
+    out["cached"] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    out["emptied"] = counters.used_bytes(), counters.peak_bytes()
+    pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+    out["pinned"] = pinned.is_pinned(), counters.pinned_bytes()
+    out["twice freed"] = ctypes.CDLL(None).cudaFree(ctypes.c_void_p(12345))
+    ctypes.CDLL(None).cudaGetLastError()
+    return out
+
+
+def calls() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    a = torch.zeros(64, 64, device="cuda")
+    functions: dict[str, Any] = {
+        "add": lambda: a + a,
+        "product": lambda: a @ a,
+        "read": lambda: a.sum().item(),
+        "wait": torch.cuda.synchronize,
+    }
+    for name, function in functions.items():
+        before = counters.read_counts()
+        function()
+        out[name] = counters.read_counts() - before
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        a.sum().item()
+    except RuntimeError as error:
+        out["sync refused"] = str(error)
+    torch.cuda.set_sync_debug_mode(0)
+    return {name: value if isinstance(value, str) else _plain(value) for name, value in out.items()}
+
+
+def _plain(value: counters.CallCounts) -> dict[str, int]:
+    return {name: getattr(value, name) for name in ("launches", "products", "copies_to_host", "syncs")}
+
+
+def copies() -> dict[str, Any]:
+    numbers = torch.tensor([3, 1, 2])
+    column = torch.arange(12.0).view(3, 4)[:, 1]
+    return {
+        "round trip": numbers.cuda().cpu().tolist(),
+        "strided": column.cuda().cpu().tolist(),
+        "between devices": numbers.to("cuda:0").to("cuda:1").cpu().tolist(),
+        "count": torch.tensor(7).cuda().item(),  # a small integer that a copy has put there
+        "computed": torch.rand(10, device="cuda").sum().item(),
+    }
+
+
+def streams() -> dict[str, Any]:
+    stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    with torch.cuda.stream(stream):
+        x = torch.ones(8, device="cuda")
+        end.record(stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    end.synchronize()
+    return {
+        "done": end.query(),
+        "ms": start.elapsed_time(end),
+        "differ": stream != torch.cuda.current_stream(),
+        "n": len(x),
+    }
+
+
+def graphs() -> dict[str, Any]:
+    x, graph, before = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph(), counters.read_counts()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        captured = torch.cuda.is_current_stream_capturing()
+    graph.replay()
+    return {"captured": captured, "graphs": (counters.read_counts() - before).graphs, "shape": list(y.shape)}
+
+
+def launch_checks() -> dict[str, int]:
+    launch = ctypes.CDLL(None).cuLaunchKernel
+    sizes = {"fits": (1, 1, 1, 256, 1, 1), "no block": (0, 1, 1, 256, 1, 1), "threads": (1, 1, 1, 1025, 1, 1)}
+    sizes["rows"] = (1, 65536, 1, 32, 1, 1)
+    results = {name: launch(None, *size, 0, None, None, None) for name, size in sizes.items()}
+    ctypes.CDLL(None).cudaGetLastError()
+    return results
+
+
+def attention() -> dict[str, Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out: dict[str, Any] = {}
+    bounds = torch.tensor([0, 400, 1000], dtype=torch.int32, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k = (torch.empty(1000, h, 128, device="cuda", dtype=dtype, requires_grad=True) for h in (8, 2))
+        try:
+            result: Any = varlen_attn(q, k, k, bounds, bounds, 600, 600, window_size=(-1, 0), enable_gqa=True)
+            result.sum().backward()
+            out[str(dtype)] = list(result.shape), None if k.grad is None else list(k.grad.shape)
+        except RuntimeError as error:
+            out[str(dtype)] = str(error)
+    return out
+
+
+def solo_world() -> dict[str, Any]:
+    """Return results of rank 5 of 8, which is alone."""
+    join_world(5, 8)
+    group, before = dist.new_group([4, 5]), counters.read_counts()
+    x, parts = torch.tensor([1, 2], device="cuda"), torch.empty(8, 2, dtype=torch.int64, device="cuda")
+    assert isinstance(group, dist.ProcessGroup)
+    dist.all_reduce(x, group=group)
+    dist.all_gather_single(parts, x)
+    objects: list[Any] = [None] * 8
+    dist.all_gather_object(objects, {"rank": dist.get_rank()})
+    dist.barrier()
+    count = (counters.read_counts() - before).collectives
+    dist.destroy_process_group()
+    return {"parts": parts.cpu().tolist(), "objects": objects, "collectives": count}

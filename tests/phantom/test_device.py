@@ -1,0 +1,149 @@
+"""Phantom GPUs as torch sees them: memory, counted calls, copies, streams, graphs, a world of one process. No values."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.errors import ConfigError
+from slime_like.phantom import build, counters
+from slime_like.phantom.device import PhantomGpu
+from tests.train.ranks import run_ranks
+
+GIB = 2**30
+CONTEXT = 500 * 2**20
+PHANTOM = PhantomGpu(memory_bytes=8 * GIB, num_devices=2)
+
+
+@pytest.fixture(scope="module")
+def observations() -> dict[str, Any]:
+    (result,) = run_ranks("tests.phantom.device_checks:observe", 1, environment=PHANTOM.environment())
+    return result
+
+
+@pytest.mark.slow
+def test_torch_sees_the_devices(observations: dict[str, Any]) -> None:
+    devices = observations["devices"]
+    assert devices["phantom"] and devices["names"] == ["Phantom GPU"] * 2
+    assert devices["memory"] == [8 * GIB] * 2
+    assert devices["capability"] == (9, 0)
+    assert devices["current"] == (1, 1)
+
+
+@pytest.mark.slow
+def test_memory_is_limited_and_measured(observations: dict[str, Any]) -> None:
+    memory = observations["memory"]
+    assert memory["context"] - CONTEXT in range(32 * 2**20)  # a small block of an earlier observation is cached
+    assert memory["allocated"] - 3 * GIB in range(2**20)
+    assert [round(used / GIB) for used in memory["driver"]] == [3, 1]
+    assert memory["free"] == 8 * GIB - CONTEXT - memory["driver"][0]
+    assert "Tried to allocate 6.00 GiB" in memory["too large"]
+    allocated, reserved = memory["cached"]
+    assert allocated < 2**20 and reserved >= 3 * GIB
+    used, peak = memory["emptied"]
+    assert used < 2**25 and peak == memory["driver"][0]
+    is_pinned, pinned = memory["pinned"]
+    assert is_pinned and pinned >= GIB
+    assert memory["twice freed"] == 1
+
+
+@pytest.mark.slow
+def test_calls_are_counted(observations: dict[str, Any]) -> None:
+    calls = observations["calls"]
+    assert calls["add"] == {"launches": 1, "products": 0, "copies_to_host": 0, "syncs": 0}
+    assert calls["product"]["products"] == 1 and calls["product"]["syncs"] == 0
+    assert calls["read"] == {"launches": 1, "products": 0, "copies_to_host": 1, "syncs": 1}
+    assert calls["wait"] == {"launches": 0, "products": 0, "copies_to_host": 0, "syncs": 1}
+    assert "synchronizing" in calls["sync refused"]
+
+
+@pytest.mark.slow
+def test_copies_are_carried_out_and_computed_scalars_are_zero(observations: dict[str, Any]) -> None:
+    copies = observations["copies"]
+    assert copies["round trip"] == copies["between devices"] == [3, 1, 2]
+    assert copies["strided"] == [1.0, 5.0, 9.0]
+    assert (copies["count"], copies["computed"]) == (7, 0.0)
+
+
+@pytest.mark.slow
+def test_streams_graphs_and_launches(observations: dict[str, Any]) -> None:
+    assert observations["streams"] == {"done": True, "ms": 1.0, "differ": True, "n": 8}
+    assert observations["graphs"] == {"captured": True, "graphs": 1, "shape": [8]}
+    assert observations["launch_checks"] == {"fits": 0, "no block": 9, "threads": 9, "rows": 9}
+
+
+@pytest.mark.slow
+def test_kernels_keep_their_checks(observations: dict[str, Any]) -> None:
+    attention = observations["attention"]
+    assert attention["torch.bfloat16"] == ([1000, 8, 128], [1000, 2, 128])
+    assert "float32" not in attention["torch.float32"] or "fp16" in attention["torch.float32"]
+    assert isinstance(attention["torch.float32"], str), "flash attention accepted float32"
+
+
+@pytest.mark.slow
+def test_one_process_is_a_rank_of_a_larger_world(observations: dict[str, Any]) -> None:
+    solo = observations["solo_world"]
+    assert solo["parts"] == [[1, 2]] * 8
+    assert solo["objects"] == [{"rank": 5}] * 8
+    assert solo["collectives"] >= 4
+
+
+def test_other_processes_have_no_phantom() -> None:
+    assert not counters.is_phantom()
+    with pytest.raises(AssertionError, match="does not run on a phantom GPU"):
+        counters.read_counts()
+
+
+def test_the_library_is_built_once() -> None:
+    path = build.library()
+    assert path.name == "libcuda.so.1" and path.resolve().stat().st_size > 10_000
+    assert build.library() == path
+
+
+def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "include_folders", lambda: iter(()))
+    with pytest.raises(ConfigError, match=r"cuda_runtime_api\.h.*setup\.sh"):
+        build.library()
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(ConfigError, match="no C compiler"):
+        PHANTOM.environment()
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slime_like.phantom", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_command_runs_on_a_phantom() -> None:
+    program = "import ctypes; n = ctypes.c_int(); ctypes.CDLL('libcuda.so.1').cuDeviceGetCount(ctypes.byref(n)); print(n.value)"
+    result = run_command("--devices", "3", sys.executable, "-c", program)
+    assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no command"),
+        (("no-such-program",), "no program on PATH"),
+        (("--capability", "x", "true"), "give it as 9.0"),
+    ],
+)
+def test_bad_commands(arguments: tuple[str, ...], message: str) -> None:
+    result = run_command(*arguments)
+    assert result.returncode == 2 and message in result.stderr
+
+
+def test_variables_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    variables = PHANTOM.environment()
+    path = Path(variables["LD_PRELOAD"])
+    assert path.is_file() and variables["LD_LIBRARY_PATH"] == f"{path.parent}{os.pathsep}/somewhere"
