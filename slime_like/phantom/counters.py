@@ -10,7 +10,7 @@ _PROCESS = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class CallCounts:
-    """Calls since the process started, in the order of ``enum counter`` of ``phantom.c``."""
+    """Calls since the process started, in the order of ``enum counter`` in ``csrc/phantom.c``."""
 
     launches: int = 0
     products: int = 0  # of cuBLAS
