@@ -25,6 +25,10 @@ class ConfigError(SlimeLikeError, ValueError):
     """A configuration key, flag or layout that cannot work; raised before any process starts."""
 
 
+class MissingResources(ConfigError):
+    """Nodes or GPUs that a Ray cluster does not have now; they may be added or become free."""
+
+
 class DataError(SlimeLikeError, ValueError):
     """A dataset that is missing or empty, or a row that cannot be used."""
 

@@ -24,6 +24,7 @@ ENGINE = tuple(
     )
 )
 RANKS = ("tests/train/",)
+NODES = ("tests/nodes/",)  # share a cluster of three nodes
 RANKS_OF_WRAPPER = tuple(f"tests/distributed/test_{name}.py" for name in ("forensics", "reload", "wrapper"))
 # Files that share the fork server of tests/engine/forked_engines.py.
 FORKED_ENGINES = tuple(
@@ -56,7 +57,7 @@ HEAVY_IMPORTS = (
 )
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
-    *(*FORKED_ENGINES, *RANKS),
+    *(*FORKED_ENGINES, *RANKS, *NODES),
     *(f"tests/e2e/test_{name}.py" for name in ("same_run", "split", "library")),
     *(*RANKS_OF_WRAPPER, *ENGINE),
     *(f"tests/e2e/test_{name}.py" for name in ("colocated", "hybrid", "roles", "ended_by_faults")),
@@ -68,7 +69,7 @@ LONGEST = (
 def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
     """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
     file = nodeid.partition("::")[0]
-    groups = (ENGINE, RANKS, RANKS_OF_WRAPPER, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
+    groups = (ENGINE, RANKS, NODES, RANKS_OF_WRAPPER, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
     return next((shared[0] for shared in groups if file.startswith(shared)), file)
 
 

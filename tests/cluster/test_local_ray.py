@@ -252,12 +252,13 @@ def test_rays_message_for_a_late_node_is_unchanged() -> None:
 
 def test_a_joined_cluster_is_checked_before_anything_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     address = "placement.ray_address=10.0.0.1:6379"
-    cfg = load_config(["+recipe=qwen3_4b_gsm8k", address, "placement.device=cuda"], files=False, machine=False)
+    wait = "placement.wait_deadline_s=1e-3"
+    cfg = load_config(["+recipe=qwen3_4b_gsm8k", address, "placement.device=cuda", wait], files=False, machine=False)
     plan = make_plan(cfg, described_machine("8xH200"))
     joined_processes: list[str] = []
     monkeypatch.setattr(local_ray, "join", lambda address, _: joined_processes.append(address))
     monkeypatch.setattr(local_ray, "nodes", lambda: (ClusterNode("10.0.0.1", 4, 64, 2**40, "H200"),))
     monkeypatch.setattr(placement, "placement_group", lambda *_, **__: pytest.fail("nothing may be reserved"))
     with pytest.raises(ConfigError, match=r"needs 8 GPUs .* the nodes have 4"):
-        placement.Placement(cfg, plan, "stacks").open()
+        placement.Placement(cfg, plan, "stacks", lambda _: None).open()
     assert joined_processes == ["10.0.0.1:6379"]

@@ -33,10 +33,19 @@ class ClusterNode:
     num_cpus: int
     memory_bytes: int  # available when the node joined: Ray's memory and its object store
     gpu_name: str = ""  # the planner's or Ray's name; "" if the node reports none
+    node_id: str = ""  # Ray's
+    num_taken_gpus: int = 0  # by other jobs of the cluster
+
+    @property
+    def free_gpus(self) -> int:
+        """Number of GPUs that no other job has reserved."""
+        return max(0, self.num_gpus - self.num_taken_gpus)
 
 
-def cluster_nodes(entries: Sequence[Mapping[str, Any]]) -> tuple[ClusterNode, ...]:
-    """Return the live nodes of the result of ``ray.nodes()``."""
+def cluster_nodes(
+    entries: Sequence[Mapping[str, Any]], available: Mapping[str, Mapping[str, float]] | None = None
+) -> tuple[ClusterNode, ...]:
+    """Return the live nodes of the result of ``ray.nodes()``; ``available`` has each node's free resources by Ray's id."""
     nodes: list[ClusterNode] = []
     for entry in entries:
         resources: Mapping[str, float] = entry["Resources"] if entry["Alive"] else {}
@@ -44,7 +53,11 @@ def cluster_nodes(entries: Sequence[Mapping[str, Any]]) -> tuple[ClusterNode, ..
             names = (name.removeprefix(ACCELERATOR) for name in resources if name.startswith(ACCELERATOR))
             memory = resources.get("memory", 0) + resources.get("object_store_memory", 0)
             gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-            nodes.append(ClusterNode(entry["NodeManagerAddress"], gpus, cpus, int(memory), _gpu_name(next(names, ""))))
+            node_id = str(entry.get("NodeID", ""))
+            free = (available or {}).get(node_id, resources).get("GPU", 0)
+            gpu_name, taken = _gpu_name(next(names, "")), gpus - int(free)
+            address = entry["NodeManagerAddress"]
+            nodes.append(ClusterNode(address, gpus, cpus, int(memory), gpu_name, node_id, taken))
     return tuple(nodes)
 
 

@@ -24,6 +24,7 @@ from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
+from ray._private.state import available_resources_per_node
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
 from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
@@ -127,7 +128,7 @@ def nodes() -> tuple[ClusterNode, ...]:
     """Return the live nodes of the joined cluster with the resources that they report."""
     within = Deadline("driver", "placement", JOIN_S)
     with driver_link.bounded_call(within, "the Ray cluster to list its nodes", at_once=True):
-        return cluster_nodes(ray.nodes())
+        return cluster_nodes(ray.nodes(), available_resources_per_node())
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime_like.cluster.plan.assignment import Assignment, assign
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterPlan, plan_on_nodes
 from slime_like.cluster.start import local_ray
@@ -22,7 +25,7 @@ from slime_like.cluster.workers.role_group import RoleWorker
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_worker import TrainerWorker
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, MissingResources
 from slime_like.util.deadline import Deadline
 
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
@@ -30,6 +33,9 @@ from slime_like.util.deadline import Deadline
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 STOP_S = 20.0  # for actors to stop their child processes
 CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is stopped
+PIN = 0.001  # of a node's resource node:ADDRESS, in each bundle that has to be on the node
+POLL_S = 1.0  # between two looks at a cluster that lacks nodes or GPUs
+SAY_S = 10.0  # between two lines about them
 ENGINE_CALLS = 4  # concurrent: a call may wait for a server to start while others check or stop it
 # Makes cuBLAS and NCCL sum in the same order each time; must be set before they start; GPUs only.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
@@ -44,18 +50,45 @@ class _GpuProbe:
         return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
 
 
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Return the strategy of an actor that runs on this node only."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
+    """Return the bundle of each GPU of the plan: Ray numbers the GPUs of a node's bundles in any order.
+
+    ``locations`` are node id and GPU id of each bundle. Bundles of a node are sorted by GPU, and keep the node's places: ranks
+    next to each other are on GPUs next to each other.
+    """
+    order = list(range(len(locations)))
+    for node in {node for node, _ in locations}:
+        places = [i for i, (other, _) in enumerate(locations) if other == node]
+        for place, bundle in zip(places, sorted(places, key=lambda i: _gpu_order(locations[i][1])), strict=True):
+            order[place] = bundle
+    return order
+
+
+def _gpu_order(gpu: str) -> tuple[int, str]:
+    return (int(gpu), "") if gpu.isdecimal() else (0, gpu)
+
+
 class Placement:
     """Owner of Ray and the actors of a run, which stops only processes that it started."""
 
-    def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str) -> None:
+    def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str, say: Callable[[str], None]) -> None:
+        """``say`` prints a line."""
         self._plan = plan
+        self._say = say
+        self._assignment = Assignment()
         self._stacks_dir = stacks_dir
         self._logs = Path(cfg.run.dir).resolve() / "logs"
         self._ranks: list[ActorHandle[TrainerWorker] | ActorHandle[RoleWorker]] = []
         self._engines: list[ActorHandle[EngineActor]] = []
         self._manager: ActorHandle[RolloutActor] | None = None
         self._bundles: Any = None
-        self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
+        self._order: list[int] = []  # bundle of each GPU of the plan
+        self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each GPU of the plan
         self._cfg = cfg
 
     def open(self) -> ClusterPlan:
@@ -65,28 +98,50 @@ class Placement:
         address, planned = cfg.placement.ray_address, ClusterPlan(self._plan)
         if address is not None:
             local_ray.join(address, f"slime_like_{cfg.run.name}")
-            planned = plan_on_nodes(cfg, self._plan, local_ray.nodes())
+            planned, self._assignment = self._plan_on_nodes()
             self._plan = planned.plan
         else:
             local_ray.start(f"slime_like_{cfg.run.name}")
         if self._plan.device == "cuda":
-            self._reserve_gpus(cfg.loop.step_deadline_s)
+            self._reserve_gpus()
         return planned
+
+    def _plan_on_nodes(self) -> tuple[ClusterPlan, Assignment]:
+        """Plan on the nodes of the joined cluster; wait for missing nodes and GPUs until ``placement.wait_deadline_s``."""
+        cfg = self._cfg
+        deadline, said_at = Deadline("driver", "placement", cfg.placement.wait_deadline_s), -SAY_S
+        while True:
+            nodes = local_ray.nodes()
+            try:
+                assignment = assign(cfg, self._plan, nodes)
+                break
+            except MissingResources as error:
+                if deadline.elapsed() > deadline.limit:
+                    raise MissingResources(f"{error} (placement.wait_deadline_s={deadline.seconds:g})") from error
+                if deadline.elapsed() - said_at >= SAY_S:
+                    said_at = deadline.elapsed()
+                    self._say(f"waiting for the Ray cluster, at most {deadline.limit - said_at:.0f} s more: {error}")
+            with driver_link.bounded_call(Deadline("driver", "placement", 2 * POLL_S), "its Ray cluster", at_once=True):
+                time.sleep(POLL_S)
+        self._say(f"nodes: {assignment.summary}")
+        return plan_on_nodes(cfg, self._plan, nodes), assignment
 
     @property
     def log_dir(self) -> Path | None:
         """Return Ray's log folder on this node; None before Ray is up."""
         return local_ray.log_dir()
 
-    def _reserve_gpus(self, seconds: float) -> None:
-        """Reserve one bundle per GPU; in a split placement, engines follow the trainer's ranks."""
-        num_needed = self._plan.num_gpus
-        self._bundles = placement_group([{"GPU": 1, "CPU": 1}] * num_needed, strategy="PACK")
+    def _reserve_gpus(self) -> None:
+        """Reserve one bundle per GPU of the plan, in a joined cluster on the node that it is assigned to."""
+        num_needed, nodes = self._plan.num_gpus, self._assignment.gpus
+        bundle = {"GPU": 1.0, "CPU": 1.0}
+        bundles = [bundle | {f"node:{node.address}": PIN} for node in nodes] or [bundle] * num_needed
+        self._bundles = placement_group(bundles, strategy="PACK")
         try:
             wait_one(
                 f"{num_needed} free GPUs in the Ray cluster",
                 self._bundles.ready(),
-                Deadline("driver", "placement", min(seconds, 300)),
+                Deadline("driver", "placement", self._cfg.placement.wait_deadline_s),
             )
         except TimeoutError as error:
             have = ray.cluster_resources().get("GPU", 0)
@@ -102,7 +157,8 @@ class Placement:
             {f"GPU probe {i}": call(probe, _GpuProbe.location) for i, probe in enumerate(probes)},
             Deadline("driver", "placement", 120),
         )
-        self._gpus = list(gpus.values())
+        self._order = in_order(list(gpus.values()))
+        self._gpus = [list(gpus.values())[bundle] for bundle in self._order]
         for probe in probes:
             ray.kill(probe)
 
@@ -122,7 +178,7 @@ class Placement:
         devices = next(role.devices for role in self._plan.roles if role.name == name)
         workers: list[ActorHandle[RoleWorker]] = []
         for rank, bundles in enumerate(devices):
-            options, visible = self._shared_options(bundles, name)
+            options, visible = self._shared_options(bundles, name, rank)
             env = self._env(self._plan.trainer_threads) | visible
             workers.append(start_actor(RoleWorker, **options)(name, rank, len(devices), self._stacks_dir, env))
         self._ranks += workers
@@ -134,7 +190,7 @@ class Placement:
         actors: list[ActorHandle[EngineActor]] = []
         for index, spec in enumerate(self._plan.engines):
             bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
-            options, visible = self._shared_options(tuple(bundles), "rollout")
+            options, visible = self._shared_options(tuple(bundles), "engine", index)
             options |= {"max_concurrency": ENGINE_CALLS}
             if self._cfg.health.on_dead_engine == "restart":  # restarts the actor, not only its server
                 options |= {"max_restarts": -1, "max_task_retries": -1}
@@ -148,27 +204,36 @@ class Placement:
     def start_manager(self) -> ActorHandle[RolloutActor]:
         """Start the rollout manager."""
         log = self._logs / "rollout_manager.log"
-        self._manager = start_actor(RolloutActor, num_cpus=0, max_concurrency=1000)(self._stacks_dir, CPU_ENV, str(log))
+        here = on_node(ray.get_runtime_context().get_node_id())  # reads the driver's files
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": here}
+        self._manager = start_actor(RolloutActor, **options)(self._stacks_dir, CPU_ENV, str(log))
         return self._manager
 
     def _trainer_options(self, rank: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": 0}
+        options = self._on_node("trainer", rank)
         if self._plan.device == "cuda":
             options |= {"num_gpus": 1, "scheduling_strategy": self._in_bundle(rank)}
         return options
 
-    def _shared_options(self, bundles: tuple[int, ...], group: str) -> tuple[dict[str, Any], dict[str, str]]:
+    def _on_node(self, role: str, index: int) -> dict[str, Any]:
+        """Return Ray options of process ``index`` of a role, with its node in a run on CPUs of several nodes."""
+        options: dict[str, Any] = {"num_cpus": 0}
+        if self._assignment.processes is not None:
+            options["scheduling_strategy"] = on_node(self._assignment.processes[role][index].node_id)
+        return options
+
+    def _shared_options(self, bundles: tuple[int, ...], role: str, index: int) -> tuple[dict[str, Any], dict[str, str]]:
         """Return Ray options and environment of an actor on reserved GPUs that it may share, so it requests none from Ray."""
         env: dict[str, str] = {}
-        options: dict[str, Any] = {"num_cpus": 0}
+        options = self._on_node(role, index)
         if self._plan.device == "cuda":
             nodes = {self._gpus[i][0] for i in bundles}
             if len(nodes) > 1:
                 raise ConfigError(
-                    f"{group}.tp={len(bundles)} would spread one engine over {len(nodes)} nodes: lower {group}.tp to at most the GPUs of one node"
+                    f"{role} {index} would be spread over {len(nodes)} nodes: lower {'rollout' if role == 'engine' else role}.tp to at most the GPUs of one node"
                 )
             env = {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)
+            options["scheduling_strategy"] = on_node(nodes.pop())
         return options, env
 
     def _env(self, threads: int) -> dict[str, str]:
@@ -176,7 +241,9 @@ class Placement:
         return CPU_ENV | fixed_environment | {"OMP_NUM_THREADS": str(threads)}
 
     def _in_bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
+        return PlacementGroupSchedulingStrategy(
+            self._bundles, placement_group_bundle_index=self._order[index] if self._order else index
+        )
 
     def close(self) -> None:
         """Stop rollout manager and engines, then kill every started actor, then shut Ray down."""

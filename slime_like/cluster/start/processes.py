@@ -79,7 +79,7 @@ class Cluster:
         record: Mapping[str, Any],
     ) -> Run:
         """Start every process that the mode needs; trainer and engines start concurrently. ``record`` is stored in each checkpoint."""
-        self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
+        self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"), self.say)
         planned = self.placement.open()
         self.plan = planned.plan
         for decision in planned.decisions:

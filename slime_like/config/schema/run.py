@@ -87,10 +87,13 @@ class PlacementConfig(Config):
     actor_num_nodes: int = key(1, "Number of trainer nodes.")
     actor_num_gpus_per_node: int | None = key(None, "Number of trainer ranks per node (also on CPU); null: tp*pp*cp.")
     ray_address: str | None = key(None, "Ray cluster to join; null: start one for this run on this machine.")
+    wait_deadline_s: float = key(
+        300.0, "Time limit for a joined Ray cluster to have the nodes and free GPUs of the run."
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "actor_num_nodes", "actor_num_gpus_per_node")
+        positive(prefix, self, "actor_num_nodes", "actor_num_gpus_per_node", "wait_deadline_s")
 
 
 @dataclass(kw_only=True)
