@@ -1,5 +1,4 @@
-"""Last steps of a conversion of slime's or verl's job: compose the configuration, write the recipe, report; and the end of
-its command."""
+"""Final steps of a conversion: compose the configuration, write the recipe, print the report, return the exit code."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class Conversion:
 def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
     """Return the configuration of a converted job.
 
-    Raises ``ConfigError`` with ``hint`` and the settings of the job that set the keys in question, each with ``sign``
-    before its value.
+    Raises ``ConfigError`` with ``hint`` and the settings of the job that set the refused keys, each with ``sign`` before
+    its value.
     """
     try:
         return load_config(overrides, files=False, machine=False, code=False)
@@ -65,7 +64,7 @@ def save_conversion(mapped: Mapped, launch: Launch, path: Path, project: str, *,
 def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) -> dict[str, str]:
     """Return the assignments given with ``flag``: name -> value. ``dotted`` allows dots in names.
 
-    Raises ``ConfigError`` for a text that is no assignment.
+    Raises ``ConfigError`` for a text that is not an assignment.
     """
     name = re.compile(r"[A-Za-z_][\w.]*" if dotted else r"[A-Za-z_]\w*")
     assignments = [text.partition("=") for text in texts]

@@ -1,4 +1,4 @@
-"""A job of another project in our keys: a report row for each of its settings, and the equivalent overrides."""
+"""Translated job of another project: a report row for each of its settings, and the equivalent overrides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERDICTS = {
     "unknown": "unknown to both projects",
 }
 ESSENTIAL = frozenset({"--hf-checkpoint", "--prompt-data", "actor_rollout_ref.model.path"})
-"""Settings that every job needs, so that ``--drop`` is not suggested for them."""
+"""Settings that every job needs; ``--drop`` is not suggested for them."""
 BLOCKING = ("refused", "needed", "unknown")
 """Verdicts that block a recipe, because it would describe a different job."""
 
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A job of another project in our keys."""
+    """Job of another project, translated to our keys."""
 
     rows: tuple[Row, ...]
     overrides: tuple[str, ...]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slime_like.errors import ConfigError
 from slime_like_compat.conversion import CODE, SAME, Conversion
+
+
+def may_contain(path: Path, pattern: str) -> bool:
+    """Return True if ``path`` is a file whose text matches ``pattern``, or that cannot be read, which the table then reports."""
+    try:
+        return path.is_file() and re.search(pattern, path.read_text(errors="replace")) is not None
+    except OSError:
+        return True
 
 
 def class_table(folder: Path, classes: Mapping[str, str], outcomes: Mapping[Path, tuple[str, str]]) -> str:

@@ -55,14 +55,14 @@ def _always() -> Iterator[str]:
 
 
 def _refused() -> Iterator[str]:
-    yield from _table("flag", "instead", "a script that gives it")
+    yield from _table("flag", "instead", "a script with this flag")
     for flag, reason in REFUSED.items():
         if flag not in MODEL_SHAPE:
             yield _row(f"`{flag}`", reason or "not here", "converts" if flag in HARMLESS else "is refused")
 
 
 def _defaults() -> Iterator[str]:
-    yield from _table("flag", "slime without it", "here", "what `from_slime.py` writes")
+    yield from _table("flag", "slime's default", "here", "`from_slime.py` writes")
     for item in DEFAULTS:
         written_key = f"`{item.key}={item.override}`" if item.override is not None else "nothing"
         yield _row(f"`{item.flag}`", item.value, item.note or f"`{item.key}` has another default", written_key)
@@ -95,7 +95,7 @@ def _verl_refused() -> Iterator[str]:
 
 
 def _verl_defaults() -> Iterator[str]:
-    yield from _table("verl", "without it", "here", "", "")
+    yield from _table("verl", "verl's default", "here", "our default", "note")
     for item in DIFFERENT:
         their_name = format_value(item.value) if item.value != "" else ""
         yield _row(

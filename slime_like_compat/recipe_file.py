@@ -134,7 +134,7 @@ def _tree_lines(tree: dict[str, Any], indent: str, project: str) -> Iterator[str
 def _origin(row: Row, project: str) -> str:
     if row.verdict == "code":
         return f"{row.flag}: to be ported"
-    return f"{row.flag}, as {project} does if it is not given" if row.verdict == "default" else row.flag
+    return f"{project}'s default of {row.flag}" if row.verdict == "default" else row.flag
 
 
 def _scalar(value: Any) -> str:
@@ -172,4 +172,4 @@ def _report_lines(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterat
         other_commands = ", ".join(
             f"{name} ({times})" if times > 1 else name for name, times in launch.commands.items()
         )
-        yield f"commands of the script that are not part of a recipe, and not run: {other_commands}"
+        yield f"commands of the script that were not run and are not part of the recipe: {other_commands}"

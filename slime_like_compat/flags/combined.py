@@ -174,9 +174,9 @@ def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
 
 
 def _load(path: str, save: str | None) -> str:
-    """Return the override of --load: run.resume=auto if --save names the same folder, as slime resumes.
+    """Return the override of --load, which is run.resume=auto if --save names the same folder, as in slime.
 
-    A folder of weights only, as slime's converters write, becomes the start of the run.
+    A folder that contains only weights, as written by slime's converters, sets the initial weights.
     """
     try:
         source = megatron_folder(Path(path))
@@ -233,7 +233,9 @@ def _eval_datasets(words: list[str]) -> Iterator[str]:
             f"--eval-prompt-data {' '.join(words)}: expected pairs of name and path, such as aime data/aime.jsonl"
         )
     yield "evaluation.datasets={}"
-    for name, path in zip(words[::2], words[1::2], strict=True):
+    for index, (name, path) in enumerate(zip(words[::2], words[1::2], strict=True)):
         if not re.fullmatch(r"[\w-]+", name):
             raise ConfigError(f"--eval-prompt-data {name} {path}: a name consists of letters, digits, - and _")
+        if name in words[: 2 * index : 2]:
+            raise ConfigError(f"--eval-prompt-data {name} {path}: another dataset has the name {name}: rename one")
         yield f"evaluation.datasets.{name}={render(path)}"

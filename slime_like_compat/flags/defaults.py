@@ -1,4 +1,4 @@
-"""Defaults of slime that differ from ours: the effect of a missing flag, in our keys.
+"""Defaults of slime that differ from ours, as values of our keys.
 
 Source of the values: ``slime/utils/arguments.py`` of slime 0.3.1, and Megatron-LM's parser for flags that slime does not change.
 """

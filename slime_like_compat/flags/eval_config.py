@@ -57,7 +57,10 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
 
 
 def _datasets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each dataset of a list or a mapping by name. Raises ``ConfigError`` for one without name or path."""
+    """Yield the fields of each dataset of a list or a mapping by name.
+
+    Raises ``ConfigError`` for a dataset without name or path, and for a name that is given twice.
+    """
     if isinstance(value, Mapping):
         by_name = cast("Mapping[str, Any]", value)
         items: list[Any] = [
@@ -65,6 +68,7 @@ def _datasets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
         ]
     else:
         items = cast("list[Any]", value) if isinstance(value, list) else []
+    names: set[str] = set()
     for item in items:
         fields = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
         name, path = fields.get("name"), fields.get("path")
@@ -72,6 +76,9 @@ def _datasets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
             raise file.refused(
                 f"has a dataset {shown(item)}: a dataset needs a name (letters, digits, - and _) and a path"
             )
+        if name in names:
+            raise file.refused(f"has two datasets with the name {name}")
+        names.add(name)
         yield fields
 
 

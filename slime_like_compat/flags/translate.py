@@ -18,7 +18,7 @@ from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWIT
 from slime_like_compat.flags.without_key import SGLANG_RENAMED
 
 ACTIONS = {
-    "--plan": "print placement, batch identity and what each auto resolves to, and exit",
+    "--plan": "print the placement, the batch sizes and the value of each auto, and exit",
     "--plan-for": "--plan-for 8xH200: print the plan for a machine with that many GPUs, without checking this machine",
     "--doctor": "check this machine and environment, print fixes for missing parts, and exit",
     "--help": "print this help, or the keys of one group (--help rollout), and exit",
@@ -41,7 +41,7 @@ class Command:
 
 
 def translate(argv: Sequence[str]) -> Command:
-    """Read ``argv``: flags become overrides, other words are overrides already.
+    """Return the command of ``argv``. Flags are translated to overrides; other words are overrides already.
 
     Example: ``["--lr", "1e-6", "run.name=a"]`` gives overrides ``("optim.lr=1e-06", "run.name=a")``.
     Raises ``ConfigError`` on a flag that is unknown (naming the nearest), not supported or without its value.

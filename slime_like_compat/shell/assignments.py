@@ -1,4 +1,4 @@
-"""Variables that one command of a bash script sets: assignments, ``${X:=word}``, arithmetic, and builtins such as ``read``."""
+"""Variables set by a command of a bash script: assignments, ``${X:=word}``, arithmetic, and builtins such as ``read``."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Branches:
     scope: Scope
     script: Path
     run: Run
-    starts: Callable[[Sequence[Token]], bool]  # whether the words of a command start training
+    starts: Callable[[Sequence[Token]], bool]  # True for the words of a command that starts training
     condition_text: str = ""  # condition under which the current commands run, for messages; empty if they run
     repeats: bool = False  # in a loop or function: a variable may have another value when its commands run again
 
@@ -109,7 +109,7 @@ class Branches:
         return result
 
     def _if(self, command: IfCommand) -> bool | None:
-        earlier_ran: bool | None = False  # whether an earlier branch ran
+        earlier_ran: bool | None = False  # True if an earlier branch ran
         result: bool | None = True
         words: list[Word] = []
         for condition, body in (*command.branches, ((), command.otherwise)):
@@ -124,8 +124,8 @@ class Branches:
         return result
 
     def _case(self, command: CaseCommand) -> bool | None:
-        has_matched: bool | None = False  # whether an earlier pattern matched
-        falls_through: bool | None = False  # whether the previous branch ran and ends in ``;&``
+        has_matched: bool | None = False  # True if an earlier pattern matched
+        falls_through: bool | None = False  # True if the previous branch ran and ends in ``;&``
         result: bool | None = True
         reason = _block(command.file_line) + self._decided_by([command.subject])
         subject = self.scope.text(command.subject, self.script)
@@ -167,7 +167,7 @@ class Branches:
 
     @contextmanager
     def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
-        """Follow the commands of the ``with`` block as running only under the condition ``reason``."""
+        """Add the condition ``reason`` to the commands that are followed in the ``with`` block."""
         outer = self.condition_text, self.repeats
         self.condition_text, self.repeats = reason, self.repeats or repeats
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_like.errors import ConfigError
+from slime_like_compat.shell.lookup import script_text
 from slime_like_compat.shell.reader import ScriptReader
 from slime_like_compat.shell.values import Scope, Value
 
@@ -37,14 +38,14 @@ class Launch:
 def read_launch(
     script: Path, *, variables: Mapping[str, str], skip: Sequence[str] = (), programs: Sequence[str] = TRAIN
 ) -> Launch:
-    """Find the one training command of ``script``.
+    """Return the training command of ``script``, which must contain exactly one.
 
     ``variables`` (``--set``) override the script's; ``skip`` names sourced files to leave out, by file name
     or path; ``programs`` are files, or modules that ``python -m`` runs. Raises ``ConfigError`` with file and line for
     anything that cannot be read.
     """
     if script.suffix == ".py":
-        raise ConfigError(python_launcher(script))
+        raise ConfigError(python_launcher(script, script_text(script)))
     reader = ScriptReader(Scope(dict(variables)), tuple(skip), tuple(programs))
     try:
         reader.read(script)
@@ -73,9 +74,8 @@ def read_launch(
     )
 
 
-def python_launcher(script: Path) -> str:
+def python_launcher(script: Path, text: str) -> str:
     """Return the error about a Python launcher of miles or slime, with a command line that prints its commands."""
-    text = script.read_text(errors="replace") if script.is_file() else ""
     match = re.search(r"import ([\w.]+\.command_utils) as U", text)
     commands = match[1] if match else "miles.utils.external_utils.command_utils"
     patch = (

@@ -1,4 +1,4 @@
-"""Output of commands known without running them: file names, and the numbers of ``seq``."""
+"""Output of commands that is known without running them: file names, and the numbers of ``seq``."""
 
 from __future__ import annotations
 

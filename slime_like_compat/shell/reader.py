@@ -10,6 +10,7 @@ from pathlib import Path
 from slime_like.errors import ConfigError
 from slime_like_compat.shell.assignments import DECLARE, READ, Assignments, leading_assignments, names_of, plain_words
 from slime_like_compat.shell.branches import Branches
+from slime_like_compat.shell.lookup import find_file, is_elsewhere, script_text
 from slime_like_compat.shell.parser import parse
 from slime_like_compat.shell.values import ARGUMENTS, Scope, Value
 from slime_like_compat.shell.words import Array, Token, Word
@@ -31,7 +32,7 @@ class Start:
 
 @dataclass(slots=True)
 class ScriptReader:
-    """Reader of a script's commands: variables are collected in ``scope``, all else in the other fields."""
+    """Reader of a script's commands. ``scope`` collects the variables, the other fields everything else."""
 
     scope: Scope
     skip: tuple[str, ...]
@@ -48,10 +49,7 @@ class ScriptReader:
         self.files.append(script)
         if len(self.files) > MAX_SOURCED:
             raise ConfigError(f"{script}: more than {MAX_SOURCED} files are sourced: leave some out with --skip FILE")
-        try:
-            text = script.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{script} cannot be read ({error}): give a bash script") from error
+        text = script_text(script)
         branches = Branches(
             self.scope,
             script,
@@ -148,7 +146,9 @@ class ScriptReader:
             raise ConfigError(
                 f"{word.file_line}: a file is sourced {condition_text}, and whether it runs is not known; {skip_hint}"
             )
-        path = self._sourced(value, script)
+        path = find_file(value, script)
+        if path is not None and is_elsewhere(path, value, script):
+            self.notes.append(f"{value.text} is not there: {path} was read")
         if path is None and _MODEL_FILE.search(value.text):
             self._clear_model_args(f"{value.text} ({word.file_line}) is not there: its MODEL_ARGS describe the model")
             return
@@ -172,21 +172,6 @@ class ScriptReader:
             self.scope.values.pop(name, None)
             if values is not None:
                 self.scope.values[name] = values
-
-    def _sourced(self, value: Value, script: Path) -> Path | None:
-        """Return the file that ``source`` names: its path as written, or its last parts in a folder above the script."""
-        sourced_path = Path(value.text)
-        path = sourced_path if sourced_path.is_absolute() else script.parent / sourced_path
-        if not value.problem and path.is_file():
-            return path
-        names = [name for name in sourced_path.parts if name not in ("/", ".", "..")]
-        folders = [script.resolve().parent, *script.resolve().parents]
-        for length in range(len(names), 1, -1):
-            for folder in folders:
-                if (candidate := folder.joinpath(*names[-length:])).is_file():
-                    self.notes.append(f"{value.text} is not there: {candidate} was read")
-                    return candidate
-        return None
 
 
 def training(words: Sequence[Word], programs: Sequence[str]) -> int | None:

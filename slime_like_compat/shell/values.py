@@ -1,6 +1,6 @@
-"""Values of bash expansions known without running a command: variables, arrays, arithmetic.
+"""Values of bash expansions that are known without running a command: variables, arrays, arithmetic.
 
-A value that only a command prints (``$(nvidia-smi ...)``), or that is set under an unknown condition, has a ``problem``.
+A value that is the output of a command (``$(nvidia-smi ...)``), or that is set under an unknown condition, has a ``problem``.
 """
 
 from __future__ import annotations
@@ -143,9 +143,9 @@ class Scope:
         """Return the output of commands that only name files (cd && pwd, dirname, basename, realpath) and of ``seq``."""
         plain = " ".join(text.split())
         short = plain if len(plain) < 60 else plain[:57] + "..."
-        unknown = Value("", file_line, f"is what $({short}) prints, and no command is run: write its value")
+        unknown = Value("", file_line, f"is the output of $({short}), and no command is run: write its value")
         if plain in ("pwd", "pwd -P", "pwd -L"):
-            return Value("", file_line, f"$({plain}) is the folder that the script is started in: write it")
+            return Value("", file_line, f"$({plain}) is the folder in which the script is started: write it")
         if (numbers := seq(plain)) is not None:
             return Value(numbers, file_line)
         words = file_command(text, file_line)
@@ -187,7 +187,7 @@ class Scope:
 
     def _unset_value(self, name: str, file_line: str) -> Value:
         """Return the value of a variable that the script does not set, but the environment may."""
-        problem = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
+        problem = "is the folder in which the script is started" if name == "PWD" else "is not set by the script"
         return Value("", file_line, f"{name} {problem}: give --set {name}=VALUE")
 
     def _positional(self, name: str, operation: str, place: Place) -> tuple[Value, ...] | None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from slime_like.errors import ConfigError
-from slime_like_compat.outcome_table import class_table, first_line, outcome
+from slime_like_compat.outcome_table import class_table, first_line, may_contain, outcome
 from slime_like_compat.shell.launch_script import TRAIN, read_launch
+from slime_like_compat.shell.lookup import script_text
 from slime_like_compat.slime.job import convert_script
 
 CLASSES = {
     "same": "a recipe of the same job",
     "code": "a recipe of the same job, once the functions that it names are ported",
-    "value": "no recipe: values that the script takes from outside are needed (--set)",
+    "value": "no recipe: values from the environment are needed (--set)",
     "refused": "no recipe: flags without a counterpart, each named (--drop)",
     "config": "no recipe: its settings do not compose to a configuration",
     "python": "a Python launcher: one line prints its command line",
@@ -32,16 +32,16 @@ def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) ->
 
 
 def _starts_training(path: Path) -> bool:
-    """Return whether a shell script names slime's ``train.py`` or ``train_async.py``, or a Python one calls miles' launcher."""
-    mark = r"\b(train|train_async)\.py\b" if path.suffix == ".sh" else r"\bU\.execute_train\("
-    return path.is_file() and bool(re.search(mark, path.read_text(errors="replace")))
+    """Return True if a shell script names slime's ``train.py`` or ``train_async.py``, or a Python one calls miles' launcher."""
+    return may_contain(path, r"\b(train|train_async)\.py\b" if path.suffix == ".sh" else r"\bU\.execute_train\(")
 
 
 def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
     """Return the name of a script's class, and the reason if the class is not ``same``."""
-    if path.suffix == ".py":
-        return "python", ""
     try:
+        script_text(path)
+        if path.suffix == ".py":
+            return "python", ""
         read_launch(path, variables=variables)
     except ConfigError as error:
         return "unread", first_line(error, path)

@@ -21,7 +21,7 @@ from slime_like_compat.slime.weights import start_checkpoint
 
 ENVIRONMENT = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "there is no quantisation-aware training"}
 """Environment variables that change the job, with the reason to refuse each."""
-FLAGS_WITHOUT_PATH = ("--save-debug-rollout-data",)  # slime's path is left out: run.dir
+FLAGS_WITHOUT_PATH = ("--save-debug-rollout-data",)  # the folder is run.dir instead of slime's path
 
 
 def map_arguments(
@@ -87,7 +87,7 @@ def _start_overrides(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Ro
 def _flag_overrides(kept_flags: Sequence[FlagOccurrence], flags: Flags) -> list[str]:
     """Return the overrides of the flags that a recipe can express.
 
-    slime's defaults of missing flags are added while translating, because other flags are read together with them.
+    slime's defaults of missing flags are added while translating, because the meaning of other flags depends on them.
     """
     default_flags = [
         text

@@ -38,7 +38,7 @@ class FlagOccurrence:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Flags of a script by name. Of a flag that is given several times, the last occurrence counts."""
+    """Flags of a script by name. The last occurrence of a repeated flag counts."""
 
     by_name: dict[str, FlagOccurrence]
 

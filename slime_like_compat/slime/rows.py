@@ -69,7 +69,7 @@ def _is_policy_option(flag: str) -> bool:
 
 
 def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
-    """Return the row of a flag whose value only a command prints; its verdict is ``needed`` if a recipe would contain the value."""
+    """Return the row of a flag with an unknown value; its verdict is ``needed`` if a recipe would contain the value."""
     if keys_of(item.flag) or item.flag in ALWAYS or not (error := _translation_error(FlagOccurrence(item.flag), ["1"])):
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
     return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))
@@ -88,7 +88,7 @@ def _verdict_on_error(flag: str, error: str) -> str:
 
 
 def _shortened(message: str, flag: str) -> str:
-    """Return an error of ``train.py`` in short, for a table whose row begins with the flag."""
+    """Return an error of ``train.py`` without the words that repeat the flag, for a table row that begins with it."""
     message = message.removeprefix(f"{flag} ").removeprefix("is unknown: ")
     if message.startswith("belongs to config.json"):
         return "config.json of --hf-checkpoint has this value"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_like.errors import ConfigError
-from slime_like_compat.outcome_table import class_table, first_line, outcome
+from slime_like_compat.outcome_table import class_table, first_line, may_contain, outcome
 from slime_like_compat.verl.convert import VerlSource, convert_verl
 from slime_like_compat.verl.launch import OTHERS, PROGRAMS
 
@@ -16,9 +16,9 @@ CLASSES = {
     "same": "a recipe of the same job",
     "code": "a recipe of the same job, once the functions that it names are ported",
     "refused": "no recipe: keys without a counterpart, each named (--drop, --with)",
-    "value": "no recipe: values that the script takes from outside or from a command are needed (--set)",
+    "value": "no recipe: values from the environment or from a command are needed (--set)",
     "config": "no recipe: a file of settings is needed, or its settings do not compose to a configuration",
-    "program": "no recipe: another program of verl, named with what to do",
+    "program": "no recipe: another program of verl, named with the alternative",
     "unread": "no recipe: the script cannot be read",
 }
 
@@ -26,7 +26,7 @@ CLASSES = {
 def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Sequence[str]) -> str:
     """Return counts by class, and a line for each script below ``folder`` that starts training."""
     names = "|".join(re.escape(name) for name in (*PROGRAMS, *OTHERS))
-    scripts = [path for path in sorted(folder.rglob("*.sh")) if re.search(names, path.read_text(errors="replace"))]
+    scripts = [path for path in sorted(folder.rglob("*.sh")) if may_contain(path, names)]
     if not scripts:
         raise ConfigError(f"{folder} has no .sh that starts {PROGRAMS[0]}: give the folder of launch scripts")
     return class_table(folder, CLASSES, {path: _classify(path, variables, user_overrides) for path in scripts})

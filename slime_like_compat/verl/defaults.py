@@ -1,4 +1,4 @@
-"""Defaults of verl: the effect of a key that a launch script leaves out, in our keys.
+"""Defaults of verl that apply to keys that a launch script does not set, with the corresponding keys of ours.
 
 Source of the values: ``verl/trainer/config`` of verl 0.10.0.dev (``ppo_trainer.yaml`` and the files that it includes).
 """

@@ -35,7 +35,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Job:
-    """Settings by key, and a report row for each. ``user_overrides`` maps our keys that ``--with`` sets to their text."""
+    """Settings by key, and a report row for each. ``user_overrides`` maps keys of ours, set by ``--with``, to their text."""
 
     settings: dict[str, Setting]
     drop: frozenset[str]
@@ -55,7 +55,7 @@ class Job:
         return key in self.drop or (key in self.settings and not self.has(key))
 
     def value(self, key: str) -> Any:
-        """Return the value of ``key`` in the job, or verl's default. Notes a key whose value is unknown in ``needed``."""
+        """Return the value of ``key`` in the job, or verl's default. Adds a key with an unknown value to ``needed``."""
         if not self.has(key):
             return VALUES[key]
         setting = self.settings[key]

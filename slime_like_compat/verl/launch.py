@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile, shown
 from slime_like_compat.shell.launch_script import Launch, read_launch
+from slime_like_compat.shell.lookup import find_file
+from slime_like_compat.shell.values import Value
 from slime_like_compat.verl.job import Setting
 from slime_like_compat.verl.mapping import setting_of_text, settings_of_tree
 
@@ -25,8 +28,11 @@ OTHERS = {
     "recipe.dapo.main_dapo": "give its overrides to verl.trainer.main_ppo, which has algorithm.filter_groups",
     "verl.trainer.main_generation_server": "generation alone is run.mode=rollout_only",
 }
-"""Other programs of verl than ``main_ppo`` -> the alternative."""
+"""Programs of verl other than ``main_ppo`` -> the alternative."""
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
+OWN_FOLDER = "trainer/config"  # verl's folder of BASES, to which a relative --config-path leads as well
+FLAGS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+"""Hydra's short flags -> the long ones."""
 
 
 def read_verl(
@@ -46,21 +52,27 @@ def read_verl(
         raise ConfigError(f"{launch.file_line}: {launch.program} is not translated: {OTHERS[launch.program]}")
     flags, words = _hydra_flags(launch)
     settings = [setting_of_text(value.text, value.file_line, value.problem) for value in words]
-    return launch, (*_base_settings(path, flags, config), *settings, *extra_settings)
+    if config is None and (config := _config_file(launch, flags)) is not None:
+        launch = replace(launch, notes=(*launch.notes, f"settings were read from {config}"))
+    if config is not None:
+        return launch, (*_yaml_settings(config), *settings, *extra_settings)
+    base = (Setting("model_engine", "megatron", "megatron", "--config-name"),) if _is_megatron(flags) else ()
+    return launch, (*base, *settings, *extra_settings)
 
 
-def _hydra_flags(launch: Launch) -> tuple[dict[str, str], list[Any]]:
+def _hydra_flags(launch: Launch) -> tuple[dict[str, Value], list[Value]]:
     """Return the values of ``--config-name`` and Hydra's other flags, and the other words."""
-    flags: dict[str, str] = {}
-    other_words: list[Any] = []
+    flags: dict[str, Value] = {}
+    other_words: list[Value] = []
     words = iter(launch.arguments)
     for value in words:
         flag, equals, text = value.text.partition("=")
-        if flag in ("--config-path", "--config-name", "--config-dir", "-cn", "-cp"):
-            config_name = value if equals else next(words, value)
-            flags[{"-cn": "--config-name", "-cp": "--config-path"}.get(flag, flag)] = (
-                text if equals else config_name.text
-            )
+        flag = FLAGS.get(flag, flag)
+        if flag in FLAGS.values():
+            flag_value = replace(value, text=text) if equals else next(words, None)
+            if flag_value is None:
+                raise ConfigError(f"{value.file_line}: {flag} has no value: add it in a copy of the script")
+            flags[flag] = flag_value
         elif value.text.startswith("--"):
             raise ConfigError(
                 f"{value.file_line}: {value.text} is not a setting of verl: remove it in a copy of the script"
@@ -70,21 +82,36 @@ def _hydra_flags(launch: Launch) -> tuple[dict[str, str], list[Any]]:
     return flags, other_words
 
 
-def _base_settings(script: Path, flags: Mapping[str, str], config: Path | None) -> tuple[Setting, ...]:
-    name = flags.get("--config-name", "ppo_trainer").removesuffix(".yaml")
-    if config is not None:
-        return _yaml_settings(config)
-    if name == "ppo_megatron_trainer":
-        return (Setting("model_engine", "megatron", "megatron", "--config-name"),)
-    if name == "ppo_trainer":
-        return ()
-    folder = Path(flags.get("--config-path", flags.get("--config-dir", ".")))
-    path = script.parent / folder / f"{name}.yaml"
-    if path.is_file():
-        return _yaml_settings(path)
-    raise ConfigError(
-        f"{script} reads its settings from {folder / name}.yaml, which does not exist: give it with --config FILE"
-    )
+def _is_megatron(flags: Mapping[str, Value]) -> bool:
+    """Return True if the job reads verl's own settings for Megatron."""
+    return "--config-name" in flags and flags["--config-name"].text.removesuffix(".yaml") == "ppo_megatron_trainer"
+
+
+def _config_file(launch: Launch, flags: Mapping[str, Value]) -> Path | None:
+    """Return the file of settings that ``flags`` name; None for a file of verl itself.
+
+    Raises ``ConfigError`` if the file does not exist, or if a part of its path is unknown and no folder above the script has it.
+    """
+    name = flags.get("--config-name", Value("ppo_trainer", launch.file_line))
+    if name.problem:
+        raise ConfigError(f"{name.file_line}: --config-name: {name.problem}, or give the file with --config FILE")
+    folder = flags.get("--config-path", Value("", launch.file_line))
+    has_own_folder = bool(folder.problem) or Path(folder.text).is_absolute()
+    if name.text.removesuffix(".yaml") in BASES and (
+        not has_own_folder or folder.text.rstrip("/").endswith(OWN_FOLDER)
+    ):
+        return None
+    if "--config-path" not in flags:
+        folder = flags.get("--config-dir", folder)
+    file = replace(folder, text=f"{folder.text or '.'}/{name.text.removesuffix('.yaml')}.yaml")
+    path = find_file(file, launch.script)
+    if path is None and folder.problem:
+        raise ConfigError(f"{folder.file_line}: {folder.problem}, or give {Path(file.text).name} with --config FILE")
+    if path is None:
+        raise ConfigError(
+            f"{launch.script} reads its settings from {Path(file.text)}, which does not exist: give it with --config FILE"
+        )
+    return path
 
 
 def _yaml_settings(path: Path) -> tuple[Setting, ...]:

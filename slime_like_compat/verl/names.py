@@ -51,7 +51,7 @@ def canonical(key: str) -> str:
 
 
 def without_effect(key: str) -> str | None:
-    """Return why ``key`` has no effect here; None if it may have one."""
+    """Return the reason why ``key`` has no effect here; None if it may have one."""
     return _longest(WITHOUT_EFFECT, key)
 
 

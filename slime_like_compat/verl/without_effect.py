@@ -24,7 +24,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "data.return_raw_*": _ANYWAY,
     "data.return_full_prompt": _ANYWAY,
     "data.return_multi_modal_inputs": "text only",
-    "data.gen_batch_size": "verl's own loop fetches prompts in such numbers and trains on train_batch_size of them",
+    "data.gen_batch_size": "verl's own loop fetches prompts in batches of this size and trains on train_batch_size of them",
     "data.*num_workers": "prompts are read once, before the run",
     "data.filter_overlong_prompts_workers": "prompts are read once, before the run",
     "data.val_batch_size": "all held-out prompts are sent at once",

@@ -178,6 +178,7 @@ REFUSALS = {
     "--rollout-max-prompt-len x": ["--rollout-max-prompt-len x", "a whole number"],
     "--eval-config nowhere.yaml": ["--eval-config: nowhere.yaml is missing"],
     "--eval-prompt-data a/b x.jsonl": ["a/b", "letters"],
+    "--eval-prompt-data a x.jsonl b y.jsonl a z.jsonl": ["a z.jsonl", "another dataset has the name a", "rename"],
     "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": ["--rollout-num-gpus 3", "multiple of 2"],
     "--apply-chat-template-kwargs x": ["--apply-chat-template-kwargs x", "JSON"],
     "--sglang-mem-fracton-static 1": ["--sglang-mem-fracton-static", "'--sglang-mem-fraction-static'"],

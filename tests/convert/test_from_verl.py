@@ -131,7 +131,7 @@ def test_unknown_command_outputs_are_listed_in_one_error(tmp_path: Path) -> None
     assert conversion.code == 2
     for key in (f"{A}.optim.lr", f"{R}.n", "data.train_batch_size"):
         assert (
-            f"  {key} ?: needed; is what $(" in conversion.problem
+            f"  {key} ?: needed; is the output of $(" in conversion.problem
             and f"give {key}=VALUE after the job" in conversion.problem
         )
     assert f"{A}.ppo_epochs 2: refused" in conversion.problem and "project_name" not in conversion.problem
@@ -180,10 +180,50 @@ def test_programs_and_config_files_are_read(line: str, nodes: str, tmp_path: Pat
     ]
 
 
+MAIN = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"{MAIN} -cp settings -cn mine",
+        f"{MAIN} --config-dir=settings --config-name mine.yaml",
+        f'{MAIN} --config-path="$(pwd)/jobs/settings" --config-name=mine',
+        f"{MAIN} --config-path=/data/jobs/settings --config-name=mine",
+    ],
+)
+def test_the_settings_are_found_although_their_folder_is_unknown(script: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs" / "settings").mkdir(parents=True)
+    (tmp_path / "jobs" / "settings" / "mine.yaml").write_text("trainer: {nnodes: 5}\n")
+    (tmp_path / "jobs" / "run.sh").write_text(script)
+    launch, settings = read_verl(tmp_path / "jobs" / "run.sh", [], variables={}, skip=[])
+    assert [setting.text for setting in settings] == ["5"]
+    assert "mine.yaml" in launch.notes[-1]
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer.yaml"])
+@pytest.mark.parametrize("folder", ["./config", "$VERL/verl/trainer/config", "/verl/verl/trainer/config/"])
+def test_a_name_of_verls_own_settings_needs_no_file(name: str, folder: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{MAIN} --config-path={folder} --config-name={name}")
+    _, settings = read_verl(tmp_path / "run.sh", [], variables={}, skip=[])
+    assert [setting.name for setting in settings] == ["model_engine"] * name.startswith("ppo_megatron")
+
+
+def test_an_own_file_with_the_name_of_verls_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ppo_trainer.yaml").write_text("trainer: {nnodes: 5}\n")
+    (tmp_path / "run.sh").write_text(f"{MAIN} --config-path={tmp_path} trainer.save_freq=1")
+    _, settings = read_verl(tmp_path / "run.sh", [], variables={}, skip=[])
+    assert [setting.key for setting in settings] == ["trainer.nnodes", "trainer.save_freq"]
+
+
 REFUSED_PROGRAMS = {
     "torchrun -m verl.trainer.sft_trainer data.x=1": "algo=sft",
     "python3 -m verl.experimental.fully_async_policy.fully_async_main": "by hand",
     "python3 -m verl.trainer.main_ppo --config-name=other": "--config FILE",
+    "python3 -m verl.trainer.main_ppo --config-name": "run.sh:1: --config-name has no value",
+    "python3 -m verl.trainer.main_ppo --config-name=$NAME": r"run.sh:1: --config-name: NAME .*--set NAME=VALUE, or .*--config FILE",
+    "python3 -m verl.trainer.main_ppo -cp $DIR -cn a": r"run.sh:1: DIR .*--set DIR=VALUE, or give a.yaml with --config FILE",
+    "python3 -m verl.trainer.main_ppo --config-path=/data/ppo": r"reads its settings from /data/ppo/ppo_trainer.yaml",
     "python3 -m verl.trainer.main_ppo --multirun": "not a setting of verl",
     "python3 train.py": "starts no verl.trainer.main_ppo",
 }

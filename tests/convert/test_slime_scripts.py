@@ -12,6 +12,7 @@ from slime_like.errors import ConfigError
 from slime_like_compat.conversion import CODE, NONE, SAME
 from slime_like_compat.slime.check import check_folder
 from slime_like_compat.slime.job import convert_script
+from slime_like_compat.verl.check import check_verl
 from tests.convert.slime_lines import NEEDED
 
 FOLDER = Path(__file__).parent / "slime"
@@ -175,7 +176,7 @@ def test_a_folder_of_scripts_is_counted_by_class(tmp_path: Path) -> None:
     assert "| a recipe of the same job | 3 |" in table
     assert "| a recipe of the same job, once the functions that it names are ported | 1 |" in table
     assert "| no recipe: flags without a counterpart, each named (--drop) | 3 |" in table
-    assert "| no recipe: values that the script takes from outside are needed (--set) | 1 |" in table
+    assert "| no recipe: values from the environment are needed (--set) | 1 |" in table
     assert "refused run-fully-async.sh: --rollout-function-path" in table
     (tmp_path / "launch.py").write_text("import miles.utils.external_utils.command_utils as U\nU.execute_train('')")
     assert "| a Python launcher: one line prints its command line | 1 |" in check_folder(tmp_path)
@@ -183,3 +184,35 @@ def test_a_folder_of_scripts_is_counted_by_class(tmp_path: Path) -> None:
         convert_script(tmp_path / "launch.py")
     with pytest.raises(ConfigError, match=r"has no script that starts train.py"):
         check_folder(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("suffix", [".sh", ".py"])
+def test_a_script_that_cannot_be_read_is_one_message(suffix: str, tmp_path: Path) -> None:
+    for path, problem in {"missing": "is missing", "folder": "is a folder", "binary": "UTF-8"}.items():
+        script = tmp_path / f"{path}{suffix}"
+        if path == "folder":
+            script.mkdir()
+        elif path == "binary":
+            script.write_bytes(b"python train.py \xff U.execute_train(")
+        with pytest.raises(ConfigError, match=rf"{script} .*{problem}.*; give a launch script"):
+            convert_script(script)
+    for check in (check_folder(tmp_path), *([check_verl_folder(tmp_path)] if suffix == ".sh" else [])):
+        assert "| no recipe: the script cannot be read | 1 |" in check  # folders are skipped
+
+
+def check_verl_folder(folder: Path) -> str:
+    (folder / "binary.sh").write_bytes(b"python -m verl.trainer.main_ppo \xff")
+    return check_verl(folder, variables={}, user_overrides=[])
+
+
+def test_a_script_without_permission_is_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.sh").write_text("python train.py")
+
+    def refuse(path: Path, *args: object, **options: object) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    for table in (check_folder(tmp_path), check_verl(tmp_path, variables={}, user_overrides=[])):
+        assert "| no recipe: the script cannot be read | 1 |" in table
+        assert "Permission denied" in table

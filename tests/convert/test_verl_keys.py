@@ -134,7 +134,7 @@ def test_differing_defaults_are_written() -> None:
 def test_all_unknown_command_outputs_are_reported_together() -> None:
     names = [name.strip() for names in VERL_KEYS for name in names.split(",")]
     names.remove("data.reward_fn_key")  # answered by REWARD
-    reason = "is what $(date) prints, and no command is run: write its value"
+    reason = "is the output of $(date), and no command is run: write its value"
     unknown = [setting_of_text(f"{name}=$(date)", f"run.sh:{line}", reason) for line, name in enumerate(names, 1)]
     rows = translate_settings([*unknown, *settings_of("")], user_overrides=[REWARD]).rows
     needed_flags = [row.flag for row in rows if row.verdict == "needed"]

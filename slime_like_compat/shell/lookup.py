@@ -1,0 +1,34 @@
+"""Files that a launch script names, also if the script was written for another machine or its folder is unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like.util.reading import InputFile
+from slime_like_compat.shell.values import Value
+
+
+def script_text(script: Path) -> str:
+    """Return the text of a launch script. Raises ``ConfigError`` if it cannot be read."""
+    return InputFile(script, ConfigError, "give a launch script").text()
+
+
+def find_file(value: Value, script: Path) -> Path | None:
+    """Return the file at the path ``value``, or a file with the same last parts in a folder above ``script``."""
+    written_path = Path(value.text)
+    path = written_path if written_path.is_absolute() else script.parent / written_path
+    if not value.problem and path.is_file():
+        return path
+    names = [name for name in written_path.parts if name not in ("/", ".", "..")]
+    folders = [script.resolve().parent, *script.resolve().parents]
+    for length in range(len(names), 1, -1):
+        for folder in folders:
+            if (candidate := folder.joinpath(*names[-length:])).is_file():
+                return candidate
+    return None
+
+
+def is_elsewhere(path: Path, value: Value, script: Path) -> bool:
+    """Return True if ``find_file`` returned ``path`` for ``value`` although the script names another path."""
+    return bool(value.problem) or path != script.parent / value.text  # joining an absolute path returns that path
