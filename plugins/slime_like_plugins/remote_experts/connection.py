@@ -1,0 +1,127 @@
+"""A socket that carries frames in both directions without blocking: large requests leave while replies arrive."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from slime_like.errors import SlimeLikeError
+from slime_like_plugins.remote_experts.frames import HEADER_BYTES, Frame, Header, pack, unpack
+
+BUFFER_BYTES = 4 << 20  # of the kernel, for each direction; it may grant less
+type Buffer = bytes | bytearray | memoryview
+
+
+class PeerLost(SlimeLikeError, ConnectionError):
+    """The process at the other end of a connection has ended or closed it."""
+
+
+class Connection:
+    """Frames over a connected stream socket."""
+
+    def __init__(self, sock: socket.socket, peer: str, max_payload: int) -> None:
+        """``peer``: its name in errors. ``max_payload``: limit of a received payload in bytes."""
+        sock.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._peer, self.max_payload = sock, peer, max_payload
+        self._outgoing: deque[memoryview] = deque()
+        self._incoming: deque[Frame] = deque()
+        self._header: Header | None = None
+        self._target = memoryview(bytearray(HEADER_BYTES))
+        self._filled = 0
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._end = ""  # description of the end of the connection
+        self.bytes_sent = self.bytes_received = 0
+
+    def queue(self, header: Header, json: bytes = b"", buffers: Sequence[Buffer] = ()) -> None:
+        """Append a frame to those that wait to be sent, and send as much as the kernel takes. Buffers are not copied."""
+        for buffer in (pack(header), json, *buffers):
+            if (view := memoryview(buffer)).nbytes:
+                self._outgoing.append(view.cast("B"))
+        self._send()
+
+    def pump(self, timeout_s: float = 0.0) -> None:
+        """Send and receive as much as possible. Waits for up to ``timeout_s`` if nothing is possible at once.
+
+        Raises ``PeerLost`` or ``FrameError``.
+        """
+        self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        for _, events in self._poll.poll(max(0, round(1000 * timeout_s))):
+            if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                self._receive()
+            if events & select.POLLOUT:
+                self._send()
+        if self._end and not self._incoming:  # frames that arrived before the end may tell its reason
+            raise PeerLost(self._end)
+
+    def next(self) -> Frame | None:
+        """Return the oldest received frame, or None."""
+        return self._incoming.popleft() if self._incoming else None
+
+    @property
+    def is_sending(self) -> bool:
+        """True while queued bytes wait to be sent."""
+        return bool(self._outgoing)
+
+    @property
+    def is_inside_frame(self) -> bool:
+        """True while a part of a frame has been received."""
+        return self._header is not None or self._filled > 0
+
+    def close(self) -> None:
+        """Close the socket; bytes that were not sent are lost. Idempotent."""
+        self._outgoing.clear()
+        self._socket.close()
+
+    def _send(self) -> None:
+        while self._outgoing:
+            try:
+                count = self._socket.sendmsg([*self._outgoing][:16])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outgoing.clear()  # the next receive finds the end
+                return
+            self.bytes_sent += count
+            while self._outgoing and count >= len(self._outgoing[0]):
+                count -= len(self._outgoing.popleft())
+            if count:
+                self._outgoing[0] = self._outgoing[0][count:]
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                count = self._socket.recv_into(self._target[self._filled :])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._end = f"{self._peer} closed the connection ({error.strerror})"
+                return
+            if not count:
+                part = " in the middle of a frame" if self.is_inside_frame else ""
+                self._end = f"{self._peer} closed the connection{part}"
+                return
+            self.bytes_received += count
+            self._filled += count
+            if self._filled == len(self._target):
+                self._advance()
+
+    def _advance(self) -> None:
+        """Handle a complete header or body."""
+        if self._header is None:
+            header = unpack(self._target, self.max_payload)
+            if header.inline_bytes:
+                self._header, self._target, self._filled = header, memoryview(bytearray(header.inline_bytes)), 0
+                return
+            frame = Frame(header)
+        else:
+            size = self._header.json_bytes
+            frame = Frame(self._header, bytes(self._target[:size]), self._target[size:])
+        self._incoming.append(frame)
+        self._header, self._target, self._filled = None, memoryview(bytearray(HEADER_BYTES)), 0

@@ -1,0 +1,81 @@
+"""Proof of a shared key by both ends of a connection: each signs the other's random number."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like.util.deadline import Deadline
+from slime_like_plugins.remote_experts.connection import Connection
+from slime_like_plugins.remote_experts.frames import Frame, FrameError, FrameKind, Header
+
+NONCE_BYTES = 32
+MAX_PAYLOAD = 256  # bytes that an unknown peer may send
+MIN_KEY = 16  # characters
+PROOF_S = 10.0
+
+
+def read_key(path: Path) -> bytes:
+    """Return the key in a file. Raises ``ConfigError`` if it cannot be read, is short, or other users can read it."""
+    try:
+        state, text = path.stat(), path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror}: create it with e.g. `openssl rand -hex 32`") from error
+    if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or state.st_uid != os.getuid():
+        raise ConfigError(f"key file {path} can be read by other users: run `chmod 600 {path}` as its owner")
+    if len(text) < MIN_KEY:
+        raise ConfigError(
+            f"key file {path} has {len(text)} characters: use at least {MIN_KEY}, e.g. `openssl rand -hex 32`"
+        )
+    return text
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``. Raises ``ConfigError``."""
+    host, separator, port = text.rpartition(":")
+    if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"address {text!r} of a worker is not HOST:PORT, such as 127.0.0.1:7100")
+    return host.strip("[]"), int(port)
+
+
+def admit(connection: Connection, secret: bytes) -> None:
+    """Challenge the engine at the other end of a connection. Raises ``FrameError`` if it does not know the key."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    _send(connection, FrameKind.CHALLENGE, nonce)
+    payload = bytes(_receive(connection, FrameKind.ANSWER, "the engine").payload)
+    proof, engine_nonce = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
+    if len(engine_nonce) != NONCE_BYTES or not hmac.compare_digest(proof, _sign(secret, b"engine", nonce)):
+        raise FrameError("an engine does not know the key of this worker")
+    _send(connection, FrameKind.ANSWER, _sign(secret, b"worker", engine_nonce))
+
+
+def prove(connection: Connection, secret: bytes, worker: str) -> None:
+    """Answer a worker's challenge, and check that it knows the key too. Raises ``FrameError``."""
+    challenge = bytes(_receive(connection, FrameKind.CHALLENGE, worker).payload)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    _send(connection, FrameKind.ANSWER, _sign(secret, b"engine", challenge) + nonce)
+    answer = bytes(_receive(connection, FrameKind.ANSWER, worker).payload)
+    if not hmac.compare_digest(answer, _sign(secret, b"worker", nonce)):
+        raise FrameError(f"{worker} does not know the key of this engine")
+
+
+def _sign(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, role + nonce, hashlib.sha256)
+
+
+def _send(connection: Connection, kind: FrameKind, payload: bytes) -> None:
+    connection.queue(Header(kind, payload_bytes=len(payload)), buffers=(payload,))
+
+
+def _receive(connection: Connection, kind: FrameKind, peer: str) -> Frame:
+    deadline = Deadline("remote experts", "prove the key", PROOF_S)
+    while (frame := connection.next()) is None:
+        connection.pump(deadline.remaining(peer))
+    if frame.header.kind is not kind:
+        raise FrameError(f"{peer} sent {frame.header.kind.name} instead of {kind.name}")
+    return frame

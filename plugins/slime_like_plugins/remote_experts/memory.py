@@ -1,0 +1,76 @@
+"""Weights of a worker, with the version that an engine committed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime_like_plugins.remote_experts.compute import Ids, Weights, expert_sums
+from slime_like_plugins.remote_experts.frames import FrameError
+from slime_like_plugins.remote_experts.shapes import ExpertShapes
+
+MAX_NAMED = 8  # matrices that a report names
+
+
+class ExpertMemory:
+    """Experts of one rank of an engine. New weights are NaN until they are written."""
+
+    def __init__(self, shapes: ExpertShapes, device: torch.device) -> None:
+        self.shapes = shapes
+        self._layers: dict[int, dict[str, Tensor]] = {}
+        for layer, num_experts in zip(shapes.layers, shapes.num_experts, strict=True):
+            gate_up = (num_experts, 2 * shapes.intermediate, shapes.hidden)
+            down = (num_experts, shapes.hidden, shapes.intermediate)
+            self._layers[layer] = {
+                name: torch.full(size, float("nan"), dtype=shapes.torch_dtype, device=device)
+                for name, size in (("w13", gate_up), ("w2", down))
+            }
+        self.version = 0  # 0: not committed
+
+    def begin(self) -> None:
+        """Forget the weights: every element is NaN until it is written, and nothing is computed until a commit."""
+        self.version = 0
+        for matrices in self._layers.values():
+            for matrix in matrices.values():
+                matrix.fill_(float("nan"))
+
+    def rows(self, layer: int, name: str, expert: int, start: int, size: int) -> Tensor:
+        """Return ``size`` rows of a matrix. Raises ``FrameError`` if there are none."""
+        matrix = self._matrices(layer).get(name)
+        if matrix is None or not 0 <= expert < len(matrix) or not 0 <= start <= start + size <= matrix.shape[1]:
+            raise FrameError(f"layer {layer} has no rows {start} to {start + size} of {name} of remote expert {expert}")
+        return matrix[expert, start : start + size]
+
+    def unwritten(self) -> list[tuple[str, int, int]]:
+        """Return name, number of NaN and number of elements of the matrices with NaN."""
+        report: list[tuple[str, int, int]] = []
+        for layer, matrices in self._layers.items():
+            for name, matrix in matrices.items():
+                if not bool(torch.isnan(matrix.sum(dtype=torch.float32))):
+                    continue
+                for expert, counted in enumerate(torch.isnan(matrix).sum((1, 2)).tolist()):
+                    if counted:
+                        report.append((f"layer {layer} {name} of remote expert {expert}", counted, matrix[0].numel()))
+        return report
+
+    def commit(self, version: int) -> None:
+        """Serve the weights as ``version``. Raises ``FrameError`` if they have NaN."""
+        if incomplete := self.unwritten():
+            names = ", ".join(name for name, _, _ in incomplete[:MAX_NAMED])
+            raise FrameError(f"{len(incomplete)} matrices are not complete: {names}")
+        if version < 1:
+            raise FrameError(f"version {version} is not positive")
+        self.version = version
+
+    def sums(self, layer: int, rows_NH: Tensor, ids: Ids, weights: Weights) -> Tensor:
+        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` on an id of no expert."""
+        matrices = self._matrices(layer)
+        num_experts = len(matrices["w13"])
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):
+            raise FrameError(f"layer {layer} has {num_experts} remote experts, and a request names {int(ids.max())}")
+        return expert_sums(rows_NH, ids, weights, matrices["w13"], matrices["w2"])
+
+    def _matrices(self, layer: int) -> dict[str, Tensor]:
+        if layer not in self._layers:
+            raise FrameError(f"layer {layer} has no remote experts")
+        return self._layers[layer]

@@ -1,0 +1,70 @@
+"""Choice between large and small requests from measured rates."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+STREAM_ROWS = 32  # most rows of a request in stream mode
+SMOOTHING = 0.25  # weight of a new measurement
+PROBE_LENGTH = 2  # measurements of the other mode in a row; the first one warms up
+PROBE_INTERVAL = 128  # measurements between probes
+FASTER = 1.05  # a mode has to be this much faster to replace the other
+BEHIND = 2  # measurements in a row in which the engine waited longer than it computed
+
+
+@dataclass(slots=True)
+class ModeChooser:
+    """Mode of the next batch with more than ``STREAM_ROWS`` rows; smaller batches are the same in both modes.
+
+    ``auto`` begins with ``batched``. While the engine waits for the worker longer than it computes itself, it measures
+    ``stream`` now and then, and changes to the mode with more rows per second.
+    """
+
+    setting: str = "auto"
+    mode: str = "batched"
+    rates: dict[str, float] = field(default_factory=dict)  # rows/s
+    changes: int = 0
+    _behind: int = 0
+    _probe: int = 0  # measurements of the other mode that remain
+    _since_probe: int = PROBE_INTERVAL
+
+    def __post_init__(self) -> None:
+        if self.setting != "auto":
+            self.mode = self.setting
+
+    @property
+    def next_mode(self) -> str:
+        """Mode of the next batch."""
+        return _other(self.mode) if self._probe else self.mode
+
+    def record(self, num_rows: int, seconds: float, wait_s: float) -> None:
+        """Take a measurement of ``next_mode``: remote rows, the time of the layer's experts, and the wait for the worker in it."""
+        if self.setting != "auto" or num_rows <= STREAM_ROWS:
+            return
+        measured, rate = self.next_mode, num_rows / max(seconds, 1e-9)
+        if not (self._probe == PROBE_LENGTH and measured not in self.rates):
+            self.rates[measured] = rate + (1 - SMOOTHING) * (self.rates.get(measured, rate) - rate)
+        self._since_probe += 1
+        if self._probe:
+            self._probe -= 1
+            if not self._probe:
+                self._choose()
+            return
+        self._behind = self._behind + 1 if wait_s > seconds - wait_s else 0
+        if self._since_probe >= PROBE_INTERVAL and (self._behind >= BEHIND or self.mode == "stream"):
+            self._probe, self._since_probe = PROBE_LENGTH, 0
+
+    def _choose(self) -> None:
+        other = _other(self.mode)
+        if self.rates[other] > FASTER * self.rates[self.mode]:
+            logger.info(
+                "slime_like remote experts change from %s to %s mode: %.0f instead of %.0f rows/s",
+                *(self.mode, other, self.rates[other], self.rates[self.mode]),
+            )
+            self.mode, self.changes = other, self.changes + 1
+
+
+def _other(mode: str) -> str:
+    return "stream" if mode == "batched" else "batched"

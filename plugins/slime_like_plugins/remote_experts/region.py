@@ -1,0 +1,109 @@
+"""Memory that an engine and a worker of one machine share: a sealed memfd without a file name, divided into slots.
+
+A request and its reply use one slot in turn; a frame in the socket announces each. Only processes of the same user can open the
+memory, through ``/proc/<pid>/fd``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+
+from slime_like_plugins.remote_experts.frames import FrameError
+
+NONCE_BYTES = 16
+FIRST_SLOT = 64  # bytes before the slots: the nonce
+ALIGNMENT = 64
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOffer:
+    """Description of a region, sent as JSON."""
+
+    pid: int
+    fd: int
+    num_slots: int
+    slot_bytes: int
+
+
+class Region:
+    """Slots in shared memory."""
+
+    def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int, fd: int = -1) -> None:
+        self._view, self.num_slots, self.slot_bytes, self._fd = memoryview(memory), num_slots, slot_bytes, fd
+
+    @classmethod
+    def create(cls, num_slots: int, slot_bytes: int) -> Region:
+        """Allocate a region whose size can no longer change; pages take memory when they are first written."""
+        slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        fd = os.memfd_create("slime_like-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        size = region_bytes(num_slots, slot_bytes)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        memory = mmap.mmap(fd, size)
+        memory[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
+        return cls(memory, num_slots, slot_bytes, fd)
+
+    @classmethod
+    def attach(cls, offer: RegionOffer) -> Region:
+        """Map the region of another process. Raises ``FrameError`` if it cannot be opened, or is not sealed memory of this user."""
+        path = f"/proc/{offer.pid}/fd/{offer.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise FrameError(f"{path} cannot be opened ({error.strerror}): the peer is not on this machine") from error
+        try:
+            state = os.fstat(fd)
+            if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _is_sealed(fd)):
+                raise FrameError(f"{path} is not sealed memory of this user")
+            needed = region_bytes(offer.num_slots, offer.slot_bytes)
+            if min(offer.num_slots, offer.slot_bytes) < 1 or state.st_size < needed:
+                raise FrameError(
+                    f"the shared region is too small: {state.st_size} bytes for {offer.num_slots} slots of "
+                    f"{offer.slot_bytes} bytes"
+                )
+            return cls(mmap.mmap(fd, state.st_size), offer.num_slots, offer.slot_bytes)
+        finally:
+            os.close(fd)
+
+    def offer(self) -> RegionOffer:
+        """Return the description for ``attach``."""
+        return RegionOffer(os.getpid(), self._fd, self.num_slots, self.slot_bytes)
+
+    @property
+    def nonce(self) -> str:
+        """Random number at the start of the memory, by which a worker proves that it has mapped this memory."""
+        return self._view[:NONCE_BYTES].hex()
+
+    def slot(self, index: int, size: int) -> memoryview:
+        """Return the first ``size`` bytes of a slot. Raises ``FrameError`` if there is no such slot or it is smaller."""
+        if not 0 <= index < self.num_slots or not 0 <= size <= self.slot_bytes:
+            raise FrameError(
+                f"{size} bytes in slot {index} of a shared region with {self.num_slots} slots of {self.slot_bytes} bytes"
+            )
+        start = FIRST_SLOT + index * self.slot_bytes
+        return self._view[start : start + size]
+
+    def close(self) -> None:
+        """Close the file; the mapping ends with its last view. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def region_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Return the size of a region."""
+    return FIRST_SLOT + num_slots * slot_bytes
+
+
+def _is_sealed(fd: int) -> bool:
+    """Return whether the memory cannot shrink, which would end a process that reads it by SIGBUS."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not a memfd
+        return False

@@ -1,0 +1,78 @@
+"""Division of a batch's routed tokens into local pairs and requests: tokens with equally many remote experts form a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, from_numpy
+
+from slime_like_plugins.remote_experts.compute import Ids, Weights
+
+
+class ExpertRows:
+    """Location of each expert of a layer: a row of the engine's matrices, or of the worker's."""
+
+    def __init__(self, num_experts: int, remote: Sequence[int]) -> None:
+        """``num_experts``: routed and shared ones. ``remote``: ids of those in the worker's memory."""
+        self.remote = tuple(sorted(remote))
+        is_remote = np.zeros(num_experts, bool)
+        is_remote[list(self.remote)] = True
+        self.num_local = num_experts - len(self.remote)
+        # The last entry is for id -1, which indexes it: a pair of no expert.
+        self.local_rows = np.full(num_experts + 1, -1, np.int32)
+        self.local_rows[:-1][~is_remote] = np.arange(self.num_local)
+        self.remote_rows = np.full(num_experts + 1, -1, np.int32)
+        self.remote_rows[:-1][is_remote] = np.arange(len(self.remote))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBucket:
+    """Tokens of a batch for one or more requests, all with the same number of remote experts."""
+
+    tokens: NDArray[np.int64]  # ascending
+    ids: Ids  # [N, K]
+    weights: Weights  # [N, K]
+
+    def chunks(self, max_rows: int) -> Iterator[TokenBucket]:
+        """Yield parts of at most ``max_rows`` tokens."""
+        for start in range(0, len(self.tokens), max_rows):
+            part = slice(start, start + max_rows)
+            yield TokenBucket(self.tokens[part], self.ids[part], self.weights[part])
+
+    def rows_of(self, x_TH: Tensor) -> Tensor:
+        """Return the rows of the tokens: a view if they are consecutive, otherwise a copy."""
+        index = self.index()
+        return x_TH[index]
+
+    def index(self) -> slice | Tensor:
+        """Return the index of the tokens: a slice if they are consecutive."""
+        first, last = int(self.tokens[0]), int(self.tokens[-1])
+        return slice(first, last + 1) if last - first + 1 == len(self.tokens) else from_numpy(self.tokens)
+
+
+def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
+    """Return the rows [T, K] of local experts, -1 for other pairs, and the buckets in ascending order of remote experts.
+
+    Pairs of weight 0 are computed nowhere, and a token without remote experts is in no bucket.
+    """
+    used = weights != 0
+    local = np.where(used, rows.local_rows[ids], -1)
+    remote = np.where(used, rows.remote_rows[ids], -1)
+    is_remote = remote >= 0
+    counts = is_remote.sum(1)
+    buckets: list[TokenBucket] = []
+    for count in np.flatnonzero(np.bincount(counts)).tolist():
+        if not count:
+            continue
+        tokens = np.flatnonzero(counts == count)
+        chosen = is_remote if len(tokens) == len(counts) else is_remote[tokens]
+        shape = (len(tokens), count)
+        if len(tokens) < len(counts):
+            ids_of, weights_of = remote[tokens][chosen], weights[tokens][chosen]
+        else:
+            ids_of, weights_of = remote[chosen], weights[chosen]
+        buckets.append(TokenBucket(tokens, ids_of.reshape(shape), weights_of.reshape(shape)))
+    return local, buckets

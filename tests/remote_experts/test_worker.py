@@ -1,0 +1,264 @@
+"""A worker computes the same sums over both transports, in every row type, and refuses requests that do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like_plugins.remote_experts import key, process, worker
+from slime_like_plugins.remote_experts.client import IN_FLIGHT, ClientSettings, WorkerClient, WorkerRefusal
+from slime_like_plugins.remote_experts.compute import expert_sums
+from slime_like_plugins.remote_experts.connection import Connection, PeerLost
+from slime_like_plugins.remote_experts.frames import FrameError, FrameKind, Header, RowType
+from slime_like_plugins.remote_experts.region import Region
+from slime_like_plugins.remote_experts.serving import WorkerSettings
+from slime_like_plugins.remote_experts.shapes import ExpertShapes
+from tests.remote_experts.workers import SHAPES, reference, requests, running, weights_of, write_all
+
+BOUNDS = {RowType.float32: 2e-6, RowType.float16: 4e-3, RowType.bfloat16: 3e-2}  # relative to the largest sum
+MATRICES = weights_of(SHAPES)
+
+
+def commit(client: WorkerClient, version: int = 1) -> None:
+    """Send all weights and commit them."""
+    client.begin()
+    write_all(client, MATRICES)
+    assert client.unwritten() == []
+    client.commit(version)
+
+
+@pytest.mark.parametrize("row_type", RowType)
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_sums_are_those_of_the_maths(transport: str, row_type: RowType) -> None:
+    """More requests than may be in flight, of which the results are taken in reverse order."""
+    with running(ClientSettings(transport=transport, row_type=row_type)) as client:
+        assert client.transport == transport
+        commit(client)
+        sent = [
+            (layer, requests(SHAPES, layer, size, k, seed=size)) for size in (1, 7, 64) for layer, k in ((0, 2), (3, 1))
+        ]
+        pending = [client.submit(layer, *request) for layer, request in sent]
+        assert len(pending) > IN_FLIGHT
+        for (layer, request), waiting in reversed([*zip(sent, pending, strict=True)]):
+            expected = reference(*request, MATRICES[layer])
+            sums = client.result(waiting)
+            assert sums.dtype is torch.float32
+            difference = (sums.double() - expected).abs().max() / expected.abs().max()
+            assert difference < BOUNDS[row_type]
+        rows = sum(len(request[0]) for _, request in sent)
+        pairs = sum(request[1].size for _, request in sent)
+        assert (client.traffic.calls, client.traffic.rows) == (len(sent), rows)
+        assert client.traffic.payload_bytes == 2 * rows * SHAPES.hidden * row_type.itemsize + 8 * pairs
+
+
+def test_both_transports_have_the_same_bits() -> None:
+    results: list[torch.Tensor] = []
+    for transport in ("shared", "socket"):
+        with running(ClientSettings(transport=transport)) as client:
+            commit(client)
+            results.append(client.result(client.submit(0, *requests(SHAPES, 0, 50, 2))))
+    assert torch.equal(*results)
+
+
+def test_local_and_remote_experts_have_the_same_maths() -> None:
+    """Pairs of id -1 add nothing."""
+    rows, ids, weights = requests(SHAPES, 0, 20, 2)
+    ids[::3, 0] = -1
+    ids[5] = -1
+    sums = expert_sums(rows, ids, weights, MATRICES[0]["w13"], MATRICES[0]["w2"])
+    np.testing.assert_allclose(sums, reference(rows, ids, weights, MATRICES[0]), atol=2e-6)
+    assert not sums[5].any()
+    nothing = expert_sums(rows[:0], ids[:0], weights[:0], MATRICES[0]["w13"], MATRICES[0]["w2"])
+    assert nothing.shape == (0, SHAPES.hidden)
+
+
+@pytest.mark.parametrize("transport", ["shared", "socket"])
+def test_a_number_beyond_float16_is_sent_as_float32(transport: str) -> None:
+    with running(ClientSettings(transport=transport, row_type=RowType.float16)) as client:
+        commit(client)
+        rows, ids, weights = requests(SHAPES, 0, 4, 2)
+        for scale in (torch.tensor(1e5), torch.tensor(1e3)):  # of rows, and of sums only
+            expected = reference(rows * scale, ids, weights, MATRICES[0])
+            sums = client.result(client.submit(0, rows * scale, ids, weights)).double()
+            assert expected.abs().max() > 65504
+            assert (sums - expected).abs().max() / expected.abs().max() < 1e-2
+
+
+def test_weights_are_served_only_when_complete() -> None:
+    """A missing row is named; the same request after an open update, or with another version, is refused."""
+    with running(ClientSettings()) as client:
+        request = requests(SHAPES, 0, 3, 2)
+        with pytest.raises(WorkerRefusal, match="weight version 0, the worker has 0"):
+            client.result(client.submit(0, *request))
+        client.begin()
+        write_all(client, {0: MATRICES[0]})
+        client.write(3, "w13", 0, 0, MATRICES[3]["w13"][0])
+        client.write(3, "w13", 1, 1, MATRICES[3]["w13"][1][1:])
+        client.write(3, "w2", 0, 0, MATRICES[3]["w2"][0])
+        client.write(3, "w2", 1, 0, MATRICES[3]["w2"][1])
+        assert client.unwritten() == [("layer 3 w13 of remote expert 1", 16, 48 * 16)]
+        with pytest.raises(WorkerRefusal, match="layer 3 w13 of remote expert 1"):
+            client.commit(5)
+        client.write(3, "w13", 1, 0, MATRICES[3]["w13"][1][:1])
+        client.commit(5)
+        client.result(client.submit(0, *request))
+        client.version = 6
+        with pytest.raises(WorkerRefusal, match="weight version 6, the worker has 5"):
+            client.result(client.submit(0, *request))
+        client.begin()
+        client.version = 5
+        with pytest.raises(WorkerRefusal, match="the worker has 0"):
+            client.result(client.submit(0, *request))
+
+
+def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served() -> None:
+    with running(ClientSettings(transport="socket")) as client:
+        commit(client)
+        rows, ids, weights = requests(SHAPES, 0, 3, 2)
+        for layer, arguments, message in (
+            (1, (rows, ids, weights), "layer 1 has no remote experts"),
+            (0, (rows, ids + 2, weights), "layer 0 has 3 remote experts"),
+            (0, (rows, ids - 1, weights), "layer 0 has 3 remote experts"),
+            (0, (rows[:, :8], ids, weights), "do not fit"),
+            (0, requests(SHAPES, 0, 65, 2), "do not fit"),
+        ):
+            with pytest.raises(WorkerRefusal, match=message):
+                client.result(client.submit(layer, *arguments))
+        client._sequence -= 2
+        with pytest.raises(WorkerRefusal, match="is stale"):
+            client.result(client.submit(0, rows, ids, weights))
+        client._sequence += 2
+        client.result(client.submit(0, rows, ids, weights))
+
+
+def test_an_oversized_frame_ends_the_connection_with_its_reason() -> None:
+    with running(ClientSettings(transport="socket")) as client:
+        client._connection.queue(Header(FrameKind.WRITE, sequence=9, payload_bytes=1 << 40))
+        with pytest.raises((FrameError, PeerLost), match="oversized WRITE"):
+            client.unwritten()
+
+
+def test_a_shared_region_that_is_too_small() -> None:
+    """``auto`` uses the socket, ``shared`` is an error that names the fix; a worker refuses an offer of smaller slots."""
+    with running(ClientSettings(shared_bytes=1000)) as client:
+        assert client.transport == "socket"
+    refused = running(ClientSettings(shared_bytes=1000, transport="shared"))
+    with pytest.raises(ConfigError, match=r"shared_bytes=1000 is too small.*raise it"), refused:
+        pass
+    larger = replace(SHAPES, capacity=128)
+    with running(ClientSettings(shared_bytes=100_000, transport="shared")) as client:
+        assert client.transport == "shared"
+        with pytest.raises(ConfigError, match="the shared region is too small"):
+            client.settings = ClientSettings(transport="shared")
+            small = Region.create(1, 64)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Region, "create", lambda *_: small)
+                client._share(larger)
+
+
+def test_memory_that_is_not_sealed_is_not_mapped(tmp_path: Path) -> None:
+    region = Region.create(2, 64)
+    attached = Region.attach(region.offer())
+    region.slot(1, 4)[:] = b"abcd"
+    assert bytes(attached.slot(1, 4)) == b"abcd" and attached.nonce == region.nonce
+    for index, size in ((2, 1), (-1, 1), (0, 65)):
+        with pytest.raises(FrameError, match="in slot"):
+            attached.slot(index, size)
+    with pytest.raises(FrameError, match="too small"):
+        Region.attach(replace(region.offer(), num_slots=3))
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(1000)
+        with pytest.raises(FrameError, match="not sealed"):
+            Region.attach(replace(region.offer(), fd=file.fileno()))
+    region.close()
+    with pytest.raises(FrameError, match=r"cannot be opened|not sealed"):
+        Region.attach(replace(region.offer(), fd=10_000))
+
+
+def listening_worker(secret: bytes) -> tuple[str, threading.Thread]:
+    """Return the address of a worker that serves one connection, and its thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with listener:
+            sock, _ = listener.accept()
+            with contextlib.suppress(SlimeLikeError):
+                worker.serve(sock, WorkerSettings(), secret)
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    return f"127.0.0.1:{listener.getsockname()[1]}", thread
+
+
+@pytest.mark.parametrize("same_key", [True, False])
+def test_a_listening_worker_serves_only_engines_with_its_key(tmp_path: Path, same_key: bool) -> None:
+    path = tmp_path / "key"
+    path.write_text("0123456789abcdef0123")
+    path.chmod(0o600)
+    secret = key.read_key(path)
+    address, thread = listening_worker(secret if same_key else b"another key of some length")
+    origin = process.WorkerOrigin(address, path)
+    if not same_key:
+        with pytest.raises(PeerLost):
+            process.connect(origin, "worker 0", 5)
+    else:
+        client = WorkerClient(process.connect(origin, "worker 0", 5), ClientSettings(name="worker 0"))
+        client.open(SHAPES)
+        commit(client)
+        assert client.transport == "shared"  # the worker can open this process's memory
+        client.close()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_an_impostor_that_does_not_know_the_key_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("0123456789abcdef0123")
+    path.chmod(0o600)
+    ours, theirs = socket.socketpair()
+    impostor = Connection(theirs, "the engine", 1000)
+    impostor.queue(Header(FrameKind.CHALLENGE, payload_bytes=32), buffers=[bytes(32)])
+    impostor.queue(Header(FrameKind.ANSWER, payload_bytes=32), buffers=[bytes(32)])
+    with pytest.raises(FrameError, match="worker 0 does not know the key"):
+        key.prove(Connection(ours, "worker 0", 1000), key.read_key(path), "worker 0")
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "message"), [(0o644, "0123456789abcdef", "chmod 600"), (0o600, "short", "has 5 characters")]
+)
+def test_a_key_file_that_is_not_private_or_too_short_is_refused(
+    tmp_path: Path, mode: int, text: str, message: str
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=message):
+        key.read_key(path)
+    with pytest.raises(ConfigError, match="openssl"):
+        key.read_key(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("address", ["7100", "host:", "host:99999", ":7100", "host:port"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        key.parse_address(address)
+
+
+def test_bfloat16_weights() -> None:
+    shapes = ExpertShapes((1,), (2,), 16, 24, "bfloat16", 8, 2)
+    matrices = weights_of(shapes)
+    with running(ClientSettings(row_type=RowType.bfloat16), shapes) as client:
+        write_all(client, matrices)
+        client.commit(1)
+        request = requests(shapes, 1, 8, 2)
+        expected = reference(*request, matrices[1])
+        difference = (client.result(client.submit(1, *request)).double() - expected).abs().max()
+        assert difference / expected.abs().max() < 3e-2
