@@ -49,6 +49,10 @@ class AgentError(SlimeLikeError, RuntimeError):
     """An agent that fails every time or returns something other than a reward."""
 
 
+class StoreFull(SlimeLikeError, MemoryError):
+    """A group with more tokens in flight than its store may hold."""
+
+
 class EngineError(SlimeLikeError, RuntimeError):
     """An SGLang engine that did not start, died or refused a request."""
 

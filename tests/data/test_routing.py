@@ -16,7 +16,8 @@ from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.routing import ROUTED_EXPERTS, RoutingShape, check_dumped, routing_column, with_routing
 from slime_like.errors import DataError, EngineError
 from slime_like.interfaces import Completion, GenerateContext, Sampling
-from slime_like.rollout.collect.resumable import EngineCall, concatenate, drop_last_token
+from slime_like.rollout.collect.journal import CallJournal, EngineCall
+from slime_like.rollout.collect.resumable import drop_last_token
 from slime_like.rollout.collect.state import PartialGroup, from_group, to_group
 from slime_like.rollout.engine.replies import completions
 from slime_like.rollout.generate.episode import Episode
@@ -98,15 +99,26 @@ def completion(num_sampled: int, rows: Any, finish: str) -> Completion:
 def test_a_continued_answer_has_the_experts_of_its_last_request() -> None:
     first = drop_last_token(completion(4, experts(6, 1), "abort"))
     assert first.routed_experts is not None and len(first.routed_experts) == len(PROMPT) + 3 - 1
+    call = recorded_call(first)
+    call.append([0], [completion(0, None, "abort")])  # never scheduled
+    (partial,) = call.completions()
+    np.testing.assert_array_equal(partial.routed_experts, first.routed_experts, strict=True)
     last = experts(len(PROMPT) + 5 - 1, 2)
-    np.testing.assert_array_equal(concatenate(first, completion(2, last, "stop")).routed_experts, last)
-    never_scheduled = completion(0, None, "abort")
-    assert concatenate(first, never_scheduled).routed_experts is first.routed_experts
+    call.append([0], [completion(2, last, "stop")])
+    (complete,) = call.completions()
+    np.testing.assert_array_equal(complete.routed_experts, last, strict=True)
+    np.testing.assert_array_equal(partial.routed_experts, first.routed_experts, strict=True)  # views do not change
+
+
+def recorded_call(*parts: Completion) -> EngineCall:
+    call = CallJournal().call(PROMPT, range(1, len(parts) + 1))
+    call.append(range(len(parts)), parts)
+    return call
 
 
 def test_a_partial_answer_is_restored_with_its_experts() -> None:
     rows = experts(len(PROMPT) + 3)
-    calls = (EngineCall(PROMPT, (1, 2), [completion(4, rows, "stop"), completion(2, None, "abort")]),)
+    calls = (recorded_call(completion(4, rows, "stop"), completion(2, None, "abort")).record(),)
     (call,) = from_group(to_group(PartialGroup(0, Prompt(0, PROMPT, "", None, None), calls))).calls
     np.testing.assert_array_equal(call.completions[0].routed_experts, rows, strict=True)
     assert call.completions[1].routed_experts is None

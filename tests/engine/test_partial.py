@@ -13,7 +13,8 @@ from slime_like.config.schema.faults import HealthConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.collect.journal import CallJournal
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
 from slime_like.rollout.collect.state import PartialGroup, RolloutState
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts

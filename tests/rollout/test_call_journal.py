@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
 from slime_like.rollout.collect.collector import PromptQueue
-from slime_like.rollout.collect.resumable import EMPTY_COMPLETION, CallJournal, EngineCall, concatenate, drop_last_token
+from slime_like.rollout.collect.journal import CallJournal, RecordedCall
+from slime_like.rollout.collect.resumable import drop_last_token
 from slime_like.rollout.collect.state import PartialGroup, QueuedPrompt, RolloutState
 from slime_like.types import Prompt
 from tests.rollout.counting import Counting
@@ -23,7 +24,10 @@ def part(tokens: list[int], *versions: tuple[int, int, int], finish: str = "abor
 
 
 def test_parts_are_joined_and_spans_of_one_version_merged() -> None:
-    completion = concatenate(part([1, 2], (0, 1, 4), (1, 2, 5)), part([3, 4], (0, 1, 5), (1, 2, 6), finish="stop"))
+    call = CallJournal().call(IDS, [1])
+    call.append([0], [part([1, 2], (0, 1, 4), (1, 2, 5))])
+    call.append([0], [part([3, 4], (0, 1, 5), (1, 2, 6), finish="stop")])
+    (completion,) = call.completions()
     assert completion.token_ids.tolist() == [1, 2, 3, 4]
     assert completion.logprobs.tolist() == [-1, -2, -3, -4]
     assert completion.versions == ((0, 1, 4), (1, 3, 5), (3, 4, 6))
@@ -36,16 +40,17 @@ def test_the_last_token_of_an_aborted_part_is_sampled_again() -> None:
     assert (cut.token_ids.tolist(), cut.logprobs.tolist(), cut.versions) == ([1, 2], [-1, -2], ((0, 2, 4),))
     ended = part([1, 2], (0, 2, 4), finish="stop")
     assert drop_last_token(ended) is ended
-    assert drop_last_token(EMPTY_COMPLETION) is EMPTY_COMPLETION
+    empty = part([])
+    assert drop_last_token(empty) is empty
 
 
 def test_a_repeated_call_gets_its_answer_once() -> None:
     first = CallJournal()
-    first.call(IDS, [1, 2]).completions[0] = part([9], (0, 1, 3), finish="stop")
+    first.call(IDS, [1, 2]).append([0], [part([9], (0, 1, 3), finish="stop")])
     first.call(IDS, [3])
     replayed = CallJournal(first.copy())
     assert replayed.call(IDS + 1, [1, 2]).unfinished() == [0, 1]  # another prompt
-    assert replayed.call(IDS, [1, 2]).completions[0].token_ids.tolist() == [9]
+    assert replayed.call(IDS, [1, 2]).completions()[0].token_ids.tolist() == [9]
     assert replayed.call(IDS, [1, 2]).unfinished() == [0, 1]  # a second identical call is sampled again
     assert (replayed.oldest_version, replayed.num_tokens) == (3, 1)
     assert (CallJournal().oldest_version, CallJournal().num_tokens) == (None, 0)
@@ -53,13 +58,20 @@ def test_a_repeated_call_gets_its_answer_once() -> None:
 
 def test_calls_not_repeated_do_not_count_for_the_oldest_version() -> None:
     first = CallJournal()
-    first.call(IDS, [1]).completions[0] = part([9], (0, 1, 3), finish="stop")
-    first.call(IDS, [2]).completions[0] = part([9], (0, 1, 7), finish="stop")
+    first.call(IDS, [1]).append([0], [part([9], (0, 1, 3), finish="stop")])
+    first.call(IDS, [2]).append([0], [part([9], (0, 1, 7), finish="stop")])
     replayed = CallJournal(first.copy())
     replayed.call(IDS, [2])
     assert replayed.oldest_version == 3  # the first call may still be repeated
     replayed.close()
     assert (replayed.oldest_version, replayed.num_tokens) == (7, 1)
+
+
+def recorded(calls: list[list[Completion]]) -> tuple[RecordedCall, ...]:
+    journal = CallJournal()
+    for k, parts in enumerate(calls):
+        journal.call(IDS[:k], range(len(parts))).append(range(len(parts)), parts)
+    return journal.copy()
 
 
 completions = st.builds(
@@ -80,7 +92,7 @@ def test_unfinished_groups_are_saved_and_loaded(
         PartialGroup(
             i,
             Prompt(i, IDS, "t", "l", None),
-            tuple(EngineCall(IDS[:k], tuple(range(len(c))), c) for k, c in enumerate(g)),
+            recorded(g),
         )
         for i, g in enumerate(groups)
     )

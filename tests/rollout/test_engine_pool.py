@@ -14,7 +14,8 @@ import pytest
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.errors import EngineError, EngineLost, WeightSyncError
 from slime_like.interfaces import Sampling
-from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.collect.journal import CallJournal
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
 from slime_like.rollout.pool.kv_usage import kv_metrics

@@ -23,8 +23,9 @@ from slime_like.errors import DataError, RewardError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect import resumable
 from slime_like.rollout.collect.group_filters import FilterReport
+from slime_like.rollout.collect.journal import CallJournal
 from slime_like.rollout.collect.over_sampling import OverSamplingCollector
-from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
 from slime_like.rollout.collect.sampler import GroupRequest
 from slime_like.rollout.collect.state import GeneratedRollout, RolloutState
 from slime_like.rollout.generate.single_turn import STATUS

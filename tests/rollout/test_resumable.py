@@ -10,7 +10,8 @@ import numpy as np
 
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.interfaces import Sampling
-from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.collect.journal import CallJournal
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts
 from tests.rollout.slow_engine import SlowRequest, SlowSupervisor, token

@@ -127,9 +127,8 @@ class Session:
         return earlier_ids, between[1:] if end_was_sampled else between
 
     def _max_tokens(self, turn: Turn | None, prompt_ids: I32, between: I32) -> int:
-        episode = turn.episode if turn is not None and turn.is_last else Episode(prompt_ids, self._context)
-        context = self._context.max_context_len - len(prompt_ids) - len(between)
-        return min(episode.room, context)
+        sampling, context = self._context.sampling, self._context.max_context_len - len(prompt_ids) - len(between)
+        return min(turn.episode.room if turn is not None and turn.is_last else sampling.max_new_tokens, context)
 
     def _refuse(self, turn: Turn | None, num_tokens: int) -> None:
         self.end_status = Status.TRUNCATED

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import groupby
-
-import numpy as np
+from dataclasses import replace
 
 from slime_like.interfaces import Completion, Sampling
+from slime_like.rollout.collect.journal import ABORT, CallJournal, EngineCall
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.generate.sampling import check_generate
 from slime_like.rollout.pool.engine_pool import EnginePool
@@ -29,63 +27,7 @@ from slime_like.rollout.pool.router import EngineAssignment, RequestCounts
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
 
-ABORT = "abort"  # finish reason of a completion that may be continued
 ABORT_AGAIN_S = 0.2  # an abort misses a request that has not reached the scheduler
-EMPTY_COMPLETION = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), ABORT)
-
-
-@dataclass(slots=True, eq=False)
-class EngineCall:
-    """One ``Engine.generate`` call: its prompt and one (possibly partial) completion per seed."""
-
-    token_ids: I32  # [P]
-    seeds: tuple[int, ...]
-    completions: list[Completion]
-
-    def unfinished(self) -> list[int]:
-        """Return the indices of completions that may be continued."""
-        return [i for i, completion in enumerate(self.completions) if completion.finish == ABORT]
-
-
-class CallJournal:
-    """Recorded calls of one group."""
-
-    def __init__(self, calls: Iterable[EngineCall] = ()) -> None:
-        self._calls = list(calls)
-        self._unclaimed = list(self._calls)
-
-    def call(self, token_ids: I32, seeds: Sequence[int]) -> EngineCall:
-        """Return the record of this call, from an earlier run of the function if there is one."""
-        for call in self._unclaimed:
-            if call.seeds == tuple(seeds) and np.array_equal(call.token_ids, token_ids):
-                self._unclaimed.remove(call)
-                return call
-        call = EngineCall(token_ids, tuple(seeds), [EMPTY_COMPLETION] * len(seeds))
-        self._calls.append(call)
-        return call
-
-    def close(self) -> None:
-        """Drop the calls that this run of the function did not repeat, as no sample contains them. Called when it ends."""
-        self._calls = [call for call in self._calls if call not in self._unclaimed]
-        self._unclaimed = []
-
-    def copy(self) -> tuple[EngineCall, ...]:
-        """Return a snapshot of the calls."""
-        return tuple(replace(call, completions=list(call.completions)) for call in self._calls)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Weight version of the oldest token; None if none was sampled."""
-        versions = (version for c in self._completions() for _, _, version in c.versions)
-        return min(versions, default=None)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens sampled so far."""
-        return sum(len(completion.token_ids) for completion in self._completions())
-
-    def _completions(self) -> Iterable[Completion]:
-        return (completion for call in self._calls for completion in call.completions)
 
 
 def drop_last_token(part: Completion) -> Completion:
@@ -102,25 +44,6 @@ def drop_last_token(part: Completion) -> Completion:
     experts = None if part.routed_experts is None else part.routed_experts[:-1]
     return replace(
         part, token_ids=part.token_ids[:n], logprobs=part.logprobs[:n], versions=versions, routed_experts=experts
-    )
-
-
-def concatenate(first: Completion, second: Completion) -> Completion:
-    """Concatenate a completion and its continuation; each token keeps the log-probability and version it was sampled with.
-
-    Routed experts are those of the continuation, for which the engine has computed, or read from its cache, all tokens.
-    """
-    n = len(first.token_ids)
-    shifted = [*first.versions, *((start + n, stop + n, version) for start, stop, version in second.versions)]
-    runs = [list(run) for _, run in groupby(shifted, key=lambda span: span[2])]
-    return Completion(
-        token_ids=np.concatenate([first.token_ids, second.token_ids]).astype(np.int32),
-        logprobs=np.concatenate([first.logprobs, second.logprobs]).astype(np.float32),
-        versions=tuple((run[0][0], run[-1][1], run[0][2]) for run in runs),
-        finish=second.finish,
-        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
-        cached_tokens=first.cached_tokens + second.cached_tokens,
-        routed_experts=first.routed_experts if second.routed_experts is None else second.routed_experts,
     )
 
 
@@ -210,7 +133,7 @@ class ResumableEngine:
             async with self._gate.passage():
                 if not await self._continue(call, sampling):
                     break
-        return tuple(call.completions)
+        return call.completions()
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
         """See ``interfaces.Engine``."""
@@ -226,13 +149,11 @@ class ResumableEngine:
         if engine is None:  # withdrawn while the gate was shut
             return True
         indices = call.unfinished()
-        partials = [call.completions[i] for i in indices]
         result = await self._pool.call_assigned(self._assignment, self._extend(engine, call, indices, sampling))
         if result is None:  # the engine was lost together with the tokens of this request
             return True
         parts, aborted_by_run = result
-        for index, partial, part in zip(indices, partials, parts, strict=True):
-            call.completions[index] = concatenate(partial, drop_last_token(part) if aborted_by_run else part)
+        call.append(indices, [drop_last_token(part) if aborted_by_run else part for part in parts])
         self._assignment.spend(sum(len(part.token_ids) for part in parts))
         self._usage.add(engine.name, parts)
         return aborted_by_run or all(part.finish != ABORT for part in parts)
@@ -242,11 +163,10 @@ class ResumableEngine:
     ) -> tuple[list[Completion], bool]:
         """Return the continuations of ``indices``, and whether an abort of this run may have ended them."""
         aborts = engine.num_ended_aborts
-        partials = [call.completions[i] for i in indices]
         parts = await engine.extend(
-            [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in partials],
+            [call.sequence(i).token_ids for i in indices],
             [call.seeds[i] for i in indices],
-            [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in partials],
+            [max(1, sampling.max_new_tokens - call.num_sampled(i)) for i in indices],
             sampling,
             trained=self._required_sampling is not None,
         )

@@ -13,7 +13,8 @@ from slime_like.interfaces import GenerateContext, GenerateFn, Generator, Sampli
 from slime_like.metrics.types import Metric
 from slime_like.registry import resolve
 from slime_like.reward.pool import RewardPool
-from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.collect.journal import CallJournal
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
 from slime_like.rollout.generate.sampling import sample_seeds
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts

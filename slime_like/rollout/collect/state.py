@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from slime_like.data.routing import ROUTED_EXPERTS, routing_column
-from slime_like.interfaces import Completion
+from slime_like.data.routing import ROUTED_EXPERTS
 from slime_like.rollout.collect.group_filters import FilterReport
-from slime_like.rollout.collect.resumable import EngineCall
+from slime_like.rollout.collect.journal import RecordedCall
 from slime_like.rollout.generate.single_turn import STATUS
+from slime_like.store.columns import TokenColumns, span_versions
 from slime_like.types import Prompt, Sample, SampleGroup, Source, Span, Status
 
 FINISH = {status: finish for finish, status in STATUS.items()}
@@ -58,7 +56,7 @@ class PartialGroup:
 
     group_id: int
     prompt: Prompt
-    calls: tuple[EngineCall, ...]
+    calls: tuple[RecordedCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +101,29 @@ def to_group(partial: PartialGroup) -> SampleGroup:
 
 def from_group(group: SampleGroup) -> PartialGroup:
     """Return the inverse of ``to_group``."""
-    calls: list[EngineCall] = []
+    calls: list[RecordedCall] = []
     for _, grouped in groupby(group.samples, key=lambda sample: sample.episode_id):
         samples = list(grouped)
-        prompt_ids = samples[0].token_ids[: samples[0].spans[0].stop]
-        calls.append(
-            EngineCall(
-                prompt_ids, tuple(s.seed for s in samples), [_to_completion(s, len(prompt_ids)) for s in samples]
-            )
+        sequences = tuple(
+            TokenColumns(s.token_ids, s.logprobs, span_versions(s.spans), s.extras.get(ROUTED_EXPERTS)) for s in samples
         )
+        finishes = tuple(FINISH[sample.status] for sample in samples)
+        calls.append(RecordedCall(samples[0].spans[0].stop, tuple(s.seed for s in samples), sequences, finishes))
     return PartialGroup(group.group_id, group.prompt, tuple(calls))
 
 
-def _to_sample(group_id: int, episode: int, index: int, call: EngineCall) -> Sample:
-    completion, start = call.completions[index], len(call.token_ids)
-    spans = [Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions]
+def _to_sample(group_id: int, episode: int, index: int, call: RecordedCall) -> Sample:
+    columns, start = call.sequences[index], call.num_prompt_tokens
+    sampled = columns.slice(start, len(columns)).spans()
+    spans = [replace(span, start=start + span.start, stop=start + span.stop) for span in sampled]
     return Sample(
         group_id=group_id,
         episode_id=episode,
         sample_id=index,
         seed=call.seeds[index],
-        token_ids=np.concatenate([call.token_ids, completion.token_ids]).astype(np.int32),
-        logprobs=np.concatenate([np.full(start, np.nan), completion.logprobs]).astype(np.float32),
+        token_ids=columns.token_ids,
+        logprobs=columns.logprobs,
         spans=(Span(0, start, Source.PROMPT), *spans),
-        status=STATUS.get(completion.finish, Status.ABORTED),
-        extras=routing_column(completion.routed_experts, start + len(completion.token_ids)),
-    )
-
-
-def _to_completion(sample: Sample, start: int) -> Completion:
-    versions = tuple((span.start - start, span.stop - start, span.version) for span in sample.spans[1:])
-    experts = sample.extras.get(ROUTED_EXPERTS)
-    return Completion(
-        sample.token_ids[start:],
-        sample.logprobs[start:],
-        versions,
-        FINISH[sample.status],
-        routed_experts=None if experts is None else experts[:-1],
+        status=STATUS.get(call.finishes[index], Status.ABORTED),
+        extras={} if columns.experts is None else {ROUTED_EXPERTS: columns.experts},
     )

@@ -135,12 +135,11 @@ def _logprobs(triples: Sequence[Any]) -> F32:
 
 
 def _version(text: Any) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
+    if not str(text).isdecimal():
         raise EngineError(
             f"engine serves weight version {text!r}, which is not a number: does another program push weights to it?"
-        ) from error
+        )
+    return int(text)
 
 
 def _field(item: Any, name: str) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
-from slime_like.data.routing import routing_column
+from slime_like.data.routing import ROUTED_EXPERTS
 from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.generate.single_turn import STATUS
-from slime_like.types import F32, I32, RoutedExperts, Sample, Source, Span, Status
+from slime_like.store.columns import TOOL_TOKEN, context_columns, sampled_columns
+from slime_like.store.row import Row
+from slime_like.store.store import SampleStore
+from slime_like.types import F32, I32, Sample, Span, Status
 
 
 class Episode:
@@ -29,20 +30,34 @@ class Episode:
 
     def __init__(self, prompt_ids: I32, context: GenerateContext) -> None:
         self._context = context
-        self.token_ids: I32 = np.asarray(prompt_ids, dtype=np.int32)  # [L]
-        self.logprobs: F32 = np.full(len(prompt_ids), np.nan, dtype=np.float32)  # [L]
-        self.spans: tuple[Span, ...] = (Span(0, len(prompt_ids), Source.PROMPT),)
+        store = SampleStore()
+        self._row = Row(store, store.add(context_columns(prompt_ids)))
+        self._num_sampled = 0
         self.status = Status.COMPLETED
-        self._routed_experts: RoutedExperts | None = None
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self._row)
+
+    @property
+    def token_ids(self) -> I32:
+        """All tokens so far [L], read-only."""
+        return self._row.columns.token_ids
+
+    @property
+    def logprobs(self) -> F32:
+        """Log-probability of each token [L], nan if it was not sampled, read-only."""
+        return self._row.columns.logprobs
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Source and weight version of all tokens so far."""
+        return self._row.columns.spans()
 
     @property
     def room(self) -> int:
         """Number of tokens that may still be sampled within ``rollout.max_response_len`` (all turns) and the context."""
-        sampled = sum(span.stop - span.start for span in self.spans if span.source is Source.MODEL)
-        return min(self._context.sampling.max_new_tokens - sampled, self._context.max_context_len - len(self))
+        num_tokens = self._context.sampling.max_new_tokens - self._num_sampled
+        return min(num_tokens, self._context.max_context_len - len(self))
 
     def sampling(self, *stop_token_ids: int) -> Sampling:
         """Return the settings of the next turn: at most ``room`` tokens, which must not be 0, and additional stop tokens."""
@@ -51,18 +66,19 @@ class Episode:
 
     def sampled(self, completion: Completion) -> None:
         """Append tokens that the model sampled after all tokens so far: one span per weight version, trained on."""
-        start = len(self)
-        self._append(completion.token_ids, completion.logprobs)
-        self.spans += tuple(Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions)
+        self._num_sampled += len(completion.token_ids)
         self.status = STATUS.get(completion.finish, Status.FAILED)
-        self._routed_experts = completion.routed_experts  # of the tokens of earlier turns too
+        sampled = sampled_columns(completion.token_ids, completion.logprobs, completion.versions)
+        if completion.row is not None and self._is_continued_by(completion.row, len(sampled)):
+            self._row.release()
+            self._row = completion.row.fork()  # the store of the group has the same tokens already
+        else:
+            self._row.append(sampled, completion.routed_experts)
 
     def insert(self, token_ids: I32) -> None:
         """Append tokens of a tool or an environment; the episode is truncated if they fill the remaining space."""
         if len(token_ids):
-            start = len(self)
-            self._append(token_ids, np.full(len(token_ids), np.nan, dtype=np.float32))
-            self.spans += (Span(start, len(self), Source.TOOL),)
+            self._row.append(context_columns(token_ids, TOOL_TOKEN))
         if self.room < 1:
             self.status = Status.TRUNCATED
 
@@ -71,21 +87,22 @@ class Episode:
 
         Tool tokens beyond the context are cut off, since nothing was sampled after them.
         """
-        length = min(len(self), self._context.max_context_len)
+        columns = self._row.columns.slice(0, min(len(self), self._context.max_context_len))
         sample_id = self._context.first_sample_id + index
         return Sample(
             group_id=self._context.group_id,
             episode_id=sample_id,
             sample_id=sample_id,
             seed=seed,
-            token_ids=self.token_ids[:length],
-            logprobs=self.logprobs[:length],
-            spans=tuple(replace(span, stop=min(span.stop, length)) for span in self.spans if span.start < length),
+            token_ids=columns.token_ids,
+            logprobs=columns.logprobs,
+            spans=columns.spans(),
             status=self.status,
             text=text,
-            extras=routing_column(self._routed_experts, length),
+            extras={} if columns.experts is None else {ROUTED_EXPERTS: columns.experts},
         )
 
-    def _append(self, token_ids: I32, logprobs: F32) -> None:
-        self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
-        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
+    def _is_continued_by(self, row: Row, num_sampled: int) -> bool:
+        """Return whether ``row`` has the tokens so far, with the same marks, and ``num_sampled`` more."""
+        columns = row.columns
+        return len(columns) == len(self) + num_sampled and columns.begins_with(self._row.columns)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from slime_like.data.routing import routing_column
+from slime_like.data.routing import ROUTED_EXPERTS, routing_column
 from slime_like.interfaces import Completion, Engine, GenerateContext
-from slime_like.types import Prompt, Sample, Source, Span, Status
+from slime_like.store.columns import TokenColumns, context_columns, join, sampled_columns
+from slime_like.types import I32, Prompt, Sample, Status
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
@@ -29,19 +28,30 @@ async def single_turn(
 
 def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, *, seed: int, index: int) -> Sample:
     """Return a completion as an episode: prompt span, then one span per weight version that sampled it."""
-    start = len(prompt.token_ids)
-    spans = [Span(0, start, Source.PROMPT)]
-    spans += [Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions]
+    columns = _columns(prompt.token_ids, completion)
     sample_id = context.first_sample_id + index
     return Sample(
         group_id=context.group_id,
         episode_id=sample_id,
         sample_id=sample_id,
         seed=seed,
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
-        logprobs=np.concatenate([np.full(start, np.nan), completion.logprobs]).astype(np.float32),
-        spans=tuple(spans),
+        token_ids=columns.token_ids,
+        logprobs=columns.logprobs,
+        spans=columns.spans(),
         status=STATUS.get(completion.finish, Status.FAILED),
         text=context.decode(completion.token_ids.tolist()),
-        extras=routing_column(completion.routed_experts, start + len(completion.token_ids)),
+        extras={} if columns.experts is None else {ROUTED_EXPERTS: columns.experts},
     )
+
+
+def _columns(prompt_ids: I32, completion: Completion) -> TokenColumns:
+    """Return prompt and completion: views if a store has them as one row."""
+    prompt = context_columns(prompt_ids)
+    if completion.row is not None:
+        columns = completion.row.columns
+        if len(columns) == len(prompt) + len(completion.token_ids) and columns.begins_with(prompt):
+            return columns
+    sampled = sampled_columns(completion.token_ids, completion.logprobs, completion.versions)
+    columns = join([prompt, sampled])
+    experts = routing_column(completion.routed_experts, len(columns)).get(ROUTED_EXPERTS)
+    return replace(columns, experts=experts)

@@ -1,0 +1,191 @@
+"""Calls of a group's generate function with the tokens sampled so far, which are rows of the group's ``SampleStore``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from slime_like.interfaces import Completion
+from slime_like.store.columns import PROMPT_TOKEN, TOOL_TOKEN, TokenColumns, context_columns, join, sampled_columns
+from slime_like.store.row import Row
+from slime_like.store.store import Batch, SampleStore
+from slime_like.types import I32
+
+ABORT = "abort"  # finish reason of a completion that may be continued
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """Snapshot of an ``EngineCall``: views of its rows."""
+
+    num_prompt_tokens: int
+    seeds: tuple[int, ...]
+    sequences: tuple[TokenColumns, ...]  # per seed: the prompt and the tokens sampled so far
+    finishes: tuple[str, ...]
+
+    @property
+    def token_ids(self) -> I32:
+        """Prompt of the call."""
+        return self.sequences[0].token_ids[: self.num_prompt_tokens]
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Tokens sampled so far, per seed."""
+        return tuple(
+            _completion(columns, self.num_prompt_tokens, finish)
+            for columns, finish in zip(self.sequences, self.finishes, strict=True)
+        )
+
+
+class EngineCall:
+    """One ``Engine.generate`` call: a fork of its prompt per seed, to which each reply appends tokens."""
+
+    def __init__(self, store: SampleStore, token_ids: I32, seeds: Sequence[int]) -> None:
+        self.seeds = tuple(seeds)
+        self.num_prompt_tokens = len(token_ids)
+        self._store = store
+        self._rows = _fork_prompt(store, token_ids, len(seeds))
+        self._finishes = [ABORT] * len(seeds)
+        self._usage = [(0, 0)] * len(seeds)  # prompt and cached tokens of the requests
+        self.oldest_version: int | None = None  # of the sampled tokens; None if there are none
+
+    def unfinished(self) -> list[int]:
+        """Return the indices of completions that may be continued."""
+        return [index for index, finish in enumerate(self._finishes) if finish == ABORT]
+
+    def sequence(self, index: int) -> TokenColumns:
+        """Return views of the prompt and the tokens sampled so far."""
+        return self._store.columns(self._rows[index])
+
+    def num_sampled(self, index: int) -> int:
+        """Return the number of tokens sampled so far."""
+        return self._store.length(self._rows[index]) - self.num_prompt_tokens
+
+    def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:
+        """Append a continuation to each completion of ``indices``; each token keeps its log-probability and version.
+
+        Routed experts are those of the continuation, for which the engine has computed, or read from its cache, all tokens.
+        """
+        self._store.append_batch(
+            Batch(
+                rows=np.array([self._rows[index] for index in indices], dtype=np.int64),
+                counts=np.array([len(part.token_ids) for part in parts], dtype=np.int64),
+                columns=join(sampled_columns(part.token_ids, part.logprobs, part.versions) for part in parts),
+                experts=tuple(part.routed_experts for part in parts),
+                is_finished=np.array([part.finish != ABORT for part in parts]),
+            )
+        )
+        for index, part in zip(indices, parts, strict=True):
+            self._finishes[index] = part.finish
+            prompt, cached = self._usage[index]
+            self._usage[index] = (prompt + part.prompt_tokens, cached + part.cached_tokens)
+        versions = [version for part in parts for _, _, version in part.versions]
+        if self.oldest_version is not None:
+            versions.append(self.oldest_version)
+        self.oldest_version = min(versions, default=None)
+
+    def completions(self) -> tuple[Completion, ...]:
+        """Return the completions. Their arrays are views of the store, and ``Completion.row`` is their row."""
+        return tuple(
+            replace(
+                _completion(self.sequence(index), self.num_prompt_tokens, self._finishes[index]),
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+                row=Row(self._store, row),
+            )
+            for index, (row, (prompt, cached)) in enumerate(zip(self._rows, self._usage, strict=True))
+        )
+
+    def record(self) -> RecordedCall:
+        """Return a snapshot."""
+        sequences = tuple(self.sequence(index) for index in range(len(self.seeds)))
+        return RecordedCall(self.num_prompt_tokens, self.seeds, sequences, tuple(self._finishes))
+
+    def release(self) -> None:
+        """Remove the rows of the call."""
+        self._store.release(self._rows)
+
+    def repeats(self, token_ids: I32, seeds: Sequence[int]) -> bool:
+        """Return whether a call with these arguments is the same."""
+        return (
+            self.seeds == tuple(seeds)
+            and self.num_prompt_tokens == len(token_ids)
+            and (not seeds or np.array_equal(self.sequence(0).token_ids[: len(token_ids)], token_ids))
+        )
+
+
+class CallJournal:
+    """Recorded calls of one group."""
+
+    def __init__(self, calls: Iterable[RecordedCall] = ()) -> None:
+        self._store = SampleStore()
+        self._calls = [self._restored(call) for call in calls]
+        self._unclaimed = list(self._calls)
+
+    def call(self, token_ids: I32, seeds: Sequence[int]) -> EngineCall:
+        """Return the record of this call, from an earlier run of the function if there is one."""
+        for call in self._unclaimed:
+            if call.repeats(token_ids, seeds):
+                self._unclaimed.remove(call)
+                return call
+        call = EngineCall(self._store, token_ids, seeds)
+        self._calls.append(call)
+        return call
+
+    def close(self) -> None:
+        """Drop the calls that this run of the function did not repeat, as no sample contains them. Called when it ends."""
+        for call in self._unclaimed:
+            self._calls.remove(call)
+            call.release()
+        self._unclaimed = []
+
+    def copy(self) -> tuple[RecordedCall, ...]:
+        """Return a snapshot of the calls."""
+        return tuple(call.record() for call in self._calls if call.seeds)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Weight version of the oldest token; None if none was sampled."""
+        versions = (call.oldest_version for call in self._calls)
+        return min((version for version in versions if version is not None), default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        return sum(call.num_sampled(index) for call in self._calls for index in range(len(call.seeds)))
+
+    def _restored(self, recorded: RecordedCall) -> EngineCall:
+        call = EngineCall(self._store, recorded.token_ids, recorded.seeds)
+        call.append(range(len(recorded.seeds)), recorded.completions)
+        return call
+
+
+def _fork_prompt(store: SampleStore, token_ids: I32, count: int) -> range:
+    """Return ``count`` rows with these tokens. They share the memory of the row that they continue, such as an earlier turn."""
+    columns = context_columns(token_ids)
+    prefix = store.longest_prefix(columns)
+    if prefix is None:
+        prompt = store.add(columns)
+    else:
+        (prompt,) = store.fork(prefix)
+        num_shared = store.length(prompt)
+        if num_shared < len(token_ids):
+            was_sampled = bool((store.columns(prompt).versions >= 0).any())
+            added = context_columns(token_ids[num_shared:], TOOL_TOKEN if was_sampled else PROMPT_TOKEN)
+            store.append_batch(Batch(np.array([prompt]), np.array([len(added)]), added))
+    rows = store.fork(prompt, count=count)
+    store.release([prompt])
+    return rows
+
+
+def _completion(columns: TokenColumns, num_prompt_tokens: int, finish: str) -> Completion:
+    sampled = columns.slice(num_prompt_tokens, len(columns))
+    return Completion(
+        token_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        versions=tuple(sampled.runs()),
+        finish=finish,
+        routed_experts=None if columns.experts is None else columns.experts[:-1],
+    )

@@ -1,0 +1,1 @@
+"""Columnar store of the samples of a group while they are sampled."""

@@ -1,0 +1,40 @@
+"""Handle of a row of a ``SampleStore``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_like.store.columns import TokenColumns
+from slime_like.store.store import Batch, SampleStore
+from slime_like.types import RoutedExperts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One sequence of a store."""
+
+    store: SampleStore
+    index: int
+
+    def __len__(self) -> int:
+        return self.store.length(self.index)
+
+    @property
+    def columns(self) -> TokenColumns:
+        """Read-only views of all tokens."""
+        return self.store.columns(self.index)
+
+    def fork(self, length: int | None = None) -> Row:
+        """Return a row with the first ``length`` tokens, which shares their memory."""
+        return Row(self.store, self.store.fork(self.index, length)[0])
+
+    def append(self, columns: TokenColumns, experts: RoutedExperts | None = None) -> None:
+        """Append tokens. ``experts`` are those of the row's first tokens, old and new."""
+        counts = np.array([len(columns)])
+        self.store.append_batch(Batch(np.array([self.index]), counts, columns, (experts,)))
+
+    def release(self) -> None:
+        """Remove the row from its store."""
+        self.store.release([self.index])

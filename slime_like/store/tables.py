@@ -1,0 +1,110 @@
+"""Tables of a ``SampleStore``: memory of the columns, extents in this memory, and rows in the extents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_like.store.columns import TokenColumns
+from slime_like.types import I64
+
+FIRST_SIZE = 16
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Shape and dtype of the experts of one token."""
+
+    shape: tuple[int, ...]  # [blocks, experts per token]
+    dtype: np.dtype[Any]
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """Memory of one allocation."""
+
+    columns: TokenColumns  # [size], writable
+    num_extents: int  # that have rows
+
+    @staticmethod
+    def allocate(size: int, experts: ExpertShape | None, num_extents: int) -> Slab:
+        """Return uninitialised memory for ``size`` tokens; experts are zero. Raises ``MemoryError``."""
+        token_ids, logprobs = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.float32)
+        rows = None if experts is None else np.zeros((size, *experts.shape), dtype=experts.dtype)
+        return Slab(TokenColumns(token_ids, logprobs, np.empty(size, dtype=np.int32), rows), num_extents)
+
+
+def copy_tokens(source: TokenColumns, first: int, target: TokenColumns, start: int, count: int) -> None:
+    """Copy ``count`` tokens at ``first`` of ``source`` to ``start`` in ``target``; experts if both have them."""
+    stop, end = first + count, start + count
+    target.token_ids[start:end] = source.token_ids[first:stop]
+    target.logprobs[start:end] = source.logprobs[first:stop]
+    target.versions[start:end] = source.versions[first:stop]
+    if target.experts is not None and source.experts is not None:
+        target.experts[start:end] = source.experts[first:stop]
+
+
+def _integers() -> I64:
+    return np.zeros(FIRST_SIZE, dtype=np.int64)
+
+
+def _booleans() -> Bools:
+    return np.zeros(FIRST_SIZE, dtype=np.bool_)
+
+
+@dataclass(slots=True)
+class ExtentTable:
+    """Contiguous entries of a slab that begin one or several rows. Entries below ``used`` never change."""
+
+    size: int = 0
+    slab: I64 = field(default_factory=_integers)  # key of the slab
+    start: I64 = field(default_factory=_integers)  # first entry
+    used: I64 = field(default_factory=_integers)  # entries that a row has written
+    capacity: I64 = field(default_factory=_integers)
+    num_rows: I64 = field(default_factory=_integers)  # reference count
+
+    def add(self, slab: int, starts: I64, capacities: I64) -> I64:
+        """Add extents of one row each and return their ids."""
+        ids = np.arange(self.size, self.size + len(starts))
+        self.size += len(starts)
+        if self.size > len(self.slab):
+            for name in ("slab", "start", "used", "capacity", "num_rows"):
+                setattr(self, name, grown(getattr(self, name), self.size))
+        self.slab[ids], self.start[ids], self.capacity[ids] = slab, starts, capacities
+        self.used[ids], self.num_rows[ids] = 0, 1
+        return ids
+
+
+@dataclass(slots=True)
+class RowTable:
+    """Sequences, each the first ``length`` entries of an extent."""
+
+    size: int = 0
+    extent: I64 = field(default_factory=_integers)  # -1: released
+    length: I64 = field(default_factory=_integers)
+    is_finished: Bools = field(default_factory=_booleans)
+    has_experts: Bools = field(default_factory=_booleans)
+
+    def add(self, extent: int, length: int, *, has_experts: bool, count: int = 1) -> range:
+        """Add ``count`` rows and return their ids."""
+        ids = range(self.size, self.size + count)
+        self.size += count
+        if self.size > len(self.extent):
+            for name in ("extent", "length", "is_finished", "has_experts"):
+                setattr(self, name, grown(getattr(self, name), self.size))
+        new = slice(ids.start, ids.stop)
+        self.extent[new], self.length[new] = extent, length
+        self.is_finished[new], self.has_experts[new] = False, has_experts
+        return ids
+
+
+def grown[Array: npt.NDArray[Any]](array: Array, size: int) -> Array:
+    """Return a copy with room for at least ``size`` entries, twice as many as before."""
+    larger = np.zeros(max(size, 2 * len(array)), dtype=array.dtype)
+    larger[: len(array)] = array
+    return larger  # pyright: ignore[reportReturnType]

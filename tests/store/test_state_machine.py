@@ -1,0 +1,123 @@
+"""Random operations on a ``SampleStore`` and on a scalar reference give the same bytes, and views never change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from slime_like.errors import StoreFull
+from slime_like.store.columns import TokenColumns
+from slime_like.store.store import Batch, SampleStore
+from tests.store.reference import BLOCKS, EXPERT_DTYPE, TOP, ScalarRow, assert_same, flat
+
+TOKENS = st.lists(
+    st.tuples(st.integers(0, 99), st.sampled_from([-0.5, -2.0, float("nan")]), st.integers(-2, 5)), max_size=70
+)
+CAPACITY = 3000
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The store ``store`` and, per row, its reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = SampleStore(CAPACITY)
+        self.rows: dict[int, ScalarRow] = {}
+        self.views: list[tuple[TokenColumns, TokenColumns]] = []  # and the bytes that they had
+
+    @rule(tokens=TOKENS)
+    def add(self, tokens: list[tuple[int, float, int]]) -> None:
+        reference = ScalarRow()
+        reference.append(tokens, None)
+        try:
+            self.rows[self.store.add(flat(tokens))] = reference
+        except StoreFull:
+            assert self.store.nbytes + 12 * len(tokens) > 12 * CAPACITY
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def fork(self, data: st.DataObject, count: int) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        size = len(self.rows[row].token_ids)
+        length = data.draw(st.one_of(st.none(), st.integers(0, size)))
+        for new in self.store.fork(row, length, count):
+            self.rows[new] = self.rows[row].fork(size if length is None else length)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), routed=st.booleans())
+    def append(self, data: st.DataObject, routed: bool) -> None:
+        """Append to a random subset of the rows, also to finished ones: then nothing may change."""
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        tokens = [data.draw(TOKENS) for _ in rows]
+        finished = [data.draw(st.booleans()) for _ in rows]
+        experts = [
+            self._experts(data, len(self.rows[row].token_ids) + len(new)) if routed else None
+            for row, new in zip(rows, tokens, strict=True)
+        ]
+        batch = Batch(
+            np.array(rows, dtype=np.int64),
+            np.array([len(new) for new in tokens], dtype=np.int64),
+            flat([token for new in tokens for token in new]),
+            experts if routed else (),
+            np.array(finished, dtype=np.bool_),
+        )
+        try:
+            self.store.append_batch(batch)
+        except ValueError:
+            assert any(self.rows[row].is_finished for row in rows)
+            return
+        except StoreFull:
+            return  # ``same_bytes`` checks that no row has changed
+        assert not any(self.rows[row].is_finished for row in rows)
+        for row, new, own, is_finished in zip(rows, tokens, experts, finished, strict=True):
+            self.rows[row].append(new, None if own is None else own.tolist())
+            self.rows[row].is_finished = is_finished
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        del self.rows[row]
+        self.store.release([row])
+        with pytest.raises(ValueError, match="released"):
+            self.store.columns(row)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def keep_view(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        self.views.append((self.store.columns(row), self.rows[row].columns()))
+
+    @invariant()
+    def same_bytes(self) -> None:
+        for row, reference in self.rows.items():
+            assert_same(self.store.columns(row), reference.columns())
+            assert (self.store.length(row), self.store.is_finished(row)) == (
+                len(reference.token_ids),
+                reference.is_finished,
+            )
+
+    @invariant()
+    def views_do_not_change(self) -> None:
+        for view, expected in self.views:
+            assert_same(view, expected)
+
+    @invariant()
+    def memory_is_released(self) -> None:
+        assert self.rows or self.store.nbytes == 0
+
+    def _experts(self, data: st.DataObject, num_tokens: int) -> Any:
+        if not data.draw(st.booleans()):
+            return None
+        rows = data.draw(st.integers(0, num_tokens))
+        values = np.random.default_rng(num_tokens).integers(0, 9, (rows, BLOCKS, TOP))
+        return values.astype(EXPERT_DTYPE)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
