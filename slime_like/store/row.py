@@ -33,7 +33,7 @@ class Row:
     def append(self, columns: TokenColumns, experts: RoutedExperts | None = None) -> None:
         """Append tokens. ``experts`` are those of the row's first tokens, old and new."""
         counts = np.array([len(columns)])
-        self.store.append_batch(Batch(np.array([self.index]), counts, columns, (experts,)))
+        self.store.append_batch(Batch(np.array([self.index]), columns, counts, (experts,)))
 
     def release(self) -> None:
         """Remove the row from its store."""

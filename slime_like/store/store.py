@@ -7,6 +7,7 @@ of its row. The first sharer that appends writes after the shared tokens if ther
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ from slime_like.types import I64, RoutedExperts
 
 GROUP_CAPACITY = 2**30  # tokens, 12 GiB without experts
 MIN_SPARE = 16  # entries behind a row that has moved and is not finished; at least half of its length
-MIN_COPY = 32  # tokens per row from which a copy per row is faster than one indexed write
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Batch:
     """Tokens to append: ``counts[i]`` of them to ``rows[i]``, in the order of ``columns``."""
 
     rows: I64  # [N], different
-    counts: I64  # [N]
     columns: TokenColumns  # [sum(counts)], its experts are not used
+    counts: I64 | None = None  # [N]; None: one token per row
     experts: Sequence[
         RoutedExperts | None
     ] = ()  # [N] or empty: of the row's first tokens, old and new; None keeps them
@@ -59,7 +59,7 @@ class SampleStore:
         (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([count])).tolist()
         copy_tokens(columns, 0, self._slabs[slab].columns, 0, count)
         self._extents.used[extent] = count
-        return self._rows.add(extent, count, has_experts=columns.experts is not None)[0]
+        return self._rows.add(extent, count, self._extents, has_experts=columns.experts is not None)[0]
 
     def fork(self, row: int, length: int | None = None, count: int = 1) -> range:
         """Return ``count`` new rows with the first ``length`` tokens of ``row``, all by default. They share its memory."""
@@ -68,14 +68,15 @@ class SampleStore:
         if not 0 <= length <= end:
             raise ValueError(f"row {row} has {end} tokens, a fork of {length} is impossible")
         self._extents.num_rows[extent] += count
-        return self._rows.add(extent, length, has_experts=bool(self._rows.has_experts[row]), count=count)
+        self._rows.limit[row] = 0
+        return self._rows.add(extent, length, self._extents, has_experts=bool(self._rows.has_experts[row]), count=count)
 
     def release(self, rows: Sequence[int]) -> None:
         """Remove rows. Views of their tokens stay valid."""
         for row in rows:
             extent, _ = self._location(row)
-            self._rows.extent[row] = -1
-            self._drop_reference(extent)
+            self._rows.extent[row], self._rows.limit[row] = -1, 0
+            self._drop_references([extent])
 
     def length(self, row: int) -> int:
         """Return the number of tokens of a row."""
@@ -118,25 +119,55 @@ class SampleStore:
 
         Raises ``StoreFull`` or, for finished, released or repeated rows, ``ValueError``, before any row is changed.
         """
-        rows, counts = batch.rows, batch.counts
-        self._check(batch)
-        extents, lengths = self._rows.extent[rows], self._rows.length[rows]
+        if not self._append_token_per_row(batch):
+            self._append_any(batch)
+
+    def _append_token_per_row(self, batch: Batch) -> bool:
+        """Append one token to each row by one indexed write per column. Return False if a row needs more than that."""
+        table, rows, columns = self._rows, batch.rows, batch.columns
+        n = len(rows)
+        if batch.counts is not None or batch.is_finished is not None or batch.experts or not n == len(columns) > 0:
+            return False
+        if len(set(ids := rows.tolist())) < n or min(ids) < 0 or max(ids) >= table.size:
+            return False
+        lengths, slabs = table.length[rows], table.slab[rows]
+        ends = lengths + 1
+        if np.count_nonzero(ends <= table.limit[rows]) < n or np.count_nonzero(slabs == slabs[0]) < n:
+            return False
+        index, target = table.start[rows] + lengths, self._slabs[int(slabs[0])].columns
+        target.token_ids[index], target.logprobs[index] = columns.token_ids, columns.logprobs
+        target.versions[index] = columns.versions
+        table.length[rows] = self._extents.used[table.extent[rows]] = ends
+        return True
+
+    def _append_any(self, batch: Batch) -> None:
+        table, rows, extents = self._rows, batch.rows, self._extents
+        counts = np.ones(len(rows), dtype=np.int64) if batch.counts is None else batch.counts
+        self._check(batch, counts)
+        lengths = table.length[rows]
         ends = lengths + counts
-        moved = self._without_room(batch, extents, lengths, ends)
+        moved = self._without_room(batch, counts, ends)
         if len(moved):
             self._move(batch, moved, ends)
-            extents = self._rows.extent[rows]
-        self._write(batch, extents, lengths)
-        self._rows.length[rows] = ends
-        grows = counts > 0
-        self._extents.used[extents[grows]] = ends[grows]
+        starts = (table.start[rows] + lengths).tolist()
+        position = 0
+        for key, start, count in zip(table.slab[rows].tolist(), starts, counts.tolist(), strict=True):
+            if count:
+                copy_tokens(batch.columns, position, self._slabs[key].columns, start, count)
+            position += count
+        table.length[rows] = ends
+        written = table.extent[rows[counts > 0]]
+        extents.used[written] = ends[counts > 0]
         if batch.is_finished is not None:
-            self._rows.is_finished[rows] = batch.is_finished
+            table.is_finished[rows] = batch.is_finished
+        own = table.extent[rows]
+        is_exclusive = (extents.num_rows[own] == 1) & (extents.used[own] == ends) & ~table.is_finished[rows]
+        table.limit[rows] = np.where(is_exclusive, extents.capacity[own], 0)
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: Batch, counts: I64) -> None:
         rows = batch.rows
-        if len(batch.counts) != len(rows) or int(batch.counts.sum()) != len(batch.columns):
-            raise ValueError(f"{len(batch.columns)} tokens and {len(batch.counts)} counts for {len(rows)} rows")
+        if len(counts) != len(rows) or int(counts.sum()) != len(batch.columns):
+            raise ValueError(f"{len(batch.columns)} tokens and {len(counts)} counts for {len(rows)} rows")
         if len(set(rows.tolist())) != len(rows):
             raise ValueError(f"a row occurs twice in a batch: {rows.tolist()}")
         if len(rows) and (rows.min() < 0 or rows.max() >= self._rows.size or self._rows.extent[rows].min() < 0):
@@ -144,16 +175,16 @@ class SampleStore:
         if self._rows.is_finished[rows].any():
             raise ValueError(f"rows {rows[self._rows.is_finished[rows]].tolist()} are finished: no tokens may follow")
 
-    def _without_room(self, batch: Batch, extents: I64, lengths: I64, ends: I64) -> I64:
+    def _without_room(self, batch: Batch, counts: I64, ends: I64) -> I64:
         """Return the positions in the batch of rows that must be copied before they can be written."""
-        table = self._extents
-        fits = (table.used[extents] == lengths) & (ends <= table.capacity[extents])
-        if len(extents) and table.num_rows[extents].max() > 1:
-            wanted = np.flatnonzero(fits & (batch.counts > 0))
-            first = wanted[np.unique(extents[wanted], return_index=True)[1]]
+        table, own = self._extents, self._rows.extent[batch.rows]
+        fits = (table.used[own] == ends - counts) & (ends <= table.capacity[own])
+        if len(own) and table.num_rows[own].max() > 1:
+            wanted = np.flatnonzero(fits & (counts > 0))
+            first = wanted[np.unique(own[wanted], return_index=True)[1]]
             fits[wanted] = False
             fits[first] = True
-        fits |= batch.counts == 0
+        fits |= counts == 0
         for position, experts in enumerate(batch.experts):
             if experts is not None:  # of all tokens, also of those that other rows or views share
                 fits[position] = False
@@ -170,41 +201,34 @@ class SampleStore:
             spare[batch.is_finished[moved]] = 0
         stops = np.cumsum(needed + spare)
         key = self._allocate(int(stops[-1]), num_extents=len(moved))
-        target, starts = self._slabs[key].columns, stops - needed - spare
+        rows, starts = batch.rows[moved], stops - needed - spare
+        self._copy_rows(rows, key, starts)
+        for position, row, start in zip(moved.tolist(), rows.tolist(), starts.tolist(), strict=True):
+            if batch.experts and batch.experts[position] is not None:
+                self._set_experts(row, key, start, batch.experts[position], int(ends[position]))
+        old = self._rows.extent[rows].tolist()
         extents = self._extents.add(key, starts, needed + spare)
-        for position, start, extent in zip(moved.tolist(), starts.tolist(), extents.tolist(), strict=True):
-            row = int(batch.rows[position])
-            old, length = self._location(row)
-            source = self._slabs[int(self._extents.slab[old])].columns
-            copy_tokens(source, int(self._extents.start[old]), target, start, length)
-            experts = batch.experts[position] if batch.experts else None
-            if experts is not None and target.experts is not None:
-                self._rows.has_experts[row] = True
-                num_tokens = min(len(experts), int(ends[position]))
-                target.experts[start : start + num_tokens] = experts[:num_tokens]
-                target.experts[start + num_tokens : start + length] = 0
-            self._extents.used[extent] = length
-            self._rows.extent[row] = extent
-            is_shared = self._extents.num_rows[old] > 1
-            self.num_clones, self.num_moves = self.num_clones + is_shared, self.num_moves + (not is_shared)
-            self._drop_reference(old)
+        self._extents.used[extents] = self._rows.length[rows]
+        self._rows.extent[rows], self._rows.slab[rows], self._rows.start[rows] = extents, key, starts
+        num_shared = self._drop_references(old)
+        self.num_clones, self.num_moves = self.num_clones + num_shared, self.num_moves + len(old) - num_shared
 
-    def _write(self, batch: Batch, extents: I64, lengths: I64) -> None:
-        columns, counts = batch.columns, batch.counts
-        starts = self._extents.start[extents] + lengths
-        slabs = self._extents.slab[extents]
-        if len(slabs) and len(columns) < MIN_COPY * len(slabs) and (slabs == slabs[0]).all():
-            first = np.cumsum(counts) - counts
-            index = starts if len(columns) == len(first) and counts.all() else _ranges(starts - first, counts)
-            target = self._slabs[int(slabs[0])].columns
-            target.token_ids[index], target.logprobs[index] = columns.token_ids, columns.logprobs
-            target.versions[index] = columns.versions
-            return
-        position = 0
-        for key, start, count in zip(slabs.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            if count:
-                copy_tokens(columns, position, self._slabs[key].columns, start, count)
-            position += count
+    def _copy_rows(self, rows: I64, key: int, starts: I64) -> None:
+        table, target = self._rows, self._slabs[key].columns
+        columns = (table.slab, table.start, table.length)
+        sources, firsts, lengths = (column[rows].tolist() for column in columns)
+        for source, first, start, length in zip(sources, firsts, starts.tolist(), lengths, strict=True):
+            if length:
+                copy_tokens(self._slabs[source].columns, first, target, start, length)
+
+    def _set_experts(self, row: int, key: int, start: int, experts: RoutedExperts | None, num_tokens: int) -> None:
+        """Set the experts of a row's first tokens, and zeros for the others."""
+        target = self._slabs[key].columns.experts
+        assert experts is not None and target is not None
+        self._rows.has_experts[row] = True
+        num_rows = min(len(experts), num_tokens)
+        target[start : start + num_rows] = experts[:num_rows]
+        target[start + num_rows : start + num_tokens] = 0
 
     # ---- memory ------------------------------------------------------------------------------------------------------
     def _allocate(self, size: int, num_extents: int) -> int:
@@ -223,11 +247,18 @@ class SampleStore:
         self._num_entries += size
         return key
 
-    def _drop_reference(self, extent: int) -> None:
-        self._extents.num_rows[extent] -= 1
-        if self._extents.num_rows[extent]:
-            return
-        key = int(self._extents.slab[extent])
+    def _drop_references(self, extents: Sequence[int]) -> int:
+        """Remove a reference to each extent. Return the number of references that were not the last one."""
+        num_shared = 0
+        for extent, count in Counter(extents).items():
+            remaining = int(self._extents.num_rows[extent]) - count
+            self._extents.num_rows[extent] = remaining
+            num_shared += count if remaining else count - 1
+            if not remaining:
+                self._drop_extent(int(self._extents.slab[extent]))
+        return num_shared
+
+    def _drop_extent(self, key: int) -> None:
         slab = self._slabs[key]
         slab.num_extents -= 1
         if not slab.num_extents:
@@ -240,8 +271,3 @@ class SampleStore:
         if extent < 0:
             raise ValueError(f"row {row} does not exist or was released")
         return extent, int(self._rows.length[row])
-
-
-def _ranges(firsts: I64, counts: I64) -> I64:
-    """Return the destination of each token; ``firsts`` is the row's first destination minus the position of its first token."""
-    return np.repeat(firsts, counts) + np.arange(int(counts.sum()))

@@ -87,18 +87,22 @@ class RowTable:
     size: int = 0
     extent: I64 = field(default_factory=_integers)  # -1: released
     length: I64 = field(default_factory=_integers)
+    slab: I64 = field(default_factory=_integers)  # of the extent
+    start: I64 = field(default_factory=_integers)  # of the extent
+    limit: I64 = field(default_factory=_integers)  # length up to which tokens may be appended without a further check
     is_finished: Bools = field(default_factory=_booleans)
     has_experts: Bools = field(default_factory=_booleans)
 
-    def add(self, extent: int, length: int, *, has_experts: bool, count: int = 1) -> range:
-        """Add ``count`` rows and return their ids."""
+    def add(self, extent: int, length: int, extents: ExtentTable, *, has_experts: bool, count: int = 1) -> range:
+        """Add ``count`` rows of an extent and return their ids."""
         ids = range(self.size, self.size + count)
         self.size += count
         if self.size > len(self.extent):
-            for name in ("extent", "length", "is_finished", "has_experts"):
+            for name in ("extent", "length", "slab", "start", "limit", "is_finished", "has_experts"):
                 setattr(self, name, grown(getattr(self, name), self.size))
         new = slice(ids.start, ids.stop)
-        self.extent[new], self.length[new] = extent, length
+        self.extent[new], self.length[new], self.limit[new] = extent, length, 0
+        self.slab[new], self.start[new] = extents.slab[extent], extents.start[extent]
         self.is_finished[new], self.has_experts[new] = False, has_experts
         return ids
 

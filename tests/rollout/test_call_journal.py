@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.data.dump import load_groups, save_groups
-from slime_like.interfaces import Completion
+from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.collect.collector import PromptQueue
 from slime_like.rollout.collect.journal import CallJournal, RecordedCall
 from slime_like.rollout.collect.resumable import drop_last_token
-from slime_like.rollout.collect.state import PartialGroup, QueuedPrompt, RolloutState
-from slime_like.types import Prompt
+from slime_like.rollout.collect.state import PartialGroup, QueuedPrompt, RolloutState, to_group
+from slime_like.rollout.generate.episode import Episode
+from slime_like.rollout.generate.single_turn import to_sample
+from slime_like.types import Prompt, Source, Span
 from tests.rollout.counting import Counting
 
 IDS = np.array([5, 6, 7], np.int32)
+NO_TOKENIZER: Any = None
 
 
 def part(tokens: list[int], *versions: tuple[int, int, int], finish: str = "abort") -> Completion:
@@ -72,6 +77,59 @@ def recorded(calls: list[list[Completion]]) -> tuple[RecordedCall, ...]:
     for k, parts in enumerate(calls):
         journal.call(IDS[:k], range(len(parts))).append(range(len(parts)), parts)
     return journal.copy()
+
+
+def test_samples_and_snapshots_are_views_of_the_tokens_in_flight() -> None:
+    journal, context = CallJournal(), GenerateContext(Sampling(1.0, 9), str, 3, 6, 99, NO_TOKENIZER)
+    call = journal.call(IDS, [1, 2])
+    call.append([0, 1], [part([8], (0, 1, 4)), part([9, 9], (0, 2, 4), finish="stop")])
+    snapshot = to_group(PartialGroup(3, Prompt(0, IDS, "", None, None), journal.copy()))
+    call.append([0], [part([7, 7], (0, 2, 5), finish="length")])
+    for index, (completion, tokens) in enumerate(zip(call.completions(), ([8, 7, 7], [9, 9]), strict=True)):
+        sample = to_sample(Prompt(0, IDS, "", None, None), completion, context, seed=1, index=index)
+        assert sample.token_ids.tolist() == [*IDS.tolist(), *tokens]
+        assert np.shares_memory(sample.token_ids, completion.token_ids)
+        assert np.shares_memory(sample.logprobs, completion.logprobs)
+    assert [s.token_ids.tolist()[3:] for s in snapshot.samples] == [[8], [9, 9]]
+    assert np.shares_memory(snapshot.samples[1].token_ids, call.completions()[1].token_ids)
+    assert snapshot.samples[0].spans == (Span(0, 3, Source.PROMPT), Span(3, 4, Source.MODEL, 4))
+    copied = to_sample(Prompt(0, IDS + 1, "", None, None), call.completions()[0], context, seed=1, index=0)
+    assert copied.token_ids.tolist() == [*(IDS + 1).tolist(), 8, 7, 7], "another prompt than that of the call"
+
+
+def test_an_episode_and_its_calls_share_their_tokens() -> None:
+    """Each turn's call continues the row of the turn before, and the episode is that row."""
+    journal, context = CallJournal(), GenerateContext(Sampling(1.0, 99), str, 3, 6, 999, NO_TOKENIZER)
+    episodes = [Episode(IDS, context) for _ in range(2)]
+    for turn in range(6):
+        for seed, episode in enumerate(episodes):
+            call = journal.call(episode.token_ids, [seed])
+            tokens = [10 + turn, 20 + seed, 30]
+            call.append([0], [part(tokens, (0, 3, turn), finish="stop")])
+            (completion,) = call.completions()
+            episode.sampled(completion)
+            assert np.shares_memory(episode.token_ids, completion.token_ids)
+            episode.insert(np.array([40, 41], np.int32))
+    turns = [[10 + turn, 20 + 1, 30, 40, 41] for turn in range(6)]
+    assert episodes[1].token_ids.tolist() == [*IDS.tolist(), *(token for tokens in turns for token in tokens)]
+    assert [span.source for span in episodes[1].spans] == [Source.PROMPT, *[Source.MODEL, Source.TOOL] * 6]
+    assert episodes[1].room == 99 - 18
+    num_tokens = sum(map(len, episodes))
+    assert journal.nbytes < 5 * 12 * num_tokens, "not one copy of the conversation per turn, which is 7 times as much"
+
+
+def test_an_episode_does_not_take_over_tokens_that_it_marks_differently() -> None:
+    """A second continuation of an answer has that answer in its prompt, where it is not trained on."""
+    journal, context = CallJournal(), GenerateContext(Sampling(1.0, 99), str, 3, 6, 999, NO_TOKENIZER)
+    first = journal.call(IDS, [0])
+    first.append([0], [part([8], (0, 1, 4), finish="stop")])
+    shared = np.array([*IDS, 8], np.int32)
+    second = journal.call(shared, [1])
+    second.append([0], [part([9], (0, 1, 4), finish="stop")])
+    episode = Episode(shared, context)
+    episode.sampled(second.completions()[0])
+    assert episode.spans == (Span(0, 4, Source.PROMPT), Span(4, 5, Source.MODEL, 4))
+    assert np.isnan(episode.logprobs).tolist() == [True] * 4 + [False]
 
 
 completions = st.builds(

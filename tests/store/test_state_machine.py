@@ -61,8 +61,8 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         batch = Batch(
             np.array(rows, dtype=np.int64),
-            np.array([len(new) for new in tokens], dtype=np.int64),
             flat([token for new in tokens for token in new]),
+            np.array([len(new) for new in tokens], dtype=np.int64),
             experts if routed else (),
             np.array(finished, dtype=np.bool_),
         )
@@ -77,6 +77,22 @@ class StoreMachine(RuleBasedStateMachine):
         for row, new, own, is_finished in zip(rows, tokens, experts, finished, strict=True):
             self.rows[row].append(new, None if own is None else own.tolist())
             self.rows[row].is_finished = is_finished
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), num_steps=st.integers(1, 4))
+    def append_token_per_row(self, data: st.DataObject, num_steps: int) -> None:
+        unfinished = [row for row, reference in sorted(self.rows.items()) if not reference.is_finished]
+        if not unfinished:
+            return
+        rows = data.draw(st.lists(st.sampled_from(unfinished), unique=True, min_size=1))
+        for step in range(num_steps):
+            tokens = [(row + step, -float(row), step) for row in rows]
+            try:
+                self.store.append_batch(Batch(np.array(rows), flat(tokens)))
+            except StoreFull:
+                return
+            for row, token in zip(rows, tokens, strict=True):
+                self.rows[row].append([token], None)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())

@@ -22,14 +22,14 @@ def tokens(*ids: int, version: int = 3) -> TokenColumns:
 
 
 def batch(rows: Any, columns: TokenColumns, counts: Any = None, finished: Any = None) -> Batch:
-    counts = np.ones(len(rows), np.int64) if counts is None else np.array(counts)
-    return Batch(np.array(rows), counts, columns, (), None if finished is None else np.array(finished))
+    finished = None if finished is None else np.array(finished)
+    return Batch(np.array(rows), columns, None if counts is None else np.array(counts), (), finished)
 
 
 def prompt(store: SampleStore, num_tokens: int = 5) -> int:
     """A row with room behind its tokens."""
     row = store.add(NO_TOKENS)
-    store.append_batch(Batch(np.array([row]), np.array([num_tokens]), context_columns(np.arange(num_tokens))))
+    store.append_batch(Batch(np.array([row]), context_columns(np.arange(num_tokens)), np.array([num_tokens])))
     return row
 
 
@@ -104,8 +104,8 @@ def test_a_refused_batch_changes_no_row(rows: list[int], message: str) -> None:
 def test_an_empty_batch_is_no_change() -> None:
     store = SampleStore()
     row = store.add(context_columns(np.arange(2)))
-    store.append_batch(Batch(np.zeros(0, np.int64), np.zeros(0, np.int64), NO_TOKENS))
-    store.append_batch(Batch(np.array([row]), np.array([0]), NO_TOKENS))
+    store.append_batch(Batch(np.zeros(0, np.int64), NO_TOKENS))
+    store.append_batch(Batch(np.array([row]), NO_TOKENS, np.array([0])))
     assert store.columns(row).token_ids.tolist() == [0, 1]
 
 

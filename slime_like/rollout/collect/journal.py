@@ -146,6 +146,11 @@ class CallJournal:
         return tuple(call.record() for call in self._calls if call.seeds)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens in flight."""
+        return self._store.nbytes
+
+    @property
     def oldest_version(self) -> int | None:
         """Weight version of the oldest token; None if none was sampled."""
         versions = (call.oldest_version for call in self._calls)
@@ -174,7 +179,7 @@ def _fork_prompt(store: SampleStore, token_ids: I32, count: int) -> range:
         if num_shared < len(token_ids):
             was_sampled = bool((store.columns(prompt).versions >= 0).any())
             added = context_columns(token_ids[num_shared:], TOOL_TOKEN if was_sampled else PROMPT_TOKEN)
-            store.append_batch(Batch(np.array([prompt]), np.array([len(added)]), added))
+            store.append_batch(Batch(np.array([prompt]), added, np.array([len(added)])))
     rows = store.fork(prompt, count=count)
     store.release([prompt])
     return rows
