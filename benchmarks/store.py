@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from benchmarks.options import at_least  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.store.columns import TokenColumns, context_columns  # noqa: E402
-from slime_like.store.row import Row  # noqa: E402
+from slime_like.store.row import StoreRow  # noqa: E402
 from slime_like.store.store import Batch, SampleStore  # noqa: E402
 
 Steps = list[TokenColumns]  # tokens of one append, ``samples`` equal parts one after another
@@ -44,7 +44,7 @@ def batched(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColum
 def per_sample(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
     """Append to each row of a store in turn."""
     store = SampleStore()
-    rows = [Row(store, index) for index in store.fork(store.add(prompt), count=samples)]
+    rows = [StoreRow(store, index) for index in store.fork(store.add(prompt), count=samples)]
     for columns in steps:
         n = len(columns) // samples
         for i, row in enumerate(rows):

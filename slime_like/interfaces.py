@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.metrics.types import Metric
-from slime_like.store.row import Row
+from slime_like.store.row import StoreRow
 from slime_like.types import F32, I32, Prompt, Reward, RoutedExperts, Sample, SampleGroup, StepStats
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Completion:
     cached_tokens: int = 0  # tokens of the request that were in the prefix cache
     # [prompt + R - 1, layers, experts per token], see ``data.routing``; None unless algo.routing_replay=rollout
     routed_experts: RoutedExperts | None = None
-    row: Row | None = None  # prompt and completion in the store of the group, of which the arrays are views
+    row: StoreRow | None = None  # prompt and completion in the store of the group, of which the arrays are views
 
 
 class Engine(Protocol):

@@ -12,7 +12,7 @@ from slime_like.types import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class StoreRow:
     """One sequence of a store."""
 
     store: SampleStore
@@ -26,9 +26,9 @@ class Row:
         """Read-only views of all tokens."""
         return self.store.columns(self.index)
 
-    def fork(self, length: int | None = None) -> Row:
+    def fork(self, length: int | None = None) -> StoreRow:
         """Return a row with the first ``length`` tokens, which shares their memory."""
-        return Row(self.store, self.store.fork(self.index, length)[0])
+        return StoreRow(self.store, self.store.fork(self.index, length)[0])
 
     def append(self, columns: TokenColumns, experts: RoutedExperts | None = None) -> None:
         """Append tokens. ``experts`` are those of the row's first tokens, old and new."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from slime_like.errors import StoreFull
 from slime_like.store.columns import TokenColumns
-from slime_like.store.tables import Bools, ExpertShape, ExtentTable, RowTable, Slab, copy_tokens
+from slime_like.store.tables import Bools, ExpertEntry, ExtentTable, RowTable, Slab, copy_tokens
 from slime_like.types import I64, RoutedExperts
 
 GROUP_CAPACITY = 2**30  # tokens, 12 GiB without experts
@@ -45,7 +45,7 @@ class SampleStore:
         self._slabs: dict[int, Slab] = {}
         self._next_slab = 0
         self._num_entries = 0
-        self._expert_shape: ExpertShape | None = None
+        self._expert_shape: ExpertEntry | None = None
         self.num_clones = 0  # rows copied because another row shares their tokens
         self.num_moves = 0  # rows copied because there was no room behind them
 
@@ -54,7 +54,7 @@ class SampleStore:
         """Add a row with these tokens and return it. Raises ``StoreFull``."""
         count = len(columns)
         if columns.experts is not None:
-            self._expert_shape = ExpertShape(columns.experts.shape[1:], columns.experts.dtype)
+            self._expert_shape = ExpertEntry(columns.experts.shape[1:], columns.experts.dtype)
         slab = self._allocate(count, num_extents=1)
         (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([count])).tolist()
         copy_tokens(columns, 0, self._slabs[slab].columns, 0, count)
@@ -194,7 +194,7 @@ class SampleStore:
         """Copy rows to new memory with room for the batch. Finished rows get no more than that."""
         for experts in batch.experts:
             if experts is not None:
-                self._expert_shape = ExpertShape(experts.shape[1:], experts.dtype)
+                self._expert_shape = ExpertEntry(experts.shape[1:], experts.dtype)
         needed = ends[moved]
         spare = np.maximum(needed // 2, MIN_SPARE)
         if batch.is_finished is not None:

@@ -17,8 +17,8 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """Shape and dtype of the experts of one token."""
+class ExpertEntry:
+    """Shape and dtype of an entry of the column of experts."""
 
     shape: tuple[int, ...]  # [blocks, experts per token]
     dtype: np.dtype[Any]
@@ -32,7 +32,7 @@ class Slab:
     num_extents: int  # that have rows
 
     @staticmethod
-    def allocate(size: int, experts: ExpertShape | None, num_extents: int) -> Slab:
+    def allocate(size: int, experts: ExpertEntry | None, num_extents: int) -> Slab:
         """Return uninitialised memory for ``size`` tokens; experts are zero. Raises ``MemoryError``."""
         token_ids, logprobs = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.float32)
         rows = None if experts is None else np.zeros((size, *experts.shape), dtype=experts.dtype)

@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.errors import StoreFull
 from slime_like.store.columns import PROMPT_TOKEN, TOOL_TOKEN, TokenColumns, context_columns, span_versions
-from slime_like.store.row import Row
+from slime_like.store.row import StoreRow
 from slime_like.store.store import Batch, SampleStore
 from slime_like.types import Source, Span
 
@@ -111,7 +111,7 @@ def test_an_empty_batch_is_no_change() -> None:
 
 def test_columns_are_read_only_views() -> None:
     store = SampleStore()
-    row = Row(store, prompt(store))
+    row = StoreRow(store, prompt(store))
     before = row.columns
     assert np.shares_memory(before.token_ids, row.columns.token_ids)
     row.append(tokens(9))

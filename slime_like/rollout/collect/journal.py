@@ -9,7 +9,7 @@ import numpy as np
 
 from slime_like.interfaces import Completion
 from slime_like.store.columns import PROMPT_TOKEN, TOOL_TOKEN, TokenColumns, context_columns, join, sampled_columns
-from slime_like.store.row import Row
+from slime_like.store.row import StoreRow
 from slime_like.store.store import Batch, SampleStore
 from slime_like.types import I32
 
@@ -93,7 +93,7 @@ class EngineCall:
                 _completion(self.sequence(index), self.num_prompt_tokens, self._finishes[index]),
                 prompt_tokens=prompt,
                 cached_tokens=cached,
-                row=Row(self._store, row),
+                row=StoreRow(self._store, row),
             )
             for index, (row, (prompt, cached)) in enumerate(zip(self._rows, self._usage, strict=True))
         )

@@ -12,7 +12,7 @@ from slime_like.data.routing import ROUTED_EXPERTS
 from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.store.columns import TOOL_TOKEN, context_columns, sampled_columns
-from slime_like.store.row import Row
+from slime_like.store.row import StoreRow
 from slime_like.store.store import SampleStore
 from slime_like.types import F32, I32, Sample, Span, Status
 
@@ -31,7 +31,7 @@ class Episode:
     def __init__(self, prompt_ids: I32, context: GenerateContext) -> None:
         self._context = context
         store = SampleStore()
-        self._row = Row(store, store.add(context_columns(prompt_ids)))
+        self._row = StoreRow(store, store.add(context_columns(prompt_ids)))
         self._num_sampled = 0
         self.status = Status.COMPLETED
 
@@ -102,7 +102,7 @@ class Episode:
             extras={} if columns.experts is None else {ROUTED_EXPERTS: columns.experts},
         )
 
-    def _is_continued_by(self, row: Row, num_sampled: int) -> bool:
+    def _is_continued_by(self, row: StoreRow, num_sampled: int) -> bool:
         """Return whether ``row`` has the tokens so far, with the same marks, and ``num_sampled`` more."""
         columns = row.columns
         return len(columns) == len(self) + num_sampled and columns.begins_with(self._row.columns)
