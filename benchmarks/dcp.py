@@ -57,7 +57,7 @@ class DcpCase:
     rows: int  # tokens in the KV cache of a rank
     prompt: int  # tokens of a request
     response: int
-    num_requests: int  # that an engine gets at once
+    num_requests: int  # sent to an engine at once
 
 
 CASES: Mapping[str, DcpCase] = {
@@ -74,8 +74,8 @@ CASES: Mapping[str, DcpCase] = {
 class DcpRound:
     """Measurements of one engine in one round."""
 
-    token_s: float  # of a decode step with one request
-    requests_s: float  # until the last of all requests has ended
+    token_s: float  # seconds per decode step with one request
+    requests_s: float  # seconds until the last of all requests has ended
     usage: KvUsage
     responses: tuple[tuple[int, ...], ...]
 

@@ -67,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=TOLERANCE, default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--same-tokens", action="store_true", help="in each round, so that no shape is new")
+    parser.add_argument(
+        "--same-tokens", action="store_true", help="use the same tokens in each round, so that no shape is new"
+    )
     parser.add_argument("--common", type=float, default=0.0, help="size of the part that all tokens of a round share")
     args = parser.parse_args(argv)
     os.environ |= CPU_ENV  # threads that wait sleep, as in a run

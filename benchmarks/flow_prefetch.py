@@ -1,9 +1,9 @@
-"""Benchmark of FlowMLA's gathers on this CPU: two ranks, each a process, multiply by gathered and by whole weights.
+"""Benchmark of FlowMLA's gathers on this CPU: two ranks, each a process, multiply by gathered and by full weights.
 
     python benchmarks/flow_prefetch.py
 
-It reports the time of a layer's product and of its gather alone, the part of the gathers that the products hide, and the timeline of
-a forward. Gathers and products share the cores.
+It reports the time of a layer's product and of its gather alone, the share of the gathers' time that the products hide, and the
+timeline of a forward. Gathers and products share the cores.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class PrefetchResult:
     """Medians of one batch size on rank 0, in seconds."""
 
     batch: int
-    layer_s: float  # products of a layer with whole weights
-    gather_s: float  # of a layer, alone
-    wait_s: float  # of a layer for its gather, within a forward
-    forward_s: float  # with gathers
-    whole_s: float  # with whole weights
-    ratio: float  # of the two, of the same round
+    layer_s: float  # products of a layer with full weights
+    gather_s: float  # gather of a layer, alone
+    wait_s: float  # wait of a layer for its gather, within a forward
+    forward_s: float  # forward with gathers
+    full_s: float  # forward with full weights
+    ratio: float  # forward_s / full_s in the same round
     timeline: tuple[str, ...]
 
     @property
@@ -85,7 +85,7 @@ def measure(batch: int, rounds: int, gather: GroupGather, rank: int) -> Prefetch
     parts = [torch.randn(layout.part_bytes // 4, generator=generator).view(torch.uint8) for _ in range(LAYERS)]
     events: list[tuple[float, str]] = []
     pipeline = GatherPipeline([layout] * LAYERS, parts, SLOTS, TracedGather(gather, events))
-    whole, others = torch.randn(SHAPE), [torch.randn(SHAPE) for _ in range(OTHER)]
+    full, others = torch.randn(SHAPE), [torch.randn(SHAPE) for _ in range(OTHER)]
     x, waits = torch.randn(batch, SHAPE[1]), []
 
     def products(weight: torch.Tensor) -> None:
@@ -114,19 +114,19 @@ def measure(batch: int, rounds: int, gather: GroupGather, rank: int) -> Prefetch
     forward()
     waits.clear()
     forwards: list[float] = []
-    wholes: list[float] = []
+    full_times: list[float] = []
     for _ in range(rounds):  # alternating, so that a busy machine slows both
-        wholes.append(seconds(lambda: [products(whole) for _ in range(LAYERS)]))
+        full_times.append(seconds(lambda: [products(full) for _ in range(LAYERS)]))
         events.clear()
         forwards.append(seconds(forward))
     first = min(moment for moment, _ in events)
     timeline = tuple(f"{1e3 * (moment - first):7.2f} ms  {text}" for moment, text in sorted(events))
     pipeline.drain()
     wait_s = statistics.median(sum(waits[i : i + LAYERS]) / LAYERS for i in range(0, len(waits), LAYERS))
-    whole_s = statistics.median(wholes)
-    ratio = statistics.median(gathered / plain for gathered, plain in zip(forwards, wholes, strict=True))
+    full_s = statistics.median(full_times)
+    ratio = statistics.median(gathered / plain for gathered, plain in zip(forwards, full_times, strict=True))
     return PrefetchResult(
-        batch, whole_s / LAYERS, gather_s, wait_s, statistics.median(forwards), whole_s, ratio, timeline
+        batch, full_s / LAYERS, gather_s, wait_s, statistics.median(forwards), full_s, ratio, timeline
     )
 
 
@@ -145,13 +145,13 @@ def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
 def table(results: list[PrefetchResult]) -> list[str]:
     """Return the Markdown table."""
     lines = [
-        "| tokens | layer, ms | gather alone, ms | wait per layer, ms | hidden | forward with whole weights, ms | with gathers, ms |",
+        "| tokens | layer, ms | gather alone, ms | wait per layer, ms | hidden | forward with full weights, ms | with gathers, ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in results:
         lines.append(
             f"| {r.batch} | {1e3 * r.layer_s:.2f} | {1e3 * r.gather_s:.2f} | {1e3 * r.wait_s:.2f} | {r.hidden:.0%} "
-            f"| {1e3 * r.whole_s:.1f} | {1e3 * r.forward_s:.1f} ({r.ratio:.2f}) |"
+            f"| {1e3 * r.full_s:.1f} | {1e3 * r.forward_s:.1f} ({r.ratio:.2f}) |"
         )
     return lines
 

@@ -229,8 +229,8 @@ def main(argv: Sequence[str]) -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("cost", "simulate"))
-    parser.add_argument("--steps", type=at_least(1), default=STEPS, help="of the simulated trainer")
-    parser.add_argument("--rounds", type=at_least(1), default=ROUNDS, help=f"of {CALLS} calls of each op")
+    parser.add_argument("--steps", type=at_least(1), default=STEPS, help="steps of the simulated trainer")
+    parser.add_argument("--rounds", type=at_least(1), default=ROUNDS, help=f"rounds of {CALLS} calls of each op")
     arguments = parser.parse_args(argv)
     with world():
         for line in cost(arguments.rounds) if arguments.table == "cost" else simulate(arguments.steps):

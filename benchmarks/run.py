@@ -76,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     names = ", ".join(SHAPES)
     sizes = comma_separated(name_of(SHAPES, names))
     parser.add_argument("--sizes", type=sizes, default="tiny,20m", help=f"of {names}")
-    least_steps = arms.WARM_UP + 2  # one time remains: times lie between steps
+    min_steps = arms.WARM_UP + 2  # leaves one step time, which is measured between the ends of two steps
     parser.add_argument(
-        "--steps", type=at_least(least_steps), help=f"steps per run; default {STEPS}, for spin {SPIN_STEPS}"
+        "--steps", type=at_least(min_steps), help=f"steps per run; default {STEPS}, for spin {SPIN_STEPS}"
     )
     turns = comma_separated(at_least(0))
     parser.add_argument("--turns", type=turns, default="0,2000,5000", help="numbers of turns for spin")

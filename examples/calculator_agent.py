@@ -1,4 +1,4 @@
-"""The calculator as an existing agent: a stock OpenAI client in a loop, which knows nothing of training.
+"""The calculator as an existing agent: a loop over a stock OpenAI client that knows nothing about training.
 
 ``rollout.generate=openai_agent rollout.agent=examples.calculator_agent:agent`` trains the model that answers it
 (docs/agents.md has the command and its output). Unlike ``examples.calculator`` it sees text only: the endpoint

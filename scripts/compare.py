@@ -24,9 +24,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run.dir of a run")
     parser.add_argument("--rtol", type=float, default=1e-6, help="relative tolerance (1e-6)")
     parser.add_argument("--atol", type=float, default=1e-12, help="absolute tolerance (1e-12)")
-    parser.add_argument("--metrics", action="append", default=[], metavar="PATTERN", help="only metrics like this")
-    parser.add_argument("--times", action="store_true", help="measured times as well")
-    parser.add_argument("--html", type=Path, help="write a self-contained page as well")
+    parser.add_argument(
+        "--metrics", action="append", default=[], metavar="PATTERN", help="only metrics that match this pattern"
+    )
+    parser.add_argument("--times", action="store_true", help="also compare measured times")
+    parser.add_argument("--html", type=Path, help="also write a self-contained page")
     args = parser.parse_args(argv)
     try:
         if not (args.rtol >= 0 and args.atol >= 0 and math.isfinite(args.rtol + args.atol)):

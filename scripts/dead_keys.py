@@ -1,6 +1,6 @@
 """List configuration keys that no code outside ``slime_like/config`` reads as an attribute.
 
-python scripts/dead_keys.py [folder of the package]      prints one key per line; exit code 1 if there is one
+python scripts/dead_keys.py [folder of the package]      prints one key per line; exit code 1 if there are any
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def main(argv: list[str]) -> int:
     keys = known_keys()
     dead = dead_keys(package, keys)
     for key in dead:
-        sys.stdout.write(visible(f"{key}: nothing in {package} reads it; remove the key, or use it\n"))
+        sys.stdout.write(visible(f"{key}: no code in {package} reads it; remove the key, or use it\n"))
     if not dead:
-        sys.stdout.write(visible(f"every one of {len(keys)} keys is read\n"))
+        sys.stdout.write(visible(f"all {len(keys)} keys are read\n"))
     return int(bool(dead))
 
 

@@ -1,4 +1,4 @@
-"""Measure the memory that every collective takes at first use and in later calls, and write a guard policy from it.
+"""Measure the memory that every collective allocates at first use and in later calls, and write a guard policy from it.
 
 python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py     profile the run, N rollouts
 python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                         profile each op alone
@@ -48,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
         help="run no training; read the profile of this run, which may have failed",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("measured"), help="a folder of configs; NAME.yaml goes to its guard/"
+        "--out",
+        type=Path,
+        default=Path("measured"),
+        help="folder of configs; the policy is written to its guard/NAME.yaml",
     )
     parser.add_argument("--name", default="measured")
     args, overrides = parser.parse_known_args(argv)
@@ -73,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(advice.to_yaml(ranks, origin))
         sys.stdout.write(
-            visible(f"\n{path}; use it by --config-dir {args.out} guard={args.name}\n\n{path.read_text()}")
+            visible(f"\n{path}; use it with --config-dir {args.out} guard={args.name}\n\n{path.read_text()}")
         )
     return 0
 

@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     """Return the exit code: 0, or 2 if the folder is not a run's or cannot be read or written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of a run")
-    parser.add_argument("--out", type=Path, help="where to; default: report.html in the run's folder")
+    parser.add_argument("--out", type=Path, help="file to write; default: report.html in the run's folder")
     args = parser.parse_args(argv)
     try:
         print(visible(str(write_report(args.run, args.out))))

@@ -3,8 +3,8 @@
 python scripts/screenshots.py [--folder FOLDER] [--out docs/images] [train.py's arguments]
 
 Runs ``train.py +recipe=quickstart`` (or the given arguments) on a pseudo-terminal, requests a checkpoint and an evaluation
-halfway as scripts/control.py does, keeps the frame of the live view that shows both answered, and takes pictures of it and of the
-report in a headless browser. Fails if a page writes to the browser's console or requests another resource.
+halfway as scripts/control.py does, and takes pictures of the frame of the live view that shows both results, and of the report, in a
+headless browser. Fails if a page writes to the browser's console or requests another resource.
 tests/report/browser.py describes how the browser is found.
 """
 
@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
     """Return the exit code: 0, 1 if the run failed or a page complained, 2 if there is no browser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--folder", type=Path, help="where the run goes, or the run of an earlier call; default: temporary"
+        "--folder", type=Path, help="folder for the run, or of the run of an earlier call; default: temporary"
     )
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images", help="where the pictures go")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images", help="folder for the pictures")
     args, job = parser.parse_known_args(argv)
     if (browser := find_browser()) is None:
         sys.stderr.write(

@@ -10,8 +10,8 @@ source "$REPO/scripts/lib/package_index.sh"
 cd "$REPO"
 trap 'exit 130' INT # even if the interrupted command exits differently
 
-# Marker during installation: a package left incomplete by an interrupted set-up would count as installed.
-HALF_MADE=$VENV/.slime_like_half_made
+# Exists during installation: a package left incomplete by an interrupted set-up would count as installed.
+INCOMPLETE=$VENV/.slime_like_half_made
 # fla's kernels for tests on a CPU, in a folder that only those tests have on their path.
 TEST_KERNELS=scripts/requirements/fla_interpreter.lock
 declare -A NEED_GB=([cpu]=9 [gpu]=14)
@@ -47,7 +47,7 @@ is_done() {
 keep_or_drop_venv() {
     [[ -e $VENV ]] || return 0
     [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it away"
-    if [[ -f $HALF_MADE ]]; then
+    if [[ -f $INCOMPLETE ]]; then
         say "an interrupted set-up left $VENV incomplete: creating it again"
     elif [[ -f $STAMP && $(head -n 1 "$STAMP") == "$(identity)" ]]; then
         return
@@ -86,9 +86,9 @@ uv_install() {
 }
 
 install_locked() {
-    touch "$HALF_MADE"
+    touch "$INCOMPLETE"
     uv_install --require-hashes -r "$LOCK" || return
-    rm "$HALF_MADE"
+    rm "$INCOMPLETE"
 }
 
 install_test_kernels() {

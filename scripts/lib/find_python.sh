@@ -39,7 +39,7 @@ pyenv_roots() {
     } | awk '!seen[$0]++'
 }
 
-# find_python: print the first usable candidate; otherwise fail with those tried and how to get one.
+# find_python: print the first usable candidate; otherwise fail with the candidates tried and a way to install Python.
 find_python() {
     local candidate answer last tried=''
     while read -r candidate; do

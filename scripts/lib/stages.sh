@@ -62,7 +62,7 @@ parallel_pytest() {
         "$PYTHON" -m pytest -n "$((processes < 8 ? processes : 8))" --dist loadscope --no-loadscope-reorder "$@"
 }
 
-# summary START: print the noted lines and the seconds since BEGUN; exit with 1 if a stage failed.
+# summary START: print the noted lines and the seconds since START; exit with 1 if a stage failed.
 summary() {
     say "$(printf '%s\n' '' "${results[@]}")"
     say "total: $(seconds_since "$1") s$( ((failed == 0)) || printf ', with failures')"
