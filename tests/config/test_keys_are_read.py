@@ -42,10 +42,10 @@ def test_a_planted_dead_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "config" / "optim.py").write_text("def f(cfg: TrainConfig): return cfg.optim.lr")
     assert script.main([str(tmp_path)]) == 1
     output = capsys.readouterr().out
-    assert "optim.lr: nothing in" in output
+    assert "optim.lr: no code in" in output
     assert "model.dtype" not in output
 
 
 def test_the_script_finds_no_dead_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([]) == 0
-    assert "is read" in capsys.readouterr().out
+    assert "keys are read" in capsys.readouterr().out
