@@ -1,0 +1,154 @@
+"""A trainer rank without the other ranks of its world, on a phantom GPU.
+
+Kernels compute nothing there, so numbers on which shapes depend come from the host: the rows that routers give to experts
+are even, and a pipeline stage receives tensors of the shape that it would send itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from slime_like.config.schema.resolved import RankSpec
+from slime_like.errors import ConfigError
+from slime_like.phantom.counters import is_phantom
+from slime_like.phantom.store import join_world
+from slime_like.train.megatron.platform import groups, host
+from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.util.ports import RendezvousAddress
+
+NOWHERE = RendezvousAddress("localhost", 0)
+_is_adapted = _keeps_objects = False
+_hidden_shape = [0, 1, 0]  # of the hidden states that this rank's pipeline stage exchanges
+
+
+def join(spec: RankSpec, rank: int = 0) -> RankInfo:
+    """Make this process rank ``rank`` of the world of ``spec.layout``; an earlier world is replaced.
+
+    Must run before the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom GPU.
+    """
+    if not is_phantom() or spec.device != "cuda":
+        raise ConfigError("a rank without the others of its world runs on a phantom GPU alone: use slime_like.phantom")
+    groups.check_layout(spec.layout, spec.layout.world_size)
+    host.install("cuda")
+    leave()
+    _keep_objects()  # before the collectives are wrapped
+    join_world(rank, spec.layout.world_size)
+    info = groups.join_and_make_groups(spec, rank=rank, world_size=spec.layout.world_size, master=NOWHERE)
+    _adapt()
+    return info
+
+
+def leave() -> None:
+    """Leave the world, if this process is in one."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _keep_objects() -> None:
+    """Exchange Python objects with no other rank: their sizes would be read from the device."""
+    global _keeps_objects
+    if _keeps_objects:
+        return
+    _keeps_objects = True
+    for name, function in (("all_gather_object", _gather_own_object), ("broadcast_object_list", _keep_own_objects)):
+        for module in (dist, distributed_c10d):
+            setattr(module, name, function)
+
+
+def _adapt() -> None:
+    """Give the host's code the numbers that it would read from the device."""
+    global _is_adapted
+    if _is_adapted:
+        return
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from slime_like.train.megatron.model.dispatch import RowDispatcher
+    from slime_like.train.megatron.rank import rank_model
+    from slime_like.train.megatron.step.balance import ExpertBalance
+    from slime_like.train.megatron.step.step import StepReport
+
+    _is_adapted = True
+    _wrap(RowDispatcher, "_maybe_dtoh_and_synchronize", _even_rows)
+    _wrap(P2PCommunicator, "_communicate_shapes", _own_shape)
+    _wrap(rank_model, "make_micro", _note_shape)
+    _wrap(StepReport, "metrics", _without_values)
+    _wrap(ExpertBalance, "close_step", _without_values)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``wrapper``, whose first argument is the original; that of a method follows its object."""
+    stock = getattr(owner, name)
+    if not isinstance(owner, type):
+        setattr(owner, name, functools.partial(wrapper, stock))
+        return
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(functools.partial(stock, self), self, *args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def _gather_own_object(objects: list[Any], own: Any, group: Any = None) -> None:
+    """Give every rank this rank's object."""
+    objects[:] = [own] * len(objects)
+
+
+def _keep_own_objects(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Keep this rank's objects instead of those of the source."""
+
+
+def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Replace what the host has read of the routers' choices by even numbers of rows."""
+    out = stock(point, tokens_per_expert)
+    rows = int(dispatcher.routing_map.shape[0]) * int(dispatcher.config.moe_router_topk)
+    received = rows * dispatcher.tp_size
+    for name, total in (("input_splits", rows), ("output_splits", rows), ("output_splits_tp", received)):
+        value = getattr(dispatcher, name, None)
+        if isinstance(value, np.ndarray):
+            setattr(dispatcher, name, _even(total, value.size).reshape(value.shape))
+    if isinstance(out, torch.Tensor) and out.device.type == "cpu":
+        return torch.from_numpy(_even(received, out.numel()))
+    return out
+
+
+def _even(total: int, parts: int) -> Any:
+    sizes = np.full(parts, total // parts, np.int64)
+    sizes[: total % parts] += 1
+    return sizes
+
+
+def _note_shape(stock: Callable[..., Any], batch: Any, rank_info: RankInfo) -> Any:
+    micro = stock(batch, rank_info)
+    sizes = rank_info.layout
+    _hidden_shape[0] = int(micro.input_ids.shape[1]) // (sizes.tp if sizes.sequence_parallel else 1)
+    return micro
+
+
+def _own_shape(
+    stock: Callable[..., Any], communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
+) -> Any:
+    """Exchange shapes, and return those of this rank's hidden states."""
+    stock(send_next, send_prev, recv_prev, recv_next)
+    shape = [_hidden_shape[0], 1, int(communicator.config.hidden_size)]
+    return (shape if recv_prev else [0, 0, 0]), (shape if recv_next else [0, 0, 0])
+
+
+def _without_values(stock: Callable[..., Any], owner: Any, *args: Any) -> Any:
+    """Return the metrics, or none if a check of their values fails, as it may with any value on a phantom GPU."""
+    del owner
+    try:
+        return stock(*args)
+    except (AssertionError, ZeroDivisionError):
+        return []

@@ -1,0 +1,193 @@
+"""Cases of a trainer rank on a phantom GPU. Each returns numbers of calls or sizes; values mean nothing."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_like.batch import PackedBatch
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
+from slime_like.config.schema.resolved import CriticSpec, Layout, RankSpec
+from slime_like.phantom.counters import pinned_bytes, read_counts
+from tests.train.jobs import Failed
+from tests.train.models import count_tokens, make_rows, make_spec, normalise
+from tests.train.ranks import RankWorld
+
+HALF: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
+LENGTHS = (24, 8, 16, 16)  # equal micro-batches, so that pipeline stages exchange equal shapes
+
+
+def run_cases(world: RankWorld, cases: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Call ``function(*args)`` of each case. A failing case does not stop the others."""
+    del world
+    functions: dict[str, Callable[..., Any]] = {
+        f.__name__: f for f in (steps, critic, teacher, save_and_load, guard, replay, overlapped_offload)
+    }
+    out: dict[str, Any] = {}
+    for name, (function, *args) in cases.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            out[name] = functions[function](*args)
+        except Exception:  # noqa: BLE001 (fault boundary: the test prints the error)
+            out[name] = Failed(traceback.format_exc())
+    return out
+
+
+def make_trainer(folder: Path, layout: Layout, rank: int = 0, **spec: Any) -> Any:
+    info, rank_spec = join(folder, layout, rank, **spec)
+    from slime_like.train.megatron.rank.trainer import RankTrainer
+
+    return RankTrainer(rank_spec, info)
+
+
+def join(folder: Path, layout: Layout, rank: int = 0, **spec: Any) -> tuple[Any, RankSpec]:
+    from slime_like.train.megatron.trace import solo
+
+    rank_spec = make_spec(folder, layout, **{**HALF, **spec})
+    return solo.join(rank_spec, rank), rank_spec
+
+
+def batches(num_micros: int = 2, seed: int = 0) -> list[PackedBatch]:
+    return normalise([make_rows(LENGTHS, seed + i) for i in range(num_micros)])
+
+
+def train(trainer: Any, num_micros: int = 2, num_steps: int = 1) -> None:
+    micros = batches(num_micros)
+    count = count_tokens(micros) * trainer.rank_info.layout.dp
+    trainer.train_rollout([micros] * num_steps, [count] * num_steps)
+
+
+def steps(folder: Path, layout: Layout, rank: int = 0, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Build a rank, take two steps, score, and export."""
+    trainer = make_trainer(folder, layout, rank, **(options or {}))
+    before = read_counts()
+    for _ in range(2):
+        train(trainer, 2 * layout.pp)
+    used = read_counts() - before
+    score = None if layout.vpp > 1 else trainer.score(batches(1)[0])  # padding has another shape
+    exported = sum(len(bucket.tensors) for bucket in trainer.hf_export.buckets(1 << 20))
+    return {
+        "launches": used.launches,
+        "products": used.products,
+        "collectives": used.collectives,
+        "version": trainer.version,
+        "score": None if score is None else len(score),
+        "exported": exported,
+        "manifest": len(trainer.hf_export.manifest()),
+        "devices": sorted({str(p.device) for p in trainer.model.parameters()}),
+    }
+
+
+def critic(folder: Path, layout: Layout) -> dict[str, Any]:
+    """Return the sizes of a critic's values, and its version after an update."""
+    info, spec = join(folder, layout)
+    from slime_like.train.megatron.rank.critic import RankCritic
+
+    rank = RankCritic(CriticSpec(spec, value_clip=0.2, load=None, warmup_rollouts=0), info)
+    micros = batches()
+    values, _ = rank.score([micros])
+    assert values is not None
+    rank.update(values, [count_tokens(micros) * layout.dp])
+    return {"values": [len(column) for step in values for column in step], "version": rank.version}
+
+
+def teacher(folder: Path, layout: Layout) -> dict[str, Any]:
+    """Return the sizes of a teacher's columns, the bytes of its weights, and those of its gradients and optimizer."""
+    info, spec = join(folder, layout)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    from slime_like.train.megatron.rank.teacher import RankTeacher
+
+    rank = RankTeacher(spec, info)
+    weights = sum(p.numel() * p.element_size() for p in rank.model.parameters())
+    scores, _ = rank.score([batches()])
+    assert scores is not None
+    gc.collect()
+    extra = torch.cuda.memory_allocated() - before - weights
+    return {"scores": [len(column) for step in scores for column in step], "extra": extra / weights}
+
+
+def save_and_load(folder: Path, scratch: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Save while a step is taken, load into a new rank, and export an HF folder."""
+    trainer = make_trainer(folder, Layout(), **options)
+    train(trainer)
+    trainer.begin_save(scratch, 3)
+    train(trainer)
+    finished = trainer.finish_save(wait=True)
+    from slime_like.checkpoint.files import name_latest
+
+    name_latest(scratch, 3)
+    resumed = make_trainer(folder, Layout(), **options)
+    iteration = resumed.load(scratch)
+    train(resumed)
+    resumed.export_hf(scratch / "hf")
+    return {
+        "finished": finished,
+        "iteration": iteration,
+        "version": resumed.version,
+        "exported": sorted(file.name for file in (scratch / "hf").iterdir()),
+    }
+
+
+def guard(folder: Path, scratch: Path, layout: Layout, checks: str) -> dict[str, Any]:
+    """Take steps with the memory guard; release the communicators between them."""
+    spec = GuardSpec(
+        wrap=True,
+        default=MemoryPolicy(checks=checks),
+        folder=str(scratch),
+        name="trainer",
+        release=True,
+        deadline_s=600,
+    )
+    from slime_like.distributed.wrapper import install
+    from slime_like.train.megatron.trace import solo
+
+    try:
+        trainer = make_trainer(folder, layout, guard=spec)
+        train(trainer)
+        wrapper = install._current
+        assert wrapper is not None
+        generation, free = wrapper.generation, torch.cuda.mem_get_info()[0]
+        install.release()
+        train(trainer)
+        counters = {counter.op.name: (counter.calls, counter.checks) for counter in wrapper.counters()}
+        return {
+            "generations": wrapper.generation - generation,
+            "version": trainer.version,
+            "source": wrapper.guard.source.name,
+            "all_reduce": counters["all_reduce"],
+            "free": free,
+        }
+    finally:
+        solo.leave()
+        install.remove()
+
+
+def replay(folder: Path, mode: str) -> dict[str, Any]:
+    """Train with replayed experts of the old policy's pass."""
+    trainer = make_trainer(folder, Layout(), algo=GrpoConfig(routing_replay=mode), steps_per_rollout=2)
+    train(trainer, num_steps=2)
+    return {"version": trainer.version}
+
+
+def overlapped_offload(folder: Path, fraction: float) -> dict[str, Any]:
+    """Return where the optimizer's state is, in bytes per parameter, and the pinned memory."""
+    optim = {"cpu_offload": True, "cpu_offload_fraction": fraction}
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    trainer = make_trainer(folder, Layout(), optim=optim)
+    train(trainer)
+    gc.collect()
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    return {
+        "device": (torch.cuda.memory_allocated() - before) / parameters,
+        "pinned": pinned_bytes() / parameters,
+        "version": trainer.version,
+    }
