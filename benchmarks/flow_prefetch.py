@@ -30,9 +30,11 @@ from benchmarks.processes import RUN_S  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.util.deadline import Deadline  # noqa: E402
-from slime_like_plugins.flow_mla.gather import GroupGather, Pending, create_groups  # noqa: E402
+from slime_like_plugins.flow_mla.gather import Gather, GroupGather, Pending, create_groups  # noqa: E402
+from slime_like_plugins.flow_mla.host_parts import HostParts  # noqa: E402
 from slime_like_plugins.flow_mla.layout import Matrix, layer_layout  # noqa: E402
 from slime_like_plugins.flow_mla.pipeline import GatherPipeline  # noqa: E402
+from slime_like_plugins.flow_mla.pull import GroupExchange, PullGather  # noqa: E402
 
 RANKS, SLOTS, LAYERS = 2, 2, 8
 SHAPE = (1024, 1024)  # of a layer's sharded matrix
@@ -44,6 +46,7 @@ BATCHES = (1, 16, 128)
 class PrefetchResult:
     """Medians of one batch size on rank 0, in seconds."""
 
+    transport: str
     batch: int
     layer_s: float  # products of a layer with full weights
     gather_s: float  # gather of a layer, alone
@@ -62,12 +65,13 @@ class PrefetchResult:
 class TracedGather:
     """The product's gather, which records when each begins."""
 
-    def __init__(self, gather: GroupGather, events: list[tuple[float, str]]) -> None:
+    def __init__(self, gather: Gather, events: list[tuple[float, str]]) -> None:
         self._gather, self._events = gather, events
+        self.allocate, self.share, self.meet = gather.allocate, gather.share, gather.meet
 
-    def start(self, slot: int, buffer: torch.Tensor, part: torch.Tensor) -> Pending:
+    def start(self, slot: int, layer: int, buffer: torch.Tensor) -> Pending:
         self._events.append((time.perf_counter(), f"gather into slot {slot} begins"))
-        return self._gather.start(slot, buffer, part)
+        return self._gather.start(slot, layer, buffer)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -78,13 +82,16 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(batch: int, rounds: int, gather: GroupGather, rank: int) -> PrefetchResult:
+def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) -> PrefetchResult:
     """Return the result of one batch size."""
     layout = layer_layout([Matrix(SHAPE, (SHAPE[1], 1), torch.float32)], RANKS)
     generator = torch.Generator().manual_seed(rank)
-    parts = [torch.randn(layout.part_bytes // 4, generator=generator).view(torch.uint8) for _ in range(LAYERS)]
+    parts = [gather.allocate(layout.part_bytes, torch.device("cpu")) for _ in range(LAYERS)]
+    for part in parts:
+        part.view(torch.float32).copy_(torch.randn(layout.part_bytes // 4, generator=generator))
+    gather.share(parts)
     events: list[tuple[float, str]] = []
-    pipeline = GatherPipeline([layout] * LAYERS, parts, SLOTS, TracedGather(gather, events))
+    pipeline = GatherPipeline([layout] * LAYERS, SLOTS, TracedGather(gather, events))
     full, others = torch.randn(SHAPE), [torch.randn(SHAPE) for _ in range(OTHER)]
     x, waits = torch.randn(batch, SHAPE[1]), []
 
@@ -126,7 +133,7 @@ def measure(batch: int, rounds: int, gather: GroupGather, rank: int) -> Prefetch
     full_s = statistics.median(full_times)
     ratio = statistics.median(gathered / plain for gathered, plain in zip(forwards, full_times, strict=True))
     return PrefetchResult(
-        batch, full_s / LAYERS, gather_s, wait_s, statistics.median(forwards), full_s, ratio, timeline
+        transport, batch, full_s / LAYERS, gather_s, wait_s, statistics.median(forwards), full_s, ratio, timeline
     )
 
 
@@ -134,8 +141,12 @@ def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
     """Measure on one rank, with one thread; rank 0 puts the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    gather = GroupGather(create_groups([range(RANKS)], SLOTS, "gloo"))
-    measured = [measure(batch, rounds, gather, rank) for batch in BATCHES]
+    groups = create_groups([range(RANKS)], SLOTS, "gloo")
+    gathers: dict[str, Gather] = {
+        "collective": GroupGather(groups),
+        "p2p": PullGather(rank, RANKS, GroupExchange(groups[0]), HostParts(SLOTS)),
+    }
+    measured = [measure(name, batch, rounds, gather, rank) for name, gather in gathers.items() for batch in BATCHES]
     if rank == 0:
         results.put(measured)
     dist.barrier()
@@ -145,12 +156,13 @@ def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
 def table(results: list[PrefetchResult]) -> list[str]:
     """Return the Markdown table."""
     lines = [
-        "| tokens | layer, ms | gather alone, ms | wait per layer, ms | hidden | forward with full weights, ms | with gathers, ms |",
-        "|---|---|---|---|---|---|---|",
+        "| transport | tokens | layer, ms | gather alone, ms | wait per layer, ms | hidden | forward with full weights, ms | with "
+        "gathers, ms |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         lines.append(
-            f"| {r.batch} | {1e3 * r.layer_s:.2f} | {1e3 * r.gather_s:.2f} | {1e3 * r.wait_s:.2f} | {r.hidden:.0%} "
+            f"| {r.transport} | {r.batch} | {1e3 * r.layer_s:.2f} | {1e3 * r.gather_s:.2f} | {1e3 * r.wait_s:.2f} | {r.hidden:.0%} "
             f"| {1e3 * r.full_s:.1f} | {1e3 * r.forward_s:.1f} ({r.ratio:.2f}) |"
         )
     return lines
@@ -175,9 +187,9 @@ def main(argv: list[str]) -> int:
         measured: list[PrefetchResult] = results.get()
         while not ranks.join(deadline.remaining("the end of the ranks")):
             pass
-    print(
-        visible("\n".join([*table(measured), "", f"A forward with {BATCHES[-1]} tokens:", "", *measured[-1].timeline]))
-    )
+    print(visible("\n".join(table(measured))))
+    for result in (measured[len(BATCHES) - 1], measured[-1]):
+        print(visible("\n".join(["", f"{result.transport}, {result.batch} tokens:", "", *result.timeline])))
     return 0
 
 

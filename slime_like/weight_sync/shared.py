@@ -7,12 +7,10 @@ and builds tensors from names, dtypes and shapes: it unpickles nothing.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import mmap
 import os
-import stat
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,11 +21,11 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
+from slime_like.util.sealed_memory import create_sealed, map_sealed
 from slime_like.weight_sync.manifest import meta_of
 
 MAGIC = b"slime_like shared tensors\n"
 ALIGNMENT = 64  # bytes
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -75,10 +73,8 @@ class SharedBucketMemory:
         """Return memory of at least ``size`` bytes, which is allocated again if it is smaller."""
         if self._bytes is None or len(self._bytes) < size:
             self.close()
-            self._fd = os.memfd_create("slime_like-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self._fd, max(size, 1))
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
-            self._bytes = _as_tensor(mmap.mmap(self._fd, max(size, 1)))
+            self._fd, memory = create_sealed("slime_like-weights", size)
+            self._bytes = _as_tensor(memory)
         return self._bytes
 
 
@@ -112,29 +108,15 @@ def received(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
 
 def _open(pid: int, fd: int) -> mmap.mmap:
     """Map the sender's memory. Raises ``WeightSyncError`` if it cannot be opened or is not sealed."""
-    path = f"/proc/{pid}/fd/{fd}"
     try:
-        own_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return map_sealed(pid, fd, mmap.ACCESS_COPY)  # writes are private to this process
     except OSError as error:
         raise WeightSyncError(
-            f"{path}: the engine cannot open the sender's memory ({error.strerror}): run engine and trainer as one user in "
-            "one container, or set placement.mode=split, which broadcasts weights"
+            f"/proc/{pid}/fd/{fd}: the engine cannot open the sender's memory ({error.strerror}): run engine and trainer as one user "
+            "in one container, or set placement.mode=split, which broadcasts weights"
         ) from error
-    try:
-        state = os.fstat(own_fd)
-        if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _cannot_shrink(own_fd)):
-            raise WeightSyncError(f"{path} is not sealed memory of this user")
-        return mmap.mmap(own_fd, state.st_size, access=mmap.ACCESS_COPY)  # writes are private to this process
-    finally:
-        os.close(own_fd)
-
-
-def _cannot_shrink(fd: int) -> bool:
-    """Return whether the memory is sealed against shrinking, which would kill a reader by SIGBUS."""
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # not a memfd
-        return False
+    except ValueError as error:
+        raise WeightSyncError(str(error)) from error
 
 
 def _as_tensor(memory: mmap.mmap) -> Tensor:

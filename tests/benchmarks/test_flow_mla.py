@@ -48,5 +48,5 @@ def test_the_table_compares_capacities_and_responses() -> None:
 
 
 def test_gathers_are_hidden_as_far_as_a_layer_does_not_wait() -> None:
-    result = flow_prefetch.PrefetchResult(16, 2e-3, 4e-3, 1e-3, 3e-2, 2e-2, 1.5, ())
-    assert flow_prefetch.table([result])[-1] == "| 16 | 2.00 | 4.00 | 1.00 | 75% | 20.0 | 30.0 (1.50) |"
+    result = flow_prefetch.PrefetchResult("p2p", 16, 2e-3, 4e-3, 1e-3, 3e-2, 2e-2, 1.5, ())
+    assert flow_prefetch.table([result])[-1] == "| p2p | 16 | 2.00 | 4.00 | 1.00 | 75% | 20.0 | 30.0 (1.50) |"

@@ -14,10 +14,10 @@ from slime_like.config.rules.flow_mla import check_flow_mla_model
 from slime_like.config.schema.flow_mla import (
     MODULES,
     SKIP_VARIABLE,
-    UNSUPPORTED_FIELDS,
     VARIABLE,
     FlowOptions,
     from_json,
+    required_fields,
 )
 from slime_like.errors import ConfigError
 from slime_like.rollout.engine.environment import child_environment
@@ -36,12 +36,28 @@ RULES = {
     ),
     "settings without it": (
         "rollout.flow_mla.weights=[qkv_proj]",
-        "have no effect with rollout.flow_mla.enabled=false",
+        "the other keys of rollout.flow_mla have no effect with rollout.flow_mla.enabled=false",
         "set rollout.flow_mla.enabled=true",
     ),
     "unknown weight": (f"{ON} rollout.flow_mla.weights=[gate_proj]", "'gate_proj'", "o_proj, qkv_proj"),
     "no weight": (f"{ON} rollout.flow_mla.weights=[]", "rollout.flow_mla.weights=[]", "set e.g. [o_proj]"),
     "weight twice": (f"{ON} rollout.flow_mla.weights=[o_proj,o_proj]", "has a name twice"),
+    "unknown transport": (
+        f"{ON} rollout.flow_mla.transport=ipc",
+        "rollout.flow_mla.transport='ipc'",
+        "collective, p2p",
+    ),
+    "limit without collectives": (
+        f"{ON} rollout.flow_mla.transport=p2p rollout.flow_mla.max_ctas=4",
+        "rollout.flow_mla.max_ctas=4 with rollout.flow_mla.transport=p2p",
+        "remove it",
+    ),
+    "no thread block": (f"{ON} rollout.flow_mla.max_ctas=0", "rollout.flow_mla.max_ctas=0", "[1, 64]"),
+    "released memory": (
+        f"{ON} rollout.flow_mla.transport=p2p rollout.sglang.enable_memory_saver=true",
+        "enable_memory_saver=True with rollout.flow_mla.enabled=true and rollout.flow_mla.transport=p2p",
+        "cannot be released",
+    ),
     "one slot": (f"{ON} rollout.flow_mla.prefetch_distance=1", "rollout.flow_mla.prefetch_distance=1"),
     "sglang's name": ("rollout.sglang.attn_dp_size=2", "attn_dp_size=2", "belongs to rollout.dp_attention"),
     "no divisor": ("rollout.tp=4 rollout.dp_attention=3", "rollout.dp_attention=3", "set a divisor of rollout.tp"),
@@ -96,10 +112,12 @@ def test_weights_that_the_model_does_not_have_are_refused(name: str, latent: boo
 
 def test_the_engine_receives_the_settings(plan: Callable[..., Plan]) -> None:
     weights = "rollout.flow_mla.weights=[qkv_proj,o_proj] rollout.flow_mla.prefetch_distance=3"
+    p2p, blocks = "rollout.flow_mla.transport=p2p", "rollout.flow_mla.max_ctas=4"
     for keys, expected in (
         ("", None),
         (ON, FlowOptions(("o_proj",), 2)),
-        (f"{ON} {weights}", FlowOptions(("qkv_proj", "o_proj"), 3)),
+        (f"{ON} {weights} {p2p}", FlowOptions(("qkv_proj", "o_proj"), 3, "p2p")),
+        (f"{ON} {blocks}", FlowOptions(max_ctas=4)),
     ):
         split = ("placement.mode=split", "rollout.num_engines=1", "rollout.tp=4")
         engine = plan(*split, *keys.split(), machine=SERVER).engines[0]
@@ -118,9 +136,10 @@ def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPat
         ("", "", FlowOptions()),
         (
             "cpu",
-            "--flow-mla-weights q_proj a_proj --flow-mla-prefetch-distance 4",
-            FlowOptions(("q_proj", "a_proj"), 4),
+            "--flow-mla-weights q_proj a_proj --flow-mla-prefetch-distance 4 --flow-mla-max-ctas 8",
+            FlowOptions(("q_proj", "a_proj"), 4, max_ctas=8),
         ),
+        ("", "--flow-mla-transport p2p", FlowOptions(transport="p2p")),
     ):
         monkeypatch.setenv(PLUGINS_VARIABLE, plugins)
         monkeypatch.delenv(VARIABLE, raising=False)
@@ -150,11 +169,16 @@ def test_weights_are_not_read_from_slots() -> None:
 def test_the_engine_checks_the_fields_that_sglang_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime_like_plugins.flow_mla import hooks
 
-    values = {field: required for field, (required, _) in UNSUPPORTED_FIELDS.items()} | {"attn_dp_size": 2}
+    values = {field: required for field, (required, _) in required_fields("p2p").items()} | {"attn_dp_size": 2}
     assert hooks.obstacle(SimpleNamespace(**values)) is None
     for field, value in (("pp_size", 2), ("cuda_graph_backend_prefill", "breakable"), ("offload_group_size", 4)):
         text = hooks.obstacle(SimpleNamespace(**values | {field: value}))
         assert text is not None and f"SGLang resolved {field}={value!r}" in text
     assert "attn_dp_size=1" in (hooks.obstacle(SimpleNamespace(**values | {"attn_dp_size": 1})) or "")
+    several = SimpleNamespace(**values | {"nnodes": 2})
+    assert hooks.obstacle(several) is None
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, FlowOptions(transport="p2p").to_json())
+        assert "cannot read the memory of another machine" in (hooks.obstacle(several) or "")
     monkeypatch.setenv(SKIP_VARIABLE, "1")
     assert SKIP_VARIABLE in (hooks.obstacle(SimpleNamespace(**values)) or "")

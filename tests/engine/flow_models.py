@@ -12,6 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slime_like_plugins.flow_mla.gather import Gather, GroupGather
+from slime_like_plugins.flow_mla.host_parts import HostParts
+from slime_like_plugins.flow_mla.pull import PullGather
+
 HIDDEN, HEADS, DIM = 48, 4, 12
 QUERY_LATENT, LATENT, ROPE = 24, 16, 8
 KINDS = ("mla", "gqa", "mqa", "hybrid")
@@ -164,8 +168,10 @@ class GlooRanks:
         stores = [dist.PrefixStore(str(slot), self._store) for slot in range(self._num_slots)]
         self._groups[rank] = [dist.ProcessGroupGloo(store, rank, self.size, timedelta(seconds=30)) for store in stores]
 
-    def gather(self, rank: int) -> RankGather:
+    def gather(self, rank: int, transport: str = "collective") -> Gather:
         """Return the gather of one rank."""
+        if transport == "p2p":
+            return PullGather(rank, self.size, RankMessages(self._groups[rank][0]), HostParts(self._num_slots))
         return RankGather(self._groups[rank])
 
     def run[T](self, work: Callable[[int], T]) -> list[T]:
@@ -190,13 +196,26 @@ class GlooRanks:
         return [results[rank] for rank in range(self.size)]
 
 
-class RankGather:
+class RankGather(GroupGather):
     """The product's gather, without torch's global registry of groups."""
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = groups
-        self.started: list[tuple[int, int]] = []  # slot and bytes of each gather
+    def start(self, slot: int, layer: int, buffer: Tensor) -> Any:
+        groups: Any = self._groups
+        return groups[slot]._allgather_base(buffer, self._parts[layer])
 
-    def start(self, slot: int, buffer: Tensor, part: Tensor) -> Any:
-        self.started.append((slot, len(buffer)))
-        return self._groups[slot]._allgather_base(buffer, part)
+
+class RankMessages:
+    """The product's exchange of messages, without torch's global registry of groups."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def gather(self, message: bytes) -> list[bytes]:
+        text = torch.zeros(1 << 16, dtype=torch.uint8)
+        text[: len(message)] = torch.tensor([*message], dtype=torch.uint8)
+        texts = [[torch.empty_like(text) for _ in range(self._group.size())]]
+        self._group.allgather(texts, [text]).wait()
+        return [bytes(other.tolist()).rstrip(b"\0") for other in texts[0]]
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()

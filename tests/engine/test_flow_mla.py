@@ -30,10 +30,10 @@ def ranks(size: int, num_slots: int = SLOTS) -> GlooRanks:
 
 
 def sharded_layers(
-    group: GlooRanks, rank: int, kind: str, count: int, num_slots: int = SLOTS
+    group: GlooRanks, rank: int, kind: str, count: int, num_slots: int = SLOTS, transport: str = "collective"
 ) -> tuple[list[FlowLayer], ShardedWeights]:
     """Return the layers of one rank, with slots."""
-    weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, group.size, group.gather(rank))
+    weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, group.size, group.gather(rank, transport))
     layers: list[FlowLayer] = []
     for index in range(count):
         layers.append(FlowLayer(kind, index))
@@ -80,22 +80,26 @@ def expected(kind: str, count: int, seeds: list[int], partial: int | None = None
     return layers
 
 
+MATRIX = [("collective", size, count) for size in (2, 3, 4) for count in (4, 5, 61)]
+"""Transport, number of ranks and of layers."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [4, 5, 61])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_sharded_layers_compute_the_same_bits(size: int, count: int, kind: str) -> None:
+@pytest.mark.parametrize(("transport", "size", "count"), [*MATRIX, ("p2p", 2, 5), ("p2p", 3, 4), ("p2p", 4, 61)])
+def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: int, kind: str) -> None:
     """Compare at the start, after an update while gathers are in flight, and after one of a single layer."""
     group = ranks(size)
     references = [expected(kind, count, [1]), expected(kind, count, [2]), expected(kind, count, [2], partial=3)]
 
     def work(rank: int) -> None:
-        layers, weights = sharded_layers(group, rank, kind, count)
+        layers, weights = sharded_layers(group, rank, kind, count, transport=transport)
         sharded = weights.layers
         full = sum(item.num_bytes for layer in sharded for item in layer.layout.matrices)
         assert weights.held_bytes() == full // size + min(SLOTS, len(sharded)) * full // len(sharded)
         assert len(sharded) == (count // 4 if kind == "hybrid" else count)
         for step, reference in enumerate(references):
             if step < 2:
+                weights.pipeline.drain()  # as begin_weight_update does
                 poison(parameters(layers))
                 load(layers, tensors(layers, step + 1), weights.update)
                 assert not unwritten(parameters(layers))
@@ -191,8 +195,11 @@ class RecordedGather:
         self.events: list[str] = []
         self._layer_of_size = {size: index for index, size in enumerate(layers)}
 
-    def start(self, slot: int, buffer: Tensor, part: Tensor) -> Wait:
-        layer = self._layer_of_size[len(buffer)]
+    def meet(self) -> None:
+        self.events.append("meet")
+
+    def start(self, slot: int, layer: int, buffer: Tensor) -> Wait:
+        assert self._layer_of_size[len(buffer)] == layer
         self.events.append(f"start {layer}")
         return Wait(self.events, layer)
 
@@ -210,9 +217,7 @@ class Wait:
 def test_the_weights_of_a_layer_arrive_while_the_layer_before_it_runs() -> None:
     layouts = [layer_layout([Matrix((16 * (1 + index),), (1,), torch.float32)], 1) for index in range(5)]
     clock = RecordedGather([layout.num_bytes for layout in layouts])
-    pipeline = GatherPipeline(
-        layouts, [torch.empty(layout.part_bytes, dtype=torch.uint8) for layout in layouts], SLOTS, clock
-    )
+    pipeline = GatherPipeline(layouts, SLOTS, clock)  # pyright: ignore[reportArgumentType]
     for _ in range(2):
         pipeline.begin()
         for layer in range(5):
@@ -233,9 +238,11 @@ def test_the_weights_of_a_layer_arrive_while_the_layer_before_it_runs() -> None:
         "run 3",
     ]
     steps += ["start 1", "wait 4", "run 4", "start 0"]
-    assert clock.events == ["start 0", "start 1", *steps, *steps]
+    assert clock.events == ["meet", "start 0", "start 1", *steps, *steps]
     pipeline.drain()
-    assert sorted(clock.events[-2:]) == ["wait 0", "wait 1"]
+    assert sorted(clock.events[-3:-1]) == ["wait 0", "wait 1"] and clock.events[-1] == "meet"
+    pipeline.drain()
+    assert clock.events[-1] == "meet" and clock.events.count("meet") == 2, "empty slots are not read"
     with pytest.raises(RuntimeError, match="sharded layer 3 runs while its slot holds layer 1"):
         pipeline.begin()
         pipeline.wait(3)

@@ -32,7 +32,10 @@ from tests.engine.latent_models import build
 from tests.engine.test_latent import CHUNK, TOLERANCE, assert_agrees, push
 
 pytestmark = pytest.mark.engine
-WEIGHTS = {"deepseek_v3": ("o_proj", "q_proj", "kv_b_proj", "a_proj"), "qwen3": ("o_proj", "qkv_proj")}
+OPTIONS = {
+    "deepseek_v3": FlowOptions(("o_proj", "q_proj", "kv_b_proj", "a_proj")),
+    "qwen3": FlowOptions(("o_proj", "qkv_proj"), transport="p2p"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class EngineArms:
     flow: RunningEngine
 
 
-@pytest.fixture(scope="module", params=WEIGHTS)
+@pytest.fixture(scope="module", params=OPTIONS)
 def pair(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineArms]:
@@ -60,7 +63,7 @@ def pair(
     }
     with contextlib.ExitStack() as stack:
         runs: list[Any] = []
-        for flow_mla in ("", FlowOptions(WEIGHTS[request.param]).to_json()):
+        for flow_mla in ("", OPTIONS[request.param].to_json()):
             run = launch(models, tmp_path_factory.mktemp("run"), 2, flow_mla=flow_mla, **settings)
             runs.append(stack.enter_context(contextlib.closing(run)))
             assert next(run) is None

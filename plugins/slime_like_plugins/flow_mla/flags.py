@@ -6,7 +6,14 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from slime_like.config.schema.flow_mla import DEFAULT_WEIGHTS, MODULES, PREFETCH_DISTANCE, VARIABLE, FlowOptions
+from slime_like.config.schema.flow_mla import (
+    DEFAULT_WEIGHTS,
+    MODULES,
+    PREFETCH_DISTANCE,
+    TRANSPORTS,
+    VARIABLE,
+    FlowOptions,
+)
 from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE, Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -19,6 +26,8 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(ENABLE, action="store_true", help="shard attention weights over data-parallel attention ranks")
     group.add_argument("--flow-mla-weights", nargs="+", choices=tuple(MODULES), default=list(DEFAULT_WEIGHTS))
     group.add_argument("--flow-mla-prefetch-distance", type=int, choices=range(2, 9), default=PREFETCH_DISTANCE)
+    group.add_argument("--flow-mla-transport", choices=TRANSPORTS, default=TRANSPORTS[0])
+    group.add_argument("--flow-mla-max-ctas", type=int, choices=range(1, 65), metavar="1..64")
 
 
 def enable(argv: Sequence[str], name: str) -> None:
@@ -26,7 +35,12 @@ def enable(argv: Sequence[str], name: str) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(None, parser)
     settings, _ = parser.parse_known_args(argv)
-    options = FlowOptions(tuple(settings.flow_mla_weights), settings.flow_mla_prefetch_distance)
+    options = FlowOptions(
+        tuple(settings.flow_mla_weights),
+        settings.flow_mla_prefetch_distance,
+        settings.flow_mla_transport,
+        settings.flow_mla_max_ctas,
+    )
     os.environ[VARIABLE] = options.to_json()
     os.environ[PLUGINS_VARIABLE] = ",".join(filter(None, (os.environ.get(PLUGINS_VARIABLE), name)))
 

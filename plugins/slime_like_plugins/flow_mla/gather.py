@@ -1,11 +1,12 @@
-"""All-gather of a layer's parts into a slot, which runs while other layers compute."""
+"""Exchange of the ranks' parts of a layer, which runs while other layers compute: the interface, and all-gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,15 +23,27 @@ class Pending(Protocol):
 
 
 class Gather(Protocol):
-    """Exchange of the parts of one layer."""
+    """Exchange of the parts of layers between ranks."""
 
-    def start(self, slot: int, buffer: Tensor, part: Tensor) -> Pending:
-        """Start filling ``buffer`` of ``slot`` with the parts of all ranks, in rank order, after earlier work on the buffer."""
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return bytes for this rank's part of a layer."""
+        ...
+
+    def share(self, parts: Sequence[Tensor]) -> None:
+        """Let the other ranks read this rank's part of each layer. All ranks call it once, after all parts were allocated."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until the other ranks have ended what they did before: writes to their parts, and gathers. All ranks call it."""
+        ...
+
+    def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
+        """Start filling ``buffer`` of ``slot`` with the parts of ``layer``, in rank order, after earlier work on the buffer."""
         ...
 
 
 class GroupGather:
-    """Gathers over one process group per slot.
+    """All-gathers over one process group per slot, in which all ranks take part.
 
     A group of NCCL has a stream, so gathers of the slots do not wait for each other or for the engine's collectives. Torch
     records an event before a gather and another one after it: the gather waits for kernels that read the slot, and ``wait``
@@ -39,19 +52,38 @@ class GroupGather:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._groups = groups
+        self._parts: Sequence[Tensor] = ()
 
-    def start(self, slot: int, buffer: Tensor, part: Tensor) -> Pending:
-        work = dist.all_gather_single(buffer, part, group=self._groups[slot], async_op=True)
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def share(self, parts: Sequence[Tensor]) -> None:
+        self._parts = parts
+
+    def meet(self) -> None:
+        """Return at once: a gather itself waits for all ranks, which start it after their writes and write after its end."""
+
+    def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
+        work = dist.all_gather_single(buffer, self._parts[layer], group=self._groups[slot], async_op=True)
         assert work is not None
         return work
 
 
-def create_groups(members: Sequence[Sequence[int]], num_slots: int, backend: str) -> list[dist.ProcessGroup]:
-    """Return this rank's process group for each slot. All ranks call it with the global ranks of all groups."""
-    slot_groups: list[dist.ProcessGroup] = []
-    for _ in range(num_slots):
+def create_groups(
+    members: Sequence[Sequence[int]], num_groups: int, backend: str, max_ctas: int | None = None
+) -> list[dist.ProcessGroup]:
+    """Return ``num_groups`` process groups with this rank. All ranks call it with the global ranks of all groups.
+
+    ``max_ctas``: thread blocks, and so at most as many multiprocessors, that a collective of NCCL takes from the computation.
+    """
+    options: Any = None
+    if max_ctas is not None and backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas, options.config.max_ctas = 1, max_ctas
+    own_groups: list[dist.ProcessGroup] = []
+    for _ in range(num_groups):
         for ranks in members:
-            group = dist.new_group(list(ranks), timeout=DEADLINE, backend=backend)
+            group = dist.new_group(list(ranks), timeout=DEADLINE, backend=backend, pg_options=options)
             if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member
-                slot_groups.append(group)
-    return slot_groups
+                own_groups.append(group)
+    return own_groups

@@ -11,14 +11,15 @@ import torch.distributed as dist
 
 from slime_like.config.schema.flow_mla import (
     SKIP_VARIABLE,
-    UNSUPPORTED_FIELDS,
     VARIABLE,
     FlowOptions,
     field_obstacle,
     from_json,
+    required_fields,
 )
 from slime_like_plugins.flow_mla import NAME, absorbed
-from slime_like_plugins.flow_mla.gather import GroupGather, create_groups
+from slime_like_plugins.flow_mla.gather import Gather, GroupGather, create_groups
+from slime_like_plugins.flow_mla.pull import GroupExchange, PullGather, part_memory
 from slime_like_plugins.flow_mla.sharding import UNREADABLE, ShardedWeights
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -49,9 +50,10 @@ def obstacle(view: Any) -> str | None:
         )
     if os.environ.get(SKIP_VARIABLE, "").lower() in ("1", "true"):
         return f"{SKIP_VARIABLE}: ranks without tokens would skip forwards, and a gather needs all ranks; unset it"
-    for field in UNSUPPORTED_FIELDS:
+    transport = options().transport
+    for field in required_fields(transport):
         value = getattr(view, field)
-        if reason := field_obstacle(field, value):
+        if reason := field_obstacle(field, value, transport):
             return f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}"
     return None
 
@@ -76,8 +78,15 @@ def shard_layers(
             f"slime_like plugin {NAME!r}: a rank holds {num_bytes} bytes of sharded weights instead of {counts.private + counts.slots}"
         )
     logger.info(
-        "slime_like FlowMLA shards %s of %d layers over %d ranks: %d bytes of each rank instead of %d (%d private, %d in %d slots)",
-        *(", ".join(options().weights), len(weights.layers), weights.num_ranks, num_bytes, counts.full),
+        "slime_like FlowMLA shards %s of %d layers over %d ranks (%s): %d bytes of each rank instead of %d (%d private, %d in %d slots)",
+        *(
+            ", ".join(options().weights),
+            len(weights.layers),
+            weights.num_ranks,
+            options().transport,
+            num_bytes,
+            counts.full,
+        ),
         *(counts.private, counts.slots, len(weights.pipeline.slots)),
     )
     return result
@@ -94,8 +103,14 @@ def create_weights() -> ShardedWeights:
     parallel, settings = get_parallel(), options()
     ranks = parallel.tp_group.ranks
     members = [ranks[rank :: parallel.attn_tp_size] for rank in range(parallel.attn_tp_size)]
-    groups = create_groups(members, settings.prefetch_distance, dist.get_backend(parallel.tp_group.device_group))
-    weights = ShardedWeights(settings, parallel.attn_dp_rank, parallel.attn_dp_size, GroupGather(groups))
+    if settings.transport == "p2p":
+        (group,) = create_groups(members, 1, "gloo")
+        memory = part_memory(parallel.tp_group.device, settings.prefetch_distance)
+        gather: Gather = PullGather(parallel.attn_dp_rank, parallel.attn_dp_size, GroupExchange(group), memory)
+    else:
+        backend = dist.get_backend(parallel.tp_group.device_group)
+        gather = GroupGather(create_groups(members, settings.prefetch_distance, backend, settings.max_ctas))
+    weights = ShardedWeights(settings, parallel.attn_dp_rank, parallel.attn_dp_size, gather)
     _models.append(weights)
     return weights
 
@@ -132,6 +147,13 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     return original(manager, request)
 
 
+def open_update(original: Callable[..., Any], updater: Any) -> Any:
+    """Hook around ``WeightUpdater.begin_weight_update``: end the gathers of all ranks before one of them writes to its parts."""
+    for weights in _models:
+        weights.pipeline.drain()
+    return original(updater)
+
+
 def load_tensors(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
     """Hook around ``WeightUpdater.update_weights_from_tensor``: refuse formats that do not use the model's loaders."""
     if load_format not in (None, "flattened_bucket"):
@@ -147,6 +169,7 @@ def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(UNREADABLE)
 
 
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 HOOKS = (
     Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_resolved),
@@ -159,11 +182,8 @@ HOOKS = (
     Hook(f"{RUNNER}.load_model", "after", check_loaded),
     Hook(f"{RUNNER}.forward", "around", run_forward),
     Hook(f"{RUNNER}.check_weights", "replace", refuse_checks),
-    Hook(
-        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
-        "around",
-        load_tensors,
-    ),
+    Hook(f"{UPDATER}.begin_weight_update", "around", open_update),
+    Hook(f"{UPDATER}.update_weights_from_tensor", "around", load_tensors),
     Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
         "around",

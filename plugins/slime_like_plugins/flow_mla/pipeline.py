@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from slime_like_plugins.flow_mla.gather import Gather, Pending
 from slime_like_plugins.flow_mla.layout import LayerLayout
@@ -34,22 +33,31 @@ class GatherPipeline:
     end of a forward, the slots hold the first layers.
     """
 
-    def __init__(self, layouts: Sequence[LayerLayout], parts: Sequence[Tensor], num_slots: int, gather: Gather) -> None:
-        """``parts``: this rank's part of each layer."""
-        self._layouts, self._parts, self._gather = layouts, parts, gather
+    def __init__(
+        self, layouts: Sequence[LayerLayout], num_slots: int, gather: Gather, device: torch.device | None = None
+    ) -> None:
+        """``gather`` has this rank's part of each layer. ``device``: of the slots, by default the CPU."""
+        self._layouts, self._gather, self._device = layouts, gather, device or torch.device("cpu")
         num_slots = min(num_slots, len(layouts))
         sizes = [max(layout.num_bytes for layout in layouts[slot::num_slots]) for slot in range(num_slots)]
-        self.slots = [Slot(size, parts[0].device) for size in sizes]
+        self.slots = [Slot(size, self._device) for size in sizes]
 
     def slot(self, layer: int) -> Slot:
         """Return the slot of ``layer``."""
         return self.slots[layer % len(self.slots)]
 
     def begin(self) -> None:
-        """Gather the first layers unless the slots hold them. Call before each forward."""
-        for layer, slot in enumerate(self.slots):
-            if slot.layer != layer:
-                self._start(layer)
+        """Gather the first layers unless the slots hold them. All ranks call it before each forward.
+
+        On a GPU, the current stream then waits for these gathers: a CUDA graph of the model waits only for its own ones.
+        """
+        missing = [layer for layer, slot in enumerate(self.slots) if slot.layer != layer]
+        if missing:
+            self._gather.meet()
+        for layer in missing:
+            self._start(layer)
+            if self._device.type == "cuda":
+                self.slot(layer).wait()
 
     def wait(self, layer: int) -> None:
         """Wait until the slot holds ``layer``. Raises ``RuntimeError`` if the forward runs layers in another order."""
@@ -70,18 +78,22 @@ class GatherPipeline:
         following = following if following < count else layer % len(self.slots)
         if following != layer:
             self._start(following)
-        if layer == count - 1 and self.slots[0].buffer.is_cuda:
+        if layer == count - 1 and self._device.type == "cuda":
             for slot in self.slots:
                 slot.wait()
 
     def drain(self) -> None:
-        """Wait for all gathers and forget what the slots hold. Call before the slots or the parts are written."""
+        """Wait for all gathers and forget what the slots hold. All ranks call it before the slots or the parts are written."""
+        filled = any(slot.layer is not None for slot in self.slots)
         for slot in self.slots:
             slot.wait()
             slot.layer = None
+        if filled:
+            self._gather.meet()  # another rank may still read this rank's parts
 
     def fetch(self, layer: int) -> None:
         """Gather ``layer`` into its slot now. All ranks call it, after ``drain``."""
+        self._gather.meet()
         self._start(layer)
         self.slot(layer).wait()
 
@@ -89,4 +101,4 @@ class GatherPipeline:
         slot, layout = self.slot(layer), self._layouts[layer]
         slot.wait()
         buffer = slot.buffer[: layout.num_bytes]
-        slot.layer, slot.pending = layer, self._gather.start(layer % len(self.slots), buffer, self._parts[layer])
+        slot.layer, slot.pending = layer, self._gather.start(layer % len(self.slots), layer, buffer)

@@ -90,7 +90,7 @@ class ShardedWeights:
         for position, parameter in parameters.items():
             parameter.weight_loader = self._writing(index, position, parameter.weight_loader)
             parameter.data = torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
-        part = torch.empty(layout.part_bytes, dtype=torch.uint8, device=device)
+        part = self._gather.allocate(layout.part_bytes, device)
         self.layers.append(ShardedLayer(layer, layout, tuple(weights), part))
         vars(layer)["_weight_export_error"] = UNREADABLE  # SGLang then refuses to read or save weights
         layer.register_forward_pre_hook(lambda module, arguments: self._before(index))
@@ -101,7 +101,8 @@ class ShardedWeights:
         """Allocate the slots and let every weight be a view of its slot. Returns the bytes of this rank."""
         layouts, parts = [layer.layout for layer in self.layers], [layer.part for layer in self.layers]
         num_slots = self._settings.prefetch_distance
-        self._pipeline = GatherPipeline(layouts, parts, num_slots, self._gather)
+        self._gather.share(parts)
+        self._pipeline = GatherPipeline(layouts, num_slots, self._gather, parts[0].device)
         for index, layer in enumerate(self.layers):
             buffer = self._pipeline.slot(index).buffer
             for position, weight in enumerate(layer.weights):

@@ -201,7 +201,10 @@ def _engines(
 
 def _flow_mla(settings: FlowMlaConfig) -> str:
     """Return the settings of an engine as text; empty if FlowMLA is off."""
-    return FlowOptions(tuple(settings.weights), settings.prefetch_distance).to_json() if settings.enabled else ""
+    if not settings.enabled:
+        return ""
+    distance, transport, max_ctas = settings.prefetch_distance, settings.transport, settings.max_ctas
+    return FlowOptions(tuple(settings.weights), distance, transport, max_ctas).to_json()
 
 
 def _transport(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> TransportSpec:

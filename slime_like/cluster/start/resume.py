@@ -34,6 +34,8 @@ FREE_KEYS = (
     "rollout.flow_mla.enabled",
     "rollout.flow_mla.weights",
     "rollout.flow_mla.prefetch_distance",
+    "rollout.flow_mla.transport",
+    "rollout.flow_mla.max_ctas",
     "rollout.dcp",
     "rollout.dcp_comm",
     "rollout.dcp_replicate_q",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from slime_like.config.rules.hf import HfConfig
-from slime_like.config.schema.flow_mla import SKIP_VARIABLE, UNSUPPORTED_FIELDS, field_obstacle
+from slime_like.config.schema.flow_mla import P2P_FIELDS, SKIP_VARIABLE, field_obstacle, required_fields
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import ConfigError
 
@@ -23,12 +23,12 @@ def check_flow_mla(rollout: RolloutConfig) -> None:
             "rollout.flow_mla.enabled=true with rollout.dp_attention=1: only ranks of data-parallel attention hold the same "
             f"weights; set rollout.dp_attention to a divisor of rollout.tp={rollout.tp} above 1, or {OFF}"
         )
-    for field in UNSUPPORTED_FIELDS:
+    transport = rollout.flow_mla.transport
+    for field in required_fields(transport):
         value = rollout.sglang.get(field)
-        if reason := field_obstacle(field, value):
-            raise ConfigError(
-                f"rollout.sglang.{field}={value!r} with rollout.flow_mla.enabled=true: {reason}; remove it, or {OFF}"
-            )
+        if reason := field_obstacle(field, value, transport):
+            keys = "rollout.flow_mla.enabled=true" + " and rollout.flow_mla.transport=p2p" * (field in P2P_FIELDS)
+            raise ConfigError(f"rollout.sglang.{field}={value!r} with {keys}: {reason}; remove it, or {OFF}")
     if os.environ.get(SKIP_VARIABLE, "").lower() in ("1", "true"):
         raise ConfigError(
             f"the environment variable {SKIP_VARIABLE} with rollout.flow_mla.enabled=true: ranks without requests would skip "

@@ -21,6 +21,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 """Value of ``rollout.flow_mla.weights`` -> names of SGLang's modules: latent attention has o_proj, q_proj, kv_b_proj (with the
 weights that SGLang computes from it) and a_proj; other attention has o_proj and qkv_proj."""
 DEFAULT_WEIGHTS = ("o_proj",)
+TRANSPORTS = ("collective", "p2p")
 PREFETCH_DISTANCE = 2
 """Layers between the end of one that frees a slot and the one whose weights it then receives; the number of slots."""
 
@@ -42,10 +43,21 @@ class FlowMlaConfig(Config):
         PREFETCH_DISTANCE,
         "Number of buffers for gathered layers: with N, layer i is gathered when layer i - N ends.",
     )
+    transport: str = key(
+        TRANSPORTS[0],
+        "Way in which the parts of a layer arrive: collective (all-gathers of NCCL or gloo), or p2p (copies from the memory of "
+        "the other ranks, by CUDA IPC or shared memory; they have to run on one machine).",
+        choices=TRANSPORTS,
+    )
+    max_ctas: int | None = key(
+        None,
+        "Most thread blocks, and so multiprocessors, that a collective gather takes from the computation on a GPU. null: NCCL decides.",
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
         within(prefix, self, 2, 8, "prefetch_distance")
+        within(prefix, self, 1, 64, "max_ctas")
         for name in self.weights:
             if name not in MODULES:
                 raise ConfigError(f"{prefix}weights has {name!r}, which is none of {', '.join(MODULES)}: remove it")
@@ -53,8 +65,12 @@ class FlowMlaConfig(Config):
             raise ConfigError(f"{prefix}weights={self.weights} is empty or has a name twice: set e.g. [o_proj]")
         if not self.enabled and self != type(self)():
             raise ConfigError(
-                f"{prefix}weights and {prefix}prefetch_distance have no effect with {prefix}enabled=false: set "
-                f"{prefix}enabled=true, or remove them"
+                f"the other keys of {prefix[:-1]} have no effect with {prefix}enabled=false: set {prefix}enabled=true, or remove "
+                "them"
+            )
+        if self.transport == "p2p" and self.max_ctas is not None:
+            raise ConfigError(
+                f"{prefix}max_ctas={self.max_ctas} with {prefix}transport=p2p, which has no collective gathers: remove it"
             )
 
 
@@ -64,6 +80,8 @@ class FlowOptions:
 
     weights: tuple[str, ...] = DEFAULT_WEIGHTS  # keys of MODULES
     prefetch_distance: int = PREFETCH_DISTANCE
+    transport: str = TRANSPORTS[0]
+    max_ctas: int | None = None
 
     def to_json(self) -> str:
         """Return the value of the environment variable."""
@@ -102,13 +120,24 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "weight_cache_mode": ("off", "processes would share weights of which each rank holds another part"),
 }
 """Field of ServerArgs -> the value that FlowMLA requires, and the reason."""
+P2P_FIELDS: Mapping[str, tuple[object, str]] = {
+    "enable_memory_saver": (False, "memory that other ranks have mapped cannot be released"),
+    "nnodes": (1, "ranks cannot read the memory of another machine"),
+}
+"""Fields of ServerArgs that ``transport=p2p`` requires besides ``UNSUPPORTED_FIELDS``."""
 SKIP_VARIABLE = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 """Environment variable with which ranks skip forwards in which only others have tokens."""
 
 
-def field_obstacle(field: str, value: object) -> str | None:
+def required_fields(transport: str) -> Mapping[str, tuple[object, str]]:
+    """Return the fields of ServerArgs whose value FlowMLA requires with ``transport``."""
+    return {**UNSUPPORTED_FIELDS, **(P2P_FIELDS if transport == "p2p" else {})}
+
+
+def field_obstacle(field: str, value: object, transport: str = TRANSPORTS[0]) -> str | None:
     """Return the reason why FlowMLA excludes ``value`` of a field of ServerArgs, or None. The value None is SGLang's default."""
-    if field not in UNSUPPORTED_FIELDS:
+    fields = required_fields(transport)
+    if field not in fields:
         return None
-    required, reason = UNSUPPORTED_FIELDS[field]
+    required, reason = fields[field]
     return None if value in (required, None, False, []) else reason

@@ -1,0 +1,68 @@
+"""Parts in the memory of GPUs that other processes map by CUDA IPC, and copies of them on a stream for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIELDS = ("device", "handle", "num_bytes", "offset", "counter", "counter_offset", "event", "waits")
+"""Result of torch's function that shares a storage."""
+BYTES = ("handle", "counter", "event")
+
+
+class StreamCopy:
+    """A copy on another stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copy, also while a CUDA graph is captured."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class DeviceParts:
+    """Memory of torch's allocator. A part of another GPU is mapped into this GPU's address space, and read over their link."""
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        """``device``: with an index."""
+        self._device = device
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(num_slots)]
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def address(self, part: Tensor) -> Mapping[str, Any]:
+        storage: Any = part.untyped_storage()
+        shared: Any = dict(zip(FIELDS, storage._share_cuda_(), strict=True))
+        return shared | {name: shared[name].hex() for name in BYTES}
+
+    def open(self, address: Mapping[str, Any]) -> Tensor:
+        """Map a part. The mapping belongs to this rank's GPU, so that its streams and CUDA graphs can copy from it."""
+        if int(address["device"]) != self._device.index and not torch.cuda.can_device_access_peer(
+            self._device, int(address["device"])
+        ):
+            raise ValueError(f"GPU {self._device.index} cannot read the memory of GPU {address['device']}")
+        fields = dict(address) | {name: bytes.fromhex(address[name]) for name in BYTES}
+        fields["device"] = self._device.index
+        storage_type: Any = torch.UntypedStorage
+        storage: torch.UntypedStorage = storage_type._new_shared_cuda(*(fields[name] for name in FIELDS))
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def copy(self, slot: int, buffer: Tensor, parts: Sequence[Tensor]) -> StreamCopy:
+        stream = self._streams[slot]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            begin = 0
+            for part in parts:
+                buffer[begin : begin + len(part)].copy_(part, non_blocking=True)
+                begin += len(part)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return StreamCopy(event)

@@ -1,0 +1,65 @@
+"""Parts in memory of the host that other processes map, and copies of them by a thread for each slot."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.util.sealed_memory import create_sealed, map_sealed
+from slime_like_plugins.flow_mla.gather import DEADLINE
+
+
+class ThreadCopy:
+    """A copy by a thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Wait for the copy, or raise its error."""
+        self._future.result(DEADLINE.total_seconds())
+
+
+class HostParts:
+    """Sealed memory without a file name. Peers map it read-only."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"flow-mla-{slot}") for slot in range(num_slots)]
+        self._fds: dict[int, int] = {}  # by address in memory
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        fd, memory = create_sealed("slime_like-attention", num_bytes)
+        part = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+        self._fds[part.data_ptr()] = fd
+        return part
+
+    def address(self, part: Tensor) -> Mapping[str, Any]:
+        return {"pid": os.getpid(), "fd": self._fds[part.data_ptr()]}
+
+    def open(self, address: Mapping[str, Any]) -> Tensor:
+        memory = map_sealed(int(address["pid"]), int(address["fd"]), mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has no read-only tensors; nothing writes to this one
+            return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
+    def settle(self) -> None:
+        """Return at once: the host has written, and waits for copies itself."""
+
+    def copy(self, slot: int, buffer: Tensor, parts: Sequence[Tensor]) -> ThreadCopy:
+        return ThreadCopy(self._threads[slot].submit(_copy, buffer, parts))
+
+
+def _copy(buffer: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy by NumPy, which releases the interpreter's lock and starts no threads."""
+    begin = 0
+    for part in parts:
+        np.copyto(buffer[begin : begin + len(part)].numpy(), part.numpy())
+        begin += len(part)

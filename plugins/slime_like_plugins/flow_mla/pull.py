@@ -1,0 +1,140 @@
+"""Gathers by copies from the memory of the other ranks, which take no part in them: CUDA IPC on a GPU, shared memory on a CPU.
+
+The ranks meet only before and after a weight update, so that none copies a part while it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like_plugins.flow_mla.device_parts import DeviceParts
+from slime_like_plugins.flow_mla.gather import Pending
+from slime_like_plugins.flow_mla.host_parts import HostParts
+
+type Address = Mapping[str, Any]
+"""Description of a part in memory, of JSON's types, with which another process finds it."""
+
+
+class RankExchange(Protocol):
+    """Messages between the ranks that hold the parts of a layer."""
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, in order of ranks."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        ...
+
+
+class PartMemory(Protocol):
+    """Memory for parts that other processes read."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return bytes for a part."""
+        ...
+
+    def address(self, part: Tensor) -> Address:
+        """Return the address of a part for one other process."""
+        ...
+
+    def open(self, address: Address) -> Tensor:
+        """Return the part at an address. Raises ``OSError``, ``RuntimeError`` or ``ValueError`` if it cannot be opened."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until earlier writes to parts, and copies of them, have ended."""
+        ...
+
+    def copy(self, slot: int, buffer: Tensor, parts: Sequence[Tensor]) -> Pending:
+        """Start to copy ``parts`` into ``buffer``, one after another, after earlier work on the slot."""
+        ...
+
+
+class GroupExchange:
+    """Messages over a process group of gloo."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather(self, message: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._group.size())]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
+        largest = max(int(size) for size in sizes)
+        texts = [torch.empty(largest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(texts, torch.tensor([*message.ljust(largest)], dtype=torch.uint8), group=self._group)
+        return [bytes(text[: int(size)].tolist()) for text, size in zip(texts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+
+class PullGather:
+    """Copies of the parts from the memory of each rank into a slot."""
+
+    def __init__(self, rank: int, num_ranks: int, exchange: RankExchange, memory: PartMemory) -> None:
+        self._rank, self._num_ranks, self._exchange, self._memory = rank, num_ranks, exchange, memory
+        self._parts: list[list[Tensor]] = []  # of each layer, in order of ranks
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return self._memory.allocate(num_bytes)
+
+    def share(self, parts: Sequence[Tensor]) -> None:
+        """Exchange addresses. Raises ``SystemExit`` if a rank cannot open the memory of another one."""
+        addresses = [  # by the rank that opens them
+            [] if rank == self._rank else [dict(self._memory.address(part)) for part in parts]
+            for rank in range(self._num_ranks)
+        ]
+        message = {"machine": machine(), "sizes": [len(part) for part in parts], "addresses": addresses}
+        messages: list[Any] = [json.loads(text) for text in self._exchange.gather(json.dumps(message).encode())]
+        problem = ""
+        try:
+            opened = [
+                parts if rank == self._rank else self._open(message, other) for rank, other in enumerate(messages)
+            ]
+            self._parts = [list(layer) for layer in zip(*opened, strict=True)]
+        except (OSError, RuntimeError, ValueError) as error:
+            problem = f"rank {self._rank} of {self._num_ranks} cannot read the weights of another rank: {error}"
+        problems = [text.decode() for text in self._exchange.gather(problem.encode()) if text]
+        if problems:
+            raise SystemExit(
+                f"slime_like plugin 'flow_mla': rollout.flow_mla.transport=p2p: {problems[0]}; set "
+                "rollout.flow_mla.transport=collective (--flow-mla-transport collective)"
+            )
+
+    def meet(self) -> None:
+        self._memory.settle()
+        self._exchange.barrier()
+
+    def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
+        return self._memory.copy(slot, buffer, self._parts[layer])
+
+    def _open(self, message: Mapping[str, Any], other: Mapping[str, Any]) -> list[Tensor]:
+        """Return the parts of another rank. Raises ``ValueError`` if it is on another machine or has other layers."""
+        if other["machine"] != message["machine"]:
+            raise ValueError("it runs on another machine or in another container")
+        if other["sizes"] != message["sizes"]:
+            raise ValueError(f"its parts have {other['sizes']} bytes instead of {message['sizes']}")
+        opened = [self._memory.open(address) for address in other["addresses"][self._rank]]
+        if [len(part) for part in opened] != message["sizes"]:
+            raise ValueError(f"it shares {[len(part) for part in opened]} bytes instead of {message['sizes']}")
+        return opened
+
+
+def machine() -> str:
+    """Return a text that is equal on processes that can open each other's memory: kernel and namespace of process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def part_memory(device: torch.device, num_slots: int) -> PartMemory:
+    """Return the memory for parts on ``device``."""
+    return DeviceParts(device, num_slots) if device.type == "cuda" else HostParts(num_slots)

@@ -1,0 +1,44 @@
+"""Memory without a file name that processes of one user and one machine share: a memfd whose size cannot change.
+
+The kernel frees it when the last process that has it open or mapped ends. Another process opens it through ``/proc/<pid>/fd``,
+which only processes of the same user can read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def create_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
+    """Return the file descriptor of new memory of at least one byte, and its mapping."""
+    size = max(num_bytes, 1)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd, mmap.mmap(fd, size)
+
+
+def map_sealed(pid: int, fd: int, access: int) -> mmap.mmap:
+    """Map the memory of another process. Raises ``OSError`` if it cannot be opened, ``ValueError`` if it is not sealed memory."""
+    path = f"/proc/{pid}/fd/{fd}"
+    own_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        state = os.fstat(own_fd)
+        if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _cannot_shrink(own_fd)):
+            raise ValueError(f"{path} is not sealed memory of this user")
+        return mmap.mmap(own_fd, state.st_size, access=access)
+    finally:
+        os.close(own_fd)
+
+
+def _cannot_shrink(fd: int) -> bool:
+    """Return whether the memory is sealed against shrinking, which would kill a reader by SIGBUS."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not a memfd
+        return False

@@ -1,0 +1,118 @@
+"""FlowMLA's gathers by copies from the memory of other ranks, on a CPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.config.schema.flow_mla import FlowOptions
+from slime_like_plugins.flow_mla import pull
+from slime_like_plugins.flow_mla.host_parts import HostParts
+from slime_like_plugins.flow_mla.pull import PullGather
+from slime_like_plugins.flow_mla.sharding import ShardedWeights
+from tests.engine.flow_models import HIDDEN, WEIGHTS, FlowLayer, GlooRanks, RankMessages, load, tensors
+
+SLOTS, RANKS, LAYERS = 2, 2, 5
+
+
+def layers_of(group: GlooRanks, rank: int) -> tuple[list[FlowLayer], ShardedWeights]:
+    """Return the layers of one rank, whose weights are not loaded."""
+    weights = ShardedWeights(FlowOptions(WEIGHTS["mla"]), rank, group.size, group.gather(rank, "p2p"))
+    layers = [FlowLayer("mla", index) for index in range(LAYERS)]
+    for layer in layers:
+        weights.add(layer)
+    weights.bind()
+    return layers, weights
+
+
+def outputs(layers: list[FlowLayer], seed: int) -> torch.Tensor:
+    """Run the layers on random tokens."""
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def reference(seed: int) -> list[FlowLayer]:
+    """Return layers that hold all weights."""
+    layers = [FlowLayer("mla", index) for index in range(LAYERS)]
+    load(layers, tensors(layers, seed), lambda layer, compute: compute())
+    return layers
+
+
+@torch.no_grad()
+def test_a_rank_runs_forwards_in_which_the_others_take_no_part() -> None:
+    """Rank 1 runs a single forward, and waits until rank 0 has run more. All-gathers would wait for it."""
+    group, ended = GlooRanks(RANKS, SLOTS), threading.Event()
+    full = reference(1)
+
+    def work(rank: int) -> None:
+        layers, weights = layers_of(group, rank)
+        load(layers, tensors(layers, 1), weights.update)
+        for step in range(1 if rank else 6):
+            assert torch.equal(outputs(layers, step), outputs(full, step))
+        if rank == 0:
+            ended.set()
+        assert ended.wait(30), "rank 0 has not ended its forwards"
+
+    group.run(work)
+
+
+@torch.no_grad()
+def test_a_rank_does_not_write_its_part_while_another_one_reads_it() -> None:
+    """Rank 1 begins an update at once, and rank 0 after its forward, whose last layers have the weights of before."""
+    group, full = GlooRanks(RANKS, SLOTS), reference(1)
+    begun = threading.Event()
+
+    def work(rank: int) -> None:
+        layers, weights = layers_of(group, rank)
+        load(layers, tensors(layers, 1), weights.update)
+        outputs(layers, 0)
+        if rank == 0:
+            assert begun.wait(30)
+            for step in range(3):
+                assert torch.equal(outputs(layers, step), outputs(full, step))
+        else:
+            begun.set()
+        load(layers, tensors(layers, 2), weights.update)
+        assert torch.equal(outputs(layers, 7), outputs(reference(2), 7))
+
+    group.run(work)
+
+
+class UnreadableMemory(HostParts):
+    """Memory whose file descriptor is closed, as that of a rank that has ended."""
+
+    def address(self, part: torch.Tensor) -> dict[str, Any]:
+        address = dict(super().address(part))
+        return address | {"fd": 1 << 20}
+
+
+@pytest.mark.parametrize("fault", ["memory", "machine", "sizes"])
+def test_every_rank_ends_if_one_cannot_read_the_memory_of_another(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = GlooRanks(RANKS, SLOTS)
+    expected = {
+        "memory": f"No such file or directory: '/proc/{os.getpid()}/fd/{1 << 20}'",
+        "machine": "it runs on another machine",
+        "sizes": r"its parts have \[128\] bytes instead of \[64\]",
+    }
+    if fault == "machine":
+        monkeypatch.setattr(pull, "machine", lambda: threading.current_thread().name)
+
+    def work(rank: int) -> str:
+        memory = UnreadableMemory(SLOTS) if fault == "memory" and rank == 1 else HostParts(SLOTS)
+        groups: Any = group._groups  # pyright: ignore[reportPrivateUsage]
+        gather = PullGather(rank, RANKS, RankMessages(groups[rank][0]), memory)
+        with pytest.raises(SystemExit) as error:
+            gather.share([gather.allocate(64 * (1 + (fault == "sizes" and rank)), torch.device("cpu"))])
+        return str(error.value)
+
+    messages = group.run(work)
+    assert messages[0] == messages[1]
+    assert "set rollout.flow_mla.transport=collective (--flow-mla-transport collective)" in messages[0]
+    with pytest.raises(SystemExit, match=expected[fault]):
+        raise SystemExit(messages[0])
