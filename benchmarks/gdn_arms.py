@@ -24,7 +24,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class GdnShape:
-    """T tokens in sequences of these lengths, H key heads, HV value heads of D."""
+    """Shape of a case: lengths of its sequences (T tokens in total), H key heads and HV value heads of size D."""
 
     lengths: tuple[int, ...]
     heads: int

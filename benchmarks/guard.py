@@ -146,7 +146,7 @@ def wrapped_calls(call: Callable[[], object]) -> int:
 
 
 def cost(rounds: int) -> Iterator[str]:
-    """Yield a table of medians over rounds in which the arms take turns, and of minima, to which other work adds least."""
+    """Yield a table of medians over alternating rounds, and of minima, which other work affects least."""
     heads = ["raw us", *(f"{arm}, over raw" for arm in ARMS)]
     yield "| " + " | ".join(["op", "wrapped calls", *heads, "quickest: raw us", *heads[1:]]) + " |"
     yield "|---" * (2 + 2 * len(heads)) + "|"

@@ -115,7 +115,7 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
 
 
 def _checkpoints(run_dir: Path, actor: Any, async_save: bool | None) -> Any:
-    """Return the object with which the driver saves checkpoints; None if it saves none."""
+    """Return the driver's side of saving; None without checkpoints."""
     from slime_like.cluster.run.checkpoints import Checkpoints
     from slime_like.cluster.run.rollouts import DemonstrationRollout
 

@@ -25,7 +25,7 @@ LINE = re.compile(r"^\w[\w-]*: (?P<step>.+?) after \d+ s")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds of the bare import, and from the command to each line of the start and to the first rollout."""
+    """Times of a round in seconds: the bare import, and from the command to each line of the start and to the first rollout."""
 
     bare: float
     lines: dict[str, float]

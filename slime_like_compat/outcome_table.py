@@ -1,4 +1,4 @@
-"""Table of launch scripts by the outcome of their conversion, for scripts of every project."""
+"""Table of launch scripts by the outcome of their conversion, for slime and verl."""
 
 from __future__ import annotations
 

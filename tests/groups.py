@@ -77,7 +77,7 @@ class GroupScheduling(LoadScopeScheduling):
     """Scheduler that runs the tests of a group in one process, and survives the death of a process.
 
     ``remove_node`` of xdist 3.8 also gives the completed groups of a dead process to another one, which never reports
-    a test of them and so receives no further group: the session would wait for ever. Remove the method here once xdist drops
+    a test of them and so receives no further group: the session would wait forever. Remove the method here once xdist drops
     completed groups.
     """
 

@@ -1,4 +1,4 @@
-"""Algorithm, loss and off-policy corrections of a verl job in our keys. A setting that changes a formula is refused."""
+"""Translation of a verl job's algorithm, loss and off-policy corrections. A setting that changes a formula is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Critic of a verl job in our keys."""
+"""Translation of a verl job's critic to our keys."""
 
 from __future__ import annotations
 

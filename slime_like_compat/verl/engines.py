@@ -1,4 +1,4 @@
-"""Engines of a verl job in our keys: their number, GPUs and staleness."""
+"""Translation of a verl job's engines to our keys: their number, GPUs and staleness."""
 
 from __future__ import annotations
 

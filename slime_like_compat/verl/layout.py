@@ -1,4 +1,4 @@
-"""Trainer ranks, their token budget and recompute of a verl job in our keys."""
+"""Translation of a verl job's trainer ranks, token budget and recompute to our keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches, optimizer steps and their schedule of a verl job in our keys."""
+"""Translation of a verl job's batches, optimizer steps and schedule to our keys."""
 
 from __future__ import annotations
 

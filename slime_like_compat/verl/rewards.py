@@ -1,4 +1,4 @@
-"""Rewards of a verl job in our keys."""
+"""Translation of a verl job's rewards to our keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths, sampling and group filters of a verl job in our keys."""
+"""Translation of a verl job's lengths, sampling and group filters to our keys."""
 
 from __future__ import annotations
 

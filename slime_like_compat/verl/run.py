@@ -1,4 +1,4 @@
-"""Run folder, checkpoints and loggers of a verl job in our keys."""
+"""Translation of a verl job's run folder, checkpoints and loggers to our keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page of the benchmark of decode context parallelism, from measurements that are given."""
+"""Page of the benchmark of decode context parallelism, for measurements made up by the tests."""
 
 from __future__ import annotations
 

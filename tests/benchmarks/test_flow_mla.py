@@ -1,4 +1,4 @@
-"""Engines of the benchmark of FlowMLA have the same bytes on each rank; its tables, from measurements that are given."""
+"""Engines of the benchmark of FlowMLA have the same bytes on each rank; its tables, for measurements made up by the tests."""
 
 from __future__ import annotations
 

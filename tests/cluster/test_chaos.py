@@ -70,7 +70,7 @@ def test_a_phase_that_fails_gets_no_fault_at_its_end(tmp_path: Path) -> None:
     assert engine.signals == []
 
 
-def test_a_slow_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_engine_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     class Timer:

@@ -1,3 +1,5 @@
+"""Run folder: claimed by one run at a time, and refused with its key if it cannot be written."""
+
 from pathlib import Path
 
 import pytest

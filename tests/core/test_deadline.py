@@ -1,3 +1,5 @@
+"""Deadlines: the message of an expired one, and the factor that scales all of them."""
+
 import pickle
 
 import pytest

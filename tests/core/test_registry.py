@@ -1,3 +1,5 @@
+"""Names of parts and paths of user functions: resolved, or refused with the nearest known name."""
+
 import sys
 
 import pytest

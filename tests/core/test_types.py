@@ -1,3 +1,5 @@
+"""Samples, spans and metrics."""
+
 import dataclasses
 
 import numpy as np

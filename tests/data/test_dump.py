@@ -1,3 +1,5 @@
+"""Dumped rollouts: loaded unchanged, or refused with the name of the file; metrics of groups."""
+
 from dataclasses import replace
 from pathlib import Path
 

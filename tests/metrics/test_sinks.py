@@ -1,3 +1,5 @@
+"""Metric sinks: metrics.jsonl, console, live view, TensorBoard and wandb."""
+
 import inspect
 import io
 import json

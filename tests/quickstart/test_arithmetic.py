@@ -1,3 +1,5 @@
+"""Problems and demonstrations of the quickstart."""
+
 from pathlib import Path
 
 from slime_like.quickstart.arithmetic import ArithmeticSpec, Problem, demonstrations, split, write_datasets

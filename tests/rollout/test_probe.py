@@ -1,3 +1,5 @@
+"""Probe: comparison of log-probabilities of engines and trainer."""
+
 from dataclasses import replace
 
 import numpy as np

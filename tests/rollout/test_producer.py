@@ -1,3 +1,5 @@
+"""Producer of rollouts: runs ahead by the staleness, and reports failures."""
+
 import asyncio
 
 import pytest

@@ -1,3 +1,5 @@
+"""Buckets of weights, the manifest of a push, and rendezvous of the broadcast transport."""
+
 import asyncio
 import io
 import pickle

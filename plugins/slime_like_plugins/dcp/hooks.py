@@ -60,7 +60,7 @@ def measure_exchanges(result: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _all_to_all_on_cpu(process_group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
-    """All-to-all of the groups on a CPU: SGLang's is an operator for GPUs."""
+    """Exchange equal parts between the ranks of a group on a CPU. SGLang's own operator needs a GPU."""
     torch.distributed.all_to_all_single(received, sent, group=process_group)
 
 

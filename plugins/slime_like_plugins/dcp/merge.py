@@ -2,7 +2,7 @@
 
 A part of the keys gives output ``o_r`` (softmax over that part) and ``lse_r``, the logarithm of the sum of exp(scores).
 Over all parts: ``lse = logsumexp_r(lse_r)`` and ``o = sum_r exp(lse_r - lse) o_r``. A part without keys has ``lse_r = -inf``
-and counts nothing. As in Helix Parallelism (Bhatia et al., 2025, arXiv 2507.07120) and SGLang's ``layers/dcp/comm.py``.
+and no effect. As in Helix Parallelism (Bhatia et al., 2025, arXiv 2507.07120) and SGLang's ``layers/dcp/comm.py``.
 
 Axes: R parts, T tokens, H query heads of this rank, A query heads of all ranks of the group, D head dimension.
 """

@@ -69,7 +69,7 @@ class NativeHooks:
 
     @classmethod
     def attach(cls, module: Any, ring: Ring) -> NativeHooks:
-        """Return the objects of ``module`` for ``ring``, whose records the extension allocates from now on."""
+        """Return the objects of ``module`` for ``ring``. From now on, the extension allocates the ring's records."""
         native_ring = module.Ring(ring.memory, HEAD, ring.slots)
         ring.next_record, ring.before_close = native_ring.next_record, native_ring.close
         return cls(module, native_ring)

@@ -21,7 +21,7 @@ from slime_like.types import Prompt, SampleGroup
 
 
 class PromptQueue:
-    """Prompts in the order of their use: first prompts given back unanswered, then new ones of the data source."""
+    """Queue of prompts: returned prompts first, then new ones from the data source."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source

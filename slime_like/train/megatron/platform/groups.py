@@ -61,7 +61,7 @@ class RankInfo:
 
     @property
     def is_reporter(self) -> bool:
-        """True on the rank whose metrics and scores stand for the world: the shard reporter of data parallel rank 0."""
+        """True on the rank that reports metrics and scores for the world: the shard reporter of data parallel rank 0."""
         return self.is_shard_reporter and self.dp_rank == 0
 
 
