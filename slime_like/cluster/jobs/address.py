@@ -1,0 +1,77 @@
+"""Address and token of a job server."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from slime_like.errors import ConfigError
+
+ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
+TOKEN_VARIABLE, TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+TOKEN_FILE = Path(".ray") / "auth_token"  # in the home folder
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+MAX_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """URL of a job server, and the token of its cluster."""
+
+    url: str
+    token: str | None = field(default=None, repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """True if the server is reached through loopback, as through an ssh tunnel."""
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+
+def server_address(address: str | None, environment: Mapping[str, str]) -> ServerAddress:
+    """Return the server of ``address``, or else of ``RAY_API_SERVER_ADDRESS``, or else of this machine.
+
+    The token is read as Ray does: ``RAY_AUTH_TOKEN``, the file of ``RAY_AUTH_TOKEN_PATH``, ``~/.ray/auth_token``. Raises
+    ``ConfigError`` naming the source of a bad address or token file.
+    """
+    source = "--address" if address is not None else ADDRESS_VARIABLE
+    text = address if address is not None else environment.get(ADDRESS_VARIABLE, DEFAULT_ADDRESS)
+    parts = urlsplit(text)
+    is_complete = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+    if not is_complete or parts.path.strip("/") or not _has_valid_port(text):
+        raise ConfigError(
+            f"{source}={text!r} is not the address of a job server: write http://HOST:PORT of the head's dashboard, such as "
+            f"{DEFAULT_ADDRESS}"
+        )
+    if parts.username or parts.password:
+        raise ConfigError(f"{source} contains a user or password: remove it, and set {TOKEN_VARIABLE}")
+    return ServerAddress(f"{parts.scheme}://{parts.netloc}", read_token(environment))
+
+
+def _has_valid_port(text: str) -> bool:
+    try:
+        return urlsplit(text).port != 0
+    except ValueError:
+        return False
+
+
+def read_token(environment: Mapping[str, str]) -> str | None:
+    """Return the cluster's token; None if there is none. Raises ``ConfigError`` if a given file cannot be read."""
+    if token := environment.get(TOKEN_VARIABLE, "").strip():
+        return token
+    given = environment.get(TOKEN_PATH_VARIABLE)
+    path = Path(given) if given else Path(environment.get("HOME") or os.path.expanduser("~")) / TOKEN_FILE
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_TOKEN_BYTES).decode().strip() or None
+    except (OSError, UnicodeDecodeError) as error:
+        if given is None:
+            return None
+        raise ConfigError(f"{TOKEN_PATH_VARIABLE}={given!r} cannot be read ({error}): correct the path") from error

@@ -1,0 +1,60 @@
+"""Following a job: its log as it appears, through lost connections, until the job ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from slime_like.cluster.jobs.job import ClusterJob
+from slime_like.cluster.jobs.server import JobServer
+from slime_like.errors import DeadlineExceeded, ProcessLost
+from slime_like.util.deadline import Deadline
+
+POLL_S = 0.5
+RETRY_S = 2.0
+LOST_S = 180.0  # without an answer of the job server
+
+
+async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -> ClusterJob:
+    """Write the job's log from its beginning until the job ends; return the ended job.
+
+    The log is read again, without what has been written, after a lost connection. Raises ``DeadlineExceeded`` if the server
+    does not answer for ``LOST_S``; the job is not affected.
+    """
+    written = 0
+    while True:
+        position = 0
+        try:
+            async with aclosing(server.log(job_id)) as chunks:
+                async for chunk in chunks:
+                    new = chunk[max(0, written - position) :]
+                    position += len(chunk)
+                    written = max(written, position)
+                    if new:
+                        write(new)
+        except ProcessLost:
+            await asyncio.sleep(RETRY_S)
+        job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
+        if job.has_ended:
+            return job
+        await asyncio.sleep(POLL_S)
+
+
+async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> ClusterJob:
+    """Return the job once it has ended. Raises ``DeadlineExceeded``."""
+    while True:
+        job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
+        if job.has_ended:
+            return job
+        await asyncio.sleep(min(POLL_S, deadline.remaining(f"job {job_id}")))
+
+
+async def _patient[T](call: Callable[[], Awaitable[T]], waits_for: str) -> T:
+    """Return the result of ``call``, which is repeated while the connection is lost."""
+    deadline = Deadline("scripts/submit.py", "follow", LOST_S)
+    while True:
+        try:
+            return await call()
+        except (ProcessLost, DeadlineExceeded):
+            await asyncio.sleep(min(RETRY_S, deadline.remaining(waits_for)))

@@ -1,0 +1,184 @@
+"""HTTP client of the job server of a Ray cluster: the dashboard on its head. Every request has a deadline.
+
+Ray's own client has no deadlines, lets RAY_ADDRESS override its argument, and imports a module that the address names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from slime_like.cluster.jobs.address import ADDRESS_VARIABLE, TOKEN_VARIABLE, ServerAddress
+from slime_like.cluster.jobs.job import ClusterJob, read_job
+from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
+from slime_like.errors import ConfigError, DataError, ProcessLost, WorkerError
+from slime_like.util.deadline import Deadline
+
+REQUEST_S = 60.0
+HEARTBEAT_S = 20.0  # between pings on the connection of a log
+TOKEN_MODE = "token"
+MAX_REPLY_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job to submit."""
+
+    submission_id: str
+    entrypoint: str
+    metadata: Mapping[str, str]
+    runtime_env: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class JobServer:
+    """Async client of one job server.
+
+    Raises ``ConfigError`` if it does not answer or refuses the token, ``DataError`` for an unknown job, ``ProcessLost`` if the
+    connection breaks later, ``WorkerError`` for any other refusal, and ``DeadlineExceeded``.
+    """
+
+    def __init__(self, address: ServerAddress) -> None:
+        self.address = address
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        headers = {} if self.address.token is None else {"Authorization": f"Bearer {self.address.token}"}
+        self._session = aiohttp.ClientSession(headers=headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def check(self) -> None:
+        """Check that a job server answers and accepts the token. Raises ``ConfigError``."""
+        try:
+            reply = await self._request("GET", "/api/version")
+        except ProcessLost as error:
+            raise ConfigError(
+                f"no job server answers ({error}): start the cluster's head with a dashboard "
+                f"(`ray start --head --dashboard-host=...`), forward its port, or correct --address or {ADDRESS_VARIABLE}"
+            ) from error
+        if "ray_version" not in reply:
+            raise ConfigError(
+                f"{self.address.url} is not a Ray cluster's job server: correct --address or {ADDRESS_VARIABLE}"
+            )
+
+    async def requires_token(self) -> bool:
+        """Return whether the cluster requires a token."""
+        return (await self._request("GET", "/api/authentication_mode")).get("authentication_mode") == TOKEN_MODE
+
+    async def nodes(self) -> tuple[ClusterNode, ...]:
+        """Return the live nodes with the resources that they report."""
+        reply = await self._request("GET", "/api/v0/nodes?detail=true&limit=10000")
+        try:
+            entries = reply["data"]["result"]["result"]
+            return cluster_nodes(
+                [
+                    {
+                        "Alive": entry["state"] == "ALIVE",
+                        "NodeManagerAddress": entry["node_ip"],
+                        "Resources": entry["resources_total"],
+                    }
+                    for entry in entries
+                ]
+            )
+        except (KeyError, TypeError) as error:
+            raise WorkerError(f"{self.address.url} sent a list of nodes that cannot be read ({error!r})") from error
+
+    async def upload(self, name: str, content: bytes) -> str:
+        """Upload a package unless the cluster has it; return its URI. ``name`` contains the content's hash."""
+        path = f"/api/packages/gcs/{name}"
+        if await self._status("GET", path, None) != 200:
+            await self._request("PUT", path, data=content)
+        return f"gcs://{name}"
+
+    async def submit(self, request: JobRequest) -> None:
+        """Submit a job."""
+        await self._request("POST", "/api/jobs/", json={key: value for key, value in asdict(request).items() if value})
+
+    async def jobs(self) -> tuple[ClusterJob, ...]:
+        """Return the cluster's jobs, oldest first."""
+        reply: Any = await self._request("GET", "/api/jobs/")
+        jobs = [job for entry in reply if (job := read_job(entry)) is not None]
+        return tuple(sorted(jobs, key=lambda job: job.started_at or float("inf")))
+
+    async def job(self, job_id: str) -> ClusterJob:
+        """Return one job. Raises ``DataError`` if there is none."""
+        job = read_job(await self._request("GET", f"/api/jobs/{_quoted(job_id)}"))
+        if job is None:
+            raise DataError(f"{job_id} at {self.address.url} is a driver that was not submitted as a job")
+        return job
+
+    async def stop(self, job_id: str) -> None:
+        """Let Ray end the job: SIGTERM, and SIGKILL 3 s later."""
+        await self._request("POST", f"/api/jobs/{_quoted(job_id)}/stop")
+
+    async def remove(self, job_id: str) -> None:
+        """Remove an ended job from the list."""
+        await self._request("DELETE", f"/api/jobs/{_quoted(job_id)}")
+
+    async def output(self, job_id: str) -> str:
+        """Return the output of a job so far."""
+        return str((await self._request("GET", f"/api/jobs/{_quoted(job_id)}/logs")).get("logs", ""))
+
+    async def log(self, job_id: str) -> AsyncGenerator[str]:
+        """Yield the job's output from its beginning, as it appears. Ends with the job; raises ``ProcessLost`` before."""
+        path = f"/api/jobs/{_quoted(job_id)}/logs/tail"
+        try:
+            async with self._http().ws_connect(self.address.url + path, heartbeat=HEARTBEAT_S) as socket:
+                async for message in socket:
+                    if message.type == aiohttp.WSMsgType.TEXT:
+                        yield message.data
+                if socket.close_code != aiohttp.WSCloseCode.OK:
+                    raise ProcessLost(f"the log of {job_id} ended early (close code {socket.close_code})")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ProcessLost(f"the log of {job_id} cannot be read ({error or type(error).__name__})") from error
+
+    async def _request(self, method: str, path: str, **body: Any) -> Any:
+        status, text, reply = await self._exchange(method, path, **body)
+        if status in (401, 403):
+            raise ConfigError(
+                f"{self.address.url} refuses the token ({status}): set {TOKEN_VARIABLE} to the cluster's token "
+                "(the same on every node)"
+            )
+        if status == 404 and path.startswith("/api/jobs/"):
+            raise DataError(f"{self.address.url}{path}: no such job: `scripts/submit.py list` lists them")
+        if status != 200:
+            raise WorkerError(f"{self.address.url}{path} answered {status}: {text.strip()[-MAX_REPLY_CHARS:]}")
+        return reply
+
+    async def _status(self, method: str, path: str, data: bytes | None) -> int:
+        return (await self._exchange(method, path, data=data))[0]
+
+    async def _exchange(self, method: str, path: str, **body: Any) -> tuple[int, str, Any]:
+        """Return status, text and JSON of a reply; the JSON is an empty mapping if the reply has none."""
+        deadline = Deadline("scripts/submit.py", "job server", REQUEST_S)
+        timeout = aiohttp.ClientTimeout(total=deadline.limit)
+        try:
+            async with self._http().request(method, self.address.url + path, timeout=timeout, **body) as response:
+                text = (await response.read()).decode(errors="replace")
+                reply = await response.json() if response.content_type == "application/json" else {}
+                return response.status, text, reply
+        except TimeoutError as error:
+            raise deadline.exceeded(f"{self.address.url}{path}") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ProcessLost(f"{self.address.url}{path}: {error or type(error).__name__}") from error
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("use JobServer as an async context manager")
+        return self._session
+
+
+def _quoted(job_id: str) -> str:
+    """Return ``job_id`` for a URL. Raises ``DataError`` for characters that no id of Ray has."""
+    if not job_id or not all(char.isalnum() or char in "-_." for char in job_id):
+        raise DataError(f"{job_id!r} is not the id of a job: `scripts/submit.py list` lists them")
+    return job_id

@@ -1,0 +1,54 @@
+"""Stopping a job: a request through the run's control files, so that the run saves a checkpoint before it ends."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from slime_like.cluster.jobs.follow import wait_for_end
+from slime_like.cluster.jobs.job import MARK, ClusterJob
+from slime_like.cluster.jobs.server import JobServer
+from slime_like.cluster.jobs.submission import control_request
+from slime_like.errors import DataError, ProcessLost, SlimeLikeError, WorkerError
+from slime_like.util.deadline import Deadline
+
+HELPER_S = 60.0  # for Ray to start and end a helper job, in addition to the wait for the run
+
+
+async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bool = False) -> ClusterJob:
+    """Stop a job that this project submitted, and return it once it has ended.
+
+    A helper job on the head, where the run's driver is, sends the request to the run, which ends after its current rollout with
+    a checkpoint. ``at_once``: Ray sends SIGTERM instead, which also stops a run that has not begun, or whose files are gone.
+    Raises ``DataError`` for another program's job, ``WorkerError`` if the run does not take the request, ``DeadlineExceeded``.
+    """
+    job = await server.job(job_id)
+    if not job.is_ours:
+        raise DataError(
+            f"job {job_id} has no {MARK!r} in its metadata: scripts/submit.py stops only jobs that it submitted"
+        )
+    if job.has_ended:
+        return job
+    deadline = Deadline("scripts/submit.py", "stop", wait_s + HELPER_S)
+    if at_once:
+        await server.stop(job_id)
+    else:
+        await _request_stop(server, job, wait_s)
+    return await wait_for_end(server, job_id, deadline)
+
+
+async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> None:
+    """Run the helper job, and remove it. Raises ``WorkerError`` with its output if it fails while the run goes on."""
+    request = control_request(job.id, job.metadata, "stop", wait_s)
+    await server.submit(request)
+    try:
+        deadline = Deadline("scripts/submit.py", "stop", wait_s + HELPER_S)
+        helper = await wait_for_end(server, request.submission_id, deadline)
+        if helper.code and not (await server.job(job.id)).has_ended:
+            output = await server.output(request.submission_id)
+            raise WorkerError(
+                f"the run of job {job.id} has not taken the request to stop: {output.strip().splitlines()[-1:] or helper.reason}; "
+                "try again, or end it by `stop --now`"
+            )
+    finally:
+        with suppress(ProcessLost, SlimeLikeError):
+            await server.remove(request.submission_id)

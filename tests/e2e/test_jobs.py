@@ -1,0 +1,92 @@
+"""Jobs of a Ray cluster of two nodes: submit, follow, list and stop real runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime_like.quickstart.arithmetic import ArithmeticSpec, write_datasets
+from slime_like.quickstart.model import DENSE, write_model
+from slime_like.util.deadline import Deadline
+from tests.e2e.local_cluster import LocalCluster, local_cluster
+from tests.e2e.runs import RUN_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with tempfile.TemporaryDirectory(prefix="jobs", dir="/tmp") as folder, local_cluster(Path(folder)) as cluster:
+        write_datasets(cluster.folder, ArithmeticSpec())
+        write_model(cluster.folder / "model", DENSE)
+        yield cluster
+
+
+def overrides(cluster: LocalCluster, run_dir: Path, data: str) -> tuple[str, ...]:
+    """Return the changes of a recipe: a random model, and no evaluation."""
+    model, train = f"model.hf_checkpoint={cluster.folder / 'model'}", f"data.train={cluster.folder / data}"
+    return ("run.prepare=null", model, train, "evaluation.datasets={}", f"run.dir={run_dir}", "rollout.batch_size=8")
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Return the output up to the line that contains ``text``; fail if the process ends before."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"ended without {text!r}: {''.join(lines)[-3000:]}")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return exit code and remaining output."""
+    output, _ = process.communicate(timeout=Deadline("test", "scripts/submit.py", RUN_S).limit)
+    return process.returncode, output
+
+
+def test_a_submitted_run_streams_its_steps_and_returns_its_code(cluster: LocalCluster, tmp_path: Path) -> None:
+    changes = overrides(cluster, tmp_path / "run", "train.jsonl")
+    steps = ("loop.num_rollout=2", "optim.warmup_steps=0", "algo.kl_loss_coef=0")
+    process = cluster.submit("run", "--env", "A_VARIABLE=1", "+recipe=quickstart", *changes, *steps)
+    output = read_until(process, "[1/2]")
+    assert "cluster: 2 nodes, 0 GPUs, 8 CPUs" in output
+    assert process.poll() is None, "the log is written as it appears"
+    code, rest = ended(process)
+    assert code == 0, output + rest
+    assert "[2/2]" in rest and "SUCCEEDED" in rest
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("train/loss" in row for row in rows) == 2
+
+
+def test_a_run_with_uploaded_code_is_stopped_with_a_checkpoint(cluster: LocalCluster, tmp_path: Path) -> None:
+    python = str(Path(__file__).resolve().parents[2] / ".venv" / "bin" / "python")
+    changes = overrides(cluster, tmp_path / "run", "sft.jsonl")
+    paths = ("--upload", "--code", "/nowhere", "--python", python)
+    process = cluster.submit("run", *paths, "+recipe=quickstart_sft", *changes, "loop.num_rollout=100000")
+    job = read_until(process, " submitted; ").splitlines()[-1].split()[1]
+    read_until(process, "[2/100000]")
+    code, listing = ended(cluster.submit("list"))
+    assert code == 0 and f"{job}  RUNNING" in listing
+    code, output = ended(cluster.submit("stop", job))
+    assert code == 0 and f"job {job} STOPPED" in output, output
+    code, output = ended(process)
+    assert code == 130 and "control: stop: done" in output, output
+    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
+    code, again = ended(cluster.submit("follow", job))
+    assert code == 130 and "[1/100000]" in again and again.count("control: stop: done") == 1
+    _, listing = ended(cluster.submit("list"))
+    assert f"{job}  STOPPED (exit code 130)" in listing and "stop-" not in listing
+
+
+def test_a_bad_run_and_a_wrong_token_are_refused_before_a_job_starts(cluster: LocalCluster) -> None:
+    code, output = ended(cluster.submit("run", "+recipe=quickstart", "rollout.num_engines=1000"))
+    assert code == 2 and output.startswith("ConfigError: the run needs about"), output
+    other = LocalCluster(cluster.folder, cluster.gcs_port, cluster.dashboard_port)
+    code, output = ended(other.submit("list"))
+    assert code == 2 and "refuses the token (403): set RAY_AUTH_TOKEN" in output, output
