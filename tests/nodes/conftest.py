@@ -49,8 +49,8 @@ class SmallJob:
             "rollout.n_samples_per_prompt=4",
             "optim.warmup_steps=0",
             "health.first_wait_s=0",
-            "health.interval_s=2",
-            "health.timeout_s=10",
+            "health.interval_s=1",
+            "health.timeout_s=4",
             *changes,
         )
 

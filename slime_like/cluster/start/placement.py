@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.cluster.plan.assignment import Assignment, assign
 from slime_like.cluster.plan.planner import Plan
@@ -21,6 +21,7 @@ from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES, EngineActor
+from slime_like.cluster.workers.engine_starter import EngineTemplate, GpuProbe, gpu_order, on_node
 from slime_like.cluster.workers.role_group import RoleWorker
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_worker import TrainerWorker
@@ -36,23 +37,8 @@ CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is st
 PIN = 0.001  # of a node's resource node:ADDRESS, in each bundle that has to be on the node
 POLL_S = 1.0  # between two looks at a cluster that lacks nodes or GPUs
 SAY_S = 10.0  # between two lines about them
-ENGINE_CALLS = 4  # concurrent: a call may wait for a server to start while others check or stop it
 # Makes cuBLAS and NCCL sum in the same order each time; must be set before they start; GPUs only.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-
-
-class _GpuProbe:
-    """Short-lived actor in a GPU bundle that identifies the bundle's node and GPU."""
-
-    def location(self) -> tuple[str, str]:
-        """Return node id and GPU id."""
-        context = ray.get_runtime_context()
-        return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
-
-
-def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Return the strategy of an actor that runs on this node only."""
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
@@ -64,13 +50,9 @@ def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
     order = list(range(len(locations)))
     for node in {node for node, _ in locations}:
         places = [i for i, (other, _) in enumerate(locations) if other == node]
-        for place, bundle in zip(places, sorted(places, key=lambda i: _gpu_order(locations[i][1])), strict=True):
+        for place, bundle in zip(places, sorted(places, key=lambda i: gpu_order(locations[i][1])), strict=True):
             order[place] = bundle
     return order
-
-
-def _gpu_order(gpu: str) -> tuple[int, str]:
-    return (int(gpu), "") if gpu.isdecimal() else (0, gpu)
 
 
 class Placement:
@@ -150,11 +132,11 @@ class Placement:
             ) from error
 
         probes = [
-            start_actor(_GpuProbe, num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i))()
+            start_actor(GpuProbe, num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i))()
             for i in range(num_needed)
         ]
         gpus = wait_all(
-            {f"GPU probe {i}": call(probe, _GpuProbe.location) for i, probe in enumerate(probes)},
+            {f"GPU probe {i}": call(probe, GpuProbe.location) for i, probe in enumerate(probes)},
             Deadline("driver", "placement", 120),
         )
         self._order = in_order(list(gpus.values()))
@@ -184,20 +166,28 @@ class Placement:
         self._ranks += workers
         return workers
 
-    def start_engines(self, admin_key: str) -> list[ActorHandle[EngineActor]]:
+    def engine_template(self, admin_key: str) -> EngineTemplate:
+        """Return the settings that all engines of the run share."""
+        split = not self._plan.colocated and self._assignment.processes is not None
+        trainers = self._assignment.processes["trainer"] if split and self._assignment.processes else ()
+        return EngineTemplate(
+            spec=self._plan.engines[0],
+            admin_key=admin_key,
+            stacks_dir=self._stacks_dir,
+            env=self._env(self._plan.engine_threads),
+            restarts=self._cfg.health.on_dead_engine == "restart",
+            wait_s=self._cfg.placement.wait_deadline_s,
+            trainer_nodes=frozenset(node.address for node in trainers),
+        )
+
+    def start_engines(self, template: EngineTemplate) -> list[ActorHandle[EngineActor]]:
         """Start one actor per engine; its child, the SGLang server, sees the engine's GPUs."""
         first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
         actors: list[ActorHandle[EngineActor]] = []
         for index, spec in enumerate(self._plan.engines):
-            bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
-            options, visible = self._shared_options(tuple(bundles), "engine", index)
-            options |= {"max_concurrency": ENGINE_CALLS}
-            if self._cfg.health.on_dead_engine == "restart":  # restarts the actor, not only its server
-                options |= {"max_restarts": -1, "max_task_retries": -1}
-            env = self._env(self._plan.engine_threads) | visible
-            actors.append(
-                start_actor(EngineActor, **options)(f"engine {index}", spec, admin_key, self._stacks_dir, env)
-            )
+            gpus = range(first + index * spec.tp, first + (index + 1) * spec.tp)
+            options, visible = self._shared_options(tuple(gpus), "engine", index)
+            actors.append(template.start(index, options, visible.get(VISIBLE_DEVICES, "")))
         self._engines += actors
         return actors
 

@@ -27,6 +27,7 @@ from slime_like.cluster.start.resume import checkpoint_folder
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.engine_starter import EngineTemplate
 from slime_like.cluster.workers.multi_role_trainer import MultiRoleTrainer
 from slime_like.cluster.workers.no_trainer import FrozenTrainer
 from slime_like.cluster.workers.role_group import RoleGroup
@@ -67,6 +68,7 @@ class Cluster:
     actor: TrainerGroup | None = None
     manager: ActorHandle[RolloutActor] | None = None
     engines: tuple[ActorHandle[EngineActor], ...] = ()
+    template: EngineTemplate | None = None
     chaos: Chaos | None = None
 
     def start(
@@ -88,7 +90,8 @@ class Cluster:
             sys.stderr.write(visible(f"warning: {line}\n"))
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
         if self.plan.needs_engines:
-            self.engines = tuple(self.placement.start_engines(secrets.token_urlsafe(32)))
+            self.template = self.placement.engine_template(secrets.token_urlsafe(32))
+            self.engines = tuple(self.placement.start_engines(self.template))
             self.manager = self.placement.start_manager()
         trainer = self._start_trainer(first)
         addresses = self._wait_for_engines()
@@ -192,7 +195,10 @@ class Cluster:
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
         engines = list(zip(self.engines, addresses, strict=True))
-        connected = call(self.manager, RolloutActor.connect, spec, inputs.source, inputs.heldout, engines)
+        assert self.template is not None, "engines were started with it"
+        connected = call(
+            self.manager, RolloutActor.connect, spec, inputs.source, inputs.heldout, engines, self.template
+        )
         wait_one("rollout manager", connected, deadline)
         return EngineRollout(self.manager, cfg.loop.step_deadline_s)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call
@@ -22,6 +22,10 @@ ANSWER_S = 30.0  # for a call to the actor
 STOP_S = 30.0  # to stop the old server
 
 
+class _ActorLost(EngineError):
+    """An engine's actor that Ray does not start again."""
+
+
 class RayEngineSupervisor:
     """One engine across restarts."""
 
@@ -31,8 +35,13 @@ class RayEngineSupervisor:
         address: EngineAddress,
         config: RolloutConfig,
         routing: RoutingShape | None,
+        start: Callable[[], Awaitable[ActorHandle[EngineActor]]] | None = None,
     ) -> None:
-        """``routing`` is the shape of the routed experts that the engine returns; None if it returns none."""
+        """``routing`` is the shape of the routed experts that the engine returns; None if it returns none.
+
+        ``start`` starts another actor for the engine, on a live node; None if a lost node cannot be replaced.
+        """
+        self._start = start
         self._actor = actor
         self._config = config
         self._routing = routing
@@ -40,9 +49,18 @@ class RayEngineSupervisor:
         self.client = self._connect()
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended."""
+        """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended.
+
+        If its actor cannot be started again, as after the loss of its node, another one is started on a live node.
+        """
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
-        self.address, exit_summary = await self._ask(EngineActor.restart, deadline)
+        try:
+            self.address, exit_summary = await self._ask(EngineActor.restart, deadline)
+        except _ActorLost:
+            if self._start is None:
+                raise
+            self._actor = await self._start()
+            self.address, exit_summary = await self._ask(EngineActor.ready, deadline), "was lost with its node"
         self.client = self._connect()
         return self.client, exit_summary
 
@@ -75,5 +93,5 @@ class RayEngineSupervisor:
             ) from error
         except TimeoutError as error:
             raise deadline.exceeded(name) from error
-        except RayActorError as error:
-            raise EngineError(f"{name} died: {one_line(error)}") from error
+        except (RayActorError, ActorUnschedulableError) as error:
+            raise _ActorLost(f"{name} died: {one_line(error)}") from error

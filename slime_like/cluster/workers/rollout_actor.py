@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ray.actor import ActorHandle
 
 from slime_like.cluster.supervise.reaper import reaper
 from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTemplate
 from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
 from slime_like.interfaces import DataSource, EngineAddress
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
@@ -36,14 +39,21 @@ class RolloutActor(RolloutManager):
         source: DataSource,
         heldout: Mapping[str, Sequence[Prompt]],
         engines: Sequence[tuple[ActorHandle[EngineActor], EngineAddress]],
+        template: EngineTemplate,
     ) -> None:
-        """Initialize the manager for ``engines``: (actor, address) of each."""
-        supervisors = [RayEngineSupervisor(actor, address, spec.rollout, spec.routing) for actor, address in engines]
+        """Initialize the manager for ``engines``: (actor, address) of each. Others are started with ``template``."""
+        self._starter = EngineStarter(template, {i: str(urlsplit(e.url).hostname) for i, (_, e) in enumerate(engines)})
+        start = self._starter.start
+        supervisors = [
+            RayEngineSupervisor(actor, address, spec.rollout, spec.routing, partial(start, index))
+            for index, (actor, address) in enumerate(engines)
+        ]
         super().__init__(spec, source, heldout, supervisors)
 
     async def stop(self) -> None:
         """Stop the manager, then processes that user code started."""
         await super().stop()
+        await self._starter.stop()
         if self._reaper is not None:
             self._reaper.close()
 

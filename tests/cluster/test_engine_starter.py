@@ -1,0 +1,111 @@
+"""Node of an engine that is started during a run, and the replacement of an engine whose actor cannot be started again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnschedulableError
+
+from slime_like.cluster.workers import engine_starter
+from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTemplate
+from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces import EngineAddress
+
+SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 3, "/run/logs/engine_0.log", 60.0)
+
+
+def node_id(number: int) -> str:
+    """Return a node id as Ray writes it."""
+    return f"{number:056x}"
+
+
+def entry(number: int, *, alive: bool = True) -> dict[str, Any]:
+    resources = {"CPU": 4.0, "memory": 1e9}
+    return {
+        "NodeID": node_id(number),
+        "Alive": alive,
+        "NodeManagerAddress": f"10.0.0.{number}",
+        "Resources": resources,
+    }
+
+
+class RecordedStart:
+    """Replacement of ``start_actor`` that records options and arguments."""
+
+    def __init__(self) -> None:
+        self.starts: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
+
+    def __call__(self, actor_class: type, **options: Any) -> Any:
+        return lambda *arguments: self.starts.append((options, arguments)) or f"actor {len(self.starts)}"
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedStart:
+    recorded = RecordedStart()
+    monkeypatch.setattr(engine_starter, "start_actor", recorded)
+    return recorded
+
+
+def template(*trainer_nodes: str) -> EngineTemplate:
+    return EngineTemplate(SPEC, "key", "stacks", {"A": "1"}, True, 1.0, frozenset(trainer_nodes))
+
+
+def test_an_engine_is_started_on_the_live_node_with_the_fewest_engines(
+    recorded: RecordedStart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2), entry(3), entry(4, alive=False)])
+    starter = EngineStarter(template("10.0.0.1"), {0: "10.0.0.2", 1: "10.0.0.4"})
+    for index in (1, 2, 3):
+        asyncio.run(starter.start(index))
+    strategies = [options["scheduling_strategy"].node_id for options, _ in recorded.starts]
+    assert strategies == [node_id(3), node_id(2), node_id(3)], "neither the trainer's node nor the dead one"
+    options, (name, spec, key, _, env) = recorded.starts[1]
+    assert (name, spec.seed, spec.log_path, key, env) == ("engine 2", 5, "/run/logs/engine_2.log", "key", {"A": "1"})
+    assert options["max_restarts"] == -1 and not options["scheduling_strategy"].soft
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(1)])
+    asyncio.run(EngineStarter(template("10.0.0.1"), {}).start(0))
+    assert recorded.starts[-1][0]["scheduling_strategy"].node_id == node_id(1), "the trainer's, if no other is left"
+    monkeypatch.setattr(ray, "nodes", lambda: [])
+    with pytest.raises(EngineError, match="engine 7 cannot be started: the Ray cluster has no node"):
+        asyncio.run(EngineStarter(template(), {}).start(7))
+
+
+class LostActor:
+    """Fake handle of an actor on a lost node, or of its replacement."""
+
+    def __init__(self, *, lost: bool) -> None:
+        self._lost = lost
+        self.restart = self.ready = self
+
+    async def _answer(self) -> EngineAddress:
+        if self._lost:
+            raise ActorUnschedulableError("the node is dead")
+        return EngineAddress("engine 0", "http://10.0.0.3:1", "key", 1)
+
+    def remote(self) -> Any:
+        return self._answer()
+
+
+def test_an_engine_of_a_lost_node_gets_another_actor() -> None:
+    address = EngineAddress("engine 0", "http://10.0.0.2:1", "key", 1)
+    lost: Any = LostActor(lost=True)
+
+    async def start() -> Any:
+        return LostActor(lost=False)
+
+    async def restart(supervisor: RayEngineSupervisor) -> str:
+        client, ended = await supervisor.restart()
+        await client.close()
+        return f"{client.url}: {ended}"
+
+    supervisor = RayEngineSupervisor(lost, address, RolloutConfig(), None, start)
+    assert asyncio.run(restart(supervisor)) == "http://10.0.0.3:1: was lost with its node"
+    with pytest.raises(EngineError, match=r"the actor of engine 0 died: .*the node is dead"):
+        asyncio.run(restart(RayEngineSupervisor(lost, address, RolloutConfig(), None)))
