@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -296,9 +297,10 @@ class RolloutManager:
             self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(leftover))))
 
     async def stop(self) -> None:
-        """Cancel requests in flight, close the generate function and stop the reward pool."""
-        await self._producer.stop()
-        await self._collector.close()
-        await self._sampler.close()
-        await self._pool.stop()
-        await self._rewards.stop()
+        """Cancel requests in flight, close the generate function and stop the reward pool; each even if another fails."""
+        async with AsyncExitStack() as teardown:  # in reverse order
+            teardown.push_async_callback(self._rewards.stop)
+            teardown.push_async_callback(self._pool.stop)
+            teardown.push_async_callback(self._sampler.close)
+            teardown.push_async_callback(self._collector.close)
+            teardown.push_async_callback(self._producer.stop)

@@ -12,7 +12,7 @@ from slime_like.checkpoint.files import (
     iteration_folder,
 )
 from slime_like.checkpoint.record import Manifest, Scalar, read_record, write_manifest
-from slime_like.cluster.plan.verify import on_ranks, verify_starts
+from slime_like.cluster.plan.verify import on_ranks, verify_initial_checkpoints
 from slime_like.cluster.start.launch import launch
 from slime_like.cluster.start.resume import first_rollout
 from slime_like.config.schema.role_algo import PpoConfig
@@ -164,7 +164,7 @@ def test_a_changed_input_is_refused_unless_resume_names_the_checkpoint(
         pass
     assert first_rollout(config(run_dir, resume=str(run_dir / "checkpoints")), run_dir) == 4
     warning = capsys.readouterr().err
-    assert warning.count("is not what the checkpoint was trained with") == (name != "data")
+    assert warning.count("differs from the files with which the checkpoint was trained") == (name != "data")
 
 
 def test_verify_checkpoint_size_compares_sizes_only(tmp_path: Path) -> None:
@@ -195,10 +195,10 @@ def test_weights_of_another_run_are_compared_too(tmp_path: Path) -> None:
     write_model(run_dir / "model")
     cfg = config(run_dir)
     cfg = replace(cfg, model=replace(cfg.model, megatron_checkpoint=str(other_dir / "checkpoints")))
-    verify_starts(cfg)
+    verify_initial_checkpoints(cfg)
     flip(shard(other_dir))
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: changed"):
-        verify_starts(cfg)
+        verify_initial_checkpoints(cfg)
     multi_node = replace(cfg, placement=replace(cfg.placement, actor_num_nodes=2))
     assert on_ranks(multi_node) and not on_ranks(cfg)
 

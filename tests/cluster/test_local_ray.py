@@ -108,7 +108,7 @@ def test_rays_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unwritable_folder_for_rays_files_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(monkeypatch, None)
     monkeypatch.setenv("RAY_TMPDIR", "/proc/nowhere")
-    with pytest.raises(ConfigError, match=r"Ray's files cannot be kept in /proc/nowhere \(.*\): set TMPDIR"):
+    with pytest.raises(ConfigError, match=r"Ray's files cannot be stored in /proc/nowhere \(.*\): set TMPDIR"):
         local_ray.start("name")
 
 

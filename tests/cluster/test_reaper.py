@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from slime_like.cluster.supervise import process_tree
-from slime_like.cluster.supervise.reaper import reaper
+from slime_like.cluster.supervise.reaper import Reaper, reaper
+from slime_like.errors import ProcessLost
 from slime_like.util.deadline import Deadline
 from tests.e2e.runs import REPOSITORY
 
@@ -66,3 +67,9 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
 def test_a_supervised_process_has_no_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(process_tree.MARK, "1.2")
     assert reaper() is None
+
+
+def test_a_reaper_that_does_not_start_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ProcessLost, match="user code's children exited with code 1 at its start"):
+        Reaper()

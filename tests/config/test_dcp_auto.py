@@ -58,8 +58,8 @@ def test_a_small_cache_on_a_cpu_is_spread() -> None:
         (("rollout.tp=4",), "the KV cache holds the 512 requests of 64 tokens"),
         (("rollout.tp=4", SMALL, "rollout.max_running_requests=32"), "holds the 32 requests of 64 tokens"),
         (("rollout.tp=4", "rollout.sglang.max_total_tokens=16384", "rollout.num_engines=2"), "holds the 256 requests"),
-        (("rollout.tp=2", SMALL), "no copies of KV heads to save: the model has 2, and an engine 2 attention ranks"),
-        (("rollout.tp=4", "rollout.dp_attention=2", SMALL), "no copies of KV heads"),
+        (("rollout.tp=2", SMALL), "KV heads are not replicated: the model has 2, and an engine 2 attention ranks"),
+        (("rollout.tp=4", "rollout.dp_attention=2", SMALL), "KV heads are not replicated"),
         (
             ("rollout.tp=4", SMALL, "rollout.sglang.kv_cache_dtype=fp4_e2m1"),
             "rollout.sglang.kv_cache_dtype='fp4_e2m1': SGLang does not",

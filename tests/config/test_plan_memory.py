@@ -39,7 +39,7 @@ def plan(recipe: str, *overrides: str, machine: Machine = H100) -> Plan:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_fits_its_hardware_with_a_tenth_to_spare(recipe: str) -> None:
     memory = plan(recipe).memory
-    assert 0 < memory.needed < 0.9 * memory.available
+    assert 0 < memory.needed_bytes < 0.9 * memory.available
 
 
 def test_gsm8k_without_recompute_is_refused_and_every_named_key_mends_it() -> None:
@@ -52,7 +52,7 @@ def test_gsm8k_without_recompute_is_refused_and_every_named_key_mends_it() -> No
     for fix in fixes:
         overrides = {"model.recompute": "none"} | dict([fix.split("=")])
         memory = plan("qwen3_4b_gsm8k", *(f"{key}={value}" for key, value in overrides.items())).memory
-        assert memory.needed <= memory.available
+        assert memory.needed_bytes <= memory.available
 
 
 def test_a_split_is_named_if_the_machine_has_the_gpus() -> None:
@@ -67,7 +67,7 @@ def test_an_engine_that_takes_too_much_is_lowered() -> None:
     with pytest.raises(ConfigError, match=r"set rollout\.sglang\.mem_fraction_static=0\.\d+") as refusal:
         plan("qwen3_4b_gsm8k", "rollout.sglang.mem_fraction_static=0.9")
     fix = re.findall(r"rollout\.sglang\.mem_fraction_static=[\d.]+", str(refusal.value))[0]
-    assert plan("qwen3_4b_gsm8k", fix).memory.least <= plan("qwen3_4b_gsm8k").memory.available
+    assert plan("qwen3_4b_gsm8k", fix).memory.min_bytes <= plan("qwen3_4b_gsm8k").memory.available
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: s
     assert any(change.setting == "rollout.dcp=2" for change in listed) is ("rollout.tp=8" in extra or not machine)
     for change in listed:
         overrides = change.setting.split()
-        if change.plan.gpu and change.plan.needed > change.plan.available:
+        if change.plan.gpu and change.plan.needed_bytes > change.plan.available:
             continue
         changed = plan(recipe, *extra, *overrides, machine=target)
         assert dict(changed.memory.tables) == dict(change.plan.tables), change.setting
@@ -233,7 +233,7 @@ def test_a_pipeline_stage_is_named() -> None:
 
 def test_a_run_that_fits_only_without_the_allocators_overhead_is_warned() -> None:
     tight = plan("qwen3_4b_gsm8k", "model.recompute=none", machine=described_machine("8xH200"))
-    assert tight.memory.least <= tight.memory.available < tight.memory.needed
+    assert tight.memory.min_bytes <= tight.memory.available < tight.memory.needed_bytes
     assert any("GiB" in line and "model.recompute=full" in line for line in tight.advice)
 
 
@@ -291,7 +291,7 @@ def test_a_cpu_run_shows_resident_memory_before_its_model_is_made(recipe: str, e
     tables = dict(memory.tables)
     assert tables["engine"].total / 2**30 == pytest.approx(engine, rel=0.1)
     assert 0.7 < tables["trainer"].total / 2**30 < 2
-    assert memory.needed == 0 and not memory.warning
+    assert memory.needed_bytes == 0 and not memory.warning
     assert memory.engine is not None and memory.engine.tokens == 65_536
 
 
@@ -416,7 +416,9 @@ def test_an_engine_over_whole_nodes_is_planned_as_on_one_node() -> None:
     one, two = (plan("qwen3_4b_gsm8k", *wide, machine=described_machine(text)) for text in ("8xH100", "2x4xH100"))
     assert two.memory.tables == one.memory.tables and two.roles == one.roles and one.advice == ()
     (advice,) = two.advice
-    assert re.search(r"rollout\.tp=8: .* 2 nodes each, which a run refuses.*: set rollout\.tp=4 or less", advice)
+    assert re.search(
+        r"rollout\.tp=8: .* spans 2 nodes, but a run starts each engine on one node: set rollout\.tp=4 or less", advice
+    )
 
 
 def test_the_largest_machine_that_can_be_described_is_planned() -> None:

@@ -126,7 +126,7 @@ def test_the_size_of_dcp_groups_is_decided_on_the_nodes(
     overrides = (*JOINED, *keys, "rollout.dcp=auto")
     before = plan(*overrides)  # by a driver without GPUs
     (decision,) = [decision for decision in before.decisions if decision.key == "rollout.dcp"]
-    assert (decision.value, before.engines[0].dcp) == ("auto", 1) and "when it has responded" in decision.reason
+    assert (decision.value, before.engines[0].dcp) == ("auto", 1) and "once it responds" in decision.reason
     on_nodes = plan_on_nodes(load_config([*argv, *overrides]), before, [replace(H100, gpu_name=gpu)])
     assert {engine.dcp for engine in on_nodes.plan.engines} == {on_nodes.plan.dcp.size} == {size}
     assert on_nodes.decisions[0].value == str(size) and reason in on_nodes.decisions[0].reason

@@ -147,7 +147,7 @@ class LocalSupervisor:
         await asyncio.to_thread(self.connect)
         return self.client, cause
 
-    async def stopped(self) -> tuple[int, ...]:
+    async def stopped_pids(self) -> tuple[int, ...]:
         return processes.stopped_pids(self.server.pid)
 
     def kill_scheduler(self) -> None:

@@ -15,5 +15,5 @@ class FixedEngine:
     async def restart(self) -> tuple[EngineClient, str]:
         raise EngineError(f"{self.client.name} was started by another component and cannot be restarted")
 
-    async def stopped(self) -> tuple[int, ...]:
+    async def stopped_pids(self) -> tuple[int, ...]:
         return ()

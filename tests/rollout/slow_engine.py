@@ -143,7 +143,7 @@ class SlowSupervisor:
         self.client = self._start()
         return self.client, ""
 
-    async def stopped(self) -> tuple[int, ...]:
+    async def stopped_pids(self) -> tuple[int, ...]:
         return ()
 
     def push(self, version: int) -> None:

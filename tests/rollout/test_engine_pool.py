@@ -32,7 +32,7 @@ class Hung(SlowSupervisor):
     async def restart(self) -> Any:
         raise EngineError(f"{self._name} does not start")
 
-    async def stopped(self) -> tuple[int, ...]:
+    async def stopped_pids(self) -> tuple[int, ...]:
         return ()
 
 

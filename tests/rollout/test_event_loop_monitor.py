@@ -63,7 +63,7 @@ class IdleSupervisor:
     async def restart(self) -> tuple[EngineClient, str]:
         raise AssertionError("restarted")
 
-    async def stopped(self) -> tuple[int, ...]:
+    async def stopped_pids(self) -> tuple[int, ...]:
         return ()
 
 

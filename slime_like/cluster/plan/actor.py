@@ -24,6 +24,7 @@ from slime_like.errors import ConfigError
 
 
 def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, decisions: PlanDecisions) -> RankSpec:
+    """Return the spec of the actor's ranks, with every ``auto`` resolved. Raises ``ConfigError``."""
     p, loop = cfg.parallel, cfg.loop
     world = trainer_ranks(cfg)
     if cfg.placement.actor_num_gpus_per_node is None:
@@ -134,7 +135,7 @@ def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, decisions: PlanD
         }
         keys = ", ".join(f"parallel.{key} {value}" for key, value in pipeline_keys.items() if value is not None)
         decisions.add(
-            "layers per pipeline segment", " ".join(map(str, split)), keys or f"parallel.pp {p.pp} leaves a rest"
+            "layers per pipeline segment", " ".join(map(str, split)), keys or f"parallel.pp {p.pp} does not divide them"
         )
     return Layout(
         tp=p.tp,

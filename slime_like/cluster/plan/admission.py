@@ -11,15 +11,15 @@ from slime_like.errors import ConfigError
 from slime_like.planner.engine import EngineMemory
 
 KV_CACHE, STATES = "the KV cache", "recurrent states"
-"""Limits on the requests that an engine runs at once."""
+"""Factors that limit the concurrent requests of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """Requests that a rollout sends to one engine."""
 
-    num_samples: int  # that the rollout starts at once
-    sequence: int  # maximum tokens of one request, prompt and response
+    num_samples: int  # samples that the rollout starts at once
+    sequence_len: int  # maximum tokens of one request, prompt and response
     max_running: int | None = None  # rollout.max_running_requests, if it is a number
 
     @property
@@ -28,8 +28,8 @@ class EngineLoad:
         return self.num_samples if self.max_running is None else min(self.num_samples, self.max_running)
 
     def limit_on(self, engine: EngineMemory) -> str:
-        """Return the limit on the requests that an engine with this memory runs at once: ``KV_CACHE``, or another."""
-        fit = engine.requests(self.sequence)
+        """Return the factor that limits the concurrent requests of an engine with this memory, e.g. ``KV_CACHE``."""
+        fit = engine.requests(self.sequence_len)
         if self.max_running is not None and self.max_running <= min(fit, self.num_samples):
             return "rollout.max_running_requests"
         if fit >= self.num_samples:
@@ -44,7 +44,7 @@ def engine_load(cfg: TrainConfig, context: int) -> EngineLoad:
     prompt = cfg.data.max_prompt_len or max(0, context - rollout.max_response_len)
     return EngineLoad(
         num_samples=-(-groups * rollout.n_samples_per_prompt // rollout.num_engines),
-        sequence=min(context, rollout.max_response_len + prompt),
+        sequence_len=min(context, rollout.max_response_len + prompt),
         max_running=fixed_limit(rollout),
     )
 

@@ -18,12 +18,12 @@ def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: 
 
 
 def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
-    """Report a plan for several nodes whose run would use one, or would refuse its engines."""
+    """Report a plan for several nodes whose run would use only one, or whose engines would span nodes."""
     gpus_per_node, tp = machine.num_gpus // machine.nodes, cfg.rollout.tp
     if machine.nodes > 1 and 0 < gpus_per_node < tp:
         yield (
-            f"rollout.tp={tp}: the plan has engines of {tp // gpus_per_node} nodes each, which a run refuses, because it starts "
-            f"an engine on one node: set rollout.tp={gpus_per_node} or less to run it"
+            f"rollout.tp={tp}: each engine of the plan spans {tp // gpus_per_node} nodes, but a run starts each engine on "
+            f"one node: set rollout.tp={gpus_per_node} or less to run it"
         )
     if machine.nodes > 1 and cfg.placement.ray_address is None:
         yield (
@@ -64,7 +64,7 @@ def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str
 
 
 def _evaluation(cfg: TrainConfig) -> Iterator[str]:
-    """Report identical samples, and an interval without datasets."""
+    """Report evaluations whose samples are identical, and an evaluation interval without datasets."""
     for heldout in eval_sets(cfg.evaluation):
         n = heldout.n_samples_per_prompt
         if n > 1 and (heldout.temperature == 0 or heldout.top_k == 1):

@@ -23,19 +23,19 @@ KEYS = {
     "distributed_optimizer": "parallel.distributed_optimizer",
 }
 """Field of ``TrainerSettings`` -> config key."""
-STATIC_STEP = 0.05  # of the largest static fraction that is proposed
+STATIC_STEP = 0.05  # between proposed static fractions
 
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """Settings of the command line with the memory that a run with them needs."""
+    """A changed setting, as on the command line, and the predicted memory of a run with it."""
 
     setting: str
     plan: MemoryPlan
 
 
 def changes(demand: Demand, dcp: DcpPlan) -> Iterator[SettingChange]:
-    """Yield the changes that apply to the run, each alone."""
+    """Yield each single change that applies to the run."""
     shape = demand.shapes.actor
     assert shape is not None, "the memory of an unknown model is not predicted"
     if any(role.name == "trainer" for role in demand.roles):
@@ -72,4 +72,4 @@ def _largest_static(demand: Demand) -> float | None:
     """Return the largest static fraction, in steps of ``STATIC_STEP``, with which the run fits; None if there is none."""
     shares = (round(share * STATIC_STEP, 2) for share in range(int(0.95 / STATIC_STEP), 0, -1))
     plans = ((share, replace(demand, static=share).plan()) for share in shares)
-    return next((share for share, plan in plans if plan.needed <= plan.available), None)
+    return next((share for share, plan in plans if plan.needed_bytes <= plan.available), None)

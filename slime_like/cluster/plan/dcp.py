@@ -51,7 +51,7 @@ def plan_dcp(
     size = cfg.rollout.dcp
     if isinstance(size, str) and is_undecided(cfg, machine) and largest > 1:
         size = 1
-        decisions.add("rollout.dcp", "auto", "decided on the nodes of the Ray cluster, when it has responded")
+        decisions.add("rollout.dcp", "auto", "chosen for the nodes of the Ray cluster once it responds")
     elif isinstance(size, str):
         size, reason = (1, obstacle) if largest == 1 else _choose(largest, predicted, wider, load)
         decisions.add("rollout.dcp", size, reason)
@@ -65,7 +65,7 @@ def is_undecided(cfg: TrainConfig, machine: Machine) -> bool:
 
 
 def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> Iterator[str]:
-    """Yield the ``rollout.dcp`` that holds most tokens, if the KV cache of ``engine`` limits its load and another size is set."""
+    """Yield the ``rollout.dcp`` with the largest KV cache, if the cache of ``engine`` limits its load and another size is set."""
     if engine is None or load.limit_on(engine) != KV_CACHE:
         return
     if plan.largest != plan.size and plan.largest_tokens > engine.tokens:
@@ -80,7 +80,7 @@ def _largest(cfg: TrainConfig, model: HfConfig | None, shapes: RoleShapes, engin
     copies, ranks = useful_dcp(shapes.actor, settings), settings.attention_tp
     if copies == 1 or ranks % copies:
         heads = shapes.actor.kv_heads
-        return 1, f"no copies of KV heads to save: the model has {heads}, and an engine {ranks} attention ranks"
+        return 1, f"KV heads are not replicated: the model has {heads}, and an engine {ranks} attention ranks"
     obstacles = (
         *setting_obstacles(cfg),
         *device_obstacles(cfg, engine.device, model),
@@ -97,8 +97,8 @@ def _choose(
     """Return ``largest`` if the KV cache limits the concurrent requests of an engine, otherwise 1; with the reason."""
     if isinstance(predicted, str) or isinstance(wider, str):
         return 1, f"the KV cache is not predicted: {predicted}"
-    fit, wider_fit = predicted.requests(load.sequence), wider.requests(load.sequence)
-    requests = f"{load.num_requests:,} requests of {load.sequence:,} tokens that an engine gets at once"
+    fit, wider_fit = predicted.requests(load.sequence_len), wider.requests(load.sequence_len)
+    requests = f"{load.num_requests:,} requests of {load.sequence_len:,} tokens that an engine gets at once"
     limit = load.limit_on(predicted)
     if limit == STATES:
         return 1, f"the recurrent states hold {fit:,} of the {requests}, and DCP does not shard them"

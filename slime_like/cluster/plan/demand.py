@@ -1,4 +1,4 @@
-"""Memory that the processes of a run need, on their GPUs or on a CPU, by the planner."""
+"""Predicted memory of a run's processes, on GPUs or on a CPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Predicted memory of each role on one GPU, and the roles of the GPU that needs most."""
+    """Predicted memory of each role on one GPU, and the roles on the busiest GPU, the one that needs the most memory."""
 
     tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
     gpu: str = ""
     available: float = 0.0  # bytes of one GPU
-    busiest: tuple[str, ...] = ()  # roles on the GPU that needs most
+    busiest: tuple[str, ...] = ()  # roles on the busiest GPU
     engine: EngineMemory | None = None
     unknown: str = ""  # the reason, if nothing is predicted
     warning: str = ""  # if the run fits only without the allocator's overhead
@@ -34,13 +34,13 @@ class MemoryPlan:
     demand: Demand | None = None  # inputs, from which changes are predicted
 
     @property
-    def needed(self) -> float:
-        """Predicted bytes on the GPU that needs most."""
+    def needed_bytes(self) -> float:
+        """Predicted bytes on the busiest GPU."""
         return sum(table.total for role, table in self.tables if role in self.busiest)
 
     @property
     def by_role(self) -> MemoryTable:
-        """Memory by role: of the GPU that needs most, or on a CPU of all processes."""
+        """Memory by role: on the busiest GPU, or on a CPU of all processes."""
         if self.gpu:
             shares = [(role, table.total, "") for role, table in self.tables if role in self.busiest]
         else:
@@ -49,9 +49,9 @@ class MemoryPlan:
         return MemoryTable(items(*shares))
 
     @property
-    def least(self) -> float:
-        """Minimum bytes for the run to start: ``needed`` without the allocator's overhead."""
-        return self.needed - sum(table.of("allocator") for role, table in self.tables if role in self.busiest)
+    def min_bytes(self) -> float:
+        """Minimum bytes for the run to start: ``needed_bytes`` without the allocator's overhead."""
+        return self.needed_bytes - sum(table.of("allocator") for role, table in self.tables if role in self.busiest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Demand:
     static: float | None = None
 
     def plan(self) -> MemoryPlan:
-        """Return the predicted memory, on GPUs with the roles of the GPU that needs most."""
+        """Return the predicted memory, on GPUs with the roles of the busiest one."""
         tables, engine = dict(self._tables()), self._engine()
         if engine is not None:
             tables["engine"] = engine.table
@@ -126,7 +126,7 @@ class Demand:
 
 
 def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> TrainerSettings:
-    """Return the planner's settings of a Megatron rank. A micro-batch may have one sample alone, so that is their number."""
+    """Return the planner's settings of a Megatron rank, with one sample per micro-batch: the maximum number of micro-batches."""
     layout, model = spec.layout, spec.model
     return TrainerSettings(
         tp=layout.tp,

@@ -1,4 +1,4 @@
-"""Device of trainer and engines, and the settings that not every device has."""
+"""Device of trainer and engines, and checks of device-specific settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError
 
 
 def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decisions: PlanDecisions) -> str:
-    """Return the device of trainer and engines, after checks of the settings that not every device has.
+    """Return the device of trainer and engines. Checks device-specific settings.
 
     ``model`` is None while it is unknown. Raises ``ConfigError``.
     """

@@ -19,8 +19,8 @@ from slime_like.util.gpus import MIG
 
 KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
 """SGLang's kv_cache_dtype -> bytes per element of a 16-bit model."""
-CAPTURED = ("none", "deepep", "megamoe", "flashinfer")
-"""SGLang's moe_a2a_backend with which it captures prefill graphs unless told otherwise."""
+CAPTURING_BACKENDS = ("none", "deepep", "megamoe", "flashinfer")
+"""Values of SGLang's moe_a2a_backend with which it captures prefill graphs by default."""
 
 
 def predict_engine(cfg: TrainConfig, machine: Machine, shapes: RoleShapes, engine: EngineSpec) -> EngineMemory | str:
@@ -47,7 +47,7 @@ def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Ha
 
 
 def _smallest_gpu(machine: Machine) -> GpuKind | str:
-    """Return the GPU with least memory: the driver's number, otherwise the table's; or the reason why it is not known."""
+    """Return the GPU with the least memory, as the driver or else the planner's table has it; or why it is unknown."""
     names = machine.gpu_names or ("",)
     if any(name.endswith(f" {MIG}") for name in names):
         return f"the memory of a MIG slice is not known ({names[0]})"
@@ -112,7 +112,7 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
 
 
 def _captures(spec: EngineSpec, phase: str) -> bool:
-    """Return whether SGLang captures CUDA graphs of ``phase``; a backend takes precedence over the flags."""
+    """Return True if SGLang captures CUDA graphs of ``phase``; a backend takes precedence over the flags."""
     options = spec.sglang
     backend = options.get(f"cuda_graph_backend_{phase}")
     if backend is not None:
@@ -126,7 +126,9 @@ def _prefill_graphs(spec: EngineSpec) -> int | None:
     if not _captures(spec, "prefill"):
         return 0
     default = options.get("cuda_graph_backend_prefill") is None
-    if default and (options.get("enable_two_batch_overlap") or options.get("moe_a2a_backend", "none") not in CAPTURED):
+    if default and (
+        options.get("enable_two_batch_overlap") or options.get("moe_a2a_backend", "none") not in CAPTURING_BACKENDS
+    ):
         return 0
     sizes, largest = options.get("cuda_graph_bs_prefill"), options.get("cuda_graph_max_bs_prefill")
     return len(sizes) if sizes else len(graph_sizes(largest)) if largest else None

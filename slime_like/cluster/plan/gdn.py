@@ -43,11 +43,11 @@ def resolve_gdn(
 
 
 def _auto_cp(setting: bool | None, backend: str, actor: RankSpec) -> tuple[bool, str]:
-    """Decide if FlashQLA may split sequences automatically; a no-grad pass then differs bitwise from the update."""
+    """Decide whether FlashQLA may split sequences automatically; a no-grad pass then differs bitwise from the update."""
     if setting is not None or backend != "flashqla":
         return bool(setting), ""
     if actor.deterministic:
-        return False, "run.deterministic: the split depends on what is packed together"
+        return False, "run.deterministic: the split depends on the other sequences of a batch"
     if actor.needs_old_logprobs:
         return (
             False,

@@ -46,7 +46,7 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
 
 
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
-    """Decide if the trainer's communicators are destroyed during rollouts; ``note`` records the decision on an open key.
+    """Decide whether the trainer's communicators are destroyed during rollouts; ``note`` records the decision on an open key.
 
     Off by default: releasing gloo's small buffers gains nothing, and releasing NCCL's large ones has not been tested.
     """

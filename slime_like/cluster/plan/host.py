@@ -17,7 +17,7 @@ from slime_like.planner.trainer import SCORING, VALUE, TrainerSettings
 
 
 def node_memory(demand: Demand, machine: Machine) -> MemoryTable:
-    """Return the host memory of one node, if all nodes have equally many processes."""
+    """Return the host memory of one node, with the processes spread evenly over the nodes."""
     sums: dict[str, Item] = {}
     for table, count in _processes(demand):
         for item in table.items:
@@ -39,11 +39,11 @@ def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> N
 
 
 def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
-    """Return the largest offloaded fraction that fits node and GPU; otherwise what to change for the largest items."""
+    """Return the largest offloaded fraction that fits node and GPU; otherwise a change that reduces the largest items."""
     for percent in range(int(100 * demand.settings.offload) - 5, -1, -5):
         changed = replace(demand, trainer=replace(demand.settings, offload=percent / 100))
         plan = changed.plan()
-        if node_memory(changed, machine).total <= machine.memory_bytes and plan.needed <= plan.available:
+        if node_memory(changed, machine).total <= machine.memory_bytes and plan.needed_bytes <= plan.available:
             return f"set optim.cpu_offload_fraction={percent / 100:g}" if percent else "set optim.cpu_offload=false"
     if table.of("copies of weights"):
         return "train without a reference and a swapped teacher (algo.*, teacher.placement), or use more nodes"
@@ -72,4 +72,4 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
 
 def _rank(shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None) -> MemoryTable:
     copies = 0 if actor is None else actor.needs_reference + actor.swaps_teacher
-    return offload_items(shape, settings, copies + bool(copies))  # one more while another's weights are in use
+    return offload_items(shape, settings, copies + bool(copies))  # and the actor's own weights during a swap

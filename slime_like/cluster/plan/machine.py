@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from slime_like.config.rules.gdn_runtime import Runtime, runtime
 from slime_like.errors import ConfigError
 from slime_like.planner.hardware import CORES_PER_GPU
+from slime_like.util.cgroups import cpu_quota, memory_limit
 from slime_like.util.gpus import visible_gpus
 
 
@@ -62,12 +64,9 @@ def described_machine(text: str) -> Machine:
 
 
 def cpu_count() -> int:
-    """Return the number of usable cores: CPU affinity or cgroup quota, if that is less."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, -(-int(quota[0]) // int(quota[1])))
-    return max(1, cores)
+    """Return the number of usable cores: CPU affinity, or the cgroups' CPU quota if that is less."""
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
 
 
 def numa_nodes(devices: Path = Path("/sys/devices/system/node")) -> int:
@@ -84,13 +83,10 @@ def _cores(text: str) -> Iterator[int]:
 
 
 def memory_bytes() -> int:
-    """Return the main memory, or the cgroup's limit if that is less."""
+    """Return the main memory, or the cgroups' limit if that is less."""
     lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    total = int(lines["MemTotal"].split()[0]) * 1024
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if (text := _read(path).strip()).isdigit():
-            total = min(total, int(text))
-    return total
+    total, limit = int(lines["MemTotal"].split()[0]) * 1024, memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def _read(path: str) -> str:

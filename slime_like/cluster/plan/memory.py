@@ -41,18 +41,18 @@ def plan_memory(
         return MemoryPlan(unknown=hardware, warning="" if machine.is_local else f"memory is not checked: {hardware}")
     demand = Demand(cfg, shapes, actor, engines, roles, others, machine, hardware)
     plan = replace(demand.plan(), demand=demand, source=_source(machine))
-    if plan.least > plan.available:
+    if plan.min_bytes > plan.available:
         raise ConfigError(refusal(demand, plan))
     if not serves(demand, plan):
         raise ConfigError(engine_refusal(demand, plan))
     host = node_memory(demand, machine)
     check_node_memory(demand, machine, host)
-    warning = refusal(demand, plan) if plan.needed > plan.available else ""
+    warning = refusal(demand, plan) if plan.needed_bytes > plan.available else ""
     return replace(plan, host=host, warning=warning)
 
 
 def _host_warning(plan: MemoryPlan) -> str:
-    """Return a warning if the processes on a CPU may need more than main memory. They share pages, which count in each."""
+    """Return a warning if the processes on a CPU may need more than main memory. Shared pages count in each process."""
     total = plan.by_role.total
     if total <= plan.available:
         return ""
@@ -64,5 +64,5 @@ def _host_warning(plan: MemoryPlan) -> str:
 
 
 def _source(machine: Machine) -> str:
-    """Return the source of a GPU's memory, if a driver could have reported it and did not."""
+    """Return a note on the source of a GPU's memory if this machine's driver did not report it."""
     return "" if machine.gpu_bytes or not machine.is_local else "memory from the planner's table, not from the driver"

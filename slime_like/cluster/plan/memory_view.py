@@ -20,7 +20,7 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
         return
     if plan.gpu:
         busiest, source = " + ".join(plan.busiest), f"; {plan.source}" * bool(plan.source)
-        yield f"memory     {gib(plan.needed)} of {gib(plan.available)} on each GPU with {busiest} ({plan.gpu}{source})"
+        yield f"memory     {gib(plan.needed_bytes)} of {gib(plan.available)} on each GPU with {busiest} ({plan.gpu}{source})"
     else:
         yield f"memory     resident, of each trainer rank and engine, on a machine with {gib(plan.available)}"
     for role, table in plan.tables:
@@ -30,13 +30,13 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
         yield f"  main memory of a node {gib(plan.host.total)}: {_parts(plan.host)}"
     if plan.engine is not None:
         yield (
-            f"  KV cache {plan.engine.tokens:,} tokens per engine: {plan.engine.requests(load.sequence):,} sequences of "
-            f"{load.sequence:,} tokens; a rollout samples {load.num_samples:,} per engine, limited by {load.limit_on(plan.engine)}"
+            f"  KV cache {plan.engine.tokens:,} tokens per engine: {plan.engine.requests(load.sequence_len):,} sequences of "
+            f"{load.sequence_len:,} tokens; a rollout samples {load.num_samples:,} per engine, limited by {load.limit_on(plan.engine)}"
         )
 
 
 def plot_lines(plan: MemoryPlan) -> Iterator[str]:
-    """Plot the memory of each role and of the roles together, up to that of a GPU, or on a CPU of the machine."""
+    """Plot the memory of each role and of all roles together, on the scale of a GPU's memory, or on a CPU of the machine's."""
     if not plan.tables:
         return
     bars = [Bar(role, table) for role, table in plan.tables]
@@ -47,17 +47,17 @@ def plot_lines(plan: MemoryPlan) -> Iterator[str]:
 
 
 def change_lines(plan: MemoryPlan, load: EngineLoad, dcp: DcpPlan) -> Iterator[str]:
-    """Yield a table with the effect of each change of a setting, each alone."""
+    """Yield a table with the effect of each single change of a setting."""
     if plan.demand is None:
         return
     rows = [_row(change, plan, load) for change in (SettingChange("as set", plan), *changes(plan.demand, dcp))]
     if len(rows) == 1:
         return
     head = ("", "trainer", "engine", "on a GPU", "KV tokens", "sequences", "")
-    shown = [i for i in range(len(head)) if plan.gpu or head[i] != "on a GPU"]
+    columns_in_use = [i for i in range(len(head)) if plan.gpu or head[i] != "on a GPU"]
     yield ""
     yield "changes, each alone"
-    yield from columns([tuple(row[i] for i in shown) for row in (head, *rows)])
+    yield from columns([tuple(row[i] for i in columns_in_use) for row in (head, *rows)])
 
 
 def _row(change: SettingChange, base: MemoryPlan, load: EngineLoad) -> tuple[str, ...]:
@@ -65,9 +65,9 @@ def _row(change: SettingChange, base: MemoryPlan, load: EngineLoad) -> tuple[str
     plan, tables = change.plan, dict(change.plan.tables)
     trainer, engine = (gib(tables[role].total) if role in tables else "-" for role in ("trainer", "engine"))
     tokens = "-" if plan.engine is None else f"{plan.engine.tokens:,}"
-    sequences = "-" if plan.engine is None else f"{plan.engine.requests(load.sequence):,}"
-    note = "does not fit" if plan.gpu and plan.needed > base.available else ""
-    return change.setting, trainer, engine, gib(plan.needed), tokens, sequences, note
+    sequences = "-" if plan.engine is None else f"{plan.engine.requests(load.sequence_len):,}"
+    note = "does not fit" if plan.gpu and plan.needed_bytes > base.available else ""
+    return change.setting, trainer, engine, gib(plan.needed_bytes), tokens, sequences, note
 
 
 def _parts(table: MemoryTable) -> str:

@@ -164,7 +164,7 @@ def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions)
 def _engines(
     cfg: TrainConfig, machine: Machine, model: HfConfig | None, device: str, dtype: str, context: int
 ) -> tuple[EngineSpec, ...]:
-    """Return the engines without decode context parallelism, which is planned from their memory.
+    """Return the engines before decode context parallelism is planned from their memory.
 
     Raises ``ConfigError`` if an engine neither fits one of several described nodes nor has all GPUs of its nodes.
     """
@@ -221,7 +221,9 @@ def _threads(
 ) -> tuple[int, int]:
     """Return the number of threads per training rank and per engine rank."""
     if cfg.run.deterministic and device == "cpu":
-        decisions.add("threads per process", 1, "run.deterministic: the way threads split sums depends on the shape")
+        decisions.add(
+            "threads per process", 1, "run.deterministic: with more threads, the order of sums depends on the shape"
+        )
         return 1, 1
     nodes = max(machine.nodes, cfg.placement.actor_num_nodes)
     engines = -(-sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine") // nodes)

@@ -66,7 +66,7 @@ class ClusterPlan:
     """Plan of a run on the nodes of a joined Ray cluster."""
 
     plan: Plan
-    decisions: tuple[Decision, ...] = ()  # that the nodes' resources determine
+    decisions: tuple[Decision, ...] = ()  # determined by the nodes' resources
     warnings: tuple[str, ...] = ()
 
 
@@ -126,12 +126,12 @@ def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], where: str) -> None:
     if pairs < plan.num_gpus <= sum(node.num_gpus for node in nodes):
         raise ConfigError(
             f"the plan needs {plan.num_gpus} GPUs with a CPU each, but the nodes of {where} report CPUs for {pairs} of "
-            "them: start the nodes with more (`ray start --num-cpus`)"
+            "them: start the nodes with more CPUs (`ray start --num-cpus`)"
         )
 
 
 def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
-    """Return the nodes as machines: on GPUs as many as Ray fills one after another, with the smallest node's memory."""
+    """Return the nodes that the run uses, with the smallest node's memory. On GPUs, Ray fills the largest nodes first."""
     if plan.device == "cpu":
         cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)
         return Machine(0, cpus, memory, (), is_local=False)

@@ -15,7 +15,7 @@ SMALLEST_STATIC, LARGEST_STATIC = 0.1, 0.95
 
 
 def refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the message of a run that does not fit: its numbers, and each single change that makes it fit."""
+    """Return the error message for a run that does not fit: its memory, and each single change that makes it fit."""
     parts = ", ".join(
         f"{role} {gib(table.total)}{f' on {table.place}' * bool(table.place)}"
         for role, table in plan.tables
@@ -27,18 +27,18 @@ def refusal(demand: Demand, plan: MemoryPlan) -> str:
     fixes = [key for key, changed in _remedies(demand, plan) if _fits(changed)]
     advice = f"set {' or '.join(fixes[:3])}" if fixes else "use more or larger GPUs, or raise parallel.tp, pp or ep"
     return (
-        f"the run needs {gib(plan.needed)} on a GPU ({parts}; the {worst[0]}'s {detail}), but each {plan.gpu} has "
+        f"the run needs {gib(plan.needed_bytes)} on a GPU ({parts}; the {worst[0]}'s {detail}), but each {plan.gpu} has "
         f"{gib(plan.available)}: {advice} (docs/planner.md)"
     )
 
 
 def _fits(demand: Demand) -> bool:
     plan = demand.plan()
-    return plan.needed <= plan.available and serves(demand, plan)
+    return plan.needed_bytes <= plan.available and serves(demand, plan)
 
 
 def serves(demand: Demand, plan: MemoryPlan) -> bool:
-    """Return whether the engine starts and its KV cache holds one sequence of the context length."""
+    """Return True if the engine starts and its KV cache holds one sequence of the context length."""
     if plan.engine is None:
         return True
     return plan.engine.pool > 0 and plan.engine.requests(demand.engines[0].context_length) >= 1
@@ -46,11 +46,11 @@ def serves(demand: Demand, plan: MemoryPlan) -> bool:
 
 def _starts(demand: Demand) -> bool:
     plan = demand.plan()
-    return plan.least <= plan.available and serves(demand, plan)
+    return plan.min_bytes <= plan.available and serves(demand, plan)
 
 
 def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the message of an engine that cannot hold one sequence, with the changes that make it hold one."""
+    """Return the error message for an engine that cannot hold one sequence, with the changes that let it."""
     assert plan.engine is not None, "serves accepts a plan without engines"
     spec = demand.engines[0]
     if serves(unlimited := _without_limit(demand), unlimited.plan()):
@@ -76,7 +76,7 @@ def _without_limit(demand: Demand) -> Demand:
 
 
 def _limit_refusal(spec: EngineSpec) -> str:
-    """Return the message of an engine whose memory holds a sequence, but whose ``max_total_tokens`` does not."""
+    """Return the error message for an engine whose memory holds a sequence, but whose ``max_total_tokens`` does not."""
     ranks = f" on each of {spec.dcp} ranks (rollout.dcp)" * (spec.dcp > 1)
     return (
         f"rollout.sglang.max_total_tokens={spec.sglang['max_total_tokens']} limits the KV cache to that many tokens{ranks}, "
@@ -86,7 +86,7 @@ def _limit_refusal(spec: EngineSpec) -> str:
 
 
 def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the message of an engine on a CPU whose static fraction holds no sequence; empty if it holds one.
+    """Return the error message for an engine on a CPU whose static fraction holds no sequence; empty if it holds one.
 
     A cache that ``max_total_tokens`` makes shorter than a sequence is not refused.
     """
@@ -132,9 +132,9 @@ def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
     settings = demand.settings
     shared = "engine" in plan.busiest and "trainer" in plan.busiest
     if "engine" in plan.busiest and plan.engine is not None:
-        outside = plan.needed - plan.available
+        excess = plan.needed_bytes - plan.available
         current = plan.engine.pool + plan.engine.table.of(*_WEIGHTS)
-        static = int(20 * (current - outside) / plan.available) / 20
+        static = int(20 * (current - excess) / plan.available) / 20
         if static >= SMALLEST_STATIC:
             yield f"rollout.sglang.mem_fraction_static={static:g}", replace(demand, static=static)
     if "trainer" in plan.busiest:
@@ -150,8 +150,8 @@ def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
     hardware = demand.hardware
     separate = _num_devices(demand, "trainer") + _num_devices(demand, "engine")
     if shared and hardware is not None and separate <= hardware.num_gpus:
-        apart = tuple(role for role in demand.roles if role.name != "engine")
-        yield "placement.mode=split", replace(demand, roles=apart)
+        roles = tuple(role for role in demand.roles if role.name != "engine")
+        yield "placement.mode=split", replace(demand, roles=roles)
 
 
 def _num_devices(demand: Demand, name: str) -> int:

@@ -66,7 +66,11 @@ def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
     if difference is None and all(getattr(teacher, name) is None for name in ("tp", "pp", "cp", "dp")):
         note("teacher.placement", "swap", "the teacher has the policy's shape")
         return teacher.hf_checkpoint
-    note("teacher.placement", "colocated", f"another {difference}" if difference else "it has its own layout")
+    note(
+        "teacher.placement",
+        "colocated",
+        f"the teacher has another {difference}" if difference else "it has its own layout",
+    )
     return None
 
 

@@ -11,7 +11,7 @@ from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.printable import visible
 
-SLOW_BYTES = 8e9  # larger checkpoints announce the comparison
+SLOW_BYTES = 8e9  # the comparison of larger checkpoints is announced
 SMALL_BYTES = 1 << 26
 
 
@@ -46,8 +46,8 @@ def on_ranks(cfg: TrainConfig) -> bool:
     return cfg.run.verify_checkpoint == "full" and cfg.placement.actor_num_nodes > 1
 
 
-def verify_starts(cfg: TrainConfig) -> None:
-    """Verify every checkpoint of this trainer used for initial weights."""
+def verify_initial_checkpoints(cfg: TrainConfig) -> None:
+    """Verify every checkpoint of this trainer that the run uses for initial weights."""
     paths = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
     sources = [megatron_folder(Path(path)) for path in paths if path is not None]
     if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:

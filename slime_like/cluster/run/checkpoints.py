@@ -82,7 +82,7 @@ class Checkpoints:
         if self.config.keep_checkpoints is not None:
             try:
                 prune(self.folder, self.config.keep_checkpoints)
-            except OSError as error:  # must not end a run whose newest checkpoint is complete
+            except OSError as error:  # no reason to end a run whose newest checkpoint is complete
                 text = f"warning: {error.filename}: an old checkpoint could not be removed ({error.strerror})\n"
                 sys.stderr.write(visible(text))
 

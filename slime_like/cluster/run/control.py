@@ -25,7 +25,7 @@ from typing import Any
 from slime_like.cluster.run.status import DONE, DROPPED, FAILED, SEEN, UNKNOWN, ControlReply, RunStatus, write_status
 
 FOLDER = "control"
-MAX_NAME_LEN = 60  # shown characters of an unknown request
+MAX_NAME_LEN = 60  # characters printed of an unknown request
 MAX_NAMES = 3
 
 
@@ -121,7 +121,7 @@ class Control:
             self._signalled = None
         unknown: list[_File] = []
         for file in self._files():
-            if (file.name, file.identity) in self._unremovable or not self._removed(file):
+            if (file.name, file.identity) in self._unremovable or not self._remove(file):
                 continue
             if file.is_folder or file.name not in set(Request):
                 unknown.append(file)
@@ -145,8 +145,8 @@ class Control:
             self._warn(f"{self.folder} cannot be read ({error.strerror}): requests wait until it can be read")
             return []
 
-    def _removed(self, file: _File) -> bool:
-        """Remove the file; False if its writer has withdrawn it. An undeletable file is remembered and read only once."""
+    def _remove(self, file: _File) -> bool:
+        """Remove the file; return False if its writer has withdrawn it. A file that cannot be removed is read only once."""
         path = self.folder / file.name
         try:
             path.rmdir() if file.is_folder else path.unlink()

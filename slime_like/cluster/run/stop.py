@@ -40,7 +40,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self._closing:
-            _say(b"\nstopping the processes of this run: a moment\n")
+            _say(b"\nstopping the processes of this run, please wait\n")
         elif self.requested:
             # The exception propagates to the teardown; Ray's waits drop its message.
             self._closing = True
@@ -48,7 +48,7 @@ class StopRequest:
             raise KeyboardInterrupt("stopped")
         else:
             self.requested = True
-            _say(b"\nstopping after this rollout, with a checkpoint; once more to stop at once\n")
+            _say(b"\nstopping after this rollout, with a checkpoint; repeat the signal to stop immediately\n")
 
 
 def _say(text: bytes) -> None:

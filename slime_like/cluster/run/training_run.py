@@ -114,7 +114,7 @@ class Run:
     def finish_rollout(
         self, rollout_id: int, collected: CollectedRollout, stats: StepStats, probe_metrics: tuple[Metric, ...]
     ) -> None:
-        """Dump, evaluate, log and save, where each is due or requested."""
+        """Dump, evaluate, log and save if due or requested."""
         if rollout_id == self.first_rollout:
             self._name_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
@@ -144,7 +144,7 @@ class Run:
                 metrics += eval_metrics
                 if Request.EVAL in requests:
                     self._answer_eval(eval_metrics)
-        finally:  # an evaluation that fails must not take the trained step's metrics and checkpoint with it
+        finally:  # a failed evaluation must not lose the metrics and checkpoint of the trained step
             self._log(num_trained, metrics)
             self._save_if_due(num_trained)
         self._handle_requests(requests, num_trained)

@@ -18,7 +18,7 @@ from slime_like.util.deadline import Deadline
 from slime_like.util.gpus import installed_gpus
 
 REQUIREMENTS = Path(__file__).parents[3] / "scripts" / "requirements"
-MAX_LISTED = 12  # more differing packages than a manual upgrade would leave: another environment
+MAX_LISTED = 12  # if more packages differ, this is another environment, not a manual upgrade
 GLOO_SECONDS = 90.0
 KERNEL_SECONDS = 300.0
 
@@ -28,7 +28,7 @@ def check_versions() -> Iterator[DoctorFinding]:
     lock = REQUIREMENTS / ("gpu.lock" if installed_gpus() else "cpu.lock")
     if not lock.is_file():
         yield DoctorFinding(
-            Level.WARNING, "versions", f"{lock} is not here", "run the doctor in a checkout to compare versions"
+            Level.WARNING, "versions", f"{lock} does not exist", "run the doctor in a checkout to compare versions"
         )
         return
     required = set(_names((REQUIREMENTS / "runtime.in").read_text()))

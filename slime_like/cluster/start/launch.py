@@ -13,7 +13,7 @@ from typing import Any
 
 from slime_like.cluster.plan.guard import ring_folder
 from slime_like.cluster.plan.planner import Plan, make_plan, probe_machine
-from slime_like.cluster.plan.verify import verify_starts
+from slime_like.cluster.plan.verify import verify_initial_checkpoints
 from slime_like.cluster.run.chaos import planned_faults
 from slime_like.cluster.run.checkpoints import remove_leftovers
 from slime_like.cluster.run.control import Control
@@ -136,7 +136,7 @@ def _check_checkpoints(cfg: TrainConfig, run_dir: Path) -> tuple[int, dict[str, 
     """Check every checkpoint that the run reads; return the first rollout and the record for the run's checkpoints."""
     record = run_record(cfg)
     first = first_rollout(cfg, run_dir, record)
-    verify_starts(cfg)
+    verify_initial_checkpoints(cfg)
     return first, record
 
 

@@ -153,7 +153,7 @@ def without_unused_processes() -> Generator[None]:
     """Start Ray's node without autoscaler, log monitor, API server and dashboard agent: no run uses them.
 
     They take 5 s of CPU time, and ``ray.init`` waits for the API server and the agent. It starts the API server even with
-    ``include_dashboard=False``, and has no option for the others. Remove when it has.
+    ``include_dashboard=False``, and has no option for the others. Remove when it has such options.
 
     The raylet ends if its dashboard agent does, so a stand-in takes the agent's place. The driver does not import the
     dashboard's dependencies.
@@ -215,7 +215,7 @@ def _private_folder() -> Path:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=location))
     except OSError as error:
         raise ConfigError(
-            f"Ray's files cannot be kept in {location} ({error.strerror}): set TMPDIR to a folder that you may write to"
+            f"Ray's files cannot be stored in {location} ({error.strerror}): set TMPDIR to a folder that you may write to"
         ) from error
     _folders.append(folder)
     driver_link.report_folder(folder)

@@ -140,9 +140,9 @@ class Cluster:
             return FrozenTrainer(first)
         actor = TrainerGroup(self.placement.start_trainers(), self.plan.actor)
         critic, teacher = self._role("critic", self.plan.critic), self._role("teacher", self.plan.teacher)
-        started = [group for group in (actor, critic, teacher) if group is not None]
+        groups = [group for group in (actor, critic, teacher) if group is not None]
         seconds = max(self.cfg.rollout.start_deadline_s, self.cfg.loop.step_deadline_s)
-        connect(started, actor.deadline("connect", seconds), self.progress.waiting)
+        connect(groups, actor.deadline("connect", seconds), self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor
         trainer = self._combine_roles(actor, critic, teacher)

@@ -147,24 +147,24 @@ def _check_same_run(
     changed = changed_inputs(record.run, run) if record.run is not None else []
     if auto and changed:
         raise ConfigError(
-            f"run.dir={cfg.run.dir!r}: {_listed(changed)} changed since {source.name} was written: restore the old version, "
+            f"run.dir={cfg.run.dir!r}: {_join_names(changed)} changed since {source.name} was written: restore the old version, "
             f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to continue with the current files"
         )
     if changed_keys := [name for name in changed if name != DATA]:
         sys.stderr.write(
             visible(
-                f"warning: run.resume={cfg.run.resume!r}: {_listed(changed_keys)} is not what the checkpoint was trained with\n"
+                f"warning: run.resume={cfg.run.resume!r}: {_join_names(changed_keys)} differs from the files with which the checkpoint was trained\n"
             )
         )
 
 
 def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, Any]) -> None:
     old, new = flatten(saved_settings(saved)), flatten(asdict(cfg))
-    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _free(key)]
+    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _may_change(key)]
     if changed:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r} holds a run with other settings "
-            f"({_listed([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed])}): choose another run.dir for a "
+            f"({_join_names([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed])}): choose another run.dir for a "
             f"new run, or run.resume={run_dir / 'checkpoints'} to continue with the new settings"
         )
 
@@ -173,10 +173,10 @@ def _settings_of(path: Path) -> dict[str, Any] | None:
     return asdict(read_config(path)) if path.exists() else None
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + suffix
 
 
-def _free(key: str) -> bool:
+def _may_change(key: str) -> bool:
     return key in FREE_KEYS or (key.split(".")[0] in FREE_GROUPS and key not in FIXED_KEYS)

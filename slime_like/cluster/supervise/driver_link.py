@@ -139,7 +139,7 @@ def _watch_supervisor(line: socket.socket) -> None:
         while line.recv(1):
             _ray_confirmed.set()
     process_tree.kill(process_tree.descendants())
-    process_tree.kill(process_tree.marked(os.environ[process_tree.MARK]))
+    process_tree.kill(process_tree.find_marked(os.environ[process_tree.MARK]))
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 WAIT_S = 0.05
 END_S = 20.0  # for killed processes to exit; an uninterruptible wait lasts as long as its disk
 
-RAY_AGENTS = {  # children of the raylet: name -> parts of the command line, after and before it sets a title
+RAY_AGENTS = {  # children of the raylet: name -> parts of the command line with and without a process title
     "dashboard agent": ("ray::DashboardAgent", "dashboard/agent.py"),
     "runtime-env agent": ("ray::RuntimeEnvAgent", "runtime_env/agent/main.py"),
 }
@@ -53,7 +53,7 @@ def descendants(excluded: frozenset[psutil.Process] = frozenset()) -> list[psuti
     return processes
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def find_marked(mark: str) -> list[psutil.Process]:
     """Return every other process with ``MARK=mark`` in its environment."""
     processes: list[psutil.Process] = []
     variable = f"{MARK}={mark}".encode()

@@ -11,7 +11,7 @@ import psutil
 
 from slime_like.cluster.supervise import process_tree
 
-PAUSED_S = 5.0  # gap between checks that shows that this process was stopped, maybe with all others
+PAUSED_S = 5.0  # a longer gap between checks means that this process was stopped, perhaps with all others
 STOPPED_S = 10.0  # allowed stop of a Ray process; shorter than the time after which Ray declares its node dead
 
 

@@ -40,7 +40,7 @@ def request_stacks(folder: Path) -> None:
 def gather_stacks(folder: Path, seconds: float) -> None:
     """Request stacks and wait until all are written, at most ``seconds``, scaled: a stopped process writes none.
 
-    faulthandler writes from a signal handler without notification: a file is complete once it grew and then stayed.
+    faulthandler writes from a signal handler without notification: a file is complete once it has grown and its size no longer changes.
     """
     initial = _sizes(folder)
     request_stacks(folder)
@@ -66,7 +66,7 @@ def _sizes(folder: Path) -> dict[Path, int]:
 
 
 def start_time(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, empty if there is none."""
+    """Return the start time of a process in clock ticks since boot; empty if the process does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -64,7 +64,7 @@ class EngineActor:
             self._server = self._start()
         return self.ready(), exit_summary
 
-    def stopped(self) -> tuple[int, ...]:
+    def stopped_pids(self) -> tuple[int, ...]:
         """Return the processes of the server that are stopped, as by SIGSTOP."""
         return processes.stopped_pids(self._server.pid) if self._server.alive() else ()
 

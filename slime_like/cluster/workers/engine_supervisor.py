@@ -64,9 +64,9 @@ class RayEngineSupervisor:
         self.client = self._connect()
         return self.client, exit_summary
 
-    async def stopped(self) -> tuple[int, ...]:
-        """Return the stopped processes of the server."""
-        return await self._ask(EngineActor.stopped, Deadline("rollout manager", "health", ANSWER_S))
+    async def stopped_pids(self) -> tuple[int, ...]:
+        """Return the ids of the server's processes that are stopped, as by SIGSTOP."""
+        return await self._ask(EngineActor.stopped_pids, Deadline("rollout manager", "health", ANSWER_S))
 
     def _connect(self) -> EngineClient:
         e = self.address

@@ -65,7 +65,7 @@ class MultiRoleTrainer:
         columns: list[dict[str, Columns]] = [{} for _ in range(ranks)]
         metrics: list[Metric] = []
         for name, group in self._scorers:
-            actor_columns, role_metrics = group.scored(answers, batch, ranks)
+            actor_columns, role_metrics = group.collect_scores(answers, batch, ranks)
             metrics += role_metrics
             for rank, column in enumerate(actor_columns):
                 columns[rank][name] = column

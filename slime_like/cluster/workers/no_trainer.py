@@ -1,4 +1,4 @@
-"""The trainer of a run that trains nothing."""
+"""Trainer of a run that trains nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.types import StepStats
 
 @dataclass(slots=True)
 class FrozenTrainer:
-    """The trainer of ``run.mode=rollout_only``: the engines keep the weights they started with."""
+    """Trainer of ``run.mode=rollout_only``: the engines keep their initial weights."""
 
     version: int
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slime_like.train.megatron.rank.critic import RankCritic
     from slime_like.train.megatron.rank.teacher import RankTeacher
 
-type Scored = tuple[Columns | None, tuple[Metric, ...]]  # columns only from the rank that reports its shard
+type ShardScores = tuple[Columns | None, tuple[Metric, ...]]  # columns only from the rank that reports its shard
 
 
 class RoleWorker(RankWorker):
@@ -61,7 +61,7 @@ class RoleWorker(RankWorker):
         assert isinstance(self._role, RankCritic), "a teacher is neither trained nor saved"
         return self._role
 
-    def score(self, steps: Sequence[Sequence[PackedBatch]]) -> Scored:
+    def score(self, steps: Sequence[Sequence[PackedBatch]]) -> ShardScores:
         """Return values or log-probabilities of this shard's rows."""
         assert self._role is not None, "connect comes first"
         return self._role.score(steps)
@@ -95,12 +95,12 @@ class RoleGroup(RankGroup[RoleWorker]):
         """Start to join the ranks and build the model on each."""
         return self.start(RoleWorker.connect, self._spec, master)
 
-    def start_score(self, batch: TrainBatch) -> Refs[Scored]:
-        """Ship each shard once; pass the results to ``scored``."""
+    def start_score(self, batch: TrainBatch) -> Refs[ShardScores]:
+        """Ship each shard once; the caller passes the results to ``collect_scores``."""
         return self.start_sharded(RoleWorker.score, [put(shard) for shard in shards(batch, self._dp)])
 
-    def scored(
-        self, answers: Mapping[str, Scored], batch: TrainBatch, ranks: int
+    def collect_scores(
+        self, answers: Mapping[str, ShardScores], batch: TrainBatch, ranks: int
     ) -> tuple[list[Columns], tuple[Metric, ...]]:
         """Return columns for each of the actor's ``ranks`` data-parallel ranks, and metrics."""
         results = {name: answers[name] for name in self._workers}

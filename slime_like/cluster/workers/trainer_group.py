@@ -46,9 +46,9 @@ class RankGroup[W: RankWorker](ABC):
 
     @abstractmethod
     def start_connect(self, master: tuple[str, int]) -> Refs[int]:
-        """Start to join the ranks and build the model on each; the caller passes the results to ``connected``."""
+        """Start to join the ranks and build the model on each; the caller passes the results to ``set_dp_ranks``."""
 
-    def connected(self, dp_ranks: Mapping[str, int]) -> None:
+    def set_dp_ranks(self, dp_ranks: Mapping[str, int]) -> None:
         """Store the data-parallel rank of each worker."""
         self._dp_ranks = {name: dp_ranks[name] for name in self._workers}
 
@@ -96,7 +96,7 @@ def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Calla
         refs |= group.start_connect(master)
     dp_ranks = wait_all(refs, deadline, waiting)
     for group in groups:
-        group.connected(dp_ranks)
+        group.set_dp_ranks(dp_ranks)
 
 
 class TrainerGroup(RankGroup[TrainerWorker]):

@@ -8,12 +8,14 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from slime_like.distributed.forensics.ring import Ring
+from slime_like.util.cgroups import UNLIMITED_BYTES, control_groups
 
 
 class MemorySource(Protocol):
@@ -124,27 +126,23 @@ def _close(files: list[int]) -> None:
 _INACTIVE_FILE = ("inactive_file", "total_inactive_file")
 
 
+_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+
+
 def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int, int]]:
     """Yield the limit, and open files with usage and statistics, of each control group of this process that has a limit."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = groups, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        leaf = root / path.lstrip("/")
-        for folder in (leaf, *leaf.parents):
-            if folder == root.parent:
-                break
-            try:
-                text = (folder / names[0]).read_text().strip()
-                if text.isdigit() and int(text) < 1 << 60:
-                    files = [os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC) for name in (names[1], "memory.stat")]
-                    yield int(text), files[0], files[1]
-            except OSError:
-                continue
+    for folder, version in control_groups("memory", proc, groups):
+        limit_name, usage_name = _FILES[version]
+        with suppress(OSError):
+            text = (folder / limit_name).read_text().strip()
+            if text.isdigit() and int(text) < UNLIMITED_BYTES:
+                usage = os.open(folder / usage_name, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    statistics = os.open(folder / "memory.stat", os.O_RDONLY | os.O_CLOEXEC)
+                except OSError:
+                    os.close(usage)
+                    raise
+                yield int(text), usage, statistics
 
 
 def _read(file: int) -> str:

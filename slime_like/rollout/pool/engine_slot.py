@@ -25,7 +25,7 @@ class EngineSupervisor(Protocol):
         """
         ...
 
-    async def stopped(self) -> tuple[int, ...]:
+    async def stopped_pids(self) -> tuple[int, ...]:
         """Return ids of the engine's stopped processes (SIGSTOP)."""
         ...
 

@@ -44,7 +44,7 @@ class HealthMonitor:
         decodes = not self._pool.is_pushing
         try:
             healthy = await self._pool.check_health(slot, engine, decodes=decodes)
-            stopped = await slot.supervisor.stopped() if healthy and not decodes else ()
+            stopped = await slot.supervisor.stopped_pids() if healthy and not decodes else ()
         except EngineLost as error:
             if slot.client is engine and not slot.is_restarting:
                 self._mark_lost_or_stalled(slot, error)

@@ -1,0 +1,40 @@
+"""Teardown of the rollout manager's actor."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.workers import rollout_actor
+from slime_like.rollout.manager import RolloutManager
+
+
+class RecordingReaper:
+    """Reaper that records whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        """Record the call."""
+        self.closed = True
+
+
+def test_processes_of_user_code_end_even_if_the_manager_fails_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reaper = RecordingReaper()
+    for name in ("_redirect_output", "record_streams", "dump_stacks_on_signal"):
+        monkeypatch.setattr(rollout_actor, name, lambda *_: None)
+    monkeypatch.setattr(rollout_actor, "reaper", lambda: reaper)
+
+    async def fail(manager: RolloutManager) -> None:
+        raise OSError("the reward pool is gone")
+
+    monkeypatch.setattr(RolloutManager, "stop", fail)
+    actor = rollout_actor.RolloutActor(str(tmp_path), {}, str(tmp_path / "log"))
+    with pytest.raises(OSError, match="reward pool is gone"):
+        asyncio.run(actor.stop())
+    assert reaper.closed
