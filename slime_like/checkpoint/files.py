@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slime_like.errors import CheckpointError
-from slime_like.util.reading import InputFile, shown
+from slime_like.util.reading import InputFile, abbreviate
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "checkpoint.json"
@@ -71,7 +71,7 @@ def resumable_iteration(folder: Path) -> int | None:
             raise _unnamed(folder, f"says {NONE_YET}", present)
         return None
     if not _NUMBER.fullmatch(text):
-        raise file.refused(f"says {shown(text)}, which is not an iteration")
+        raise file.refused(f"says {abbreviate(text)}, which is not an iteration")
     return int(text)
 
 

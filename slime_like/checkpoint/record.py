@@ -27,7 +27,7 @@ from slime_like.checkpoint.files import (
 )
 from slime_like.checkpoint.hashes import FileRecord, changed_files, hash_files, text_hash
 from slime_like.errors import CheckpointError
-from slime_like.util.reading import Count, InputFile, reason, shown
+from slime_like.util.reading import Count, InputFile, abbreviate, reason
 
 FORMAT = 2
 FORMATS = (1, FORMAT)  # 1: sizes without hashes or run
@@ -171,7 +171,7 @@ def _read_values(path: Path) -> tuple[InputFile, dict[str, Any]]:
     values = file.json_object()
     if (version := values.get("format")) not in FORMATS:
         raise CheckpointError(
-            f"{path}: format {shown(version)}, this version reads {FORMAT}; resume with the version that wrote it"
+            f"{path}: format {abbreviate(version)}, this version reads {FORMAT}; resume with the version that wrote it"
         )
     if version == FORMAT and values.get(SEAL) != _seal(values):
         raise CheckpointError(f"{path}: changed since it was written; {file.fix}")

@@ -14,7 +14,7 @@ import numpy as np
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Tokenizer
 from slime_like.types import I32
-from slime_like.util.reading import reason, shown
+from slime_like.util.reading import abbreviate, reason
 
 Message = Mapping[str, Any]
 
@@ -22,15 +22,15 @@ Message = Mapping[str, Any]
 def check_messages(prompt: object) -> list[Message]:
     """Return ``prompt`` as chat messages. Raises ``ValueError`` naming the problem."""
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"is {shown(cast(object, prompt))}; it must be a string or a list of chat messages")
+        raise ValueError(f"is {abbreviate(cast(object, prompt))}; it must be a string or a list of chat messages")
     messages: list[Message] = []
     for i, message in enumerate(cast(list[object], prompt)):
         if not isinstance(message, dict):
-            raise ValueError(f"message {i} is {shown(message)}; a chat message has a 'role' and a 'content'")
+            raise ValueError(f"message {i} is {abbreviate(message)}; a chat message has a 'role' and a 'content'")
         fields = cast(dict[str, Any], message)
         for name in ("role", "content"):
             if not isinstance(fields.get(name), str):
-                raise ValueError(f"message {i} has {name}={shown(fields.get(name))}; it must be a string")
+                raise ValueError(f"message {i} has {name}={abbreviate(fields.get(name))}; it must be a string")
         # Parquet fills absent fields with None, which a template would treat as present.
         messages.append({name: value for name, value in fields.items() if value is not None})
     return messages

@@ -18,7 +18,7 @@ import numpy as np
 from slime_like.checkpoint.files import replacing
 from slime_like.errors import DataError
 from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup, Source, Span, Status
-from slime_like.util.reading import Count, InputFile, Int64, parse_json, shown, typed
+from slime_like.util.reading import Count, InputFile, Int64, abbreviate, parse_json, typed
 
 DIGEST = "digest"
 FORMAT = 1
@@ -133,7 +133,7 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
     values = parse_json(str(columns["header"]))
     file_format = values.get("format") if isinstance(values, dict) else None
     if file_format != FORMAT:
-        raise ValueError(f"dump format {shown(file_format)}, this version reads {FORMAT}")
+        raise ValueError(f"dump format {abbreviate(file_format)}, this version reads {FORMAT}")
     entries = typed(values.get("groups"), tuple[_GroupEntry, ...])
     samples = [item for entry in entries for item in entry.samples]
     prompt_ids = _split(columns, "prompt_token_ids", np.int32, [entry.prompt.length for entry in entries])

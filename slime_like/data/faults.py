@@ -11,7 +11,7 @@ from typing import Any
 
 from slime_like.config.schema.faults import FATAL, REWARDS, WORKERS
 from slime_like.errors import DataError
-from slime_like.util.reading import InputFile, parse_json, reason, shown, typed
+from slime_like.util.reading import InputFile, abbreviate, parse_json, reason, typed
 
 FILE = "faults.jsonl"
 REWARD_SERVER = "reward server"  # target of a fault, and name of the lost component
@@ -86,7 +86,7 @@ def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
             elif kind == Recovery.__name__:
                 recoveries.append(typed(fields, Recovery))
             else:
-                raise ValueError(f"kind is {shown(kind)}")
+                raise ValueError(f"kind is {abbreviate(kind)}")
         except ValueError as error:
             raise DataError(f"{path}:{number} is not a fault record ({reason(error)}): remove the line") from error
     return injections, newest(recoveries)

@@ -19,7 +19,7 @@ from slime_like.errors import DataError
 from slime_like.interfaces import Tokenizer
 from slime_like.metrics.types import Last, Metric
 from slime_like.types import Prompt
-from slime_like.util.reading import Count, shown, typed
+from slime_like.util.reading import Count, abbreviate, typed
 
 MAX_REASONS = 5  # of bad rows
 MIN_ROLLOUTS_APART = 4  # between two uses of a prompt, if the file has enough rows
@@ -179,7 +179,7 @@ class FileSource:
         before: list[int] = state.get("before", [])
         if len({*before}) < len(before) or not len(before) < len(self.prompts) > max(before, default=0):
             raise DataError(
-                f"the cursor of the checkpoint has before={shown(before)}, which must contain rows below {len(self.prompts)}, each "
+                f"the cursor of the checkpoint has before={abbreviate(before)}, which must contain rows below {len(self.prompts)}, each "
                 "only once: resume from another checkpoint"
             )
         self._epoch, self._offset = int(state["epoch"]), int(state["offset"])

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from slime_like.config.schema.rollout import DataConfig
-from slime_like.data.chat import Message, check_messages, has_template, render, require_template, shown
+from slime_like.data.chat import Message, abbreviate, check_messages, has_template, render, require_template
 from slime_like.data.files import RawRow
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Tokenizer
@@ -194,7 +194,7 @@ def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any])
 
 def _rm_type(value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or len(value) > MAX_NAME):
-        raise BadRow(f"'rm_type' is {shown(value)}; it must be the name of a reward")
+        raise BadRow(f"'rm_type' is {abbreviate(value)}; it must be the name of a reward")
     return (value or "").strip() or None
 
 
@@ -202,7 +202,7 @@ def _label(key: str, value: object) -> str | None:
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
-        raise BadRow(f"{key!r} is {shown(value)}; a label is a string or a number")
+        raise BadRow(f"{key!r} is {abbreviate(value)}; a label is a string or a number")
     return str(value) or None
 
 
@@ -217,7 +217,9 @@ def _tools(value: object) -> list[object] | None:
     if parsed is None:
         return None
     if not isinstance(parsed, list):
-        raise BadRow(f"{TOOLS!r} is {shown(value)}; tools must be a list of JSON schemas, or such a list as JSON text")
+        raise BadRow(
+            f"{TOOLS!r} is {abbreviate(value)}; tools must be a list of JSON schemas, or such a list as JSON text"
+        )
     tools = cast("list[object]", parsed)
     _check_json(TOOLS, tools)
     return tools
@@ -232,7 +234,7 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise BadRow(f"{key!r} is {shown(value)}; metadata is a JSON object")
+        raise BadRow(f"{key!r} is {abbreviate(value)}; metadata is a JSON object")
     metadata = cast(dict[str, Any], value)
     _check_json(key, metadata)
     return metadata

@@ -17,7 +17,7 @@ from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.data.assemble import FILLER_ID
 from slime_like.data.dump import check_digest, write_columns
 from slime_like.types import F32, I32, I64, Reward, SampleGroup
-from slime_like.util.reading import InputFile, reason, shown
+from slime_like.util.reading import InputFile, abbreviate, reason
 
 FORMAT = 1
 MAX_SAMPLES = 8
@@ -129,7 +129,7 @@ def load_table(path: Path) -> TokenTable:
     columns = file.arrays()
     try:
         if str(columns["format"]) != str(FORMAT):
-            raise ValueError(f"format {shown(columns['format'])}, this version reads {FORMAT}")
+            raise ValueError(f"format {abbreviate(columns['format'])}, this version reads {FORMAT}")
         arrays = {item.name: columns[item.name] for item in fields(TokenTable)}
         table = TokenTable(version=int(arrays.pop("version")), **arrays)
         for name, dtype in DTYPES.items():

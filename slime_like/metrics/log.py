@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.util.reading import InputFile, parse_json, reason, shown, typed
+from slime_like.util.reading import InputFile, abbreviate, parse_json, reason, typed
 
 DAMAGED = "metrics.damaged.jsonl"  # file next to the log, with lines that a resumed run could not read
 
@@ -93,4 +93,4 @@ def _number(fields: dict[str, Any], name: str) -> float:
     try:
         return typed(value, float)
     except ValueError as error:
-        raise ValueError(f"{shown(name)} is {shown(value)}, not a number") from error
+        raise ValueError(f"{abbreviate(name)} is {abbreviate(value)}, not a number") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import RunWarning, SinkContext, StepSpans
-from slime_like.util.reading import InputFile, shown
+from slime_like.util.reading import InputFile, abbreviate
 
 
 class WandbSink:
@@ -64,7 +64,7 @@ def _wandb_id(path: Path, *, resumed: bool) -> str:
     stored_id = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
     if stored_id and not re.fullmatch(r"[\w-]{1,64}", stored_id):
         raise ConfigError(
-            f"{path} contains {shown(stored_id)}, which is not the id of a wandb run: correct or remove it"
+            f"{path} contains {abbreviate(stored_id)}, which is not the id of a wandb run: correct or remove it"
         )
     wandb_id = os.environ.get("WANDB_RUN_ID") or stored_id or secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ class InputFile:
         """Return the file's JSON object."""
         values = self.json()
         if not isinstance(values, dict):
-            raise self.refused(f"contains {shown(values)} instead of a JSON object")
+            raise self.refused(f"contains {abbreviate(values)} instead of a JSON object")
         return cast("dict[str, Any]", values)
 
     def yaml(self) -> Any:
@@ -136,7 +136,7 @@ def typed[T](values: object, kind: type[T]) -> T:
         field_names = {item.name for item in fields(kind)}
         mapping = cast("Mapping[object, object]", values)
         if unknown := next((name for name in mapping if name not in field_names), None):
-            raise ValueError(f"unknown field {shown(unknown)}")
+            raise ValueError(f"unknown field {abbreviate(unknown)}")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -152,8 +152,8 @@ def one_line(text: str) -> str:
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
-def shown(value: object) -> str:
-    """Return a value as shown in messages, truncated."""
+def abbreviate(value: object) -> str:
+    """Return a value for a message, truncated to 60 characters."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

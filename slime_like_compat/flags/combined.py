@@ -11,7 +11,7 @@ from slime_like.checkpoint.files import MANIFEST, megatron_folder
 from slime_like.config.schema.names import GROUP_ADVANTAGES
 from slime_like.config.schema.render import render
 from slime_like.errors import ConfigError
-from slime_like.util.reading import parse_strict_json, reason, shown
+from slime_like.util.reading import abbreviate, parse_strict_json, reason
 from slime_like_compat.flags.eval_config import eval_config_overrides
 from slime_like_compat.flags.table import ESTIMATORS, count, dotted, integer, number
 
@@ -181,7 +181,7 @@ def _load(path: str, save: str | None) -> str:
     try:
         source = megatron_folder(Path(path))
     except OSError as error:
-        raise ConfigError(f"--load {shown(path)} cannot be read ({reason(error)}): name a folder") from error
+        raise ConfigError(f"--load {abbreviate(path)} cannot be read ({reason(error)}): name a folder") from error
     if source is not None and not (source / MANIFEST).is_file():
         return f"model.megatron_checkpoint={render(path)}"
     is_saved_there = save is not None and path.rstrip("/") == save.rstrip("/")

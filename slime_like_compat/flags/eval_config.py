@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from slime_like.config.schema.render import render
 from slime_like.errors import ConfigError
-from slime_like.util.reading import InputFile, shown
+from slime_like.util.reading import InputFile, abbreviate
 
 FLAG = "--eval-config"
 SETTINGS = {
@@ -40,7 +40,7 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
     config = cast("dict[str, Any]", tree)
     shared = config.get("defaults") or {}
     if not isinstance(shared, Mapping):
-        raise file.refused(f"has defaults={shown(shared)}, which is not a mapping")
+        raise file.refused(f"has defaults={abbreviate(shared)}, which is not a mapping")
     datasets = list(_datasets(config.get("datasets"), file))
     if not datasets:
         raise file.refused("names no datasets")
@@ -49,7 +49,7 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
         name, data = fields["name"], fields["path"]
         merged = {**cast("Mapping[str, Any]", shared), **fields}
         if reference := next((field for field, value in merged.items() if "${" in str(value)), ""):
-            raise file.refused(f"has {name}.{reference}={shown(merged[reference])}, a reference: write the value")
+            raise file.refused(f"has {name}.{reference}={abbreviate(merged[reference])}, a reference: write the value")
         yield f"evaluation.datasets.{name}={render(data)}"
         settings = dict(_settings(name, merged, file))
         if settings:
@@ -74,7 +74,7 @@ def _datasets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
         name, path = fields.get("name"), fields.get("path")
         if not (isinstance(name, str) and re.fullmatch(r"[\w-]+", name) and isinstance(path, str) and path):
             raise file.refused(
-                f"has a dataset {shown(item)}: a dataset needs a name (letters, digits, - and _) and a path"
+                f"has a dataset {abbreviate(item)}: a dataset needs a name (letters, digits, - and _) and a path"
             )
         if name in names:
             raise file.refused(f"has two datasets with the name {name}")
@@ -88,6 +88,6 @@ def _settings(name: str, fields: Mapping[str, Any], file: InputFile) -> Iterator
             continue
         if field not in SETTINGS:
             raise file.refused(
-                f"has {name}.{field}={shown(value)}, which has no equivalent here: a dataset may have {', '.join(SETTINGS)}"
+                f"has {name}.{field}={abbreviate(value)}, which has no equivalent here: a dataset may have {', '.join(SETTINGS)}"
             )
         yield SETTINGS[field], value

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from slime_like.errors import ConfigError
-from slime_like.util.reading import InputFile, shown
+from slime_like.util.reading import InputFile, abbreviate
 from slime_like_compat.shell.launch_script import Launch, read_launch
 from slime_like_compat.shell.lookup import find_file
 from slime_like_compat.shell.values import Value
@@ -124,7 +124,7 @@ def _yaml_settings(path: Path) -> tuple[Setting, ...]:
     defaults = keys.pop("defaults", [])
     if not isinstance(defaults, list):
         raise file.refused(
-            f"has defaults: {shown(defaults)}, which is not a list: write a list of {' or '.join(BASES)}"
+            f"has defaults: {abbreviate(defaults)}, which is not a list: write a list of {' or '.join(BASES)}"
         )
     for item in cast("list[Any]", defaults):
         name = item if isinstance(item, str) else ""

@@ -48,6 +48,12 @@ def test_the_same_seed_draws_the_same_faults() -> None:
     assert all(fault.rollout_id < 7 and fault.seconds <= 2 for fault in planned_faults(ChaosConfig(random=50), 7))
 
 
+@pytest.mark.parametrize("seconds", ["0.25", "1000", "123456789", "0.001", "0"])
+def test_the_text_of_a_fault_is_parsed_to_the_same_fault(seconds: str) -> None:
+    fault = parse_fault(f"kill_engine:collect:3:{seconds}")
+    assert str(fault) == f"kill_engine:collect:3:{seconds}" and parse_fault(str(fault)) == fault
+
+
 def test_a_fault_is_injected_once_by_the_end_of_its_phase(tmp_path: Path) -> None:
     injector, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
     with injector("step", 2), injector("collect", 2), injector("push", 3):

@@ -74,7 +74,7 @@ def spec(folder: Path) -> EngineSpec:
         seed=0,
         log_path=str(folder / "engine.log"),
         start_deadline_s=START_S,
-        trained_on=True,
+        feeds_training=True,
     )
 
 

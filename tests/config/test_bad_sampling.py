@@ -125,7 +125,7 @@ RULES = {
         "evaluation.overrides.a.top_k=0 leaves no token",
         "evaluation.overrides.a.top_k=-1",
     ),
-    "stop token": ("rollout.stop_token_ids=[3,-1]", "rollout.stop_token_ids: -1 is no token id"),
+    "stop token": ("rollout.stop_token_ids=[3,-1]", "rollout.stop_token_ids: -1 is not a token id"),
     "infinite deadline": ("loop.step_deadline_s=inf", "loop.step_deadline_s=inf must be finite"),
     "infinite bucket": ("weights.bucket_mb=inf", "weights.bucket_mb=inf must be finite"),
     "infinite temperature": ("rollout.temperature=inf", "rollout.temperature=inf must be finite"),

@@ -109,7 +109,7 @@ BAD = {
     "another vocabulary": (["algo=distill", "teacher.hf_checkpoint=WIDER"], ["vocabulary of 256", "has 128"]),
     "another tokenizer": (
         ["algo=distill", "teacher.hf_checkpoint=TOKENIZED", "model.hf_checkpoint=OTHER_TOKENS"],
-        ["vocabulary of 3 tokens", "has 2", "'b' is token 2 there and 1 here"],
+        ["vocabulary of 3 tokens", "has 2", "'b' is token 2 of the teacher and 1 of the student"],
     ),
     "a critic's other vocabulary": (["algo=ppo", "critic.hf_checkpoint=WIDER"], ["256 tokens", "128"]),
     "heads": (["algo=ppo", "critic.tp=3"], ["critic.tp=3", "8 attention heads"]),

@@ -147,9 +147,9 @@ def test_freed_memory_is_counted() -> None:
 
 
 def test_a_fraction_is_of_total_memory() -> None:
-    assert Threshold.parse("k", 0.25).of(16 * GIB) == 4 * GIB
-    assert Threshold.parse("k", "1.5GiB").of(7) == 3 * GIB // 2
-    assert Threshold.parse("k", "3 GB").of(7) == 3 * 10**9
+    assert Threshold.parse("k", 0.25).in_bytes(16 * GIB) == 4 * GIB
+    assert Threshold.parse("k", "1.5GiB").in_bytes(7) == 3 * GIB // 2
+    assert Threshold.parse("k", "3 GB").in_bytes(7) == 3 * 10**9
     for bad in ("3", "-1GiB", "GiB", "3GiX", "1.0", None):
         with pytest.raises(ConfigError, match="give bytes such as 3GiB"):
             Threshold.parse("guard.threshold", bad)
@@ -249,7 +249,7 @@ def test_presets() -> None:
     assert never == {canonical("k", name).name for name in SLIME_SKIPS}
     assert len(never) == 8
     all_reduce_policy = slime.policy("all_reduce", "tp")
-    assert (all_reduce_policy.checks, all_reduce_policy.threshold.of(0), all_reduce_policy.action) == (
+    assert (all_reduce_policy.checks, all_reduce_policy.threshold.in_bytes(0), all_reduce_policy.action) == (
         "always",
         3 * GIB,
         "clear",

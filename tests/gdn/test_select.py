@@ -16,7 +16,7 @@ from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules import gdn as gdn_rules
 from slime_like.config.rules.gdn import check_runtime
-from slime_like.config.rules.gdn_runtime import Runtime, has_nvcc, installed, runtime, torch_cuda, version
+from slime_like.config.rules.gdn_runtime import Runtime, has_nvcc, installed_version, runtime, torch_cuda, version
 from slime_like.config.rules.hf import GDNShape
 from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
@@ -100,7 +100,7 @@ def test_this_machine_is_described_without_importing_anything() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["2", "True", "[]"]
     assert version("2.14.1+cu130") == (2, 14, 1) and version("x") == ()
-    assert installed("no-such-package") is None
+    assert installed_version("no-such-package") is None
     assert torch_cuda() is None or torch_cuda() >= (12,)  # pyright: ignore[reportOptionalOperand]
 
 

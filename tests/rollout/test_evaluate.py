@@ -99,7 +99,7 @@ def test_dataset_settings_override_the_common_ones() -> None:
         ({"aime": {"n_samples_per_prompt": True}}, {}, r"n_samples_per_prompt=True must be a whole number"),
         ({"aime": {"top_p": 1.5}}, {}, r"top_p=1.5 must lie in \[0, 1\]"),
         ({"aime": {"apply_chat_template": "yes"}}, {}, r"apply_chat_template='yes' must be true or false"),
-        ({"aime": {"input_key": ""}}, {}, r"input_key='' must be a word"),
+        ({"aime": {"input_key": ""}}, {}, r"input_key='' must be a string"),
         ({"aime": 3}, {}, r"overrides.aime=3 must be a mapping such as"),
         ({"aime": {"rm_type": "mth"}}, {}, r"aime.rm_type='mth' is unknown: did you mean 'math'\?"),
         ({"aime": {"rm_type": "math"}}, {"name": "m:f"}, r"rm_type='math' has no effect with reward.name='m:f'"),

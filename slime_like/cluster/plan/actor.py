@@ -15,7 +15,7 @@ from slime_like.config.rules.files import family_of
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.pipeline import segments
 from slime_like.config.rules.schedule import actor_steps, resolve_schedule
-from slime_like.config.rules.tree import batch_identity, trainer_ranks
+from slime_like.config.rules.tree import samples_per_step, trainer_ranks
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.model import OptimConfig, ParallelConfig
 from slime_like.config.schema.resolved import Layout, RankSpec
@@ -34,7 +34,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     decisions.add("data parallel size", dp, f"{world} ranks / (tp {p.tp} * pp {p.pp} * cp {p.cp})")
     _add_expert_decision(cfg, world, model, decisions)
     if loop.global_batch_size is None:
-        decisions.add("loop.global_batch_size", batch_identity(cfg), "samples per rollout / loop.steps_per_rollout")
+        decisions.add("loop.global_batch_size", samples_per_step(cfg), "samples per rollout / loop.steps_per_rollout")
     if p.sequence_parallel and p.tp == 1:
         decisions.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
     optim = _optim(cfg, device, dtype, dp, decisions)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import Role
-from slime_like.config.rules.tree import batch_identity
+from slime_like.config.rules.tree import samples_per_step
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.heldout import eval_sets
 
@@ -57,7 +57,7 @@ def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str
     if not colocated:
         return "raise rollout.num_engines or placement.actor_num_gpus_per_node"
     model = cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp
-    ranks = min(gpus // model, batch_identity(cfg)) * model
+    ranks = min(gpus // model, samples_per_step(cfg)) * model
     if ranks <= trainers:
         return "raise rollout.batch_size (each data-parallel rank needs a sample per step) or parallel.*"
     return f"set placement.actor_num_gpus_per_node={ranks} rollout.num_engines={max(1, ranks // cfg.rollout.tp)}"

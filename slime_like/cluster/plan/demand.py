@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from slime_like.cluster.plan.engine import engine_settings, host_engine_memory
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import Role, RoleShapes
-from slime_like.config.rules.tree import batch_identity
+from slime_like.config.rules.tree import samples_per_step
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, engine_memory
@@ -147,5 +147,5 @@ def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> Tr
         grouped_experts=model.megatron.get("moe_grouped_gemm", True),
         task=task,
         segments=layout.segments,
-        num_micro_batches=max(1, -(-batch_identity(cfg) // layout.dp)),
+        num_micro_batches=max(1, -(-samples_per_step(cfg) // layout.dp)),
     )

@@ -20,7 +20,7 @@ from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
 from slime_like.cluster.plan.types import Decision, PlanDecisions, Role, num_gpus
 from slime_like.config.rules.hf import HfConfig
-from slime_like.config.rules.tree import batch_identity, samples_per_rollout
+from slime_like.config.rules.tree import samples_per_rollout, samples_per_step
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.flow_mla import FlowMlaConfig, FlowOptions
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
@@ -129,7 +129,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         engine_threads=engine_threads,
         max_context_len=context,
         samples_per_rollout=samples_per_rollout(cfg),
-        samples_per_step=batch_identity(cfg),
+        samples_per_step=samples_per_step(cfg),
         load=load,
         dcp=dcp,
         tolerances=tolerances,
@@ -192,7 +192,7 @@ def _engines(
             symmetric_memory=rollout.symmetric_memory,
             latent=model is not None and model.latent,
             returns_experts=isinstance(cfg.algo, PolicyConfig) and cfg.algo.routing_replay == "rollout",
-            trained_on=cfg.run.mode != "rollout_only",
+            feeds_training=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )
         for index in range(rollout.num_engines)

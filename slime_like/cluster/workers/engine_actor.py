@@ -30,7 +30,7 @@ class EngineActor:
         """Start the server at Ray's address: loopback in a single-machine cluster, else the node's address."""
         os.environ.update(env)  # the server inherits it
         for variable in (
-            changing_variables(os.environ) if spec.trained_on else ()
+            changing_variables(os.environ) if spec.feeds_training else ()
         ):  # set on this node: the driver has rejected its own
             del os.environ[variable]
         keep_caches_private()

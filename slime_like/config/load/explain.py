@@ -20,7 +20,7 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: 
     text = "\n".join(str(e) for e in chain)
     if missing_file := re.search(r"Could not find '([\w-]+)/([^']+)'", text):
         return _unknown_option(missing_file[1], missing_file[2], text)
-    location = _where(text)
+    location = _source_note(text)
     if mark := next((m for e in chain if (m := getattr(e, "problem_mark", None)) is not None), None):
         problem = getattr(error, "problem", "")
         return ConfigError(f"{mark.name}:{mark.line + 1}: not valid YAML: {problem}; check indentation and brackets")
@@ -46,7 +46,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _where(text: str) -> str:
+def _source_note(text: str) -> str:
     """Return a note naming the configs/ file in an error text; empty if the value came from the command line."""
     match = re.search(r"In '([^']+)':", text)
     return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""

@@ -120,15 +120,15 @@ def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
         raise explain(error, {}, None) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not valid YAML: {reason(error)}") from error
-    return _finish(_completed(tree), {}, files=files)
+    return _finish(_with_defaults(tree), {}, files=files)
 
 
 def saved_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings saved by a run, with defaults for newer keys. Does not import the functions they name."""
-    return cast("dict[str, Any]", OmegaConf.to_container(_completed(tree)))
+    return cast("dict[str, Any]", OmegaConf.to_container(_with_defaults(tree)))
 
 
-def _completed(tree: Any) -> DictConfig:
+def _with_defaults(tree: Any) -> DictConfig:
     try:
         algo = str(tree["algo"]["name"])
     except (TypeError, LookupError, AttributeError) as error:
@@ -250,7 +250,7 @@ def _sort(argv: Sequence[str]) -> _Overrides:
             raise ConfigError(f"{text}: keys cannot be removed; set the key to null or, for a mapping, to {{}}")
         if match is None or match["value"] is None:
             raise ConfigError(
-                f"{text!r} is no override: write key=value or --flag value (python train.py --help lists them)"
+                f"{text!r} is not an override: write key=value or --flag value (python train.py --help lists them)"
             )
         key, value = match["key"], match["value"]
         result.values[key] = value

@@ -10,7 +10,7 @@ from slime_like.errors import ConfigError
 INSTALL = "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'"
 
 
-def installed() -> bool:
+def has_transformer_engine() -> bool:
     """Return whether this environment has TransformerEngine."""
     return importlib.util.find_spec("transformer_engine") is not None
 
@@ -38,7 +38,7 @@ def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
             f"model.megatron.cp_comm_type={exchange!r} with model.attention=te: packed sequences are exchanged between "
             "context parallel ranks by p2p; remove cp_comm_type"
         )
-    if not installed():
+    if not has_transformer_engine():
         raise ConfigError(
             f"model.attention=te, but transformer_engine is not installed here: {INSTALL} (needs an NVIDIA GPU and CUDA), "
             f"or {fix}"

@@ -61,8 +61,8 @@ def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> N
     """
     if cfg.rollout.symmetric_memory and device == "cpu":
         raise ConfigError(
-            "rollout.symmetric_memory=true with placement.device=cpu: it is memory of NCCL, which connects GPUs; ranks on a CPU "
-            "exchange over gloo. Set rollout.symmetric_memory=false"
+            "rollout.symmetric_memory=true with placement.device=cpu: symmetric memory belongs to NCCL, which connects GPUs, but ranks on a CPU "
+            "exchange over gloo; set rollout.symmetric_memory=false"
         )
     if cfg.rollout.dcp == 1:
         return
@@ -150,7 +150,7 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
 
 
 def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield attention backends that cannot serve ``model`` on ``device``; None: any model."""
+    """Yield the attention backends that cannot serve ``model`` on ``device``, or no model at all if it is None."""
     kinds = _attention_kinds(model)
     for field in BACKEND_FIELDS:
         if (value := cfg.rollout.sglang.get(field)) is None:
@@ -192,7 +192,7 @@ def num_attention_ranks(cfg: TrainConfig) -> int:
 
 
 def _attention_kinds(model: HfConfig | None) -> tuple[bool, ...]:
-    """Return whether ``model`` has latent attention: one answer, or both if the model is unknown."""
+    """Return the possible values of ``model.latent``: both if the model is unknown."""
     return (False, True) if model is None else (model.latent,)
 
 
@@ -218,6 +218,6 @@ def _divides_tp(cfg: TrainConfig, size: int) -> None:
     )
     sizes = [str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0]
     raise ConfigError(
-        f"rollout.dcp={size} does not divide the {ranks} attention ranks of an engine ({source}), which it groups: "
-        f"set rollout.dcp={' or '.join(sizes)}, of which only divisors of {ranks} / the model's KV heads hold more tokens"
+        f"rollout.dcp={size} does not divide the {ranks} attention ranks of an engine ({source}): "
+        f"set rollout.dcp={' or '.join(sizes)}; only divisors of {ranks} / the model's KV heads enlarge the KV cache"
     )

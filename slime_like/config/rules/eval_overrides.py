@@ -12,7 +12,7 @@ from slime_like.config.schema.rollout import EvalConfig, RewardConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 
-WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 SETTINGS: dict[str, type] = {
     "n_samples_per_prompt": int,
     "temperature": float,

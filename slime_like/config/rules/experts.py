@@ -40,10 +40,10 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
                     f"distribute; set parallel.{key}=1"
                 )
         if cfg.model.recompute == "selective" and (
-            idle := [m for m in cfg.model.recompute_modules if m in EXPERT_RECOMPUTE_MODULES]
+            unused := [m for m in cfg.model.recompute_modules if m in EXPERT_RECOMPUTE_MODULES]
         ):
             raise ConfigError(
-                f"model.recompute_modules={idle}: the model in {model.folder} has no experts; remove {' and '.join(idle)}"
+                f"model.recompute_modules={unused}: the model in {model.folder} has no experts; remove {' and '.join(unused)}"
             )
         return
     if experts % p.ep:
@@ -65,7 +65,10 @@ def check_sequence_parallel(key: str, tp: int, cfg: TrainConfig, model: HfConfig
     if model.num_experts:
         kind, reason = "experts", "would send the same tokens to the experts"
     elif model.latent:
-        kind, reason = "latent attention", "would have the gradient of a part of the heads in the keys that they share"
+        kind, reason = (
+            "latent attention",
+            "would have only its own heads' part of the gradient of the keys that all heads share",
+        )
     else:
         return
     raise ConfigError(

@@ -60,13 +60,13 @@ def check_model(cfg: TrainConfig, model: HfConfig) -> None:
     check_has_gdn(cfg.model.gdn, model)
     check_rope("model.hf_checkpoint", model)
     _layout(cfg, model)
-    _engine_reads(cfg, model)
+    _check_engine_support(cfg, model)
     _context(cfg, model)
     _stop_tokens(cfg, model)
 
 
 def family_of(cfg: TrainConfig, model: HfConfig) -> str:
-    """Return the model's family. Raises ``ConfigError`` if its model_type has none, or none may read it."""
+    """Return the model's family. Raises ``ConfigError`` if its model_type has no family, or is not supported."""
     refuse_family("model.hf_checkpoint", model.folder, model.model_type)
     if cfg.model.family != "auto":
         return cfg.model.family
@@ -79,7 +79,7 @@ def family_of(cfg: TrainConfig, model: HfConfig) -> str:
 
 
 def refuse_family(key: str, folder: str, model_type: str) -> None:
-    """Raise ``ConfigError`` naming ``key`` if no family may read models of this ``model_type``."""
+    """Raise ``ConfigError`` naming ``key`` if models of this ``model_type`` are not supported."""
     if reason := REFUSED_FAMILIES.get(model_type):
         raise ConfigError(f"{key}={folder!r} has model_type {model_type!r}, which is not supported: {reason}")
 
@@ -107,8 +107,8 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
     check_flow_mla_model(cfg.rollout, model)
 
 
-def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` or ``ConfigError`` on a model that SGLang 0.5.23 would compute as another one."""
+def _check_engine_support(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``CheckpointError`` or ``ConfigError`` on a model that SGLang 0.5.23 would compute incorrectly."""
     if cfg.run.mode == "train_only" or isinstance(cfg.algo, SftConfig):
         return
     family = names.FAMILIES.get(model.model_type)
@@ -121,8 +121,8 @@ def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
     groups = cfg.rollout.dp_attention
     if groups > 1 and family is not None and not family.engine_dp_attention:
         raise ConfigError(
-            f"rollout.dp_attention={groups}: SGLang's {model.model_type}, which the model in {model.folder} is, does not "
-            "implement data-parallel attention and would add outputs of different requests: remove it, and set "
+            f"rollout.dp_attention={groups}: SGLang's {model.model_type} (the model in {model.folder}) does not implement "
+            "data-parallel attention and would add outputs of different requests: remove it, and set "
             "rollout.num_engines for more engines"
         )
     kind = rope_type(model)
@@ -204,7 +204,7 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
             )
     if name := contradiction(cfg.model.hf_checkpoint, folder):
         raise CheckpointError(
-            f"model.ref_checkpoint={folder!r}: its config.json has another {name} than that of model.hf_checkpoint, by which "
+            f"model.ref_checkpoint={folder!r}: its config.json has another {name} than that of model.hf_checkpoint, with which "
             "the actor's ranks would compute the reference: use a reference with the same config.json"
         )
     check_shapes("model.ref_checkpoint", reference)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
@@ -182,13 +183,13 @@ def accepts(annotation: str, value: Any) -> bool:
 def _accepts(node: ast.expr, value: Any) -> bool:
     match node:
         case ast.Name(id="Any"):
-            return True
+            return not isinstance(value, float) or math.isfinite(value)
         case ast.Name(id="bool"):
             return isinstance(value, bool)
         case ast.Name(id="int"):
             return isinstance(value, int) and not isinstance(value, bool)
         case ast.Name(id="float"):
-            return isinstance(value, (int, float)) and not isinstance(value, bool)
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         case ast.Name(id="str"):
             return isinstance(value, str)
         case ast.Name(id="list" | "List"):

@@ -60,8 +60,8 @@ def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
 
 def check_options(config: GDNConfig, *, deterministic: bool) -> None:
     """Raise ``ConfigError`` if options of ``model.gdn`` contradict each other or ``run.deterministic``."""
-    for name, set_ in (("auto_cp", config.auto_cp), ("allow_unvalidated", config.allow_unvalidated)):
-        if set_ and config.backend != "flashqla":
+    for name, is_set in (("auto_cp", config.auto_cp), ("allow_unvalidated", config.allow_unvalidated)):
+        if is_set and config.backend != "flashqla":
             raise ConfigError(
                 f"model.gdn.{name}=true with model.gdn.backend={config.backend}: only flashqla reads it; remove model.gdn.{name}"
             )

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang", FLASHINFER)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Kernel runtime of a machine. ``capability`` and ``cuda`` are None if unknown, a version if not installed."""
+    """Kernel runtime of a machine. ``capability`` and ``cuda`` are None if unknown; a version is None if not installed."""
 
     device: str  # cpu | cuda
     capability: tuple[int, int] | None
@@ -29,10 +29,10 @@ class Runtime:
 
 def runtime(device: str, capability: tuple[int, int] | None) -> Runtime:
     """Return this machine's runtime. ``capability`` is the compute capability of its GPU."""
-    return Runtime(device, capability, torch_cuda(), {name: installed(name) for name in PACKAGES}, has_nvcc())
+    return Runtime(device, capability, torch_cuda(), {name: installed_version(name) for name in PACKAGES}, has_nvcc())
 
 
-def installed(package: str) -> Version | None:
+def installed_version(package: str) -> Version | None:
     """Return the version of a distribution; None if it is not installed."""
     try:
         return version(metadata.version(package))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime_like.errors import ConfigError
 
 OFF = {"top_p": 1, "top_k": -1}
-"""Restriction of sampling -> the value that samples from all tokens."""
+"""Sampling setting -> its value that allows all tokens."""
 
 
 def refuse_no_token(key: str, name: str, value: float) -> None:

@@ -78,7 +78,7 @@ class Scales:
     names: frozenset[str]  # of all scales
 
     def name_of(self, weight: str, dtype: str) -> str | None:
-        """Return the name of the scales by which ``weight`` is to be multiplied, None without scales.
+        """Return the name of the scales by which ``weight`` must be multiplied; None without scales.
 
         Raises ``CheckpointError`` if the dtype is not that of a weight, or if there are scales that no code applies.
         """
@@ -112,7 +112,7 @@ class Scales:
             )
 
     def refuse(self, evidence: str) -> NoReturn:
-        """Raise ``CheckpointError`` about a checkpoint of which ``evidence`` shows that it cannot be read."""
+        """Raise ``CheckpointError`` with the ``evidence`` that the checkpoint cannot be read."""
         raise _refused(self.key, self.folder, evidence)
 
 
@@ -184,7 +184,7 @@ def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
     """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is of a format that is not read."""
     for name, dtype in dtypes.items():
         if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):
-            raise _refused(key, path.parent, f"{path.name} holds {name!r} in {dtype}, as {format_name} has it")
+            raise _refused(key, path.parent, f"{path.name} holds {name!r} in {dtype}, the format of {format_name}")
 
 
 def _method(value: object) -> str:

@@ -73,8 +73,8 @@ SHAPE = (
 
 def check_roles(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if a role's key is unused or missing, or contradicts another key."""
-    _unread("critic", cfg.critic, "ppo", is_used=isinstance(cfg.algo, PpoConfig))
-    _unread("teacher", cfg.teacher, "distill", is_used=isinstance(cfg.algo, DistillConfig))
+    _check_unused("critic", cfg.critic, "ppo", is_used=isinstance(cfg.algo, PpoConfig))
+    _check_unused("teacher", cfg.teacher, "distill", is_used=isinstance(cfg.algo, DistillConfig))
     warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
     if warmup >= total:
         raise ConfigError(
@@ -97,7 +97,7 @@ def check_roles(cfg: TrainConfig) -> None:
                 )
 
 
-def _unread(group: str, config: CriticConfig | TeacherConfig, algo: str, *, is_used: bool) -> None:
+def _check_unused(group: str, config: CriticConfig | TeacherConfig, algo: str, *, is_used: bool) -> None:
     if is_used:
         return
     for item in fields(config):
@@ -177,9 +177,8 @@ def _same_vocabulary(student_folder: str, student: HfConfig, folder: str, teache
         token = mismatch if mismatch is not None else next(token for token in teacher_ids if token not in student_ids)
         raise CheckpointError(
             f"{key} has a vocabulary of {len(teacher_ids)} tokens, the student's has {len(student_ids)} "
-            f"(model.hf_checkpoint={student_folder!r}); {token!r} is token {teacher_ids.get(token)} there and "
-            f"{student_ids.get(token)} "
-            "here: a teacher must have the student's tokenizer"
+            f"(model.hf_checkpoint={student_folder!r}); {token!r} is token {teacher_ids.get(token)} of the teacher and "
+            f"{student_ids.get(token)} of the student: a teacher must have the student's tokenizer"
         )
     top = max(student_ids.values(), default=0)
     for name, config in ((key, teacher), (f"model.hf_checkpoint={student_folder!r}", student)):

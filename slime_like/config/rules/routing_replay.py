@@ -9,7 +9,7 @@ from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-_NOT_CAPTURED: Mapping[str, tuple[object, str]] = {
+_REQUIRED_FIELDS: Mapping[str, tuple[object, str]] = {
     "pp_size": (1, "SGLang returns the experts of the last pipeline stage only"),
     "speculative_algorithm": (None, "SGLang's buffer of experts has no room for drafts"),
     "enable_hierarchical_cache": (False, "keys and values that return from the host's cache lose their experts"),
@@ -43,7 +43,7 @@ def check_routing_replay(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"rollout.sglang.enable_return_routed_experts=false with {key}, which replays these experts: remove it"
         )
-    for field, (default, reason) in _NOT_CAPTURED.items():
+    for field, (default, reason) in _REQUIRED_FIELDS.items():
         value = cfg.rollout.sglang.get(field, default)
         if value != default:
             raise ConfigError(

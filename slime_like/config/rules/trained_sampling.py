@@ -16,7 +16,7 @@ from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.util.reading import InputFile, shown
+from slime_like.util.reading import InputFile, abbreviate
 
 _FIELDS = {
     "SGLang merges it into every request, and min_p or a penalty would change the distribution": (
@@ -163,7 +163,7 @@ def _mapping(file: InputFile, value: object, key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise file.refused(f"holds {shown(value)} as {key or 'its settings'}, not a mapping")
+        raise file.refused(f"holds {abbreviate(value)} as {key or 'its settings'}, not a mapping")
     return cast("dict[str, Any]", value)
 
 

@@ -48,7 +48,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     check_overrides(cfg.evaluation, cfg.reward)
     _algorithm(cfg)
     _mode(cfg)
-    batch_identity(cfg)
+    samples_per_step(cfg)
     _lengths(cfg)
     check_trained_sampling(cfg, os.environ if machine else {})
     check_over_sampling(cfg)
@@ -77,15 +77,15 @@ def samples_per_rollout(cfg: TrainConfig) -> int:
     return cfg.rollout.batch_size * cfg.rollout.n_samples_per_prompt
 
 
-def batch_identity(cfg: TrainConfig) -> int:
+def samples_per_step(cfg: TrainConfig) -> int:
     """Return the samples per optimizer step. Raises ``ConfigError`` unless prompts * samples = global batch * steps."""
     prompts, per_prompt, steps = cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt, cfg.loop.steps_per_rollout
     total, step = prompts * per_prompt, cfg.loop.global_batch_size
     product = f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {total} samples per rollout"
     if step is None:
         if total % steps:
-            fits = [s for s in range(1, total + 1) if total % s == 0]
-            near = sorted(sorted(fits, key=lambda s: abs(s - steps))[:2])
+            divisors = [s for s in range(1, total + 1) if total % s == 0]
+            near = sorted(sorted(divisors, key=lambda s: abs(s - steps))[:2])
             raise ConfigError(
                 f"{product}, which loop.steps_per_rollout={steps} does not divide: "
                 f"set loop.steps_per_rollout={' or '.join(map(str, near))}"
@@ -124,7 +124,7 @@ def trainer_ranks(cfg: TrainConfig) -> int:
             "lower parallel.*"
         )
     dp = world // model
-    if dp > (step := batch_identity(cfg)):
+    if dp > (step := samples_per_step(cfg)):
         raise ConfigError(
             f"{step} samples per optimizer step leave some of the {dp} data-parallel ranks without a sequence: "
             "raise rollout.batch_size, or set "
@@ -149,13 +149,13 @@ def _ranges(cfg: TrainConfig) -> None:
         for name in OFF:
             refuse_no_token(f"{prefix}{name}", name, getattr(config, name))
     if negative := [token_id for token_id in cfg.rollout.stop_token_ids if token_id < 0]:
-        raise ConfigError(f"rollout.stop_token_ids: {negative[0]} is no token id: give numbers of 0 or more")
+        raise ConfigError(f"rollout.stop_token_ids: {negative[0]} is not a token id: give numbers of 0 or more")
     if isinstance(cfg.algo, PolicyConfig):
         within("algo.", cfg.algo, -10.0, 10.0, "entropy_coef")
         if hasattr(cfg.algo, "kl_coef"):
             within("algo.", cfg.algo, 0.0, 10.0, "kl_coef")
     if unknown := [m for m in cfg.model.recompute_modules if m not in RECOMPUTE_MODULES]:
-        raise ConfigError(f"model.recompute_modules={unknown} is unknown: known are {', '.join(RECOMPUTE_MODULES)}")
+        raise ConfigError(f"model.recompute_modules={unknown} is unknown: choose from {', '.join(RECOMPUTE_MODULES)}")
     if cfg.model.recompute == "selective" and not cfg.model.recompute_modules:
         raise ConfigError(
             "model.recompute=selective recomputes the modules of model.recompute_modules, which is empty: name some of "
@@ -165,10 +165,10 @@ def _ranges(cfg: TrainConfig) -> None:
 
 def _algorithm(cfg: TrainConfig) -> None:
     algo = cfg.algo
-    chosen = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
-    if algo.name != chosen:
+    algorithm = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
+    if algo.name != algorithm:
         raise ConfigError(f"algo.name={algo.name!r} cannot be set: choose the algorithm with algo={algo.name}")
-    _check_components(algo, chosen)
+    _check_components(algo, algorithm)
     n = cfg.rollout.n_samples_per_prompt
     if isinstance(algo, SftConfig):
         if n != 1:
@@ -184,30 +184,30 @@ def _algorithm(cfg: TrainConfig) -> None:
         )
 
 
-def _check_components(algo: AlgoConfig, chosen: str) -> None:
+def _check_components(algo: AlgoConfig, algorithm: str) -> None:
     """Refuse the loss or advantage of another algorithm, because it reads keys that ``algo`` lacks.
 
     Paths are accepted.
     """
-    default = ALGORITHMS[chosen]()
+    default = ALGORITHMS[algorithm]()
     if algo.loss != default.loss and not is_path(algo.loss):
         algorithms = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
         raise ConfigError(
-            f"algo.loss={algo.loss!r} under algo={chosen}: that loss would not read the keys of algo={chosen}; "
+            f"algo.loss={algo.loss!r} under algo={algorithm}: that loss would not read the keys of algo={algorithm}; "
             f"choose the algorithm with algo={' or '.join(algorithms)}"
         )
     is_user_function = isinstance(algo, PolicyConfig) and is_path(algo.token_advantage)
     if algo.token_advantage != default.token_advantage and not is_user_function:
         algorithms = [name for name, schema in ALGORITHMS.items() if schema().token_advantage == algo.token_advantage]
         raise ConfigError(
-            f"algo.token_advantage={algo.token_advantage!r} under algo={chosen}: it would not read the keys of "
-            f"algo={chosen}; choose the algorithm with algo={' or '.join(algorithms)}"
+            f"algo.token_advantage={algo.token_advantage!r} under algo={algorithm}: it would not read the keys of "
+            f"algo={algorithm}; choose the algorithm with algo={' or '.join(algorithms)}"
         )
     if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
         source = default.token_advantage or "none, because it learns from labels"
         fix = f"set algo.group_advantage={default.group_advantage}" if default.group_advantage else "set it to null"
         raise ConfigError(
-            f"algo.group_advantage={algo.group_advantage!r} under algo={chosen}, whose advantages are "
+            f"algo.group_advantage={algo.group_advantage!r} under algo={algorithm}, whose advantages are "
             f"{default.group_advantage or source}: {fix}, or choose another algo"
         )
 

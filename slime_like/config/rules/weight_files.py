@@ -11,7 +11,7 @@ from pathlib import Path
 from slime_like.config.rules.hf import HfConfig, downloaded
 from slime_like.config.rules.quantised import SCALE, check_scales, check_tensors, read_scales
 from slime_like.errors import CheckpointError
-from slime_like.util.reading import Count, InputFile, parse_json, shown, typed
+from slime_like.util.reading import Count, InputFile, abbreviate, parse_json, typed
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _OTHER_TOWERS = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model)\.")  # towers with separate layers
@@ -92,7 +92,7 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
     headers = {name: read_header(key, root / name) for name in sorted(set(file_of_tensor.values()))}
     if misplaced_names := sorted(name for name, file in file_of_tensor.items() if name not in headers[file]):
         raise CheckpointError(
-            f"{key}: {index} places {shown(misplaced_names[0])} in {file_of_tensor[misplaced_names[0]]}, which does not contain it "
+            f"{key}: {index} places {abbreviate(misplaced_names[0])} in {file_of_tensor[misplaced_names[0]]}, which does not contain it "
             f"({len(misplaced_names)} such tensors); download the model again"
         )
     return headers
@@ -108,7 +108,7 @@ def read_index(key: str, path: Path) -> dict[str, str]:
     if invalid_name := next(
         (name for name in files.values() if Path(name).name != name or len(name) > LONGEST_NAME), None
     ):
-        raise file.refused(f"names the file {shown(invalid_name)}, which is not in the same folder")
+        raise file.refused(f"names the file {abbreviate(invalid_name)}, which is not in the same folder")
     return files
 
 
@@ -120,19 +120,19 @@ def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
     """
     file = downloaded(key, path)
     file.check_regular()
-    tensors, start = _parsed(file)
+    tensors, start = _read_entries(file)
     check_tensors(key, path, {name: tensor.dtype for name, tensor in tensors.items()})
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         begin, stop = tensor.data_offsets
         if tensor.dtype not in BITS:
             raise file.refused(
-                f"has tensor {shown(name)} of dtype {shown(tensor.dtype)}, which is not a safetensors dtype"
+                f"has tensor {abbreviate(name)} of dtype {abbreviate(tensor.dtype)}, which is not a safetensors dtype"
             )
         num_bits = math.prod(tensor.shape) * BITS[tensor.dtype]
         if begin != end or (stop - begin) * 8 != num_bits:
             raise file.refused(
-                f"has tensor {shown(name)} at data_offsets {[begin, stop]} where {num_bits // 8} bytes of "
+                f"has tensor {abbreviate(name)} at data_offsets {[begin, stop]} where {num_bits // 8} bytes of "
                 f"{tensor.dtype}{list(tensor.shape)} should start at {end}"
             )
         end = stop
@@ -141,7 +141,7 @@ def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _parsed(file: InputFile) -> tuple[dict[str, TensorEntry], int]:
+def _read_entries(file: InputFile) -> tuple[dict[str, TensorEntry], int]:
     """Return the header's entries and the offset at which tensor data begins."""
     size = file.path.stat().st_size
     try:

@@ -34,15 +34,15 @@ class Op:
     ] = ()  # functions of torch.distributed besides ``name``; for a composite, the wrapped functions
     kind: Kind = Kind.COLLECTIVE
     payload: int | None = 0  # index of the argument whose bytes count; None: no payload
-    alike: bool = True  # all ranks pass the same number of bytes
+    equal_sizes: bool = True  # all ranks pass the same number of bytes
 
 
 def _point(name: str, *methods: str) -> Op:
-    return Op(name, methods, kind=Kind.POINT, alike=False)
+    return Op(name, methods, kind=Kind.POINT, equal_sizes=False)
 
 
 def _composite(name: str) -> Op:
-    return Op(name, functions=(name,), kind=Kind.COMPOSITE, payload=None, alike=False)
+    return Op(name, functions=(name,), kind=Kind.COMPOSITE, payload=None, equal_sizes=False)
 
 
 OPS: tuple[Op, ...] = (
@@ -66,8 +66,8 @@ OPS: tuple[Op, ...] = (
         ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
         payload=1,
     ),
-    Op("all_to_all", ("alltoall",), payload=1, alike=False),
-    Op("all_to_all_single", ("alltoall_base", "all_to_all_single"), payload=1, alike=False),
+    Op("all_to_all", ("alltoall",), payload=1, equal_sizes=False),
+    Op("all_to_all_single", ("alltoall_base", "all_to_all_single"), payload=1, equal_sizes=False),
     Op("gather", ("gather",), payload=1),
     Op("gather_into_tensor", ("gather_into_tensor", "gather_single"), ("gather_single",), payload=1),
     Op("scatter", ("scatter",)),
@@ -75,7 +75,7 @@ OPS: tuple[Op, ...] = (
     Op("monitored_barrier", ("monitored_barrier",), payload=None),
     _point("isend", "send"),
     _point("irecv", "recv", "recv_anysource"),
-    Op("end_coalescing", ("_end_coalescing",), ("_coalescing_manager",), Kind.POINT, None, alike=False),
+    Op("end_coalescing", ("_end_coalescing",), ("_coalescing_manager",), Kind.POINT, None, equal_sizes=False),
     _composite("send"),
     _composite("recv"),
     _composite("batch_isend_irecv"),

@@ -1,4 +1,4 @@
-"""Entries of table FAMILIES, which describe a model family without importing it, and the models that no family may read."""
+"""Entries of table FAMILIES, which describe a model family without importing it, and the unsupported model types."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ REFUSED_FAMILIES = {
     "glm4_moe_lite": "no family has its latent attention with GLM's tensor names; train GLM-4.5-Air (glm4_moe)",
     "glm_moe_dsa": _SPARSE_ATTENTION,
 }
-"""``model_type`` of models that no family may read -> reason and fix."""
+"""Unsupported ``model_type`` -> reason and fix."""

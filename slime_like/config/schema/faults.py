@@ -51,7 +51,8 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.phase}:{self.rollout_id}:{self.seconds:.3g}"
+        seconds = f"{self.seconds:.3f}".rstrip("0").rstrip(".")  # no exponent, which ``parse_fault`` refuses
+        return f"{self.kind}:{self.phase}:{self.rollout_id}:{seconds}"
 
 
 def parse_fault(text: str) -> Fault:

@@ -60,7 +60,7 @@ class FlowMlaConfig(Config):
         within(prefix, self, 1, 64, "max_ctas")
         for name in self.weights:
             if name not in MODULES:
-                raise ConfigError(f"{prefix}weights has {name!r}, which is none of {', '.join(MODULES)}: remove it")
+                raise ConfigError(f"{prefix}weights has {name!r}, which is not one of {', '.join(MODULES)}: remove it")
         if not self.weights or len(set(self.weights)) < len(self.weights):
             raise ConfigError(f"{prefix}weights={self.weights} is empty or has a name twice: set e.g. [o_proj]")
         if not self.enabled and self != type(self)():

@@ -40,7 +40,7 @@ class Threshold:
             f"{key}={text!r} is not an amount of memory: give bytes such as 3GiB or 500MB, or a fraction such as 0.05"
         )
 
-    def of(self, total: int) -> int:
+    def in_bytes(self, total: int) -> int:
         """Return the threshold in bytes for ``total`` bytes of memory."""
         return self.num_bytes if self.num_bytes is not None else int((self.fraction or 0.0) * total)
 
@@ -64,12 +64,12 @@ class MemoryPolicy:
             case "never":
                 return "never"
             case "every_n":
-                when = f"every {self.every}"
+                frequency = f"every {self.every}"
             case "auto":
-                when = f"auto, at most {self.budget:.2%} of time"
+                frequency = f"auto, at most {self.budget:.2%} of time"
             case _:
-                when = self.checks
-        return f"{when}: {self.action} below {self.threshold}"
+                frequency = self.checks
+        return f"{frequency}: {self.action} below {self.threshold}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ def overrides(
             general.append((label, ANY, policy))
         special += [
             (label, op, op_policy)
-            for op, op_policy in _of_ops(f"{location}.ops", policy, cast("Mapping[str, Any]", group_ops))
+            for op, op_policy in _op_policies(f"{location}.ops", policy, cast("Mapping[str, Any]", group_ops))
         ]
-    return (*general, *((ANY, op, op_policy) for op, op_policy in _of_ops(f"{prefix}ops", default, ops)), *special)
+    return (*general, *((ANY, op, op_policy) for op, op_policy in _op_policies(f"{prefix}ops", default, ops)), *special)
 
 
-def _of_ops(prefix: str, default: MemoryPolicy, ops: Mapping[str, Any]) -> Iterator[tuple[str, MemoryPolicy]]:
+def _op_policies(prefix: str, default: MemoryPolicy, ops: Mapping[str, Any]) -> Iterator[tuple[str, MemoryPolicy]]:
     for name, value in ops.items():
         yield canonical(f"{prefix}.{name}", name).name, _policy(f"{prefix}.{name}", default, value)
 

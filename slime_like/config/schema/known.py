@@ -21,7 +21,7 @@ TYPE_WORDS = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
-    "str": "a word or path",
+    "str": "a string",
     "list[str]": "a list such as [a,b]",
     "list[int]": "a list such as [1,2]",
     "dict[str, Any]": "a mapping such as {name: value}",

@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Settings of a rank of the actor, and with other values of a critic or teacher rank."""
+    """Settings of an actor rank; those of a critic or teacher rank have other values."""
 
     model: ModelConfig
     optim: OptimConfig
@@ -68,7 +68,7 @@ class RankSpec:
 
     @property
     def routing_replay(self) -> str:
-        """Return the source of the experts that training passes replay, ``off`` if none is replayed or there is no such pass."""
+        """Return the source of the experts that training passes replay; ``off`` if they replay none."""
         mode: str = getattr(self.algo, "routing_replay", "off")
         return "off" if mode == "old" and not self.needs_old_logprobs else mode
 
@@ -129,7 +129,7 @@ class EngineSpec:
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     latent: bool = False  # the model has latent attention
     returns_experts: bool = False  # replies have the routed experts of each token
-    trained_on: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
+    feeds_training: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

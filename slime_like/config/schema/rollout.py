@@ -240,9 +240,11 @@ class RewardConfig(Config):
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"{prefix}remote_url={self.remote_url!r} is not a URL: write http://host:port/path")
             return
-        asks = [name for name in (self.name, *self.weights) if split_prefix(name)[1] == REMOTE]
-        if asks:
-            raise ConfigError(f"reward {asks[0]!r} calls a reward server: set {prefix}remote_url=http://host:port/path")
+        remote_names = [name for name in (self.name, *self.weights) if split_prefix(name)[1] == REMOTE]
+        if remote_names:
+            raise ConfigError(
+                f"reward {remote_names[0]!r} calls a reward server: set {prefix}remote_url=http://host:port/path"
+            )
 
 
 @dataclass(kw_only=True)

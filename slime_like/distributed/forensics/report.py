@@ -103,7 +103,7 @@ def _collectives(reading: Reading, group: GroupInfo) -> dict[int, OpRecord]:
 
 def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
     """Describe ranks whose op or size differs from the majority."""
-    compare_sizes = all(record.op.alike for record in arrived.values())
+    compare_sizes = all(record.op.equal_sizes for record in arrived.values())
     issues = {rank: (r.op.name, r.num_bytes if compare_sizes else 0) for rank, r in arrived.items()}
     num_ranks = Counter(issues.values())
     if len(num_ranks) < 2:

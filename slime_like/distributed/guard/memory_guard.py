@@ -95,7 +95,7 @@ class Guard:
     def _query(self, counter: Counter, policy: MemoryPolicy) -> None:
         """Query free memory, update the schedule, and act on a shortage."""
         started = time.perf_counter_ns()
-        num_free, threshold = self.source.free(), policy.threshold.of(self.source.total)
+        num_free, threshold = self.source.free(), policy.threshold.in_bytes(self.source.total)
         short = num_free < threshold
         if policy.checks == "auto":
             schedule, held_started = self._schedule(policy), time.perf_counter_ns()
