@@ -225,8 +225,8 @@ def run_case(case: DcpCase, rounds: int) -> dict[str, list[DcpRound]]:
             stack.callback(servers[name].stop)
         for name, server in servers.items():
             server.wait_ready()
-            if "C kernels" not in server.decodes_with():
-                raise SystemExit(f"the engine {name} decodes without C kernels: {server.decodes_with()}")
+            if "C kernels" not in server.decode_method():
+                raise SystemExit(f"the engine {name} decodes without C kernels: {server.decode_method()}")
         return asyncio.run(measure(servers, rounds, case))
 
 

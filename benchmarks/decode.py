@@ -169,7 +169,7 @@ def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Gener
             runners[name] = engines[-1]
         for engine in engines:
             engine.server.wait_ready()
-            print(visible(f"{engine.name}: {engine.server.decodes_with()}"))
+            print(visible(f"{engine.name}: {engine.server.decode_method()}"))
         yield runners
     finally:
         for engine in engines:

@@ -61,16 +61,16 @@ async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context
 
     async def answer(index: int, seed: int, first: Completion) -> Sample:
         episode, last = Episode(prompt.token_ids, context), first
-        episode.sampled(last)
+        episode.append(last)
         for _ in range(MAX_CALLS):
             call_ids = tokens.call_in(last.token_ids) if last.finish == "stop" else None
             if call_ids is None:
                 break
             episode.insert(result(context, call_ids))
-            if not episode.room > 0:
+            if not episode.remaining_tokens > 0:
                 break
             (last,) = await engine.generate(episode.token_ids, [seed], episode.sampling(tokens.stop))
-            episode.sampled(last)
+            episode.append(last)
         final = "" if tokens.call_in(last.token_ids) is not None else context.decode(last.token_ids.tolist())
         return episode.sample(index=index, seed=seed, text=final)
 

@@ -30,7 +30,7 @@ async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context
         episode, text, score = Episode(prompt.token_ids, context), "", 0.0
         for turn in range(MAX_TURNS):
             (completion,) = await engine.generate(episode.token_ids, [seed], episode.sampling())
-            episode.sampled(completion)
+            episode.append(completion)
             text = context.decode(completion.token_ids.tolist()).strip()
             if text == label:
                 score = DISCOUNT**turn
@@ -38,7 +38,7 @@ async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context
             if episode.status is not Status.COMPLETED or turn == MAX_TURNS - 1:
                 break
             episode.insert(feedback)
-            if not episode.room > 0:
+            if not episode.remaining_tokens > 0:
                 break
         reward = Reward(score, accuracy=float(score > 0.0))
         return replace(episode.sample(index=index, seed=seed, text=text), reward=reward)

@@ -127,10 +127,10 @@ def test_a_partial_answer_is_restored_with_its_experts() -> None:
 def test_an_episode_has_the_experts_of_its_last_turn() -> None:
     context = GenerateContext(Sampling(1.0, 16), str, 0, 0, 64, tokenizer=None)  # pyright: ignore[reportArgumentType]
     episode = Episode(PROMPT, context)
-    episode.sampled(completion(2, experts(4, 1), "stop"))
+    episode.append(completion(2, experts(4, 1), "stop"))
     episode.insert(np.array([9, 9], np.int32))
     last = experts(len(PROMPT) + 2 + 2 + 3 - 1, 2)
-    episode.sampled(completion(3, last, "stop"))
+    episode.append(completion(3, last, "stop"))
     episode.insert(np.array([9], np.int32))
     column = episode.sample(index=0, seed=1, text="").extras[ROUTED_EXPERTS]
     np.testing.assert_array_equal(column[: len(last)], last)

@@ -99,10 +99,10 @@ class ObservedClient(EngineClient):
         max_new_tokens: Sequence[int],
         sampling: Sampling,
         *,
-        trained: bool = True,
+        for_training: bool = True,
     ) -> list[Completion]:
         async with self._room:
-            completions = await super().extend(token_ids, seeds, max_new_tokens, sampling, trained=trained)
+            completions = await super().extend(token_ids, seeds, max_new_tokens, sampling, for_training=for_training)
             for callback in _answer_callbacks:
                 callback(self.name)
         return completions

@@ -52,7 +52,7 @@ def assert_same(arms: dict[str, RunningEngine], work: Work) -> list[Completion]:
 
 
 def test_each_engine_names_its_kernels(arms: dict[str, RunningEngine]) -> None:
-    says = {name: arm.server.decodes_with() for name, arm in arms.items()}
+    says = {name: arm.server.decode_method() for name, arm in arms.items()}
     assert says["off"].startswith("SGLang's own forward; module by module")
     assert says["torch"].startswith("torch kernels; fused forward of Qwen3ForCausalLM")
     if any(shutil.which(name) for name in COMPILERS):

@@ -107,7 +107,7 @@ def assert_uses(engine: RunningEngine, case: EngineCase) -> None:
     """Assert that the engine has the kernels, capacity, exchange and projections of its settings."""
     settings, log = case.settings, log_of(engine)
     kernels = "torch" if settings.get("cpu_kernels") == "torch" else "C"
-    assert f"{kernels} kernels" in engine.server.decodes_with()
+    assert f"{kernels} kernels" in engine.server.decode_method()
     capacity = case.dcp * settings.get("max_total_tokens", 4096)
     assert re.findall(r"max_total_num_tokens=(\d+)", log)[-1] == str(capacity)
     assert f"'dcp_comm_backend': '{settings.get('dcp_comm', 'ag_rs')}'" in log

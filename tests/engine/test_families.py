@@ -195,7 +195,7 @@ def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tup
             np.testing.assert_array_equal(
                 np.sort(completion.routed_experts), chosen_by_hf(models.hf[name], sequence)[:-1]
             )
-    (evaluated,) = engine.run(engine.client.extend([ids], [1], [5], sampling, trained=False))
+    (evaluated,) = engine.run(engine.client.extend([ids], [1], [5], sampling, for_training=False))
     assert evaluated.routed_experts is None
 
 

@@ -174,6 +174,6 @@ def test_a_commit_names_parameters_that_were_not_written(engines: Mapping[str, t
 def test_hybrid_models_do_not_use_the_fused_forward(
     name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
-    says = engines[name_of_engine][1].server.decodes_with()
+    says = engines[name_of_engine][1].server.decode_method()
     assert "module by module, as Qwen3" in says and "is none of" in says
     assert "gated delta rule in torch" in says

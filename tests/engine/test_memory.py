@@ -99,5 +99,5 @@ def test_capacity_and_resident_memory_are_within_a_tenth_of_the_prediction(
     assert small_bytes == pytest.approx(small_table.total, rel=0.1)
     assert num_bytes == pytest.approx(table.total, rel=0.1)
     # The measured constants cancel. Weights, their packed form and the KV cache remain.
-    unpacked = 0.0 if "packed by" in larger_engine.server.decodes_with() else table.of("packed weights")
+    unpacked = 0.0 if "packed by" in larger_engine.server.decode_method() else table.of("packed weights")
     assert num_bytes - small_bytes == pytest.approx(table.total - unpacked - small_table.total, rel=0.1)

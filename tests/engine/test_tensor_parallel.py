@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 
 def test_two_ranks_agree_with_transformers(engine_tp2: RunningEngine, models: Models) -> None:
     ids = prompt(30)
-    assert "module by module, as tp_size is 2" in engine_tp2.server.decodes_with()
+    assert "module by module, as tp_size is 2" in engine_tp2.server.decode_method()
     for version, name in enumerate("AB"):
         if version:
             engine_tp2.run(engine_tp2.push(models.tensors(name), version))

@@ -69,7 +69,7 @@ class SlowEngine:
         max_new_tokens: Sequence[int],
         sampling: Sampling,
         *,
-        trained: bool = True,
+        for_training: bool = True,
     ) -> list[Completion]:
         self._refuse_dead()
         requests = [SlowRequest(len(ids), s, n) for ids, s, n in zip(token_ids, seeds, max_new_tokens, strict=True)]

@@ -115,7 +115,7 @@ def test_a_template_that_changes_answers_is_refused_with_its_folder() -> None:
     tokenizer = characters(template="{% for message in messages %}{{ message['content'] | title }}{% endfor %}")
     request = parse_request(body(messages=[USER, {"role": "assistant", "content": "yes"}, USER]))
     with pytest.raises(ConfigError, match=r"tokenizer in '/models/tiny' changes the content of an assistant message"):
-        Renderer(tokenizer, {}).after(request, 1)
+        Renderer(tokenizer, {}).after_answer(request, 1)
 
 
 def test_a_lone_surrogate_is_refused() -> None:

@@ -36,7 +36,7 @@ def test_every_token_keeps_its_source_and_logprob(prompt: list[int], pieces: lis
     tokens, trained = list(prompt), [False] * len(prompt)
     for source, ids in pieces:
         if source == "model":
-            episode.sampled(completion(ids))
+            episode.append(completion(ids))
         else:
             episode.insert(np.array(ids, np.int32))
         tokens += ids
@@ -49,17 +49,17 @@ def test_every_token_keeps_its_source_and_logprob(prompt: list[int], pieces: lis
     np.testing.assert_allclose(columns.rollout_logprobs, expected, rtol=1e-6)
     assert np.array_equal(np.isnan(sample.logprobs), ~np.array(trained))
     assert (sample.sample_id, sample.episode_id, sample.group_id, sample.seed) == (14, 14, 3, 7)
-    assert episode.room == 100 - sum(trained)
+    assert episode.remaining_tokens == 100 - sum(trained)
 
 
 def test_remaining_tokens_respect_turns_and_context() -> None:
     episode = Episode(np.arange(10, dtype=np.int32), context(max_new=8, max_len=20))
     assert episode.sampling(9).max_new_tokens == 8
     assert episode.sampling(9).stop_token_ids == (1, 9)
-    episode.sampled(completion([4, 5, 6]))
-    assert episode.room == 5
+    episode.append(completion([4, 5, 6]))
+    assert episode.remaining_tokens == 5
     episode.insert(np.array([7, 7, 7], np.int32))
-    assert episode.room == 4, "the context has 20 tokens"
+    assert episode.remaining_tokens == 4, "the context has 20 tokens"
     assert episode.status is Status.COMPLETED
     episode.insert(np.full(9, 7, np.int32))
     assert episode.status is Status.TRUNCATED
@@ -70,10 +70,10 @@ def test_remaining_tokens_respect_turns_and_context() -> None:
 
 def test_turns_are_counted_by_source_not_by_version() -> None:
     episode = Episode(np.array([2, 3], np.int32), context())
-    episode.sampled(completion([4, 5, 6], (0, 1, 5), (1, 3, 6)))
+    episode.append(completion([4, 5, 6], (0, 1, 5), (1, 3, 6)))
     assert episode.sample(index=0, seed=0, text="").num_turns == 1
     episode.insert(np.array([7], np.int32))
-    episode.sampled(completion([8], finish="length"))
+    episode.append(completion([8], finish="length"))
     sample = episode.sample(index=0, seed=0, text="")
     assert (sample.num_turns, sample.versions, sample.status) == (2, (5, 5, 6), Status.TRUNCATED)
     assert [span.source for span in sample.spans] == [

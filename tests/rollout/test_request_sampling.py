@@ -51,7 +51,7 @@ class RecordingEngine(SlowEngine):
         max_new_tokens: Sequence[int],
         sampling: Sampling,
         *,
-        trained: bool = True,
+        for_training: bool = True,
     ) -> list[Completion]:
         self.requests.append(EngineRequest(tuple(token_ids[0].tolist()), tuple(seeds), sampling))
         ids = np.array([5, 6, STOP], np.int32)

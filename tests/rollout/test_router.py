@@ -66,7 +66,7 @@ def test_a_group_keeps_its_engine_until_it_is_withdrawn() -> None:
             await router.wait_for_engine(second)
             assert second.engine is b  # although the other engine has less load
             router.withdraw(b)
-            assert router.serving(second) is None  # no request goes to a withdrawn engine
+            assert router.serving_engine(second) is None  # no request goes to a withdrawn engine
             await router.wait_for_engine(second)
             assert second.engine is a
             router.admit(b)

@@ -37,12 +37,12 @@ class Endpoint:
     def __init__(self) -> None:
         self._connections: dict[str, AgentConnection] = {}
         self._runner: web.AppRunner | None = None
-        self._opening = asyncio.Lock()
+        self._open_lock = asyncio.Lock()
         self.base_url = ""
 
     async def open(self) -> None:
         """Start listening. Idempotent."""
-        async with self._opening:
+        async with self._open_lock:
             if self._runner is not None:
                 return
             app = web.Application(middlewares=[_in_openai_format], client_max_size=MAX_BODY_BYTES)

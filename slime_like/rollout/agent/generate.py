@@ -47,12 +47,12 @@ class OpenAIAgent:
         # One semaphore per dataset: agents of a paused rollout keep their slots, and an evaluation must not wait for them.
         self._concurrency, self._semaphores = config.agent_concurrency, dict[str, asyncio.Semaphore]()
         self._endpoint, self._loop = Endpoint(), AgentLoop(2 * config.agent_concurrency)
-        self._running = 0
+        self._num_running = 0
         self._counts: Counter[str] = Counter()
         self._warnings: dict[str, str] = {}
-        self._warned: set[str] = set()
-        self._succeeded = False  # at least one agent ended without failure
-        self._failed_in_a_row = 0
+        self._warned_names: set[str] = set()
+        self._has_succeeded = False  # at least one agent ended without failure
+        self._num_consecutive_failures = 0
         self._last_failure = ""
 
     async def __call__(
@@ -84,11 +84,11 @@ class OpenAIAgent:
     async def _episode(self, prompt: Prompt, session: Session, engine: Engine) -> list[Sample]:
         async with self._semaphores.setdefault(prompt.dataset, asyncio.Semaphore(self._concurrency)):
             key = self._endpoint.open_session(session)
-            self._running += 1
+            self._num_running += 1
             try:
                 reward, status = await self._run(prompt, session, key, engine)
             finally:
-                self._running -= 1
+                self._num_running -= 1
                 self._endpoint.close_session(key)
         if session.failure is not None:
             raise session.failure
@@ -110,16 +110,16 @@ class OpenAIAgent:
                 work, limit, lambda: engine.paused_s if isinstance(engine, ResumableEngine) else 0.0
             )
         except AgentTimeout:
-            return None, self._timed_out(session)
+            return None, self._record_timeout(session)
         except asyncio.CancelledError as error:
             if is_task_cancelled():
                 raise
-            return None, self._failed(session, error)
+            return None, self._record_failure(session, error)
         except Exception as error:  # noqa: BLE001  fault boundary: an agent is user code
-            return None, self._failed(session, error)
+            return None, self._record_failure(session, error)
         reward = self._reward(value)
         if not session.num_calls and session.end_status is None:
-            return None, self._no_calls()
+            return None, self._record_no_calls()
         return reward, None
 
     def _reward(self, value: object) -> Reward | None:
@@ -128,7 +128,7 @@ class OpenAIAgent:
         except ValueError as error:
             raise AgentError(f"rollout.agent={self._path} {error}; it must return a finite number or None") from error
 
-    def _timed_out(self, session: Session) -> Status:
+    def _record_timeout(self, session: Session) -> Status:
         self._counts["timeouts"] += 1
         self._last_failure = self._warnings["timeout"] = (
             f"rollout.agent={self._path}: a run took longer than rollout.agent_deadline_s={self._seconds:g} and was "
@@ -136,14 +136,14 @@ class OpenAIAgent:
         )
         return Status.FAILED
 
-    def _failed(self, session: Session, error: BaseException) -> Status:
+    def _record_failure(self, session: Session, error: BaseException) -> Status:
         if session.end_status is not None:  # caused by a refused call, not by a bug in the agent
             return session.end_status
         self._counts["failures"] += 1
         self._last_failure = self._warnings["failure"] = f"rollout.agent={self._path} failed: {_error_line(error)}"
         return Status.FAILED
 
-    def _no_calls(self) -> Status:
+    def _record_no_calls(self) -> Status:
         self._counts["failures"] += 1
         self._last_failure = self._warnings["failure"] = (
             f"rollout.agent={self._path} ended without a successful call: pass base_url and api_key, which it receives as "
@@ -154,18 +154,20 @@ class OpenAIAgent:
     def _count(self, session: Session, *, failed: bool) -> None:
         self._counts["runs"] += 1
         self._counts["calls"] += session.num_calls
-        for name in session.overrides.keys() - self._warned:
-            self._warned.add(name)
+        for name in session.overrides.keys() - self._warned_names:
+            self._warned_names.add(name)
             override = session.overrides[name]
             self._warnings[name] = (
                 f"rollout.agent={self._path} requested {override}: training needs samples at rollout.temperature"
             )
-        self._succeeded |= not failed
-        self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
+        self._has_succeeded |= not failed
+        self._num_consecutive_failures = self._num_consecutive_failures + 1 if failed else 0
         # Failed runs tend to end first: give the runs that started with them time to succeed.
-        if self._failed_in_a_row >= max(MAX_FAILURES if self._succeeded else MAX_FIRST_FAILURES, self._running):
+        if self._num_consecutive_failures >= max(
+            MAX_FAILURES if self._has_succeeded else MAX_FIRST_FAILURES, self._num_running
+        ):
             raise AgentError(
-                f"{self._failed_in_a_row} runs of an agent failed one after another; the last: {self._last_failure}"
+                f"{self._num_consecutive_failures} runs of an agent failed one after another; the last: {self._last_failure}"
             )
 
 

@@ -30,7 +30,7 @@ class Renderer:
         """Return the tokens of a conversation up to the start of the answer."""
         return self._ids(self._text(request, request.messages))
 
-    def after(self, request: ChatRequest, answer: int) -> I32:
+    def after_answer(self, request: ChatRequest, answer: int) -> I32:
         """Return the tokens from the end of the answer ``request.messages[answer]`` to the start of the next one.
 
         They start with the template's end-of-answer token, if it has one.

@@ -120,7 +120,7 @@ class Session:
         if turn is None:
             return self._renderer.conversation(request), np.zeros(0, dtype=np.int32)
         earlier_ids = turn.episode.token_ids[: turn.length]
-        between = self._renderer.after(request, len(turn.messages) - 1)
+        between = self._renderer.after_answer(request, len(turn.messages) - 1)
         end_was_sampled = (
             len(earlier_ids) and len(between) and earlier_ids[-1] == between[0]
         )  # the answer's end was sampled
@@ -128,7 +128,7 @@ class Session:
 
     def _max_tokens(self, turn: Turn | None, prompt_ids: I32, between: I32) -> int:
         sampling, context = self._context.sampling, self._context.max_context_len - len(prompt_ids) - len(between)
-        return min(turn.episode.room if turn is not None and turn.is_last else sampling.max_new_tokens, context)
+        return min(turn.episode.remaining_tokens if turn is not None and turn.is_last else sampling.max_new_tokens, context)
 
     def _refuse(self, turn: Turn | None, num_tokens: int) -> None:
         self.end_status = Status.TRUNCATED
@@ -163,7 +163,7 @@ class Session:
             episode = Episode(prompt_ids, self._context)
             self._episodes.append(episode)
         episode.insert(between)
-        episode.sampled(completion)
+        episode.append(completion)
         return episode
 
     def _to_reply(self, request: ChatRequest, completion: Completion, episode: Episode, number: int) -> AgentReply:

@@ -48,14 +48,14 @@ class GroupCollector:
         self._cfg, self._sampling, self._sampler = cfg, sampling, sampler
         self._prompts = PromptQueue(source)
         self._filters = GroupFilters(cfg)
-        self._starts: dict[int, RolloutState] = {}  # state before each rollout that is not consumed
+        self._initial_states: dict[int, RolloutState] = {}  # state before each rollout that has not been consumed
 
     async def generate(self, rollout_id: int) -> GeneratedRollout:
         """Return the groups of one rollout, scored and filtered, ordered by id.
 
         Raises ``DataError`` if too few passed after ``max_refills`` rounds, for example with a filter that hardly any prompt passes.
         """
-        self._starts[rollout_id] = self.state()
+        self._initial_states[rollout_id] = self.state()
         started = time.time()
         groups, num_generated, num_refills = await self._collect(rollout_id)
         report = self._filters.report()
@@ -75,11 +75,11 @@ class GroupCollector:
 
     def state_before(self, rollout_id: int) -> RolloutState:
         """Return the state before a rollout took its prompts; the current state if the rollout has not begun."""
-        return self._starts.get(rollout_id) or self.state()
+        return self._initial_states.get(rollout_id) or self.state()
 
     def forget(self, rollout_id: int) -> None:
         """Release the states kept for a consumed rollout and all earlier ones."""
-        self._starts = {key: value for key, value in self._starts.items() if key > rollout_id}
+        self._initial_states = {key: value for key, value in self._initial_states.items() if key > rollout_id}
 
     def restore(self, state: RolloutState) -> None:
         """Continue from ``state``. The data source must already be at its cursor."""

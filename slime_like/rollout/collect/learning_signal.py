@@ -76,7 +76,7 @@ class LearningSignal:
             fix = (
                 "does the response have the form that the reward reads?"
                 if scores == {0.0}
-                else "does the reward differ?"
+                else "does the reward tell good responses from bad ones?"
             )
             return f"every sample has reward {scores.pop():g}, so every advantage is 0; {fix}"
         return (

@@ -27,7 +27,7 @@ class RolloutProducer:
         self._generate = generate
         self._next = first
         self._last = last
-        self._ahead = max_staleness
+        self._max_staleness = max_staleness
         self._last_admitted = first - 1
         self._wake = asyncio.Event()
         self._ready: dict[int, asyncio.Future[GeneratedRollout]] = {}
@@ -38,7 +38,7 @@ class RolloutProducer:
         """Return rollout ``rollout_id`` once it is complete. Raises the error that stopped its generation."""
         if self._failure is not None and rollout_id not in self._ready:
             raise self._failure
-        self._last_admitted = max(self._last_admitted, rollout_id + self._ahead)
+        self._last_admitted = max(self._last_admitted, rollout_id + self._max_staleness)
         self._wake.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="rollout producer")

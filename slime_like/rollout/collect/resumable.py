@@ -145,7 +145,7 @@ class ResumableEngine:
 
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
         """Send one request for all unfinished completions; return whether those still unfinished may be requested again."""
-        engine = self._pool.router.serving(self._assignment)
+        engine = self._pool.router.serving_engine(self._assignment)
         if engine is None:  # withdrawn while the gate was shut
             return True
         indices = call.unfinished()
@@ -168,6 +168,6 @@ class ResumableEngine:
             [call.seeds[i] for i in indices],
             [max(1, sampling.max_new_tokens - call.num_sampled(i)) for i in indices],
             sampling,
-            trained=self._required_sampling is not None,
+            for_training=self._required_sampling is not None,
         )
         return parts, engine.num_aborts > aborts

@@ -16,7 +16,7 @@ from slime_like.types import F32, I32, RoutedExperts
 
 # Parts of an engine that a weight update writes. SGLang's default includes the draft model of speculative decoding, which keeps
 # the weights of its checkpoint: its accuracy changes how many drafts are accepted, not the distribution of the tokens.
-UPDATED = {"selector": "target"}
+UPDATE_SELECTOR = {"selector": "target"}
 
 
 class EngineClient:
@@ -81,11 +81,11 @@ class EngineClient:
         max_new_tokens: Sequence[int],
         sampling: Sampling,
         *,
-        trained: bool = True,
+        for_training: bool = True,
     ) -> list[Completion]:
         """Return one completion of each sequence, in one request. ``max_new_tokens`` overrides that of ``sampling``.
 
-        Without ``trained``, no routed experts are returned.
+        Without ``for_training``, no routed experts are returned.
 
         A seed draws the same token at the same position of a sequence, wherever its request began.
         """
@@ -99,7 +99,7 @@ class EngineClient:
             {**base, "max_new_tokens": max_tokens, "sampling_seed": seed}
             for seed, max_tokens in zip(seeds, max_new_tokens, strict=True)
         ]
-        return await self._complete("generate", token_ids, params, self._routing if trained else None)
+        return await self._complete("generate", token_ids, params, self._routing if for_training else None)
 
     async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
         """Sample ``num_tokens`` after each sequence, ignoring end-of-sequence; fewer only after ``abort_all``."""
@@ -177,7 +177,7 @@ class EngineClient:
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_update(self) -> None:
         """Open a weight update on a paused engine: from here every parameter of the served model counts as unwritten."""
-        await self._connection.post("begin update", "/begin_weight_update", UPDATED)
+        await self._connection.post("begin update", "/begin_weight_update", UPDATE_SELECTOR)
 
     async def end_update(self, version: int) -> None:
         """Commit the update. Raises ``EngineError`` naming the parameters that were not completely written."""
@@ -193,7 +193,7 @@ class EngineClient:
     async def update_from_tensors(self, payload: bytes) -> None:
         """Load a pickled ``[(name, host tensor)]`` with HF names, or the tensors that a ``weight_sync.shared`` message describes."""
         tensors = [base64.b64encode(payload).decode()]
-        request = {"serialized_named_tensors": tensors, "flush_cache": False, **UPDATED}
+        request = {"serialized_named_tensors": tensors, "flush_cache": False, **UPDATE_SELECTOR}
         await self._connection.post("update", "/update_weights_from_tensor", request)
 
     async def init_broadcast_group(
@@ -218,7 +218,7 @@ class EngineClient:
             "shapes": [list(meta.shape) for meta in metas],
             "group_name": group_name,
             "flush_cache": False,
-            **UPDATED,
+            **UPDATE_SELECTOR,
         }
         await self._connection.post("update", "/update_weights_from_distributed", request)
 

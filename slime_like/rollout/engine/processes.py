@@ -114,8 +114,8 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 def headline(lines: list[str]) -> str:
     """Return the error message in the lines of a log, to be printed before its end.
 
-    A plugin's message is the cause of every other error: if a worker stops with it, the server fails later. Otherwise the
-    last line of those printed that looks like an error.
+    A plugin's message is the cause of every other error: if a worker stops with it, the server fails later. Without one, it is
+    the last printed line that looks like an error.
     """
     plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
     errors = [line.strip() for line in lines[-LOG_LINES:] if re.match(r"\s*[\w.]+(Error|Exception|Exit)\b.*:", line)]

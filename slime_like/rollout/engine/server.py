@@ -69,7 +69,7 @@ class EngineServer:
             self._log_begin = log.tell()
             self._process = self._spawn(log, child_environment(self._spec, self._scratch, self._host))
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the server has died, of which wait_ready tells the cause
+        with contextlib.suppress(BrokenPipeError):  # the server has died: wait_ready reports the cause
             self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -81,13 +81,13 @@ class EngineServer:
         """
         deadline = Deadline("rollout", "engine start", self._spec.start_deadline_s)
         subject = f"engine at {self.url} (log: {self._spec.log_path})"
-        while not self._answers(min(HEALTH_S, deadline.remaining(subject))):
+        while not self._is_healthy(min(HEALTH_S, deadline.remaining(subject))):
             if not self.alive():
                 raise EngineError(f"engine did not start: {self.cause_of_death()}")
             time.sleep(POLL_S)
         self.segments = processes.mapped_segments(self.pid)
 
-    def decodes_with(self) -> str:
+    def decode_method(self) -> str:
         """Return the decoding method of a CPU engine, as its log states it; empty on a GPU and before it is ready."""
         try:
             matches = re.findall(rf"{DECODE_LINE}(.*)", Path(self._spec.log_path).read_text(errors="replace"))
@@ -158,7 +158,7 @@ class EngineServer:
             start_new_session=True,
         )
 
-    def _answers(self, seconds: float) -> bool:
+    def _is_healthy(self, seconds: float) -> bool:
         try:
             with _DIRECT.open(f"{self.url}/health", timeout=seconds) as reply:
                 return reply.status == 200

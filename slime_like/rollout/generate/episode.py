@@ -24,7 +24,7 @@ class Episode:
 
         episode = Episode(prompt.token_ids, context)
         (completion,) = await engine.generate(episode.token_ids, [seed], episode.sampling())
-        episode.sampled(completion)  # trained on
+        episode.append(completion)  # trained on
         episode.insert(tokenize(context.tokenizer, ["a tool's reply"])[0])  # context only, not trained on
     """
 
@@ -54,17 +54,19 @@ class Episode:
         return self._row.columns.spans()
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """Number of tokens that may still be sampled within ``rollout.max_response_len`` (all turns) and the context."""
         num_tokens = self._context.sampling.max_new_tokens - self._num_sampled
         return min(num_tokens, self._context.max_context_len - len(self))
 
     def sampling(self, *stop_token_ids: int) -> Sampling:
-        """Return the settings of the next turn: at most ``room`` tokens, which must not be 0, and additional stop tokens."""
+        """Return the settings of the next turn: at most ``remaining_tokens`` tokens, which must not be 0, and additional stop tokens."""
         sampling = self._context.sampling
-        return replace(sampling, max_new_tokens=self.room, stop_token_ids=(*sampling.stop_token_ids, *stop_token_ids))
+        return replace(
+            sampling, max_new_tokens=self.remaining_tokens, stop_token_ids=(*sampling.stop_token_ids, *stop_token_ids)
+        )
 
-    def sampled(self, completion: Completion) -> None:
+    def append(self, completion: Completion) -> None:
         """Append tokens that the model sampled after all tokens so far: one span per weight version, trained on."""
         self._num_sampled += len(completion.token_ids)
         self.status = STATUS.get(completion.finish, Status.FAILED)
@@ -79,7 +81,7 @@ class Episode:
         """Append tokens of a tool or an environment; the episode is truncated if they fill the remaining space."""
         if len(token_ids):
             self._row.append(context_columns(token_ids, TOOL_TOKEN))
-        if self.room < 1:
+        if self.remaining_tokens < 1:
             self.status = Status.TRUNCATED
 
     def sample(self, *, index: int, seed: int, text: str) -> Sample:

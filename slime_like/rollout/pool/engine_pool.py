@@ -4,9 +4,9 @@ consumes  failures of requests, results of health checks, commits of weights
 produces  engines that accept requests (``EngineRouter``), and a ``Recovery`` for each lost engine
 waits for an engine's restart, bounded by its ``EngineSupervisor``, and for the push that gives it weights
 
-At the start of a run every engine serves the weights of its checkpoint. A lost engine is withdrawn immediately: its unfinished groups continue on other
-engines, with the same ids and seeds, from the tokens already returned. A restarted engine has the weights of its
-checkpoint and joins at the next push.
+At the start of a run every engine serves the weights of its checkpoint. A lost engine is withdrawn immediately: its
+unfinished groups continue on other engines, with the same ids and seeds, from the tokens already returned. A restarted engine
+has the weights of its checkpoint and joins at the next push.
 """
 
 from __future__ import annotations
@@ -215,14 +215,14 @@ class EnginePool:
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task until it ends or the pool stops. Its exception ends the run."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and isinstance(error := task.exception(), Exception):
                 self._fail(error)
 
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(on_end)
 
     async def stop(self) -> None:
         """Cancel all tasks and close the connections."""
@@ -241,7 +241,7 @@ class EnginePool:
                 self._fail(EngineError(f"{name} was lost once more than {limit}, the last time by: {cause}"))
                 return
             try:
-                slot.client, ended = await slot.supervisor.restart()
+                slot.client, exit_summary = await slot.supervisor.restart()
                 break
             except (EngineError, DeadlineExceeded) as error:
                 cause = error
@@ -249,7 +249,7 @@ class EnginePool:
         self._num_restarts += 1
         last = self.recoveries[slot.recovery_index]
         self.recoveries[slot.recovery_index] = replace(
-            last, cause=f"{last.cause}; it {ended}" if ended else last.cause, up=time.time()
+            last, cause=f"{last.cause}; it {exit_summary}" if exit_summary else last.cause, up=time.time()
         )
         slot.is_restarting, slot.has_responded, slot.stopped_pids, slot.ready_since = False, False, (), time.monotonic()
         slot.lost_event = asyncio.Event()

@@ -44,7 +44,7 @@ class HealthMonitor:
         decodes = not self._pool.is_pushing
         try:
             healthy = await self._pool.check_health(slot, engine, decodes=decodes)
-            stopped = await slot.supervisor.stopped_pids() if healthy and not decodes else ()
+            stopped_pids = await slot.supervisor.stopped_pids() if healthy and not decodes else ()
         except EngineLost as error:
             if slot.client is engine and not slot.is_restarting:
                 self._mark_lost_or_stalled(slot, error)
@@ -55,7 +55,7 @@ class HealthMonitor:
             return True
         if not healthy and decodes and pushes != self._pool.num_pushes:
             return False
-        still_stopped, slot.stopped_pids = set(stopped) & set(slot.stopped_pids), stopped
+        still_stopped, slot.stopped_pids = set(stopped_pids) & set(slot.stopped_pids), stopped_pids
         if healthy and not still_stopped:
             self._pool.mark_responsive(slot)
             return True

@@ -97,11 +97,11 @@ class EngineRouter:
             await self._changed.wait()
         if self._failure is not None:
             raise copy_error(self._failure)
-        if (engine := self.serving(assignment)) is None:
+        if (engine := self.serving_engine(assignment)) is None:
             engine = assignment.engine = self._least_loaded()
         return engine
 
-    def serving(self, assignment: EngineAssignment) -> EngineClient | None:
+    def serving_engine(self, assignment: EngineAssignment) -> EngineClient | None:
         """Return the assigned engine; None if it no longer serves, so that the group needs another."""
         return assignment.engine if assignment.engine in self._engines else None
 
