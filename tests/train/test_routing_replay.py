@@ -76,7 +76,7 @@ def test_weights_of_replayed_experts_have_gradients_and_unknown_tokens_choose() 
     scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]], requires_grad=True)
     choice = ExpertChoice()
     choice.padding = torch.zeros(2, dtype=torch.bool)
-    choice.replayed = {choice.padding.data_ptr(): torch.tensor([[2, 1], [0, 0]], dtype=torch.int16)}
+    choice.replayed_experts = {choice.padding.data_ptr(): torch.tensor([[2, 1], [0, 0]], dtype=torch.int16)}
     choice.compares = True
     values, indices = choose(choice, scores)
     assert indices.tolist() == [[2, 1], [0, 1]] and values.tolist() == [[1.0, 2.0], [3.0, 2.0]]

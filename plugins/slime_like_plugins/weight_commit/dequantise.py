@@ -23,7 +23,7 @@ def weights(original: ReadWeights, loader: Any, source: Any, **options: Any) -> 
     for name, tensor in original(loader, source, **options):
         stored_name = name.removeprefix(source.prefix)
         if not folder.is_scale(stored_name):
-            yield name, folder.scaled(stored_name, tensor)
+            yield name, folder.apply_scales(stored_name, tensor)
 
 
 HOOKS = (Hook("sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator", "around", weights),)

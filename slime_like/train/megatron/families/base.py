@@ -130,8 +130,8 @@ def family_class(name: str) -> type[Family]:
 class Family(ABC):
     """Mapping of an HF ``model_type`` to megatron. One instance per model."""
 
-    carried: tuple[str, ...] = ()
-    """Prefixes of HF tensors that are not trained and that an export copies from the source folder."""
+    untrained_prefixes: tuple[str, ...] = ()
+    """Prefixes of the names of HF tensors that are not trained; an export copies them from the source folder."""
     output_norms: ClassVar[bool] = False
     """True if a norm follows attention and MLP, before the residual is added."""
     projection_norms: ClassVar[bool] = False

@@ -12,7 +12,7 @@ from slime_like.train.megatron.families.experts import Experts
 class GroupedExperts(Experts):
     """Mix-in for a decoder family: experts after the first layers, with shared experts. A softmax over all experts weights the chosen.
 
-    With topk_method=group_limited_greedy, a token's experts are in the topk_group groups whose best experts are best.
+    With topk_method=group_limited_greedy, a token's experts are in the topk_group groups with the highest scores.
     """
 
     shared_name = "shared_experts"
@@ -20,13 +20,13 @@ class GroupedExperts(Experts):
     shape_keys = ("n_routed_experts", "n_shared_experts", "first_k_dense_replace")
     score_function: ClassVar[str] = "softmax"
     topk_methods: ClassVar[tuple[str, ...]] = ("greedy", "group_limited_greedy")
-    ranked: ClassVar[int] = 1
-    """Number of experts whose scores rank a group; megatron's router has the same number for this score function."""
+    num_group_scores: ClassVar[int] = 1
+    """Number of best scores whose sum ranks a group; megatron's router has the same number for this score function."""
 
     def __init__(self, hf: Any, tp: int) -> None:
         super().__init__(hf, tp)
         first, extra = int(hf.num_hidden_layers), int(getattr(hf, "num_nextn_predict_layers", None) or 0)
-        self.carried = tuple(f"model.layers.{layer}." for layer in range(first, first + extra))
+        self.untrained_prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + extra))
         self.require("scoring_func", self.score_function)
         self.require("topk_method", *self.topk_methods)
         self.require("norm_topk_prob", self.renormalises)
@@ -37,7 +37,7 @@ class GroupedExperts(Experts):
         size, top_k = self.num_experts // max(1, groups), int(self.hf.num_experts_per_tok)
         if groups < 1 or self.num_experts % groups or not 0 < chosen <= groups:
             problem = "n_group must divide the experts, and topk_group be between 1 and n_group"
-        elif size < self.ranked or chosen * size < top_k:
+        elif size < self.num_group_scores or chosen * size < top_k:
             problem = f"a group has {size} experts, too few to rank groups or to choose {top_k} experts"
         else:
             return
@@ -89,7 +89,7 @@ class BiasedExperts(GroupedExperts):
 
     score_function = "sigmoid"
     topk_methods = ("noaux_tc",)
-    ranked = 2
+    num_group_scores = 2
 
     @property
     def renormalises(self) -> bool:

@@ -64,16 +64,16 @@ class HFFolder:
                 "is incomplete; download it again"
             )
         self._check_shape(name, shape)
-        return self.scaled(name, self._open(locations[name]).get_tensor(name))
+        return self.apply_scales(name, self._open(locations[name]).get_tensor(name))
 
     def names(self) -> list[str]:
         """Return the names of all tensors that are not scales of float8 weights, sorted."""
         return sorted(name for name in self._locations() if not self.is_scale(name))
 
-    def stored(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read_as_stored(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return tensor ``name`` of ``names()`` in its stored shape and dtype; a float8 weight in ``dtype``."""
         tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
-        scaled = self.scaled(name, tensor)
+        scaled = self.apply_scales(name, tensor)
         return scaled if scaled is tensor else scaled.to(dtype)
 
     def has(self, name: str) -> bool:
@@ -83,13 +83,13 @@ class HFFolder:
     def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Return ``tensor(name, shape)[index]``, reading only that part."""
         self._check_shape(name, shape)
-        return self.scaled(name, self._open(self._locations()[name]).get_slice(name)[index], index)
+        return self.apply_scales(name, self._open(self._locations()[name]).get_slice(name)[index], index)
 
     def is_scale(self, name: str) -> bool:
         """Return whether tensor ``name`` holds scales of a float8 weight."""
         return name in self._all_scales().names
 
-    def scaled(self, name: str, tensor: Tensor, index: int | None = None) -> Tensor:
+    def apply_scales(self, name: str, tensor: Tensor, index: int | None = None) -> Tensor:
         """Return ``tensor``, which is stored as ``name``, multiplied by its scales if it has scales.
 
         With ``index``, ``tensor`` is that part of the stored tensor. Raises ``CheckpointError`` if the dtype is not that

@@ -21,7 +21,7 @@ class HybridDecoder(DenseDecoder):
     """
 
     qk_norm = True
-    carried = ("mtp.", "model.visual.")
+    untrained_prefixes = ("mtp.", "model.visual.")
     shape_keys = (
         "linear_num_key_heads",
         "linear_num_value_heads",

@@ -31,7 +31,7 @@ class MinimaxM2(Experts, DenseDecoder):
         if linear := [kind for kind in getattr(hf, "attn_type_list", None) or () if kind != 1]:
             self.refuse(f"attn_type_list with {linear[0]!r}", "1 (full attention)")
         first, extra = int(hf.num_hidden_layers), int(getattr(hf, "num_mtp_modules", None) or 0)
-        self.carried = tuple(f"model.layers.{layer}." for layer in range(first, first + extra))
+        self.untrained_prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + extra))
 
     @property
     def expert_size(self) -> int:

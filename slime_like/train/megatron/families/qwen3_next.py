@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime_like.train.megatron.families.base import Weight
 from slime_like.train.megatron.families.experts import Experts
 from slime_like.train.megatron.families.hybrid import HybridDecoder
-from slime_like.train.megatron.families.sections import ByKeyHead
+from slime_like.train.megatron.families.sections import InterleavedByHead
 
 
 class Qwen3Next(Experts, HybridDecoder):
@@ -18,4 +18,4 @@ class Qwen3Next(Experts, HybridDecoder):
         of_head = (hf.linear_key_head_dim, hf.linear_key_head_dim, *(shared * hf.linear_value_head_dim,) * 2)
         names = (f"{net}.in_proj_qkvz.weight", f"{net}.in_proj_ba.weight")
         shapes = ((2 * key + 2 * value, hf.hidden_size), (2 * hf.linear_num_value_heads, hf.hidden_size))
-        return ByKeyHead(names, shapes, heads, (of_head, (shared, shared)))
+        return InterleavedByHead(names, shapes, heads, (of_head, (shared, shared)))

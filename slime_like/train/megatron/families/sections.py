@@ -45,7 +45,7 @@ class Sections(Weight):
 
 
 @dataclass(frozen=True, slots=True)
-class ByKeyHead(Weight):
+class InterleavedByHead(Weight):
     """HF tensors that interleave their sections by key head. ``rows[i][j]``: rows of section j of tensor i per head.
 
     Qwen3-Next stores query, key, value and gate of key head 0, then those of key head 1, and so on.

@@ -45,8 +45,8 @@ class ExpertChoice:
     def __init__(self, *, scores_are_probabilities: bool = False) -> None:
         self._scores_are_probabilities = scores_are_probabilities
         self.padding: Tensor | None = None  # mask of the current micro-batch
-        self.replayed: Mapping[int, Tensor] = {}  # address of a mask -> [L, K], integers of any type
-        self.recorded: dict[int, Tensor] | None = None  # address of a mask -> [L, K]; None: nothing is recorded
+        self.replayed_experts: Mapping[int, Tensor] = {}  # address of a mask -> [L, K], integers of any type
+        self.recorded_experts: dict[int, Tensor] | None = None  # address of a mask -> [L, K]; None: nothing is recorded
         self.compares = False  # whether replayed choices are compared with the router's own
         self.counts = ChoiceCounts()
 
@@ -62,9 +62,9 @@ class ExpertChoice:
         """Return scores and indices [L, K] of the experts to use; tokens without a recorded choice use the router's own."""
         values, own_LK = self.best(scores, topk, num_groups, group_topk, default)
         address = -1 if self.padding is None else self.padding.data_ptr()
-        if self.recorded is not None:
-            self.recorded[address] = own_LK.to(torch.int16)
-        replayed = self.replayed.get(address)
+        if self.recorded_experts is not None:
+            self.recorded_experts[address] = own_LK.to(torch.int16)
+        replayed = self.replayed_experts.get(address)
         if replayed is None:
             return values, own_LK
         replayed_LK = replayed.to(own_LK.dtype)
@@ -87,12 +87,12 @@ class ExpertChoice:
 class GroupLimitedChoice(ExpertChoice):
     """Choice of experts within the best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2; V3, arXiv:2412.19437, 2.1.2).
 
-    The sum of its best ``ranked`` scores ranks a group; megatron's own choice sums topk / group_topk scores.
+    The sum of its ``num_group_scores`` best scores ranks a group; megatron's own choice sums topk / group_topk scores.
     """
 
-    def __init__(self, ranked: int, *, scores_are_probabilities: bool = False) -> None:
+    def __init__(self, num_group_scores: int, *, scores_are_probabilities: bool = False) -> None:
         super().__init__(scores_are_probabilities=scores_are_probabilities)
-        self.ranked = ranked
+        self.num_group_scores = num_group_scores
 
     def best(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
@@ -116,4 +116,4 @@ class GroupLimitedChoice(ExpertChoice):
 
     def _groups(self, scores: Tensor, num_groups: int) -> Tensor:
         """Return [L, groups]: the sums that rank the groups."""
-        return scores.unflatten(-1, (num_groups, -1)).topk(self.ranked, -1).values.sum(-1)
+        return scores.unflatten(-1, (num_groups, -1)).topk(self.num_group_scores, -1).values.sum(-1)

@@ -48,7 +48,7 @@ class LatentSelfAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(config, config.q_lora_rank)
         self.linear_kv_down_proj = ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        self.rotary_pos_emb = GivenAngles(rotary_scale)
+        self.rotary_pos_emb = PrecomputedAngles(rotary_scale)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
         """Return the class of each part. megatron's rules require TransformerEngine for queries without a latent."""
@@ -77,7 +77,7 @@ class ReplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
-class GivenAngles(torch.nn.Module):
+class PrecomputedAngles(torch.nn.Module):
     """Rotary angles that the model has computed for all layers, in place of megatron's rotary embedding."""
 
     def __init__(self, scale: float) -> None:

@@ -78,7 +78,7 @@ class PolicyModel(HybridModel):
         self.vocabulary = VocabularyPart(start, real, rank_info.tp_group)
 
     @classmethod
-    def adapt(cls, hf: Any) -> Any:
+    def adapt_config(cls, hf: Any) -> Any:
         """Return the HF config for this class of model."""
         return hf
 

@@ -70,7 +70,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
         "variable_seq_lengths": layout.pp > 1,  # packed rows differ in length
         "deterministic_mode": spec.deterministic,
     }
-    chosen: dict[str, Any] = {
+    default_fields: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default rejects rows of different lengths, even without experts
         "moe_grouped_gemm": family.num_experts > 0,  # ``GroupedMLP``; megatron's needs TransformerEngine
         "moe_router_dtype": "fp32",
@@ -95,7 +95,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     try:
         with warnings.catch_warnings():  # megatron warns about defaults of its CUDA graph fields
             warnings.filterwarnings("ignore", message="full scope is deprecated")
-            return kind(**{**derived_fields, **chosen, **spec.model.megatron})
+            return kind(**{**derived_fields, **default_fields, **spec.model.megatron})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"model/parallel: megatron-core rejects parallel.* or model.megatron: {error}; change the values it names"

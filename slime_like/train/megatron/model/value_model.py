@@ -49,7 +49,7 @@ class ValueModel(PolicyModel):
             self.value_head = ValueHead(config)
 
     @classmethod
-    def adapt(cls, hf: Any) -> Any:
+    def adapt_config(cls, hf: Any) -> Any:
         """Return the HF config without tied embeddings, because there is no output layer."""
         config = copy.deepcopy(hf)
         config.tie_word_embeddings = False

@@ -34,7 +34,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     from slime_like.train.megatron.model_io.initial import load_megatron
 
     folder = HFFolder(hf)
-    family = choose_family(spec, PolicyModel.adapt(folder.config()))
+    family = choose_family(spec, PolicyModel.adapt_config(folder.config()))
     if (source / MANIFEST).is_file():
         check_model(read_manifest(source), family, PolicyModel.head, source)
     model = build_segments(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)

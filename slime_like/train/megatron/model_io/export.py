@@ -42,7 +42,7 @@ class HFExport:
 
     def __init__(self, model: ModelSegments, family: Family, rank_info: RankInfo) -> None:
         self._rank_info = rank_info
-        self.carried = family.carried
+        self.untrained_prefixes = family.untrained_prefixes
         table = family.weights()
         tied = bool(family.hf.tie_word_embeddings)
         # An expert's parameter has one weight per expert parallel rank, other parameters have one weight.
@@ -129,8 +129,8 @@ def write_hf(
 ) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
-    Tensors of the source that the family carries (a vision tower, multi-token prediction) are copied unchanged, except that
-    float8 weights get the dtype of the others: an export is not quantised.
+    Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8 weights get
+    the dtype of the others: an export is not quantised.
     Every pipeline stage writes its own files into a temporary folder, which then replaces ``folder``.
     Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder; ``folder`` is unchanged.
     """
@@ -147,18 +147,18 @@ def write_hf(
         errors = [f"rank {rank}: {files.error}" for rank, files in enumerate(files_of_ranks) if files.error is not None]
         try:
             if errors:
-                raise _failed(folder, "; ".join(errors))
+                raise _export_error(folder, "; ".join(errors))
             weight_map = {name: file for files in files_of_ranks for name, file in files.weight_map.items()}
-            carried = [name for name in _names_of(source, export.carried) if name not in weight_map]
+            untrained_names = [name for name in _names_of(source, export.untrained_prefixes) if name not in weight_map]
             dtype = export.manifest()[0].dtype
-            carried_map, num_bytes = _copy_carried(scratch, source, carried, max_bytes, getattr(torch, dtype))
+            copied_map, num_bytes = _copy_untrained(scratch, source, untrained_names, max_bytes, getattr(torch, dtype))
             num_bytes += sum(files.num_bytes for files in files_of_ranks)
-            _write_metadata(scratch, weight_map | carried_map, num_bytes, source, dtype)
+            _write_metadata(scratch, weight_map | copied_map, num_bytes, source, dtype)
             publish(scratch, folder)
         except (CheckpointError, OSError, SafetensorError) as error:
             shutil.rmtree(scratch, ignore_errors=True)
             if isinstance(error, SafetensorError):
-                raise _failed(folder, str(error)) from error
+                raise _export_error(folder, str(error)) from error
             raise
 
     on_rank_zero(prepare)
@@ -167,7 +167,7 @@ def write_hf(
     on_rank_zero(finish)
 
 
-def _failed(folder: Path, reason: str) -> CheckpointError:
+def _export_error(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{folder}: the export failed ({reason}); is the disk full?")
 
 
@@ -195,7 +195,7 @@ def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
     return [name for name in source.names() if name.startswith(prefixes)] if prefixes else []
 
 
-def _copy_carried(
+def _copy_untrained(
     scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int, dtype: torch.dtype
 ) -> tuple[dict[str, str], int]:
     """Copy tensors of ``source`` into separate files, float8 weights as ``dtype``.
@@ -203,7 +203,7 @@ def _copy_carried(
     Return tensor name -> file name, and the number of bytes.
     """
     weight_map: dict[str, str] = {}
-    entries = ((name, source.stored(name, dtype)) for name in names)
+    entries = ((name, source.read_as_stored(name, dtype)) for name in names)
     num_bytes = 0
     for i, group in enumerate(by_bytes(((entry, _num_bytes(entry[1])) for entry in entries), max_bytes)):
         file = f"model-carried-{i:05d}.safetensors"

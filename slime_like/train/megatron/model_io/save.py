@@ -102,7 +102,7 @@ class PendingSave:
                 shutil.rmtree(self._scratch, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise
-            raise _failed(self.target, summarize_error(error)) from error
+            raise _save_error(self.target, summarize_error(error)) from error
 
     def _join(self, deadline_s: float) -> None:
         if self._thread is not None:
@@ -114,7 +114,7 @@ class PendingSave:
         dist.all_gather_object(outcomes, (self._error, self._hashes))
         errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error]
         if errors:
-            raise _failed(self.target, "; ".join(errors))
+            raise _save_error(self.target, "; ".join(errors))
         self._hashes = {name: sha for _, hashes in outcomes for name, sha in hashes.items()}
 
     def _publish(self, errors: Sequence[Exception]) -> None:
@@ -158,7 +158,7 @@ def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> 
             content_metadata=content_metadata(),
         )
     except CheckpointException as error:
-        raise _failed(target, summarize_error(error)) from error
+        raise _save_error(target, summarize_error(error)) from error
     return PendingSave(request, target, manifest, state.rank_info)
 
 
@@ -182,7 +182,7 @@ def _scratch(target: Path) -> Path:
     return target.with_name(target.name + SCRATCH)
 
 
-def _failed(target: Path, reason: str) -> CheckpointError:
+def _save_error(target: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{target}: the save failed ({reason}); is the disk full? The previous checkpoint is unchanged"
     )

@@ -15,10 +15,12 @@ from slime_like.errors import CheckpointError
 
 
 def on_rank_zero(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the other ranks wait. Raises its ``CheckpointError`` or ``OSError`` on every rank as
-    ``CheckpointError``.
+    """Run ``action`` on rank 0 while the other ranks wait. If it raises, raise ``CheckpointError`` on every rank.
+
+    An error that is neither ``CheckpointError`` nor ``OSError`` is a bug: rank 0 raises it unchanged.
     """
     outcome: list[str | None] = [None]
+    bug: Exception | None = None
     if dist.get_rank() == 0:
         try:
             action()
@@ -27,7 +29,11 @@ def on_rank_zero(action: Callable[[], None]) -> None:
         except OSError as error:
             # The error of a write to a full disk names no file.
             outcome = [f"{error.filename or 'the disk'}: {error.strerror}; choose a folder on a writable disk"]
+        except Exception as error:  # noqa: BLE001  raised below, once the other ranks know of it
+            bug, outcome = error, [f"rank 0 failed: {type(error).__name__}: {error}"]
     dist.broadcast_object_list(outcome)
+    if bug is not None:
+        raise bug
     if outcome[0] is not None:
         raise CheckpointError(outcome[0])
 

@@ -101,13 +101,13 @@ class RankCritic(RankModel):
             rollout.fill("returns", returns, self.rank_info.device)
         metrics = rollout.metrics
         for micros, count in zip(rollout.micros_by_step, num_tokens, strict=True):
-            metrics += [_renamed(metric) for metric in self.optimizer_step(micros, count, None)]
+            metrics += [_rename(metric) for metric in self.optimizer_step(micros, count, None)]
         optim.gather_parameters(self.wrapped)
         metrics.append(Last("perf/critic_train_time", time.perf_counter() - start))
         return tuple(metrics) if self.rank_info.is_reporter else ()
 
 
-def _renamed(metric: Metric) -> Metric:
+def _rename(metric: Metric) -> Metric:
     """Rename a metric that the actor reports too: ``train/lr`` becomes ``train/critic_lr``."""
     name = metric.name.removeprefix("train/")
     return metric if name in CRITIC_ONLY else replace(metric, name=f"train/critic_{name}")

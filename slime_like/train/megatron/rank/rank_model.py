@@ -44,7 +44,7 @@ class RankModel:
         self._pending_save: PendingSave | None = None
         self._rollout: OpenRollout | None = None
         self.folder = HFFolder(spec.model.hf_checkpoint, spec.model_key)
-        self.family = choose_family(spec, kind.adapt(self.folder.config()))
+        self.family = choose_family(spec, kind.adapt_config(self.folder.config()))
         self.table = self.family.weights()
         if spec.deterministic:
             determinism.require(rank_info.device, self.table.values())

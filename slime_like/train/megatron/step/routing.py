@@ -67,27 +67,27 @@ class RoutingReplay:
         """Replay the experts of ``micros``. With ``compare``, count how often the routers would choose others."""
         by_address = {_address(micro): micro.experts for micro in micros if micro.experts is not None}
         for index, choice in enumerate(self._choices()):
-            choice.replayed = {address: experts[index] for address, experts in by_address.items()}
+            choice.replayed_experts = {address: experts[index] for address, experts in by_address.items()}
             choice.compares = compare
         try:
             yield
         finally:
             for choice in self._choices():
-                choice.replayed, choice.compares = {}, False
+                choice.replayed_experts, choice.compares = {}, False
 
     @contextmanager
     def record(self, micros: Sequence[MicroBatch]) -> Generator[None]:
         """Give ``micros`` the experts that the routers choose, to be replayed."""
         for choice in self._choices():
-            choice.recorded = {}
+            choice.recorded_experts = {}
         try:
             yield
-            recorded = [choice.recorded or {} for choice in self._choices()]
+            recorded = [choice.recorded_experts or {} for choice in self._choices()]
             for micro in micros if recorded else ():
                 micro.experts = torch.stack([by_address[_address(micro)] for by_address in recorded])
         finally:
             for choice in self._choices():
-                choice.recorded = None
+                choice.recorded_experts = None
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the comparison since the last call; () if nothing is replayed. A collective."""
