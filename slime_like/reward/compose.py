@@ -30,7 +30,7 @@ def components(config: RewardConfig, rm_type: str | None, *, unshaped: bool = Fa
     return weights
 
 
-def composed(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
+def compose(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
     """Return the weighted sum, with the first accuracy among the parts. A single part of weight 1 is returned unchanged."""
     if len(parts) == 1 and list(weights.values()) == [1.0]:
         return parts[0]

@@ -19,7 +19,7 @@ from slime_like.types import Prompt, Reward, Sample
 DEFAULT_LETTERS = tuple(string.ascii_uppercase[:10])
 THOUGHT = "</think>"
 OPTION = r"[\s:*$({\[\\]{0,8}(?:(?:boxed|text|mathrm)[{(\s]{1,3}){0,2}([A-Z](?!\w)|[a-z](?=[)}\].*$\s]{0,8}\Z))"
-STATED = (  # phrases that state the chosen option, the most explicit first
+STATEMENTS = (  # phrases that state the chosen option, the most explicit first
     re.compile(rf"\b(?i:answer)(?:\s{{1,3}}(?i:is))?{OPTION}"),
     re.compile(r"(?<!\w)\(?([A-Z])\)?\s{1,3}(?i:is(?:\s{1,3}the)?\s{1,3}correct)\b"),
     re.compile(rf"\b(?i:option|choice)(?:\s{{1,3}}(?i:is))?{OPTION}"),
@@ -95,7 +95,7 @@ def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
 
     Example: ``chosen_letter("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
     """
-    for pattern in STATED:
+    for pattern in STATEMENTS:
         valid = [m[1].upper() for m in pattern.finditer(text) if m[1].upper() in letters]
         if valid:
             return valid[-1]

@@ -15,17 +15,17 @@ LABEL, GROUP, ROW = "needs_label", "scores_groups", "row_check"
 
 def needs_label[F: Callable[..., Any]](function: F) -> F:
     """Mark a reward that compares with the label: a row without one is refused when the data is read."""
-    return _marked(function, LABEL, True)
+    return _mark(function, LABEL, True)
 
 
 def scores_groups[F: Callable[..., Any]](function: F) -> F:
     """Mark a reward of all samples of a prompt: ``(prompt, samples) -> one Reward or float per sample``, in their order."""
-    return _marked(function, GROUP, True)
+    return _mark(function, GROUP, True)
 
 
 def checks_rows[F: Callable[..., Any]](check: RowCheck) -> Callable[[F], F]:
     """Mark a reward that refuses rows for which ``check`` returns a reason."""
-    return lambda function: _marked(function, ROW, check)
+    return lambda function: _mark(function, ROW, check)
 
 
 def compares(function: object) -> bool:
@@ -50,6 +50,6 @@ def label_of(prompt: Prompt) -> str:
     return prompt.label
 
 
-def _marked[F: Callable[..., Any]](function: F, mark: str, value: object) -> F:
+def _mark[F: Callable[..., Any]](function: F, mark: str, value: object) -> F:
     setattr(function, mark, value)
     return function

@@ -13,7 +13,7 @@ from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
-from slime_like.reward.compose import components, composed
+from slime_like.reward.compose import components, compose
 from slime_like.reward.latex import only_boxed
 from slime_like.reward.number import validated_reward
 from slime_like.reward.process import WorkerDied, WorkerProcess
@@ -43,7 +43,7 @@ class RewardPool:
         self._workers_free = asyncio.Semaphore(config.workers)
         self._remote = RemoteReward(config)
         self._takes_groups: dict[str, bool] = {}
-        self._warned: set[tuple[str, str]] = set()  # (reward, kind of warning) already reported
+        self._warned_causes: set[tuple[str, str]] = set()  # (reward, kind of warning) already reported
         self._counts: Counter[str] = Counter()
         self._warnings: list[str] = []
         self._loading = asyncio.Lock()
@@ -80,15 +80,17 @@ class RewardPool:
         return self._remote.take_recoveries()
 
     def close(self) -> None:
-        """End all processes. Nothing can be scored afterwards."""
+        """End all processes, and wait for their end. Nothing can be scored afterwards."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
 
     async def stop(self) -> None:
         """Close the pool and the connections to the reward server."""
-        self.close()
-        await self._remote.close()
+        try:
+            await asyncio.to_thread(self.close)
+        finally:
+            await self._remote.close()
 
     async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
         unscored_samples = [s for s in group.samples if s.reward is None and s.status not in UNTRAINED]
@@ -99,10 +101,12 @@ class RewardPool:
             else []
         )
         scored_samples = {
-            id(sample): self._with_reward(sample, None if None in rewards else composed(weights, rewards))
+            id(sample): self._with_reward(sample, None if None in rewards else compose(weights, rewards))
             for sample, rewards in zip(unscored_samples, zip(*parts, strict=True), strict=True)
         }
-        return replace(group, samples=tuple(scored_samples.get(id(s)) or _prescored(s) for s in group.samples))
+        return replace(
+            group, samples=tuple(scored_samples.get(id(s)) or _with_checked_reward(s) for s in group.samples)
+        )
 
     def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
         """Return the sample with its reward or, without one, with ``reward.fallback``."""
@@ -151,12 +155,12 @@ class RewardPool:
             return [None] * len(samples)
         except WorkerDied as error:
             if not error.killed:
-                raise _fault(name, str(error), prompt, samples) from error
+                raise _reward_error(name, str(error), prompt, samples) from error
             self._counts["killed"] += 1
             self._warn_killed(error, name, prompt, samples)
             return [None] * len(samples)
         if answer.fault:
-            raise _fault(name, answer.fault, prompt, samples)
+            raise _reward_error(name, answer.fault, prompt, samples)
         return answer.rewards
 
     @asynccontextmanager
@@ -164,13 +168,13 @@ class RewardPool:
         assert not self._closed, "the reward pool is closed"
         worker = self._idle.pop() if self._idle else None
         if worker is not None and not worker.alive:  # killed from outside while idle
-            worker.kill()
+            await asyncio.to_thread(worker.kill)
             worker = None
         worker = worker or WorkerProcess(self._config.timeout_s, int((self._config.memory_gb or 0) * 2**30))
         try:
             yield worker
         except BaseException:  # a call that timed out or was cancelled may still run in its process
-            worker.kill()
+            await asyncio.to_thread(worker.kill)
             raise
         self._idle.append(worker)
 
@@ -189,20 +193,20 @@ class RewardPool:
 
     def _warn_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Warn once per reward, quoting its first late sample; ``reward/timeouts`` counts all."""
-        if (name, "late") not in self._warned:
-            self._warned.add((name, "late"))
+        if (name, "late") not in self._warned_causes:
+            self._warned_causes.add((name, "late"))
             self._warnings.append(
-                f"reward {name!r} took longer than reward.timeout_s={self._config.timeout_s:g} for {_of(samples)} of prompt "
+                f"reward {name!r} took longer than reward.timeout_s={self._config.timeout_s:g} for {_describe_samples(samples)} of prompt "
                 f"{prompt.prompt_id} ({prompt.dataset}): late samples {self._fallback()} (reward.fallback); "
                 "reward/timeouts counts such calls"
             )
 
     def _warn_killed(self, error: WorkerDied, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Warn once per reward and cause; ``reward/killed`` counts all."""
-        if (name, str(error)) not in self._warned:
-            self._warned.add((name, str(error)))
+        if (name, str(error)) not in self._warned_causes:
+            self._warned_causes.add((name, str(error)))
             self._warnings.append(
-                f"{self._death(error)}, as it ran reward {name!r} for {_of(samples)} of prompt {prompt.prompt_id} "
+                f"{self._death(error)}, as it ran reward {name!r} for {_describe_samples(samples)} of prompt {prompt.prompt_id} "
                 f"({prompt.dataset}): it is replaced, and such samples {self._fallback()} (reward.fallback); "
                 "reward/killed counts them"
             )
@@ -247,7 +251,7 @@ async def _load(worker: WorkerProcess, name: str) -> bool:
     return answer.groups
 
 
-def _prescored(sample: Sample) -> Sample:
+def _with_checked_reward(sample: Sample) -> Sample:
     """Return the sample with the reward assigned by its generator, or 0 without one."""
     if sample.reward is None:
         return replace(sample, reward=Reward(0.0))
@@ -261,12 +265,12 @@ def _prescored(sample: Sample) -> Sample:
     return sample
 
 
-def _of(samples: Sequence[Sample]) -> str:
+def _describe_samples(samples: Sequence[Sample]) -> str:
     return f"sample {samples[0].sample_id}" if len(samples) == 1 else f"the {len(samples)} samples"
 
 
-def _fault(name: str, problem: str, prompt: Prompt, samples: Sequence[Sample]) -> RewardError:
+def _reward_error(name: str, problem: str, prompt: Prompt, samples: Sequence[Sample]) -> RewardError:
     return RewardError(
-        f"reward {name!r} {problem}, for {_of(samples)} of prompt {prompt.prompt_id} ({prompt.dataset}); "
+        f"reward {name!r} {problem}, for {_describe_samples(samples)} of prompt {prompt.prompt_id} ({prompt.dataset}); "
         f"a reward must return a finite number for every sample: return 0.0 for an answer that cannot be scored"
     )

@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -40,6 +41,9 @@ class WorkerProcess:
     def __init__(self, call_seconds: float, memory_bytes: int) -> None:
         """Start the process. ``memory_bytes`` is the memory limit that the kernel enforces; 0 means no limit."""
         self.loaded: dict[str, bool] = {}  # reward -> True if it takes groups
+        self._pipe_lock = (
+            threading.Lock()
+        )  # held while a thread writes or reads, so that the pipe is not closed under it
         parent_end, child_end = Pipe()
         self._pipe = cast(Connection, parent_end)
         _limit_waits(self._pipe.fileno())
@@ -69,27 +73,44 @@ class WorkerProcess:
         return self._process.poll() is None
 
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
-        """Send a request and return the reply. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code."""
-        loop = asyncio.get_running_loop()
-        readable: asyncio.Future[None] = loop.create_future()
-        fd = self._pipe.fileno()
+        """Send a request and return the reply. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code.
+
+        Threads write and read, because a stopped process blocks both for ``PIPE_S``, and the event loop must not wait.
+        """
         subject = f"reward {request.name!r} (process {self.pid})"
-        loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))
         try:
-            self._pipe.send(request)
-            await asyncio.wait_for(readable, deadline.remaining(subject))
-            return self._pipe.recv()
+            return await self._exchange(request, deadline, subject)
         except (TimeoutError, BlockingIOError) as error:
             raise deadline.exceeded(subject) from error
         except (EOFError, ConnectionError) as error:
-            self.kill()
+            await asyncio.to_thread(self.kill)
             raise self._death() from error
+
+    async def _exchange(self, request: Load | ScoreRequest, deadline: Deadline, subject: str) -> ScoreReply:
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        fd = self._pipe.fileno()
+        loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))
+        try:
+            await asyncio.to_thread(self._send, request)
+            await asyncio.wait_for(readable, deadline.remaining(subject))
         finally:
-            loop.remove_reader(fd)
+            loop.remove_reader(fd)  # before a kill closes the pipe, whose number may then belong to another file
+        return await asyncio.to_thread(self._receive)
+
+    def _send(self, request: Load | ScoreRequest) -> None:
+        with self._pipe_lock:
+            self._pipe.send(request)
+
+    def _receive(self) -> ScoreReply:
+        with self._pipe_lock:
+            return self._pipe.recv()
 
     def _death(self) -> WorkerDied:
         """Return an error that describes how the process ended."""
         code = self._process.returncode
+        if code is None:
+            return WorkerDied(f"closed its pipe and did not end within {EXIT_S:g} s of SIGKILL", killed=True)
         if code == OUT_OF_MEMORY:
             return WorkerDied("ran out of memory", killed=True)
         if code < 0:
@@ -97,18 +118,21 @@ class WorkerProcess:
         return WorkerDied(f"its process ended with exit code {code}", killed=False)
 
     def kill(self) -> None:
-        """Kill the process and all processes it started."""
-        self._pipe.close()
+        """Kill the process and all processes it started, and wait for its end. Blocks for ``EXIT_S`` at most."""
         if (
             self._process.returncode is None
         ):  # until it is waited for, its id is that of its group, even if it has ended
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(EXIT_S)
+        with suppress(subprocess.TimeoutExpired):  # a process in a driver call or disk access ends after that
+            self._process.wait(EXIT_S)
+        with self._pipe_lock:
+            self._pipe.close()
 
     def close(self) -> None:
         """Let an idle process exit; kill it if it does not."""
-        self._pipe.close()
+        with self._pipe_lock:
+            self._pipe.close()
         try:
             self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:

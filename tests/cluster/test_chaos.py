@@ -106,7 +106,7 @@ def test_reward_down_blocks_the_reward_server_for_slow_s(tmp_path: Path) -> None
         pass
     assert (outages, engine.signals) == ([injector.config.slow_s], [])
     ((injection,), _) = read(tmp_path)
-    assert (injection.fault, injection.target) == ("reward_down:collect:3:1e+03", "reward server")
+    assert (injection.fault, injection.target) == ("reward_down:collect:3:1000", "reward server")
     lines = report_lines([injection], [Recovery("reward server", "down: refused", injection.time + 1, groups=4)])
     assert lines[0] == "faults: 1 injected, 0 engines lost, 0 of them serving again"
     assert "noticed after 1.0 s (down: refused), has not answered since, 4 samples without its score" in lines[1]

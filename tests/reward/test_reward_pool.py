@@ -258,13 +258,28 @@ def ends(pid: str) -> bool:
         os.close(fd)
 
 
-def test_a_stopped_process_does_not_block_a_long_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PIPE_S", 0.1)
+def test_a_stopped_process_blocks_neither_a_long_request_nor_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PIPE_S", 0.3)
     worker = process.WorkerProcess(5.0, 0)
     os.kill(worker.pid, signal.SIGSTOP)
     long = group("9" * 10**7)
+    steps: list[int] = []
+
+    async def count_steps() -> None:
+        while True:
+            steps.append(1)
+            await asyncio.sleep(0.005)
+
+    async def call() -> None:
+        counting = asyncio.ensure_future(count_steps())
+        try:
+            await worker.call(ScoreRequest("exact", long.prompt, long.samples), Deadline("pool", "score", 60.0))
+        finally:
+            counting.cancel()
+
     try:
         with pytest.raises(DeadlineExceeded, match=r"reward 'exact' \(process \d+\)"):
-            asyncio.run(worker.call(ScoreRequest("exact", long.prompt, long.samples), Deadline("pool", "score", 60.0)))
+            asyncio.run(call())
+        assert len(steps) > 10, "the event loop waited for the stopped process"
     finally:
         worker.kill()

@@ -61,12 +61,12 @@ def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list
         ranks = {int(n.rpartition("_rank")[2]): r for n, r in readings.items() if n.rpartition("_rank")[0] == role}
         groups = {r.group.name: r.group for reading in ranks.values() for r in reading.records if not r.group.foreign}
         for group in groups.values():
-            result += _of_group(group, ranks, now)
-        result += _receives(ranks, now)
+            result += _group_findings(group, ranks, now)
+        result += _receive_findings(ranks, now)
     return sorted(result, key=lambda f: (not f.mismatches, not f.absent, not f.lost_ranks, f.since_ns))
 
 
-def _of_group(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
+def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
     """Yield the first collective of a group that its ranks issued differently, or in which a rank still waits."""
     ops_of_rank = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
     last = {rank: max(ops, default=0) for rank, ops in ops_of_rank.items()}
@@ -120,7 +120,7 @@ def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
         yield f"ranks {', '.join(map(str, ranks))} {majorities[0][0]} of {arrived[ranks[0]].num_bytes} bytes"
 
 
-def _receives(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
+def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
     """Yield receives in flight whose send was not issued."""
     for rank, reading in ranks.items():
         for record in reading.records:

@@ -78,7 +78,7 @@ def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
 
 def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
     """Return a policy for each measured op, over all groups and ranks."""
-    advices: list[Advice] = []
+    recommendations: list[Advice] = []
     for (op,), rows in sorted(_group_by(ranks, lambda row: (row.op,)).items()):
         maxima, calls = _maxima(rows), sum(row.calls for row in rows)
         first, later = _first_drop(maxima), _later_drop(maxima)
@@ -96,8 +96,8 @@ def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
         else:
             reason = f"a later call took {_mib(later)}; a query before each would be {share:.1%} of the op's own time"
             checks = "auto"
-        advices.append(Advice(op, checks, reason))
-    return advices
+        recommendations.append(Advice(op, checks, reason))
+    return recommendations
 
 
 def threshold(ranks: Mapping[str, list[MeasuredOp]]) -> tuple[int, str]:

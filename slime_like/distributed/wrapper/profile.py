@@ -59,7 +59,7 @@ class Profile:
     # (group, op name) -> memory
     deltas: dict[tuple[Any, str], MemoryDelta] = field(default_factory=dict[tuple[Any, str], MemoryDelta])
 
-    def measured(self, w: Wrapper, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_method(self, w: Wrapper, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``call``, a wrapped method of ``ProcessGroup``, with a memory query before and after it."""
 
         @functools.wraps(call)
@@ -69,7 +69,7 @@ class Profile:
 
         return measured_call
 
-    def measured_composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], call: Callable[..., Any]) -> Any:
+    def wrap_composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], call: Callable[..., Any]) -> Any:
         """Return ``call``, the wrapper of the composite function ``raw``, with a memory query before and after it."""
         position = op_wrappers.group_position(raw)
 

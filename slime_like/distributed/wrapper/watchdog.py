@@ -65,7 +65,7 @@ class Watchdog:
             return
         try:
             self._wrapper.record_completed()
-        except Exception as error:  # noqa: BLE001 (fault boundary: the thread has to go on watching)
+        except Exception as error:  # noqa: BLE001 (fault boundary: the thread must keep watching)
             self._records = False
             _print_error(f"ends of collectives are no longer recorded: {type(error).__name__}: {error}")
 

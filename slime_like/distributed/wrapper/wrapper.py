@@ -99,13 +99,13 @@ class Wrapper:
         call = op_wrappers.method(self, op, name, raw)
         if self.native is not None:
             call = self.native.method(self, op, name, raw, call)
-        return call if self.profile is None else self.profile.measured(self, op, call)
+        return call if self.profile is None else self.profile.wrap_method(self, op, call)
 
     def _wrap_composite(self, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
         call = op_wrappers.composite(self, op, raw)
         if self.native is not None:
             call = self.native.composite(self, op, raw, call)
-        return call if self.profile is None else self.profile.measured_composite(self, op, raw, call)
+        return call if self.profile is None else self.profile.wrap_composite(self, op, raw, call)
 
     def _wrap_wait(self, raw: Callable[..., Any]) -> Callable[..., Any]:
         call = op_wrappers.wait(self, raw)
