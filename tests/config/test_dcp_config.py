@@ -132,7 +132,7 @@ OPTIONS: dict[tuple[str, bool], str | None] = {
     ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", False): None,
     ("rollout.dcp_replicate_q=true rollout.dcp_comm=ag_rs", False): "exchange ag_rs; set rollout.dcp_comm=a2a",
     ("rollout.dcp_replicate_q=true", True): "multi-head latent attention.*set rollout.dcp_replicate_q=false",
-    ("rollout.symmetric_memory=true", False): "memory of NCCL.*Set rollout.symmetric_memory=false",
+    ("rollout.symmetric_memory=true", False): "memory belongs to NCCL.*set rollout.symmetric_memory=false",
     ("rollout.symmetric_memory=true", True): None,
     ("rollout.symmetric_memory=true rollout.sglang.attention_backend=flashinfer", True): None,
 }
