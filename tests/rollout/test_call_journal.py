@@ -107,13 +107,13 @@ def test_an_episode_and_its_calls_share_their_tokens() -> None:
             tokens = [10 + turn, 20 + seed, 30]
             call.append([0], [part(tokens, (0, 3, turn), finish="stop")])
             (completion,) = call.completions()
-            episode.sampled(completion)
+            episode.append(completion)
             assert np.shares_memory(episode.token_ids, completion.token_ids)
             episode.insert(np.array([40, 41], np.int32))
     turns = [[10 + turn, 20 + 1, 30, 40, 41] for turn in range(6)]
     assert episodes[1].token_ids.tolist() == [*IDS.tolist(), *(token for tokens in turns for token in tokens)]
     assert [span.source for span in episodes[1].spans] == [Source.PROMPT, *[Source.MODEL, Source.TOOL] * 6]
-    assert episodes[1].room == 99 - 18
+    assert episodes[1].remaining_tokens == 99 - 18
     num_tokens = sum(map(len, episodes))
     assert journal.nbytes < 5 * 12 * num_tokens, "not one copy of the conversation per turn, which is 7 times as much"
 
@@ -127,7 +127,7 @@ def test_an_episode_does_not_take_over_tokens_that_it_marks_differently() -> Non
     second = journal.call(shared, [1])
     second.append([0], [part([9], (0, 1, 4), finish="stop")])
     episode = Episode(shared, context)
-    episode.sampled(second.completions()[0])
+    episode.append(second.completions()[0])
     assert episode.spans == (Span(0, 4, Source.PROMPT), Span(4, 5, Source.MODEL, 4))
     assert np.isnan(episode.logprobs).tolist() == [True] * 4 + [False]
 
