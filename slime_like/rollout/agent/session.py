@@ -128,7 +128,9 @@ class Session:
 
     def _max_tokens(self, turn: Turn | None, prompt_ids: I32, between: I32) -> int:
         sampling, context = self._context.sampling, self._context.max_context_len - len(prompt_ids) - len(between)
-        return min(turn.episode.remaining_tokens if turn is not None and turn.is_last else sampling.max_new_tokens, context)
+        return min(
+            turn.episode.remaining_tokens if turn is not None and turn.is_last else sampling.max_new_tokens, context
+        )
 
     def _refuse(self, turn: Turn | None, num_tokens: int) -> None:
         self.end_status = Status.TRUNCATED
