@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 import unicodedata
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 ALLOWED = "\n\t"
@@ -54,17 +56,36 @@ def complaint(error: BaseException) -> str:
 
 
 def hide_in_logs(secret: str) -> None:
-    """Mask ``secret`` in every record that this process logs from now on, for current and future handlers."""
-    base_factory = logging.getLogRecordFactory()
+    """Mask ``secret`` in every record that this process logs from now on, for current and future handlers.
 
-    def masked(value: Any) -> Any:
-        return value.replace(secret, SECRET) if isinstance(value, str) else value
+    The message, its arguments and the traceback are masked. An argument that is no string or number becomes the string
+    that would be logged if that contains the secret.
+    """
+    base_factory = logging.getLogRecordFactory()
 
     def record(*arguments: Any, **options: Any) -> logging.LogRecord:
         log_record = base_factory(*arguments, **options)
-        log_record.msg = masked(log_record.msg)
-        if isinstance(log_record.args, tuple):
-            log_record.args = tuple(map(masked, log_record.args))
+        log_record.msg = _mask(log_record.msg, secret)
+        if isinstance(log_record.args, Mapping):  # logging.info("%(key)s", {"key": ...})
+            log_record.args = {name: _mask(value, secret) for name, value in log_record.args.items()}
+        elif log_record.args:
+            log_record.args = tuple(_mask(value, secret) for value in log_record.args)
+        if log_record.exc_info:
+            traceback = logging.Formatter().formatException(log_record.exc_info)
+            if secret in traceback:
+                log_record.exc_text = traceback.replace(secret, SECRET)  # formatters use it as it is
         return log_record
 
     logging.setLogRecordFactory(record)
+
+
+def _mask(value: Any, secret: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(secret, SECRET)
+    if value is None or isinstance(value, int | float):
+        return value
+    with suppress(Exception):  # the handler reports an object that has no string
+        for text in (str(value), repr(value)):
+            if secret in text:
+                return text.replace(secret, SECRET)
+    return value

@@ -119,7 +119,7 @@ def ppo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: 
 
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7.
     """
-    return _clipped(config, _clamped(view.logprobs - old_logprobs_T), view, old_logprobs_T)
+    return _clip(config, _clamp(view.logprobs - old_logprobs_T), view, old_logprobs_T)
 
 
 def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
@@ -130,7 +130,7 @@ def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T:
     """
     assert view.sequences is not None, "GSPO's ratio needs sequences"
     log_ratio_S = view.sequences.mean(view.logprobs - old_logprobs_T)
-    surrogate = _clipped(config, view.sequences.spread(_clamped(log_ratio_S)), view, old_logprobs_T)
+    surrogate = _clip(config, view.sequences.spread(_clamp(log_ratio_S)), view, old_logprobs_T)
     return Surrogate(surrogate.loss, surrogate.means, {"seq_ratio_max": surrogate.means["ois"]})
 
 
@@ -140,13 +140,13 @@ def cispo_surrogate(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor
     Source: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
     """
     low, high = clip_range(config)
-    ratio_T = _clamped((view.logprobs - old_logprobs_T).detach()).exp()
+    ratio_T = _clamp((view.logprobs - old_logprobs_T).detach()).exp()
     weight_T = ratio_T.clamp(low, high)
     means = _means(view, old_logprobs_T, ratio_T) | {"pg_clipfrac": (weight_T != ratio_T).to(ratio_T.dtype)}
     return Surrogate(-weight_T * _advantages(view) * view.logprobs, means, {})
 
 
-def _clipped(config: PolicyGradientConfig, log_ratio_T: Tensor, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
+def _clip(config: PolicyGradientConfig, log_ratio_T: Tensor, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
     """Return the larger of plain and clipped loss. Dual clip (``eps_clip_c``) bounds it for negative advantages.
 
     Source of dual clip: Ye et al. 2020, Mastering Complex Control in MOBA Games, arXiv:1912.09729, equation 4.
@@ -175,7 +175,7 @@ def _advantages(view: LossView) -> Tensor:
     return view.advantages
 
 
-def _clamped(log_ratio: Tensor) -> Tensor:
+def _clamp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -62,7 +62,7 @@ def write_manifest(
     ``hashes`` contains SHA-256 hashes that are already known; their files are not read again.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    files = written_files(folder, [name for name in names if name != MANIFEST], hashes or {})
+    files = describe_files(folder, [name for name in names if name != MANIFEST], hashes or {})
     _write_values(
         folder / MANIFEST,
         {
@@ -80,7 +80,9 @@ def add_run(folder: Path, run: Mapping[str, Any]) -> None:
     _write_values(folder / MANIFEST, {**values, "run": run})
 
 
-def written_files(folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None) -> dict[str, FileRecord]:
+def describe_files(
+    folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None
+) -> dict[str, FileRecord]:
     """Return size and SHA-256 of files of ``folder``; files missing from ``hashes`` are read."""
     digests = dict(hashes or {})
     unknown = [name for name in names if name not in digests]

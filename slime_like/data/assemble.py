@@ -77,7 +77,7 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     """
     if not groups:
         return TrainBatch(rollout_id, ())
-    groups = groups if spec.overlong is None else spec.overlong.penalised(groups)
+    groups = groups if spec.overlong is None else spec.overlong.penalise(groups)
     groups = groups if spec.routing is None else with_routing(groups, spec.routing)
     masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
     newest_only = spec.mask_offpolicy

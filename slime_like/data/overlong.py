@@ -31,16 +31,16 @@ class OverlongPenalty:
         num_over = sample.num_response_tokens - (self.max_len - self.buffer_len)
         return self.factor * min(max(num_over / self.buffer_len, 0.0), 1.0)
 
-    def penalised(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    def penalise(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Return the groups with penalised scores; accuracies are unchanged."""
-        return [replace(group, samples=tuple(self._penalised(sample) for sample in group.samples)) for group in groups]
+        return [replace(group, samples=tuple(self._penalise(sample) for sample in group.samples)) for group in groups]
 
     def metrics(self, groups: Sequence[SampleGroup]) -> list[Metric]:
         """Return ``rollout/overlong_penalty``, the mean over trained samples."""
         penalties = [self.penalty(s) for group in groups for s in group.samples if s.status not in UNTRAINED]
         return [Mean("rollout/overlong_penalty", float(np.mean(penalties)))] if penalties else []
 
-    def _penalised(self, sample: Sample) -> Sample:
+    def _penalise(self, sample: Sample) -> Sample:
         if sample.reward is None or sample.status in UNTRAINED:
             return sample
         return replace(sample, reward=replace(sample.reward, score=sample.reward.score - self.penalty(sample)))

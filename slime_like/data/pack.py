@@ -32,7 +32,7 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a separate row.
 
-    Puts the longest first, into the first row with room (Johnson 1973: at most 11/9 of the fewest rows, plus one).
+    Puts the longest first, into the first row with enough space (Johnson 1973: at most 11/9 of the fewest rows, plus one).
 
     Example: ``first_fit_decreasing([3, 9, 4, 5], 8) == [[1], [0, 3], [2]]``.
     """

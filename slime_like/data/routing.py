@@ -84,7 +84,9 @@ def with_routing(groups: Sequence[SampleGroup], shape: RoutingShape) -> tuple[Sa
 
     Raises ``EngineError`` if the experts of a token from which a trained token was sampled are missing.
     """
-    return tuple(replace(group, samples=tuple(_checked(sample, shape) for sample in group.samples)) for group in groups)
+    return tuple(
+        replace(group, samples=tuple(_with_experts(sample, shape) for sample in group.samples)) for group in groups
+    )
 
 
 def check_dumped(groups: Sequence[SampleGroup], shape: RoutingShape, source: str) -> None:
@@ -97,7 +99,7 @@ def check_dumped(groups: Sequence[SampleGroup], shape: RoutingShape, source: str
         ) from error
 
 
-def _checked(sample: Sample, shape: RoutingShape) -> Sample:
+def _with_experts(sample: Sample, shape: RoutingShape) -> Sample:
     experts = sample.extras.get(ROUTED_EXPERTS)
     trained = () if sample.status in UNTRAINED else sample.spans
     ranges = [np.arange(max(s.start, 1), s.stop) - 1 for s in trained if s.source is Source.MODEL]

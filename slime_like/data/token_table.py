@@ -81,7 +81,7 @@ def choose_samples(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens:
         if length <= remaining_tokens:
             chosen.append((micro_batch, index))
             remaining_tokens -= length
-    return _packed(chosen) if chosen else None
+    return _pack(chosen) if chosen else None
 
 
 def token_table(batch: PackedBatch, trainer_logprobs_T: F32, version: int) -> TokenTable:
@@ -157,7 +157,7 @@ def _score(reward: Reward | None) -> float:
     return 0.0 if reward is None else reward.score
 
 
-def _packed(chosen: Sequence[tuple[PackedBatch, int]]) -> PackedBatch:
+def _pack(chosen: Sequence[tuple[PackedBatch, int]]) -> PackedBatch:
     """Pack the chosen sequences of several micro-batches into one."""
     places = [(batch, slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])), i) for batch, i in chosen]
     lengths = [span.stop - span.start for _, span, _ in places]

@@ -10,7 +10,7 @@ from slime_like.checkpoint.files import replacing
 from slime_like.printable import visible
 
 
-class Appended:
+class AppendOnlyFile:
     """Log that writes line by line. Lines stay in memory while the disk is full.
 
     If the file was removed or replaced, it is written again with all its lines, which the open descriptor still has. A

@@ -46,7 +46,7 @@ def parse_row(line: bytes) -> LogRow:
     return LogRow(int(step), timestamp, {name: _number(fields, name) for name in list(fields)}, spans, warnings)
 
 
-def read_kept_lines(path: Path, last_step: int) -> RetainedLines:
+def read_retained_lines(path: Path, last_step: int) -> RetainedLines:
     """Return the lines of ``path`` up to ``last_step``, which a run that resumes from this step keeps.
 
     An incomplete last line, which a killed run can leave, is dropped; any other unreadable line is damaged. Raises

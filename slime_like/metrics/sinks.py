@@ -16,8 +16,8 @@ from rich.console import Console
 from slime_like.checkpoint.files import replacing
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
-from slime_like.metrics.appended import Appended
-from slime_like.metrics.log import DAMAGED, RetainedLines, read_kept_lines
+from slime_like.metrics.appended import AppendOnlyFile
+from slime_like.metrics.log import DAMAGED, RetainedLines, read_retained_lines
 from slime_like.metrics.types import KeepsWarnings, RunWarning, ShowsNotes, Sink, SinkContext, StepSpans
 from slime_like.metrics.user_sink import open_sink
 from slime_like.metrics.view import LiveConsole, PlainConsole
@@ -98,11 +98,11 @@ class JsonlSink:
     path: Path
     first_step: int
     damage: str = field(init=False)  # message about missing and unreadable lines; empty if there are none
-    _file: Appended = field(init=False)
+    _file: AppendOnlyFile = field(init=False)
     _warnings: list[str] = field(default_factory=list[str], init=False)  # of the step that is logged next
 
     def __post_init__(self) -> None:
-        retained = read_kept_lines(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")
+        retained = read_retained_lines(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")
         self.damage = retained.note
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class JsonlSink:
             _move_dropped_lines(self.path, {*retained.lines, *retained.damaged})
             with replacing(self.path) as scratch:  # atomic, as no other file has the earlier steps
                 scratch.write_bytes(b"".join(line + b"\n" for line in retained.lines))
-            self._file = Appended(self.path)
+            self._file = AppendOnlyFile(self.path)
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be written ({reason(error)}): move it away, or free disk space"

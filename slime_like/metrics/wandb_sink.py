@@ -11,7 +11,7 @@ from pathlib import Path
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import RunWarning, SinkContext, StepSpans
-from slime_like.util.reading import InputFile, abbreviate
+from slime_like.util.reading import InputFile, abbreviate, reason
 
 
 class WandbSink:
@@ -67,6 +67,12 @@ def _wandb_id(path: Path, *, resumed: bool) -> str:
             f"{path} contains {abbreviate(stored_id)}, which is not the id of a wandb run: correct or remove it"
         )
     wandb_id = os.environ.get("WANDB_RUN_ID") or stored_id or secrets.token_hex(4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(wandb_id + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wandb_id + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the id of the wandb run cannot be stored ({reason(error)}): make run.dir writable, "
+            "or set metrics.wandb=false"
+        ) from error
     return wandb_id

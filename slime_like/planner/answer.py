@@ -84,7 +84,7 @@ def answer(shape: ModelShape, settings: EngineSettings, hardware: Hardware, work
     """Return memory, batch and throughput of one layout. Raises ``ConfigError`` on an impossible one."""
     memory = engine_memory(shape, settings, hardware)
     steady = throughput(shape, settings, hardware, workload)
-    return EngineAnswer(settings, memory, memory.requests(workload.held_tokens), steady)
+    return EngineAnswer(settings, memory, memory.requests(workload.cached_tokens), steady)
 
 
 def changes(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> Iterator[Change]:

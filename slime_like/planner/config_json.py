@@ -109,10 +109,10 @@ def _sparse_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
         return frozenset()
     first = fields.optional("first_k_dense_replace")
     step = fields.optional("decoder_sparse_step", "moe_layer_freq") or 1
-    listed = fields.values.get("mlp_only_layers") or []
-    if not isinstance(listed, list):
-        raise fields.file.refused(f"has mlp_only_layers={listed!r}, which is not a list of layers")
-    dense = cast("list[Any]", listed)
+    dense_layers = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list):
+        raise fields.file.refused(f"has mlp_only_layers={dense_layers!r}, which is not a list of layers")
+    dense = cast("list[Any]", dense_layers)
     offset = 1 if fields.optional("decoder_sparse_step") else 0  # Qwen counts layers from 1, DeepSeek from 0
     return frozenset(i for i in range(first, num_layers) if (i + offset) % step == 0 and i not in dense)
 

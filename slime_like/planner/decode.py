@@ -24,7 +24,7 @@ class StepTime:
     collectives: float
     exchange: float  # of DCP
     fixed: float  # kernels, apart from their work
-    prefetch: float  # FlowMLA's traffic in memory, and the part of its gathering that nothing hides
+    prefetch: float  # the larger of FlowMLA's memory traffic and the part of its gathering that overlaps with nothing
 
     @property
     def total(self) -> float:
@@ -132,7 +132,7 @@ def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Har
 
 
 def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, other_seconds: float) -> float:
-    """Return what FlowMLA adds to a step of ``other_seconds`` besides collectives, with which it shares the links.
+    """Return the seconds that FlowMLA adds to a step of ``other_seconds`` without collectives, with which it shares the links.
 
     A gathered layer is written to memory once, and read once for the next rank.
     """

@@ -22,16 +22,16 @@ def flow_projections(shape: ModelShape, choice: str) -> tuple[str, ...]:
 
 def check_flow_mla(shape: ModelShape, settings: EngineSettings) -> None:
     """Raise ``ConfigError`` if the engine has no weights that FlowMLA could shard."""
-    names, of_model = settings.flow_mla, _layer_weights(shape, settings)
+    names, available = settings.flow_mla, _layer_weights(shape, settings)
     if names and settings.dp_attention == 1:
         raise ConfigError(
             f"--flow-mla shards the weights of data-parallel attention ranks, but {shape.name} has --dp-attention 1: "
             "use --flow-mla none"
         )
-    if missing := [name for name in names if name not in of_model]:
+    if missing := [name for name in names if name not in available]:
         raise ConfigError(
             f"FlowMLA of {missing[0]}, which the attention of {shape.name} does not have: "
-            f"choose from {', '.join(of_model) or 'none'}"
+            f"choose from {', '.join(available) or 'none'}"
         )
 
 

@@ -34,14 +34,14 @@ def host_pool(shape: ModelShape, settings: EngineSettings, available: float, num
     that share, because they reduce the free memory of the machine.
     """
     weights = settings.gpus * rank_weights(shape, settings)
-    room = (available * (settings.static or MEMORY_FRACTION) - weights) / numa_nodes
+    free_bytes = (available * (settings.static or MEMORY_FRACTION) - weights) / numa_nodes
     slot, slots = state_bytes(shape, settings), 0
     if slot:
-        slots = _slots(shape, settings, room)
-        room -= (slots + 1) * slot
+        slots = _slots(shape, settings, free_bytes)
+        free_bytes -= (slots + 1) * slot
     tokens = settings.dcp * (KV_TOKENS if settings.max_tokens is None else settings.max_tokens)
     per_token = token_bytes(shape, settings)
-    return HostPool(max(0, min(tokens, int(room // per_token))) if per_token else tokens, slots)
+    return HostPool(max(0, min(tokens, int(free_bytes // per_token))) if per_token else tokens, slots)
 
 
 def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> MemoryTable:
@@ -79,13 +79,13 @@ def rank_weights(shape: ModelShape, settings: EngineSettings) -> float:
     return sum(item.num_bytes for item in weight_items(shape, settings))
 
 
-def _slots(shape: ModelShape, settings: EngineSettings, room: float) -> int:
-    """Return the number of recurrent states: the configured one, the CPU platform's default, or SGLang's share of ``room``."""
+def _slots(shape: ModelShape, settings: EngineSettings, free_bytes: float) -> int:
+    """Return the number of recurrent states: the configured one, the CPU platform's default, or SGLang's share of ``free_bytes``."""
     slots = SLOTS_PER_REQUEST * (settings.max_running or RUNNING)
     everywhere = state_bytes(shape, replace(settings, gpus=1, dp_attention=1, dcp=1, weights="float32"))
     if settings.state_slots is None and slots * everywhere <= MAX_STATE_BYTES:
         return slots
-    return state_slots(settings, room, state_bytes(shape, settings))
+    return state_slots(settings, free_bytes, state_bytes(shape, settings))
 
 
 def host_trainer(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:

@@ -42,7 +42,7 @@ class Workload:
         return self.mean_input + self.output / (3 if self.uniform else 2)
 
     @property
-    def held_tokens(self) -> float:
+    def cached_tokens(self) -> float:
         """Tokens of the KV cache to provide per request: the full length, or with uniform lengths the mean."""
         return self.mean_context if self.uniform else self.input + self.output
 
@@ -104,7 +104,7 @@ def throughput(
 
     The engine alternates: it prefills a request in one go, and decodes all running requests together.
     """
-    fit = engine_memory(shape, settings, hardware).requests(workload.held_tokens)
+    fit = engine_memory(shape, settings, hardware).requests(workload.cached_tokens)
     running = min(fit, settings.max_running or fit)
     if running < 1:
         return None

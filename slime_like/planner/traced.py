@@ -11,7 +11,7 @@ from slime_like.planner.trainer import TrainerSettings, allocated_items
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedLayout:
     """A layout of the trainer that megatron's code and torch's allocator ran, with its peak in GiB."""
 
     model: str
@@ -19,11 +19,11 @@ class Traced:
     peak: float
 
 
-def traced() -> tuple[Traced, ...]:
+def traced_layouts() -> tuple[TracedLayout, ...]:
     """Return the traced layouts: the second optimizer step of a rank, two thirds of the tokens trained."""
 
-    def layout(model: str, peak: float, **fields: object) -> Traced:
-        return Traced(model, replace(TrainerSettings(trained_share=2 / 3), **fields), peak)  # pyright: ignore[reportArgumentType]
+    def layout(model: str, peak: float, **fields: object) -> TracedLayout:
+        return TracedLayout(model, replace(TrainerSettings(trained_share=2 / 3), **fields), peak)  # pyright: ignore[reportArgumentType]
 
     dense, sparse = "Qwen3-4B", "Qwen3-30B-A3B"
     return (
@@ -38,7 +38,7 @@ def traced() -> tuple[Traced, ...]:
     )
 
 
-def shortened() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
+def shortened_layouts() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
     """Return traced layouts of models with fewer layers: model, layers, settings, peak in GiB.
 
     They separate the layers from the output layer. Those from the ninth on were predicted before they were traced.
@@ -71,14 +71,14 @@ def shortened() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
 
 def traced_peaks() -> Iterator[tuple[str, TrainerSettings, float, float]]:
     """Yield (model, settings, traced peak, predicted peak) in GiB of every traced layout."""
-    for row in traced():
+    for row in traced_layouts():
         yield (
             row.model,
             row.settings,
             row.peak,
             allocated_items(find_shape("MODEL", row.model), row.settings).total / GIB,
         )
-    for model, layers, settings, peak in shortened():
+    for model, layers, settings, peak in shortened_layouts():
         full = find_shape("MODEL", model)
         shape = replace(full, layers=full.layers[:layers])
         yield f"{model}, {layers} layers", settings, peak, allocated_items(shape, settings).total / GIB

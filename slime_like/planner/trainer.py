@@ -107,9 +107,9 @@ def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
 
 
 def allocated_items(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the tensors of one rank at the peak of an optimizer step: what torch counts as allocated.
+    """Return the tensors of one rank at the peak of an optimizer step, which torch counts as allocated memory.
 
-    With pipeline stages, the rank is of the stage that needs most, which the table names.
+    With pipeline stages, it is a rank of the stage that needs most memory, which the table names.
     """
     return max((stage_items(shape, settings, stage) for stage in range(settings.pp)), key=lambda table: table.total)
 

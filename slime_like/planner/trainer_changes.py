@@ -31,7 +31,7 @@ class TrainerChange:
     values: tuple[tuple[str, str], ...]  # field of TrainerSettings and its new value
     settings: TrainerSettings
 
-    def named(self, names: Mapping[str, str], sign: str) -> str:
+    def text(self, names: Mapping[str, str], sign: str) -> str:
         """Return the change as settings with these names of the fields: ``--recompute full``."""
         return " ".join(f"{names[field]}{sign}{value}" for field, value in self.values)
 

@@ -16,7 +16,7 @@ from slime_like.planner.trainer_changes import FLAGS, trainer_changes
 
 
 def memory_lines(table: MemoryTable, available: float | None = None) -> Iterator[str]:
-    """Yield one line per item, the sum, and the memory that is left of ``available``."""
+    """Yield one line per item, and the sum with the ``available`` memory."""
     rows = [(item.name, gib(item.num_bytes), item.note) for item in table.items]
     rows.append(("total", gib(table.total), "" if available is None else f"of {gib(available)}"))
     yield from columns(rows)
@@ -68,15 +68,15 @@ def trainer_lines(
     for change in trainer_changes(shape, s):
         total = trainer_memory(shape, change.settings).total
         note = "" if total <= memory else "does not fit"
-        rows.append((change.named(FLAGS, " "), gib(total), f"{(total - table.total) / GIB:+.1f} GiB", note))
+        rows.append((change.text(FLAGS, " "), gib(total), f"{(total - table.total) / GIB:+.1f} GiB", note))
     yield from columns(rows)
 
 
 def phase_lines(shared: Iterable[Phases], hardware: Hardware) -> Iterator[str]:
-    """Yield the memory of a GPU that trainer and engine share, by phase, if they stay on it or leave it to each other."""
+    """Yield the memory of a GPU that trainer and engine share, by phase, if they stay on it or take turns."""
     yield f"trainer and engine on one GPU of {gib(hardware.gpu.memory)}"
     rows = [(phase.name, gib(phase.training), gib(phase.sampling), gib(phase.kv_bytes), "") for phase in shared]
-    yield from columns([("", "training", "sampling", "room for KV", ""), *rows])
+    yield from columns([("", "training", "sampling", "space for KV", ""), *rows])
 
 
 def _change_row(now: EngineAnswer, change: Change) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
     processes of the child have ended. If this process is killed, the child is killed too.
     """
     signals: list[str] = []
-    with _handled(name, signals):
+    with _record_signals(name, signals):
         process = subprocess.Popen(
             [sys.executable, "-P", str(BOUND), str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
@@ -52,7 +52,7 @@ def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
 
 
 @contextmanager
-def _handled(name: str, signals: list[str]) -> Generator[None]:
+def _record_signals(name: str, signals: list[str]) -> Generator[None]:
     """Append the names of SIGINT and SIGTERM signals to ``signals``. Only the main thread can handle signals."""
 
     def record(number: int, frame: FrameType | None) -> None:

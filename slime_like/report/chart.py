@@ -83,7 +83,7 @@ def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
         yield f'<line class="mark" x1="{at_x(mark):.1f}" x2="{at_x(mark):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
     for line in series:
         colour = f"c{line.colour % NUM_COLOURS}"
-        for piece in _pieces(_thinned(line.points)):
+        for piece in _pieces(_thin(line.points)):
             if len(piece) > 1:
                 path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in piece)
                 yield f'<polyline class="line {colour}" points="{path}"/>'
@@ -93,7 +93,7 @@ def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
                 yield f'<circle class="dot {colour}" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="2"><title>{label}</title></circle>'
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return at most ``MAX_POINTS`` points: the minimum and maximum of each interval, which keeps spikes."""
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:

@@ -48,7 +48,7 @@ class SharedBucketMemory:
         self._bytes: Tensor | None = None
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors and return the message for ``received``, which is valid until the next call.
+        """Copy a bucket's tensors and return the message for ``map_tensors``, which is valid until the next call.
 
         Raises ``WeightSyncError`` on an unsupported dtype.
         """
@@ -84,7 +84,7 @@ def is_message(payload: bytes) -> bool:
 
 
 @contextmanager
-def received(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
+def map_tensors(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
     """Yield the tensors that ``payload`` describes. They are in the sender's memory: copy them before the block ends.
 
     Raises ``WeightSyncError`` if the memory does not match the message, or if a tensor is still in use at the end.

@@ -12,7 +12,7 @@ from slime_like.checkpoint.files import (
     side_files,
     write_text,
 )
-from slime_like.checkpoint.record import Manifest, add_run, write_manifest, written_files
+from slime_like.checkpoint.record import Manifest, add_run, describe_files, write_manifest
 from slime_like.cluster.start.identity import run_record
 from slime_like.config.load.loader import to_yaml
 from slime_like.config.schema.algo import GrpoConfig
@@ -60,7 +60,7 @@ def used_folder(run_dir: Path, latest: str = "4") -> Path:
         write_manifest(
             folder,
             Manifest(iteration, iteration, iteration, 1e-3, 0.0, True, {"tp": 1}, {**SHAPE, "padded_vocabulary": 128}),
-            rollout=written_files(checkpoints / "rollout", side_files(checkpoints, iteration)),
+            rollout=describe_files(checkpoints / "rollout", side_files(checkpoints, iteration)),
         )
     (checkpoints / LATEST).write_text(latest)
     write_model(run_dir / "model")

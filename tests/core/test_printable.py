@@ -17,12 +17,28 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
 logging.info("args=" + str({"api_key": "s3cret"}))
 logging.warning("%s and %d", "the s3cret", 7)
 logging.getLogger("uvicorn").error({"kept": 1})
+logging.warning("%(key)s of %(rank)d", {"key": "the s3cret", "rank": 7})
+logging.warning("%s %s %s", {"key": "s3cret"}, ["s3cret"], ("kept", 1))
+logging.error(KeyError("s3cret"))
+try:
+    raise ValueError("for s3cret")
+except ValueError:
+    logging.exception("failed")
 """
 
 
-def test_a_secret_is_hidden_in_messages_and_arguments() -> None:
+def test_a_secret_is_hidden_in_messages_arguments_and_tracebacks() -> None:
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert result.stderr.splitlines() == ["args={'api_key': '***'}", "the *** and 7", "{'kept': 1}"]
+    lines = result.stderr.splitlines()
+    assert lines[:6] == [
+        "args={'api_key': '***'}",
+        "the *** and 7",
+        "{'kept': 1}",
+        "the *** of 7",
+        "{'key': '***'} ['***'] ('kept', 1)",
+        "'***'",
+    ]
+    assert (lines[6], lines[-1]) == ("failed", "ValueError: for ***")
 
 
 @pytest.mark.parametrize(("redirect", "code"), [(">/dev/full", 1), ("| true; exit ${PIPESTATUS[0]}", 0)])

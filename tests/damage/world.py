@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slime_like.checkpoint.files import LATEST, iteration_folder, name_latest, side_files, write_text
-from slime_like.checkpoint.record import Manifest, add_run, write_manifest, written_files
+from slime_like.checkpoint.record import Manifest, add_run, describe_files, write_manifest
 from slime_like.cluster.run.status import ControlReply, RunStatus, write_status
 from slime_like.cluster.start.identity import run_record
 from slime_like.config.load.loader import load_config, to_yaml
@@ -207,7 +207,7 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
             {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1},
             {**model, "head": "policy"},
         ),
-        rollout=written_files(checkpoints / "rollout", side_files(checkpoints, NUM_DONE)),
+        rollout=describe_files(checkpoints / "rollout", side_files(checkpoints, NUM_DONE)),
     )
     add_run(folder, run_record(cfg))
     (run_dir / "config.yaml").write_text(to_yaml(replace(cfg)))

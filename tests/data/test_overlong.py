@@ -40,7 +40,7 @@ def test_scores_fall_and_accuracies_stay() -> None:
         unscored,
         samples=tuple(replace(s, reward=replace(s.reward, accuracy=1.0)) for s in unscored.samples if s.reward),
     )
-    (penalized,) = RULE.penalised([scored_group])
+    (penalized,) = RULE.penalise([scored_group])
     assert [s.reward.score for s in penalized.samples if s.reward] == [1.0, 0.75, 0.5]
     assert [s.reward.accuracy for s in penalized.samples if s.reward] == [1.0] * 3
     assert RULE.metrics([scored_group]) == [Mean("rollout/overlong_penalty", 0.25)]
@@ -48,7 +48,7 @@ def test_scores_fall_and_accuracies_stay() -> None:
 
 def test_failed_samples_are_not_penalized() -> None:
     failed_group = group(10, status=Status.FAILED)
-    assert RULE.penalised([failed_group]) == [failed_group]
+    assert RULE.penalise([failed_group]) == [failed_group]
     assert RULE.metrics([failed_group]) == []
 
 

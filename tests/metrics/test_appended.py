@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.metrics.appended import Appended
+from slime_like.metrics.appended import AppendOnlyFile
 
 SIZE = 64 * 1024
 
@@ -29,7 +29,7 @@ def disk(tmp_path: Path) -> Generator[Path]:
 
 def test_lines_refused_by_a_full_disk_are_written_later(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ballast = disk / "metrics.jsonl", disk / "ballast"
-    file = Appended(path)
+    file = AppendOnlyFile(path)
     file.write("first\n")
     with pytest.raises(OSError, match="No space"):
         ballast.write_bytes(bytes(2 * SIZE))
@@ -49,7 +49,7 @@ def test_lines_refused_by_a_full_disk_are_written_later(disk: Path, capsys: pyte
 
 
 def test_lines_that_are_lost_are_counted(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = Appended(disk / "metrics.jsonl")
+    file = AppendOnlyFile(disk / "metrics.jsonl")
     for _ in range(3):
         file.write("." * SIZE + "\n")
     file.close()
@@ -62,7 +62,7 @@ def test_a_removed_file_is_rewritten_with_all_lines(
 ) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
-    file = Appended(path)
+    file = AppendOnlyFile(path)
     file.write("1\n")
     path.unlink()
     if removal == "folder removed":

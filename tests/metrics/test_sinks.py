@@ -135,6 +135,12 @@ def test_a_fresh_run_is_a_new_one_for_wandb(tmp_path: Path, monkeypatch: pytest.
     assert _wandb_id(path, resumed=True) == "mine" == path.read_text().strip()
 
 
+def test_a_wandb_id_that_cannot_be_stored_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "wandb").write_text("")
+    with pytest.raises(ConfigError, match=r"wandb/run_id: the id .* cannot be stored \(.*\): make run.dir writable"):
+        _wandb_id(tmp_path / "wandb" / "run_id", resumed=False)
+
+
 @pytest.mark.parametrize(("switch", "module"), [("wandb", "wandb"), ("tensorboard", "tensorboard.compat.proto")])
 def test_a_missing_library_names_key_and_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, module: str

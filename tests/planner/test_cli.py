@@ -34,7 +34,7 @@ def test_shows_the_trainer_and_writes_a_plot(tmp_path: Path, capsys: pytest.Capt
         "trainer rank (tp 2, pp 1, cp 1, dp 4, ep 1, etp 1; 16384 tokens, recompute full)" in text
         and "50% on the host" in text
     )
-    assert "they take turns" in text and "room for KV" in text
+    assert "they take turns" in text and "space for KV" in text
     labels = [element.text for element in ElementTree.parse(plot).iter() if element.tag.endswith("text")]
     assert {"engine", "trainer", "KV cache", "gradients"} <= set(labels)
 

@@ -15,7 +15,7 @@ from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.util.by_bytes import by_bytes
 from slime_like.weight_sync.manifest import meta_of
-from slime_like.weight_sync.shared import is_message, received
+from slime_like.weight_sync.shared import is_message, map_tensors
 from slime_like.weight_sync.tensor import TensorSender
 
 LOCAL_HOST = "10.0.0.1"
@@ -63,7 +63,7 @@ class Receiver:
             raise ValueError("refused")
         self.shared.append(is_message(payload))
         if self.shared[-1]:
-            with received(payload) as tensors:
+            with map_tensors(payload) as tensors:
                 self.tensors |= {name: tensor.clone() for name, tensor in tensors}
                 del tensors
         else:

@@ -74,7 +74,7 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
     try:
         if not shared.is_message(payloads[0]):
             return original(manager, request)
-        with shared.received(payloads[0]) as tensors:
+        with shared.map_tensors(payloads[0]) as tensors:
             request.serialized_named_tensors = [tensors] * ranks
             return original(manager, request)
     except Exception as error:  # noqa: BLE001  fault boundary: a sender's mistake must not kill the engine

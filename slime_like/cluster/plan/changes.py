@@ -41,7 +41,7 @@ def changes(demand: Demand, dcp: DcpPlan) -> Iterator[SettingChange]:
     if any(role.name == "trainer" for role in demand.roles):
         for change in trainer_changes(shape, demand.settings):
             if "offload" not in dict(change.values) or demand.hardware is not None:
-                setting = change.named(KEYS, "=").replace(f"{KEYS['offload']}=1", f"{KEYS['offload']}=true")
+                setting = change.text(KEYS, "=").replace(f"{KEYS['offload']}=1", f"{KEYS['offload']}=true")
                 yield SettingChange(setting, replace(demand, trainer=change.settings).plan())
     if demand.engines:
         for setting, changed in _engine_changes(demand, shape, dcp):

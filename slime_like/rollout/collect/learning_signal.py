@@ -40,7 +40,7 @@ class LearningSignal:
         ``groups`` go to the trainer. ``num_waiting`` is the increase in groups that wait for a later rollout. ``dropped``
         summarizes the filters, and ``example`` is a group to quote if none passed them.
         """
-        shaped = groups if self.overlong is None else self.overlong.penalised(groups)
+        shaped = groups if self.overlong is None else self.overlong.penalise(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1
         self.num_flat = self.num_flat + 1 if groups and self._is_flat(shaped) else 0 if groups else self.num_flat
         quoted = _quote(groups[0] if groups else example)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from slime_like.checkpoint.files import ROLLOUT, SCRATCH, iteration_folder, publish, side_files
 from slime_like.checkpoint.hashes import FileRecord, hash_files
-from slime_like.checkpoint.record import Manifest, write_manifest, written_files
+from slime_like.checkpoint.record import Manifest, describe_files, write_manifest
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.model_io.damage import summarize_error
 from slime_like.train.megatron.model_io.fingerprint import fingerprint
@@ -127,7 +127,7 @@ class PendingSave:
     def _hash_rollout_files(self) -> dict[str, FileRecord]:
         """Return sizes and hashes of the files that the driver wrote before this save began."""
         folder = self.target.parent
-        return written_files(folder / ROLLOUT, side_files(folder, self._manifest.iteration))
+        return describe_files(folder / ROLLOUT, side_files(folder, self._manifest.iteration))
 
 
 def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> PendingSave:
