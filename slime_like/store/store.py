@@ -1,7 +1,7 @@
 """Store of the samples of a group while they are sampled: one set of columns for all of them, appended to in batches.
 
 A row is a sequence of tokens, and always contiguous in memory, so that a sample is a view of its row. A fork shares the tokens
-of its row. The first sharer that appends writes after the shared tokens if there is room; each other sharer first copies them
+of its row. The first sharer that appends writes after the shared tokens if they have free space behind them; each other sharer first copies them
 (copy on write), so k sharers make k - 1 copies. Entries that a row contains never change, so views stay valid.
 """
 
@@ -39,7 +39,7 @@ class SampleStore:
     """Rows of tokens with their log-probabilities, versions and experts."""
 
     def __init__(self, capacity: int = GROUP_CAPACITY) -> None:
-        """``capacity`` is the maximum number of tokens, including room behind rows."""
+        """``capacity`` is the maximum number of tokens, including the free space behind rows."""
         self._capacity = capacity
         self._rows, self._extents = RowTable(), ExtentTable()
         self._slabs: dict[int, Slab] = {}
@@ -47,7 +47,7 @@ class SampleStore:
         self._num_entries = 0
         self._expert_shape: ExpertEntry | None = None
         self.num_clones = 0  # rows copied because another row shares their tokens
-        self.num_moves = 0  # rows copied because there was no room behind them
+        self.num_moves = 0  # rows copied because there was no space behind them
 
     # ---- rows --------------------------------------------------------------------------------------------------------
     def add(self, columns: TokenColumns) -> int:
@@ -99,7 +99,7 @@ class SampleStore:
         return TokenColumns(views.token_ids, views.logprobs, views.versions, experts)
 
     def longest_prefix(self, columns: TokenColumns) -> int | None:
-        """Return the longest row whose tokens begin ``columns``, None if there is none."""
+        """Return the longest row whose tokens are the first of ``columns``; None if there is none."""
         size, ids = self._rows.size, columns.token_ids
         length = self._rows.length[:size]
         candidates = np.flatnonzero((self._rows.extent[:size] >= 0) & (length <= len(ids)) & (length > 0))
@@ -110,7 +110,7 @@ class SampleStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns of all rows, including room behind them."""
+        """Bytes of the columns of all rows, including the free space behind them."""
         return sum(slab.columns.nbytes for slab in self._slabs.values())
 
     # ---- append ------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class SampleStore:
         self._check(batch, counts)
         lengths = table.length[rows]
         ends = lengths + counts
-        moved = self._without_room(batch, counts, ends)
+        moved = self._positions_to_move(batch, counts, ends)
         if len(moved):
             self._move(batch, moved, ends)
         starts = (table.start[rows] + lengths).tolist()
@@ -175,7 +175,7 @@ class SampleStore:
         if self._rows.is_finished[rows].any():
             raise ValueError(f"rows {rows[self._rows.is_finished[rows]].tolist()} are finished: no tokens may follow")
 
-    def _without_room(self, batch: Batch, counts: I64, ends: I64) -> I64:
+    def _positions_to_move(self, batch: Batch, counts: I64, ends: I64) -> I64:
         """Return the positions in the batch of rows that must be copied before they can be written."""
         table, own = self._extents, self._rows.extent[batch.rows]
         fits = (table.used[own] == ends - counts) & (ends <= table.capacity[own])
@@ -191,7 +191,7 @@ class SampleStore:
         return np.flatnonzero(~fits)
 
     def _move(self, batch: Batch, moved: I64, ends: I64) -> None:
-        """Copy rows to new memory with room for the batch. Finished rows get no more than that."""
+        """Copy rows to new memory with space for the batch. Finished rows get no more than that."""
         for experts in batch.experts:
             if experts is not None:
                 self._expert_shape = ExpertEntry(experts.shape[1:], experts.dtype)

@@ -74,7 +74,7 @@ class ExtentTable:
         self.size += len(starts)
         if self.size > len(self.slab):
             for name in ("slab", "start", "used", "capacity", "num_rows"):
-                setattr(self, name, grown(getattr(self, name), self.size))
+                setattr(self, name, grow(getattr(self, name), self.size))
         self.slab[ids], self.start[ids], self.capacity[ids] = slab, starts, capacities
         self.used[ids], self.num_rows[ids] = 0, 1
         return ids
@@ -99,7 +99,7 @@ class RowTable:
         self.size += count
         if self.size > len(self.extent):
             for name in ("extent", "length", "slab", "start", "limit", "is_finished", "has_experts"):
-                setattr(self, name, grown(getattr(self, name), self.size))
+                setattr(self, name, grow(getattr(self, name), self.size))
         new = slice(ids.start, ids.stop)
         self.extent[new], self.length[new], self.limit[new] = extent, length, 0
         self.slab[new], self.start[new] = extents.slab[extent], extents.start[extent]
@@ -107,8 +107,8 @@ class RowTable:
         return ids
 
 
-def grown[Array: npt.NDArray[Any]](array: Array, size: int) -> Array:
-    """Return a copy with room for at least ``size`` entries, twice as many as before."""
+def grow[Array: npt.NDArray[Any]](array: Array, size: int) -> Array:
+    """Return a copy with space for at least ``size`` entries, twice as many as before."""
     larger = np.zeros(max(size, 2 * len(array)), dtype=array.dtype)
     larger[: len(array)] = array
     return larger  # pyright: ignore[reportReturnType]
