@@ -1,8 +1,9 @@
 """Store of the samples of a group while they are sampled: one set of columns for all of them, appended to in batches.
 
 A row is a sequence of tokens, and always contiguous in memory, so that a sample is a view of its row. A fork shares the tokens
-of its row. The first sharer that appends writes after the shared tokens if they have free space behind them; each other sharer first copies them
-(copy on write), so k sharers make k - 1 copies. Entries that a row contains never change, so views stay valid.
+of its row. The first sharer that appends writes after the shared tokens if they have free space behind them; each other sharer
+first copies them (copy on write), so k sharers make k - 1 copies. Entries that a row contains never change, so views stay
+valid.
 """
 
 from __future__ import annotations
