@@ -1,12 +1,14 @@
-"""Actions of rank 0, without ranks: what rank 0 raises, and what it tells the other ranks before."""
+"""Errors of one rank, without ranks: the message that the other ranks get before the rank raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from slime_like.errors import CheckpointError
+from slime_like.train.megatron.model_io import damage
 from slime_like.train.megatron.platform import collective
 
 
@@ -34,3 +36,21 @@ def test_the_other_ranks_learn_of_every_error(
     with pytest.raises(kind):
         collective.on_rank_zero(fail_with(error))
     assert len(messages) == 1 and messages[0] is not None and messages[0].startswith(message)
+
+
+def test_a_rank_that_cannot_enter_the_checkpoint_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str | None] = []
+
+    def gather(errors: list[str | None], error: str | None) -> None:
+        sent.append(error)
+        errors[0] = error
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(damage.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(damage.dist, "all_gather_object", gather)
+    monkeypatch.setattr(damage, "read_record", refuse)
+    with pytest.raises(CheckpointError, match=r"^/c/iter_0000001: cannot be read \(Permission denied\)"):
+        damage.read_verified_manifest(Path("/c/iter_0000001"), verify=True)
+    assert len(sent) == 1

@@ -60,7 +60,7 @@ def summarize_error(error: BaseException) -> str:
 def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
     """Return the ``Manifest`` of an iteration's folder. With ``verify``, first compare its files with their hashes.
 
-    Collective: each file is read by one rank. Raises ``CheckpointError`` on all ranks if a file has changed.
+    Collective: each file is read by one rank. Raises ``CheckpointError`` on all ranks if a file of any rank has changed or is unreadable.
     """
     record: CheckpointRecord | None = None
     error: str | None = None
@@ -71,6 +71,8 @@ def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
             check_content(source, record, by_size[dist.get_rank() :: dist.get_world_size()], rollout=False)
     except CheckpointError as failure:
         error = str(failure)
+    except OSError as failure:  # such as a folder that this rank may not enter
+        error = f"{failure.filename or source}: cannot be read ({failure.strerror}); make it readable on every node"
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     if first := next(filter(None, errors), None):
