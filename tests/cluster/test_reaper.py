@@ -19,7 +19,7 @@ from tests.e2e.runs import REPOSITORY
 OWNER = """
 import subprocess, sys
 from slime_like.cluster.supervise.reaper import reaper
-unrelated = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+unrelated = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=True)
 process_reaper = reaper()
 child = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)  # orphaned immediately
 print(unrelated.pid, int(child.stdout.readline()), process_reaper is not None, flush=True)

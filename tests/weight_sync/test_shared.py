@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
-from slime_like.weight_sync.shared import DTYPES, MAGIC, SharedBucketMemory, is_message, received
+from slime_like.weight_sync.shared import DTYPES, MAGIC, SharedBucketMemory, is_message, map_tensors
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -22,7 +22,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 def test_tensors_are_received_as_written(specs: list[tuple[str, tuple[int, ...]]]) -> None:
     region = SharedBucketMemory()
     sent = [(f"w{i}", (torch.rand(shape) * 100).to(DTYPES[dtype])) for i, (dtype, shape) in enumerate(specs)]
-    with received(region.write(Bucket(tuple(sent)))) as tensors:
+    with map_tensors(region.write(Bucket(tuple(sent)))) as tensors:
         assert [(name, t.dtype, t.shape) for name, t in tensors] == [(name, t.dtype, t.shape) for name, t in sent]
         assert all(torch.equal(a.float(), b.float()) for (_, a), (_, b) in zip(tensors, sent, strict=True))
     region.close()
@@ -32,7 +32,7 @@ def test_a_region_grows_and_is_reused() -> None:
     region = SharedBucketMemory()
     for rows in (2, 3000, 5):
         sent = torch.rand(rows, 7).t()
-        with received(region.write(Bucket((("w", sent),)))) as ((_, tensor),):
+        with map_tensors(region.write(Bucket((("w", sent),)))) as ((_, tensor),):
             assert torch.equal(tensor, sent)
             del tensor
     region.close()
@@ -46,9 +46,9 @@ def test_an_unsupported_dtype_is_named() -> None:
 def test_a_receiver_cannot_modify_the_senders_memory() -> None:
     region = SharedBucketMemory()
     message = region.write(Bucket((("w", torch.zeros(4)),)))
-    with received(message) as tensors:
+    with map_tensors(message) as tensors:
         tensors[0][1].fill_(1.0)
-    with received(message) as tensors:
+    with map_tensors(message) as tensors:
         assert not tensors[0][1].any()
     region.close()
 
@@ -57,7 +57,7 @@ def test_a_tensor_that_outlives_the_block_is_an_error() -> None:
     region, escaped_tensors = SharedBucketMemory(), []
     with (
         pytest.raises(WeightSyncError, match="kept a tensor in the sender's memory"),
-        received(region.write(Bucket((("w", torch.zeros(4)),)))) as tensors,
+        map_tensors(region.write(Bucket((("w", torch.zeros(4)),)))) as tensors,
     ):
         escaped_tensors += tensors
     assert not escaped_tensors[0][1].any()  # still readable: the memory was not unmapped
@@ -72,12 +72,12 @@ def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
     read, write = os.pipe()
     try:
         for fd in (file, growing_file, read):
-            with pytest.raises(WeightSyncError, match="is not sealed memory of this user"), received(message(fd)):
+            with pytest.raises(WeightSyncError, match="is not sealed memory of this user"), map_tensors(message(fd)):
                 pass
     finally:
         for fd in (file, growing_file, read, write):
             os.close(fd)
-    with pytest.raises(WeightSyncError, match="cannot open"), received(message(file)):
+    with pytest.raises(WeightSyncError, match="cannot open"), map_tensors(message(file)):
         pass
 
 
@@ -91,10 +91,10 @@ def test_a_garbled_message_is_refused() -> None:
         ["w", "float32", [-1], 0],
         ["w", "int3", [4], 0],
     ):
-        with pytest.raises(WeightSyncError, match="malformed"), received(message(fd, entry)):
+        with pytest.raises(WeightSyncError, match="malformed"), map_tensors(message(fd, entry)):
             pass
     for payload in (MAGIC, MAGIC + b"{}", MAGIC + b"[1]"):
-        with pytest.raises(WeightSyncError, match="malformed"), received(payload):
+        with pytest.raises(WeightSyncError, match="malformed"), map_tensors(payload):
             pass
     assert not is_message(b"\x80\x05")
     region.close()

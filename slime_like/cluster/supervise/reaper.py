@@ -16,7 +16,8 @@ from multiprocessing.connection import wait
 import psutil
 
 from slime_like.cluster.supervise import process_tree
-from slime_like.errors import DeadlineExceeded
+from slime_like.errors import DeadlineExceeded, ProcessLost
+from slime_like.rollout.engine.processes import describe_exit
 from slime_like.util.deadline import scale
 
 START_S = 60.0
@@ -34,19 +35,30 @@ class Reaper:
         self._starter = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        assert self._starter.stdin is not None and self._starter.stdout is not None
-        if not wait([self._starter.stdout.fileno()], START_S * scale()):
-            self._starter.kill()
-            raise DeadlineExceeded(
-                f"the process that kills user code's children did not start in {START_S * scale():.0f} s"
-            )
-        self._reaper = psutil.Process(int(self._starter.stdout.readline()))
-        self._starter.wait(EXIT_S * scale())
+        self._reaper = psutil.Process(self._started_pid())
         os.environ[process_tree.MARK] = self._mark
+
+    def _started_pid(self) -> int:
+        """Return the id of the detached process. Raises ``SlimeLikeError`` if it does not start."""
+        assert self._starter.stdout is not None
+        with self._starter.stdout as output:
+            if not wait([output.fileno()], START_S * scale()):
+                self._starter.kill()
+                self._starter.wait(EXIT_S * scale())
+                raise DeadlineExceeded(
+                    f"the process that kills user code's children did not start in {START_S * scale():.0f} s"
+                )
+            pid = output.readline()
+        code = self._starter.wait(EXIT_S * scale())
+        if not pid:
+            raise ProcessLost(
+                f"the process that kills user code's children {describe_exit(code)} at its start, see the log"
+            )
+        return int(pid)
 
     def close(self) -> None:
         """Kill all marked descendants and end the reaper process."""
-        process_tree.kill(process_tree.marked(self._mark))
+        process_tree.kill(process_tree.find_marked(self._mark))
         assert self._starter.stdin is not None
         self._starter.stdin.close()
         with suppress(psutil.Error):
@@ -66,7 +78,7 @@ def main(mark: str) -> None:
     os.dup2(2, 1)
     while os.read(0, 1):
         pass
-    while processes := process_tree.marked(mark):  # starting processes may appear later
+    while processes := process_tree.find_marked(mark):  # starting processes may appear later
         process_tree.kill(processes)
         psutil.wait_procs(processes, timeout=process_tree.WAIT_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ class RolloutActor(RolloutManager):
         _redirect_output(Path(log_path))
         record_streams()
         self._reaper = reaper()
+        self._starter: EngineStarter | None = None  # until ``connect``
         dump_stacks_on_signal(Path(stacks_dir), "rollout_manager")
 
     async def connect(
@@ -42,20 +44,22 @@ class RolloutActor(RolloutManager):
         template: EngineTemplate,
     ) -> None:
         """Initialize the manager for ``engines``: (actor, address) of each. Others are started with ``template``."""
-        self._starter = EngineStarter(template, {i: str(urlsplit(e.url).hostname) for i, (_, e) in enumerate(engines)})
-        start = self._starter.start
+        starter = EngineStarter(template, {i: str(urlsplit(e.url).hostname) for i, (_, e) in enumerate(engines)})
+        self._starter = starter
         supervisors = [
-            RayEngineSupervisor(actor, address, spec.rollout, spec.routing, partial(start, index))
+            RayEngineSupervisor(actor, address, spec.rollout, spec.routing, partial(starter.start, index))
             for index, (actor, address) in enumerate(engines)
         ]
         super().__init__(spec, source, heldout, supervisors)
 
     async def stop(self) -> None:
-        """Stop the manager, then processes that user code started."""
-        await super().stop()
-        await self._starter.stop()
-        if self._reaper is not None:
-            self._reaper.close()
+        """Stop the manager, then processes that user code started, even if the manager was not connected or fails to stop."""
+        async with AsyncExitStack() as stack:  # all parts are stopped, also if one raises
+            if self._reaper is not None:
+                stack.callback(self._reaper.close)
+            if self._starter is not None:
+                stack.push_async_callback(self._starter.stop)
+            await super().stop()
 
 
 def _redirect_output(path: Path) -> None:
