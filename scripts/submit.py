@@ -1,6 +1,7 @@
 """Run train.py as a job of a Ray cluster: submit and follow it, list jobs, stop one with a checkpoint.
 
 python scripts/submit.py run [options] +recipe=qwen3_30b_a3b optim.lr=2e-6     arguments of train.py
+python scripts/submit.py nodes [--wait-for N]
 python scripts/submit.py list
 python scripts/submit.py follow JOB
 python scripts/submit.py stop JOB [--wait SECONDS] [--now]
@@ -20,12 +21,13 @@ from pathlib import Path
 
 from slime_like.cluster.jobs.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, TOKEN_VARIABLE, server_address
 from slime_like.cluster.jobs.code_archive import make_package
-from slime_like.cluster.jobs.follow import follow
+from slime_like.cluster.jobs.follow import follow, wait_for_nodes
 from slime_like.cluster.jobs.job import RUN_DIR, RUN_NAME, STOPPED_CODE, USER, ClusterJob
 from slime_like.cluster.jobs.planning import plan_job
 from slime_like.cluster.jobs.server import JobServer
 from slime_like.cluster.jobs.stopping import stop_job
 from slime_like.cluster.jobs.submission import NodePaths, check_no_secrets, job_request, make_submission
+from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.printable import complaint, visible
 
@@ -65,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--detach", action="store_true", help="do not follow the job")
     run.add_argument("--open-cluster", action="store_true", help="submit even if the cluster requires no token")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of train.py, after the options")
+    nodes = commands.add_parser("nodes", help="list the cluster's nodes, or wait until they have joined")
+    nodes.add_argument("--wait-for", type=int, default=0, metavar="N", help="wait until N nodes have joined")
+    nodes.add_argument("--within", type=float, default=600.0, metavar="SECONDS", help="wait at most this long")
     commands.add_parser("list", help="list the jobs that this script submitted")
     commands.add_parser("follow", help="write a job's log until it ends").add_argument("job")
     stop = commands.add_parser("stop", help="end a job after its current rollout, with a checkpoint")
@@ -80,6 +85,8 @@ async def _dispatch(args: argparse.Namespace) -> int:
         match args.command:
             case "run":
                 return await _run(server, args)
+            case "nodes":
+                return _print_nodes(await wait_for_nodes(server, args.wait_for, args.within))
             case "list":
                 await server.check()
                 return _print_jobs(await server.jobs())
@@ -147,6 +154,14 @@ def _report(job: ClusterJob) -> int:
     reason = f": {job.reason}" if job.reason else ""
     sys.stderr.write(visible(f"job {job.id} {job.outcome}{reason}\n"))
     return job.code
+
+
+def _print_nodes(nodes: tuple[ClusterNode, ...]) -> int:
+    for node in nodes:
+        kind = f" ({node.gpu_name})" if node.gpu_name else ""
+        memory = f"{node.memory_bytes / 2**30:.0f} GiB"
+        print(visible(f"{node.address}  {node.num_gpus} GPUs{kind}  {node.num_cpus} CPUs  {memory}"))
+    return 0
 
 
 def _print_jobs(jobs: tuple[ClusterJob, ...]) -> int:

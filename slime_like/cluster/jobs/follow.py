@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from slime_like.cluster.jobs.job import ClusterJob
 from slime_like.cluster.jobs.server import JobServer
-from slime_like.errors import DeadlineExceeded, ProcessLost
+from slime_like.cluster.plan.ray_cluster import ClusterNode
+from slime_like.errors import DeadlineExceeded, ProcessLost, WorkerError
 from slime_like.util.deadline import Deadline
 
 POLL_S = 0.5
@@ -48,6 +49,18 @@ async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> Cl
         if job.has_ended:
             return job
         await asyncio.sleep(min(POLL_S, deadline.remaining(f"job {job_id}")))
+
+
+async def wait_for_nodes(server: JobServer, count: int, seconds: float) -> tuple[ClusterNode, ...]:
+    """Return the live nodes once there are ``count``. Raises ``DeadlineExceeded`` with the number that has joined."""
+    deadline, nodes = Deadline("scripts/submit.py", "nodes", seconds), ()
+    while True:
+        with suppress(ProcessLost, WorkerError):  # the head is starting
+            nodes = await server.nodes()
+        if nodes and len(nodes) >= count:
+            return nodes
+        waits_for = f"{count} nodes of the cluster at {server.address.url}, of which {len(nodes)} have joined"
+        await asyncio.sleep(min(RETRY_S, deadline.remaining(waits_for)))
 
 
 async def _patient[T](call: Callable[[], Awaitable[T]], waits_for: str) -> T:

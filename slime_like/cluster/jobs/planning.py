@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime_like.cluster.jobs.submission import JOINED
+from slime_like.cluster.jobs.layout import JOINED
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode, plan_on_nodes

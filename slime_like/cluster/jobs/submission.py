@@ -13,11 +13,11 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from slime_like.cluster.jobs.job import CODE, FORMAT, MARK, PACKAGE, PYTHON, RUN_DIR, RUN_NAME, USER
+from slime_like.cluster.jobs.layout import JOINED
 from slime_like.cluster.jobs.server import JobRequest
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, DataError
 
-JOINED = "placement.ray_address=auto"
 STOP_VARIABLE, STOP_S = "RAY_JOB_STOP_WAIT_TIME_S", 900  # between SIGTERM, on which a run saves, and SIGKILL; Ray: 3 s
 WORKING_DIR = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"  # Ray replaces it by the folder of the unpacked code
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)

@@ -1,0 +1,58 @@
+"""Nodes that a run needs, for the files that start a cluster for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.shapes import model_config
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.files import check_model
+from slime_like.errors import ConfigError
+from slime_like_compat.flags.translate import translate
+
+JOINED = "placement.ray_address=auto"
+MAX_NODES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """A run and its nodes, each with the same number of GPUs."""
+
+    run_name: str
+    arguments: tuple[str, ...]  # of train.py
+    num_nodes: int
+    gpus_per_node: int
+    advice: tuple[str, ...] = ()
+
+
+def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = None) -> NodeLayout:
+    """Return the nodes of ``gpus_per_node`` GPUs that the run of ``arguments`` needs.
+
+    With ``gpu``, a name of the planner's table, the memory of the GPUs is checked. Raises ``ConfigError`` if the run does not
+    fit, uses no GPU, or its trainer has another number of GPUs per node.
+    """
+    command = translate(arguments)
+    if command.action != "train":
+        raise ConfigError(f"--{command.action} starts no run: give the arguments of a run")
+    cfg = load_config([*arguments, JOINED], files=False, machine=False, code=False)
+    if cfg.placement.device == "cpu":
+        raise ConfigError("placement.device=cpu: the files are for nodes with GPUs; set placement.device=cuda or auto")
+    if gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node {gpus_per_node} must be 1 or more")
+    ranks = cfg.placement.actor_num_gpus_per_node
+    if ranks is not None and ranks > gpus_per_node:
+        raise ConfigError(
+            f"placement.actor_num_gpus_per_node={ranks} with --gpus-per-node {gpus_per_node}: give nodes with {ranks} GPUs or "
+            "more, or lower the key"
+        )
+    kind = f"x{gpu}" if gpu else ""
+    largest = described_machine(f"{MAX_NODES}x{gpus_per_node}{kind}")
+    if (model := model_config(cfg, largest)) is not None:
+        check_model(cfg, model)
+    num_gpus = make_plan(cfg, largest).num_gpus
+    num_nodes = max(1, -(-num_gpus // gpus_per_node))
+    plan = make_plan(cfg, described_machine(f"{num_nodes}x{gpus_per_node}{kind}"))
+    return NodeLayout(cfg.run.name, tuple(arguments), num_nodes, gpus_per_node, plan.advice)
