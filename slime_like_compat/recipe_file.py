@@ -158,10 +158,10 @@ def _report_lines(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterat
             yield ""
             yield f"{verdict}: {meaning}"
         for row in rows:
-            place = row.file_line.rpartition("/")[2]
+            source = row.file_line.rpartition("/")[2]
             setting = f"  {row.flag} {row.value_text}".rstrip()
             outcome = "; ".join(text for text in (row.text(values), row.note) if text)
-            yield f"{setting}  ->  {outcome}" + (f"  [{place}]" if place else "")
+            yield f"{setting}  ->  {outcome}" + (f"  [{source}]" if source else "")
     yield ""
     yield from launch.notes
     if names := ", ".join(launch.environment):

@@ -56,9 +56,9 @@ def read_launch(
     if not reader.starts:
         raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that starts it")
     if len(reader.starts) > 1:
-        places = ", ".join(start.file_line for start in reader.starts)
+        file_lines = ", ".join(start.file_line for start in reader.starts)
         raise ConfigError(
-            f"{script} starts training {len(reader.starts)} times ({places}): keep one start in a copy of the script"
+            f"{script} starts training {len(reader.starts)} times ({file_lines}): keep one start in a copy of the script"
         )
     start = reader.starts[0]
     return Launch(

@@ -32,14 +32,14 @@ def tokens(text: str, name: str) -> Iterator[Token]:
 
 def text_parts(text: str, file_line: str) -> tuple[Part, ...]:
     """Return ``text`` as the parts of one word, blanks included: the word after ``:-`` in ``${X:-word}``."""
-    return _Lexer(text, file_line, fixed_place=True).parts(stop="")
+    return _Lexer(text, file_line, has_fixed_line=True).parts(stop="")
 
 
 @dataclass(slots=True)
 class _Lexer:
     text: str
     name: str
-    fixed_place: bool = False
+    has_fixed_line: bool = False
     at: int = 0
     nesting: int = 0
     in_test: bool = False  # between ``[[`` and ``]]``
@@ -49,7 +49,7 @@ class _Lexer:
 
     @property
     def file_line(self) -> str:
-        return self.name if self.fixed_place else f"{self.name}:{self.text.count('\n', 0, self.at) + 1}"
+        return self.name if self.has_fixed_line else f"{self.name}:{self.text.count('\n', 0, self.at) + 1}"
 
     def token(self) -> Token | None:
         """Return the next token, or None at the end."""

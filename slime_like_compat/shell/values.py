@@ -168,7 +168,9 @@ class Scope:
         if name in "?$!-":
             return unknown
         if name in "@*#" or name.isdigit():
-            return self._positional(name, operation, Place(file_line, script)) or (() if name in "@*" else unknown)
+            return self._positional(name, operation, WordPosition(file_line, script)) or (
+                () if name in "@*" else unknown
+            )
         values = self.lookup(name, file_line)
         is_array = index in ("@", "*")
         if index and not is_array and values is not None:
@@ -176,7 +178,7 @@ class Scope:
         elif values is not None and not is_array:
             values = values[:1]
         if operation:
-            return self._with_operation(name, values, operation, Place(file_line, script)) or unknown
+            return self._with_operation(name, values, operation, WordPosition(file_line, script)) or unknown
         if values is None and is_array and not self.incomplete:
             return ()  # as in bash; an array cannot be inherited
         if values is None:
@@ -190,30 +192,30 @@ class Scope:
         problem = "is the folder in which the script is started" if name == "PWD" else "is not set by the script"
         return Value("", file_line, f"{name} {problem}: give --set {name}=VALUE")
 
-    def _positional(self, name: str, operation: str, place: Place) -> tuple[Value, ...] | None:
+    def _positional(self, name: str, operation: str, position: WordPosition) -> tuple[Value, ...] | None:
         """Return the value of ``$1``, ``$@``, ``$*`` or ``$#``; None for an unsupported form or without arguments."""
-        values = self.lookup(ARGUMENTS, place.file_line)
+        values = self.lookup(ARGUMENTS, position.file_line)
         if values is None or (operation and not name.isdigit()):
             return (
                 None
                 if not values
-                else (Value("", place.file_line, f"${{{name}{operation}}} is not read here: write its value"),)
+                else (Value("", position.file_line, f"${{{name}{operation}}} is not read here: write its value"),)
             )
         if values[:1] and values[0].problem:
             return values[:1]
         if name in "@*":
             return values
         if name == "#":
-            return (Value(str(len(values)), place.file_line),)
+            return (Value(str(len(values)), position.file_line),)
         argument = values[int(name) - 1 : int(name)]
         return (
-            self._with_operation(name, argument, operation, place)
+            self._with_operation(name, argument, operation, position)
             if operation
-            else argument or (Value("", place.file_line),)
+            else argument or (Value("", position.file_line),)
         )
 
     def _with_operation(
-        self, name: str, values: tuple[Value, ...] | None, operation: str, place: Place
+        self, name: str, values: tuple[Value, ...] | None, operation: str, position: WordPosition
     ) -> tuple[Value, ...] | None:
         """Return the value of ``${X:-word}`` and the like; None for an unsupported form."""
         sign = next(
@@ -222,18 +224,22 @@ class Scope:
         )
         if not sign:
             return None
-        word = self._joined_parts(text_parts(operation[len(sign) :], place.file_line), place.file_line, place.script)
+        word = self._joined_parts(
+            text_parts(operation[len(sign) :], position.file_line), position.file_line, position.script
+        )
         is_set = bool(values) and (not sign.startswith(":") or bool(values[0].text or values[0].problem))
         match sign[-1]:
             case "-" | "=":
                 return values if is_set else (word,)
             case "+":
-                return (word,) if is_set else (Value("", place.file_line),)
+                return (word,) if is_set else (Value("", position.file_line),)
             case "?":
-                return values if is_set else (Value("", place.file_line, f"{name} must be given: --set {name}=VALUE"),)
+                return (
+                    values if is_set else (Value("", position.file_line, f"{name} must be given: --set {name}=VALUE"),)
+                )
             case _ if values and not values[0].problem:
                 cut = _cut(values[0].text, word.text, sign)
-                return (word if word.problem else Value(cut, place.file_line),)
+                return (word if word.problem else Value(cut, position.file_line),)
             case _:
                 return values
 
@@ -254,7 +260,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WordPosition:
     """Position of a word: ``file:line``, and the file itself."""
 
     file_line: str
@@ -277,9 +283,9 @@ def _split(value: Value) -> Iterator[Value]:
 
 def _cut(text: str, pattern: str, sign: str) -> str:
     """Remove the shortest or longest matching suffix or prefix: ``${X%pattern}``, ``%%``, ``#``, ``##``."""
-    places = range(len(text) + 1)
+    positions = range(len(text) + 1)
     if sign[0] == "%":
-        ends = [at for at in places if fnmatchcase(text[at:], pattern)]
+        ends = [at for at in positions if fnmatchcase(text[at:], pattern)]
         return text[: (min(ends) if sign == "%%" else max(ends))] if ends else text
-    starts = [at for at in places if fnmatchcase(text[:at], pattern)]
+    starts = [at for at in positions if fnmatchcase(text[:at], pattern)]
     return text[(max(starts) if sign == "##" else min(starts)) :] if starts else text

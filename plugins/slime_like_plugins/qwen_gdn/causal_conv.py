@@ -18,9 +18,9 @@ from slime_like_plugins.qwen_gdn.packing import lengths
 class _Grid:
     """Row positions: each sequence follows W-1 rows of its own, so that no window overlaps the previous sequence."""
 
-    num_places: int  # R, of tokens and rows before sequences
-    token: Tensor  # I64 [tokens] place of each token
-    halo: Tensor  # I64 [N * (W - 1)] places of the rows before the sequences
+    num_positions: int  # R, of tokens and rows before sequences
+    token: Tensor  # I64 [tokens] position of each token
+    halo: Tensor  # I64 [N * (W - 1)] positions of the rows before the sequences
 
 
 def causal_conv(
@@ -44,12 +44,12 @@ def causal_conv(
 @functools.lru_cache(maxsize=16)
 def _grid(lengths_N: tuple[int, ...], width: int, device: torch.device) -> _Grid:
     history = width - 1
-    row, halo, place = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
+    row, halo, position = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
     for length in lengths_N:
-        halo.append(torch.arange(place, place + history))
-        row.append(torch.arange(place + history, place + history + length))
-        place += history + length
-    return _Grid(place, torch.cat(row).to(device), torch.cat(halo).to(device))
+        halo.append(torch.arange(position, position + history))
+        row.append(torch.arange(position + history, position + history + length))
+        position += history + length
+    return _Grid(position, torch.cat(row).to(device), torch.cat(halo).to(device))
 
 
 class _CausalConv(torch.autograd.Function):
@@ -58,16 +58,16 @@ class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, halo: Tensor | None, grid: _Grid, silu: bool) -> Tensor:
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        places = rows.new_zeros(grid.num_places, rows.shape[1], dtype=dtype)
-        places.index_copy_(0, grid.token, rows[: len(grid.token)].to(dtype))
+        padded_rows = rows.new_zeros(grid.num_positions, rows.shape[1], dtype=dtype)
+        padded_rows.index_copy_(0, grid.token, rows[: len(grid.token)].to(dtype))
         if halo is not None:
-            places.index_copy_(0, grid.halo, halo.flatten(0, 1).to(dtype))
+            padded_rows.index_copy_(0, grid.halo, halo.flatten(0, 1).to(dtype))
         taps, width = weight.to(dtype).T.contiguous(), weight.shape[1]
-        windows = max(len(places) - width + 1, 0)
-        sums = places[:windows] * taps[0]
+        windows = max(len(padded_rows) - width + 1, 0)
+        sums = padded_rows[:windows] * taps[0]
         for tap in range(1, width):
-            sums.addcmul_(places[tap : tap + windows], taps[tap])
-        ctx.save_for_backward(places, taps, sums)
+            sums.addcmul_(padded_rows[tap : tap + windows], taps[tap])
+        ctx.save_for_backward(padded_rows, taps, sums)
         ctx.grid, ctx.silu = grid, silu
         ctx.dtypes = (rows.dtype, weight.dtype, None if halo is None else halo.dtype)
         ctx.halo_shape = None if halo is None else halo.shape
@@ -79,7 +79,7 @@ class _CausalConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        places, taps, sums = ctx.saved_tensors
+        padded_rows, taps, sums = ctx.saved_tensors
         grid, width = ctx.grid, len(taps)
         rows_dtype, weight_dtype, halo_dtype = ctx.dtypes
         dsums = torch.zeros_like(sums)
@@ -87,13 +87,13 @@ class _CausalConv(torch.autograd.Function):
         if ctx.silu:
             dsums = torch.ops.aten.silu_backward(dsums, sums)
         windows = len(sums)
-        dplaces, dtaps = torch.zeros_like(places), torch.empty_like(taps)
+        dpadded_rows, dtaps = torch.zeros_like(padded_rows), torch.empty_like(taps)
         for tap in range(width):
-            dplaces[tap : tap + windows].addcmul_(dsums, taps[tap])
-            torch.sum(places[tap : tap + windows] * dsums, 0, out=dtaps[tap])
+            dpadded_rows[tap : tap + windows].addcmul_(dsums, taps[tap])
+            torch.sum(padded_rows[tap : tap + windows] * dsums, 0, out=dtaps[tap])
         drows = torch.zeros_like(grads[0], dtype=rows_dtype)
-        drows[: len(grid.token)] = dplaces.index_select(0, grid.token)
+        drows[: len(grid.token)] = dpadded_rows.index_select(0, grid.token)
         dhalo = None
         if halo_dtype is not None:
-            dhalo = dplaces.index_select(0, grid.halo).view(ctx.halo_shape).to(halo_dtype)
+            dhalo = dpadded_rows.index_select(0, grid.halo).view(ctx.halo_shape).to(halo_dtype)
         return drows, dtaps.T.to(weight_dtype), dhalo, None, None

@@ -26,9 +26,9 @@ class ChunkOrder:
     counts: tuple[int, ...]  # number of chunks of each step
     starts: tuple[int, ...]  # [steps + 1] index of the first chunk of each step
     num_tokens: int  # rows without padding
-    source: Tensor | None  # I64 [M * C] row of each place, 0 in gaps; None: rows keep their order
-    gaps: Tensor | None  # I64 [M * C - num_tokens] places without a row
-    place: Tensor | None  # I64 [num_tokens] place of each row
+    source: Tensor | None  # I64 [M * C] row of each position, 0 in gaps; None: rows keep their order
+    gaps: Tensor | None  # I64 [M * C - num_tokens] positions without a row
+    position: Tensor | None  # I64 [num_tokens] position of each row
 
     @property
     def num_chunks(self) -> int:
@@ -44,10 +44,10 @@ class ChunkOrder:
     def unpack(self, chunks: Tensor) -> Tensor:
         """Return chunks [M, heads, C, D] as rows [T, heads, D]. Padding is 0."""
         rows = chunks.transpose(1, 2).flatten(0, 1)
-        if self.place is None:
+        if self.position is None:
             return rows
         unpacked_rows = rows.new_empty(self.num_rows, *rows.shape[1:])
-        torch.index_select(rows, 0, self.place, out=unpacked_rows[: self.num_tokens])
+        torch.index_select(rows, 0, self.position, out=unpacked_rows[: self.num_tokens])
         unpacked_rows[self.num_tokens :] = 0
         return unpacked_rows
 
@@ -102,15 +102,15 @@ def _chunk_order(lengths_N: tuple[int, ...], num_rows: int, chunk: int, device: 
     starts = tuple(accumulate(counts, initial=0))
     first_row = list(accumulate(lengths_N, initial=0))
     num_tokens, size = first_row[-1], starts[-1] * chunk
-    place = torch.empty(num_tokens, dtype=torch.int64)
+    position = torch.empty(num_tokens, dtype=torch.int64)
     base = torch.tensor(starts, dtype=torch.int64) * chunk
     for index, n in enumerate(sequences):
         token = torch.arange(lengths_N[n])
-        place[first_row[n] : first_row[n + 1]] = base[token // chunk] + index * chunk + token % chunk
+        position[first_row[n] : first_row[n + 1]] = base[token // chunk] + index * chunk + token % chunk
     source = torch.full((size,), -1, dtype=torch.int64)
-    source[place] = torch.arange(num_tokens)
+    source[position] = torch.arange(num_tokens)
     gaps = (source < 0).nonzero().squeeze(1)
-    is_plain = size == num_rows == num_tokens and bool((place == torch.arange(num_rows)).all())
+    is_plain = size == num_rows == num_tokens and bool((position == torch.arange(num_rows)).all())
     return ChunkOrder(
         chunk=chunk,
         num_rows=num_rows,
@@ -120,5 +120,5 @@ def _chunk_order(lengths_N: tuple[int, ...], num_rows: int, chunk: int, device: 
         num_tokens=num_tokens,
         source=None if is_plain else source.clamp_min(0).to(device),
         gaps=None if is_plain else gaps.to(device),
-        place=None if is_plain else place.to(device),
+        position=None if is_plain else position.to(device),
     )
