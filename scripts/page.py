@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+GIT_S = 60.0
 
 
 class TableFile:
@@ -25,6 +29,16 @@ class TableFile:
     def write(self, text: str) -> None:
         """Replace the content of the file."""
         self.path.write_text(f"{self._first_line}\n{text}")
+
+
+def commit() -> str:
+    """Return the short hash of this checkout's commit; "unknown" without git or a repository."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=GIT_S)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return result.stdout.strip()
 
 
 def replace_section(page: Path, heading: str, text: str) -> None:

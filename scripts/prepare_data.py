@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         for path in convert(args.name, args.target, args.source):
-            sys.stdout.write(visible(f"{path}: {sum(1 for _ in path.open())} rows\n"))
+            with path.open() as rows:
+                sys.stdout.write(visible(f"{path}: {sum(1 for _ in rows)} rows\n"))
     except (UnusableRow, OSError, ValueError) as error:  # raised by datasets if something is missing or unreachable
         sys.stderr.write(visible(f"{args.name}: {error}\n"))
         return 1

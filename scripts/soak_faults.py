@@ -24,7 +24,6 @@ import platform
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +37,7 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from scripts.page import TableFile, replace_section  # noqa: E402  (found by the line above)
+from scripts.page import TableFile, commit, replace_section  # noqa: E402  (found by the line above)
 from scripts.soak_draw import STARTING, SURVIVED, draw_part  # noqa: E402
 from slime_like.config.schema.faults import FATAL, FAULTS  # noqa: E402
 from slime_like.data import faults  # noqa: E402
@@ -359,13 +358,10 @@ def _kind(fault: str) -> str:
 
 def setting() -> str:
     """Return the command, versions and machine of this soak."""
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core", "ray"))
     return (
         f"Command: `python scripts/{Path(__file__).name} {' '.join(sys.argv[1:])}`, with SLIME_LIKE_DEADLINE_FACTOR="
-        f"{os.environ.get('SLIME_LIKE_DEADLINE_FACTOR', '1')}. Commit {git.stdout.strip()}. Versions: {packages}, Python "
+        f"{os.environ.get('SLIME_LIKE_DEADLINE_FACTOR', '1')}. Commit {commit()}. Versions: {packages}, Python "
         f"{platform.python_version()}. Machine: {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GB, no GPU."
     )
 

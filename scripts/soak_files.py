@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from random import Random
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from scripts.page import replace_section  # noqa: E402  (found by the line above)
+from scripts.page import commit, replace_section  # noqa: E402  (found by the line above)
 from slime_like.cluster.plan.machine import cpu_count  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from tests.damage.checks import FAULTS, ReadOutcome, RunFiles, Trial  # noqa: E402
@@ -82,20 +81,16 @@ def section(trials: list[Trial], command: str, seconds: float) -> str:
         rows.append(f"| {kind} | {sum(counts)} | {' | '.join(map(str, counts))} |")
     totals = [sum(num_trials[kind, outcome] for kind in FILES) for outcome in columns]
     rows.append(f"| all | {sum(totals)} | {' | '.join(map(str, totals))} |")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout
     name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     machine = f"{cpu_count()} cores of an {name[1] if name else 'unknown processor'}"
-    origin = f"`{command}`, commit {commit.strip()}, {machine}, {seconds:.0f} s"
+    origin = f"`{command}`, commit {commit()}, {machine}, {seconds:.0f} s"
     return "\n".join([TITLE, "", origin, "", NOTES, "", *rows, ""])
 
 
-NOTES = """A file is *handled* when it is refused in one message that names it, or its folder where two files contradict each
-other, or when it is read as before; lines of a log that cannot be read are moved to another file, which the run reports. *Another
-well-formed file*: the value differs and is permitted there (another prompt, another epsilon of a norm, another number in a
-log). Traceback, hang and *accepted, but changed* (a file that the run itself wrote) are faults, and so is a refusal that
-names neither file nor folder."""
+NOTES = """A file is *handled* if it is refused in one message that names it (or its folder, if two files contradict each other), or if it is
+read as before; unreadable lines of a log are set aside with a message. *Another well-formed file*: the value differs but is valid
+(another prompt, another epsilon of a norm, another number in a log). Traceback, hang and *accepted, but changed* (for a file that
+the run itself wrote) are failures, and so is a refusal that names neither file nor folder."""
 
 
 if __name__ == "__main__":

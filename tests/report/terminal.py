@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
 import pty
 import re
+import select
+import signal
 import struct
 import subprocess
 import termios
@@ -17,7 +20,10 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from slime_like.util.deadline import Deadline
+
 COLUMNS, LINES = 112, 40
+RUN_S = 3_600.0
 # Start of a redraw of rich's live view: it erases the previous lines, going up.
 REDRAW = re.compile(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*")
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]|\x1b[=>]|\r")  # all sequences except colours, which end in m
@@ -27,8 +33,14 @@ pre{{margin:0;font:14px/1.35 "DejaVu Sans Mono",monospace}}</style><pre><code>{c
 """
 
 
-def on_terminal(command: Sequence[str], environment: Mapping[str, str], watch: Callable[[], None]) -> tuple[int, str]:
-    """Run ``command`` on a pseudo-terminal; return exit code and output. ``watch`` is called after every read."""
+def on_terminal(
+    command: Sequence[str], environment: Mapping[str, str], watch: Callable[[], None], limit_s: float = RUN_S
+) -> tuple[int, str]:
+    """Run ``command`` on a pseudo-terminal; return exit code and output. ``watch`` is called after every read.
+
+    Raises ``DeadlineExceeded`` if the command does not end within ``limit_s``, and kills its process group.
+    """
+    deadline = Deadline("the terminal", "run", limit_s)
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     process = subprocess.Popen(
@@ -36,17 +48,29 @@ def on_terminal(command: Sequence[str], environment: Mapping[str, str], watch: C
     )
     os.close(terminal)
     output = io.BytesIO()
-    while True:
-        try:
-            piece = os.read(controller, 65536)
-        except OSError:  # EIO: the other side is closed
-            piece = b""
-        if not piece:
-            break
-        output.write(piece)
-        watch()
-    os.close(controller)
-    return process.wait(), output.getvalue().decode(errors="replace")
+    try:
+        while piece := _read(controller, deadline):
+            output.write(piece)
+            watch()
+        code = process.wait(deadline.remaining(command[0]))
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    finally:
+        os.close(controller)
+    return code, output.getvalue().decode(errors="replace")
+
+
+def _read(controller: int, deadline: Deadline) -> bytes:
+    """Return the next output; empty at its end. Raises ``DeadlineExceeded``."""
+    select.select([controller], [], [], deadline.remaining("output"))
+    deadline.remaining("output")
+    try:
+        return os.read(controller, 65536)
+    except OSError:  # EIO: the other side is closed
+        return b""
 
 
 def frames(output: str) -> list[str]:

@@ -6,6 +6,10 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
+from slime_like.errors import DeadlineExceeded
+from slime_like.util.deadline import FACTOR_VARIABLE
 from tests.report.terminal import frames, on_terminal, write_page
 
 DRAWS = """
@@ -37,3 +41,12 @@ def test_every_redraw_of_the_live_view_is_a_frame(tmp_path: Path) -> None:
     write_page(drawn_frames[-1], tmp_path / "live.html")
     html = (tmp_path / "live.html").read_text()
     assert "control: save: done" in html and "http" not in html and "url(" not in html
+
+
+@pytest.mark.parametrize(
+    "program", ["import time; time.sleep(60)", "print('a', flush=True); import time; time.sleep(60)"]
+)
+def test_a_program_that_does_not_end_is_killed(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FACTOR_VARIABLE, "1")
+    with pytest.raises(DeadlineExceeded, match="the terminal waited"):
+        on_terminal([sys.executable, "-S", "-c", program], os.environ, lambda: None, limit_s=0.5)

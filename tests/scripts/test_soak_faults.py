@@ -99,3 +99,8 @@ def test_a_table_is_rewritten(tmp_path: Path) -> None:
     for text in ("one\n", "two\n"):
         page.TableFile(path, "soak_faults.py").write(text)
         assert path.read_text() == f"<!-- written by scripts/soak_faults.py, which replaces this file -->\n\n{text}"
+
+
+def test_a_soak_outside_a_repository_has_an_unknown_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert page.commit() == "unknown"
