@@ -20,6 +20,7 @@ from slime_like_compat.flags.without_key import SGLANG_RENAMED
 ACTIONS = {
     "--plan": "print the placement, the batch sizes and the value of each auto, and exit",
     "--plan-for": "--plan-for 8xH200: print the plan for a machine with that many GPUs, without checking this machine",
+    "--trace": "with --plan or --plan-for: also run a step of the trainer on a phantom GPU and print its memory, without a GPU",
     "--doctor": "check this machine and environment, print fixes for missing parts, and exit",
     "--help": "print this help, or the keys of one group (--help rollout), and exit",
     "--cfg": "--cfg job: print the composed configuration as YAML and exit",
@@ -38,6 +39,7 @@ class Command:
     topic: str | None = None  # group for --help
     config_dir: str | None = None
     machine: str | None = None  # machine for --plan-for
+    trace: bool = False  # also trace the planned trainer
 
 
 def translate(argv: Sequence[str]) -> Command:
@@ -49,7 +51,7 @@ def translate(argv: Sequence[str]) -> Command:
     tokens = _Tokens(list(argv))
     overrides: list[str] = []
     sources: dict[str, list[str]] = {}
-    action, topic, config_dir, machine = "train", None, None, None
+    action, topic, config_dir, machine, trace = "train", None, None, None, False
     for token in tokens:
         if not token.startswith("-"):
             overrides.append(token)
@@ -59,6 +61,8 @@ def translate(argv: Sequence[str]) -> Command:
             action = token[2:]
         elif token == "--plan-for":
             action, machine = "plan", tokens.value(token)
+        elif token == "--trace":
+            trace = True
         elif token == "--cfg":
             one_of("job")(token, tokens.value(token))
             action = "show"
@@ -70,8 +74,10 @@ def translate(argv: Sequence[str]) -> Command:
             overrides += _simple_overrides(token, tokens)
         if token in VALUES or token in SWITCHES:
             sources[token] = [tokens.current_token]
+    if trace and action != "plan":
+        raise ConfigError("--trace needs a plan: add --plan, or --plan-for 8xH100 to describe the GPUs")
     # Overrides of combined flags come first, so that an explicit key wins.
-    return Command(action, (*combine(sources), *overrides), topic, config_dir, machine)
+    return Command(action, (*combine(sources), *overrides), topic, config_dir, machine, trace)
 
 
 def flag_of(key: str) -> str | None:

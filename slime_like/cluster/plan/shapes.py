@@ -8,7 +8,7 @@ from typing import Any
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
 from slime_like.config.rules.files import refuse_family
-from slime_like.config.rules.hf import HfConfig, hf_config, read_hf_config
+from slime_like.config.rules.hf import HfConfig, hf_config, read_hf_config, read_json
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError
@@ -52,6 +52,15 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
             f"the path of one of {', '.join(MODELS)}"
         )
     return hf_config(KEY, folder, values)
+
+
+def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
+    """Return the values of config.json of ``model.hf_checkpoint``, found as by ``model_config``; None if there are none."""
+    folder = Path(cfg.model.hf_checkpoint)
+    if folder.exists():
+        return read_json(KEY, folder / "config.json")
+    spec = PREPARED.get(cfg.run.prepare or "")
+    return table_config(str(folder)) if spec is None else {"model_type": spec.model_type, **config_fields(spec)}
 
 
 def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpec | None) -> RoleShapes:

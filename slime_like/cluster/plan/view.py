@@ -11,6 +11,7 @@ from slime_like.cluster.plan.machine import Machine, described_machine, probe_ma
 from slime_like.cluster.plan.memory_view import change_lines, memory_lines, plot_lines
 from slime_like.cluster.plan.planner import Plan, Role, make_plan
 from slime_like.cluster.plan.shapes import PREPARED, model_config
+from slime_like.cluster.plan.trace import trace_lines
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
 from slime_like.config.rules.files import check_files, check_model
@@ -28,15 +29,15 @@ def describe(command: Command, argv: Sequence[str]) -> str:
         case "show":
             return show(argv)
         case _:
-            return show_plan(argv, command.machine)
+            return show_plan(argv, command.machine, trace=command.trace)
 
 
-def show_plan(argv: Sequence[str], description: str | None = None) -> str:
+def show_plan(argv: Sequence[str], description: str | None = None, *, trace: bool = False) -> str:
     """Return the plan of a command line for this machine, or for the one described by ``description`` (``8xH200``).
 
     On this machine, files are checked unless ``run.prepare`` will create them; then only the model that a default job creates is
     checked. For another machine, only config.json is read, or the planner's table of public models: weights, tokenizer and data
-    may be missing.
+    may be missing. With ``trace``, a step of the trainer is run on a phantom GPU, and its memory is appended.
     """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)
@@ -46,7 +47,9 @@ def show_plan(argv: Sequence[str], description: str | None = None) -> str:
         check_files(cfg)
     elif (model := model_config(cfg, machine)) is not None:
         check_model(cfg, model)
-    return render_plan(cfg, make_plan(cfg, machine), machine)
+    plan = make_plan(cfg, machine)
+    text = render_plan(cfg, plan, machine)
+    return text + "".join(f"{line}\n" for line in trace_lines(plan, argv, description)) if trace else text
 
 
 def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:

@@ -1,0 +1,93 @@
+"""Traced memory of the trainer's ranks, next to the planner's estimate: ``train.py --plan --trace``.
+
+A child process runs a step of the run's own configuration on a phantom GPU (``traced_rank``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.planner import Plan
+from slime_like.errors import ConfigError
+from slime_like.phantom.device import PhantomGpu
+from slime_like.planner.table import MemoryTable, gib
+from slime_like.planner.trainer import stage_items
+from slime_like.planner.view import columns
+from slime_like.util.deadline import Deadline
+
+TRACE_SECONDS = 1_800
+UNLIMITED = 1 << 42  # bytes of the phantom GPU, so that a rank that does not fit has a peak too
+RESIDENT = ("weights", "gradients", "optimizer")
+
+
+def trace_lines(plan: Plan, argv: Sequence[str], description: str | None) -> Iterator[str]:
+    """Trace the run's trainer and describe its memory. Raises ``ConfigError`` if there is nothing to trace."""
+    if not plan.needs_trainer or plan.actor.device != "cuda":
+        raise ConfigError(
+            "--trace shows the memory of trainer ranks on GPUs, and this plan has none: set placement.device=cuda, or describe "
+            "GPUs with --plan-for 8xH100"
+        )
+    for trace in run_trace(argv, description):
+        yield from _lines(plan, trace)
+
+
+def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, Any]]:
+    """Return the traces of the first and the last pipeline stage. Raises ``ConfigError`` with the child's message."""
+    limit = Deadline("driver", "trace", TRACE_SECONDS).remaining("the traced rank")
+    environment = {**os.environ, **PhantomGpu(UNLIMITED).environment()}
+    environment.setdefault("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join([path for path in (*sys.path, environment["PYTHONPATH"]) if path])
+    with tempfile.TemporaryDirectory(prefix="slime_like-trace-") as folder:
+        request, result = Path(folder) / "request.json", Path(folder) / "result.json"
+        request.write_text(json.dumps({"argv": list(argv), "machine": description}), encoding="utf-8")
+        command = [sys.executable, "-m", "slime_like.cluster.plan.traced_rank", str(request), str(result)]
+        try:
+            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired as late:
+            raise ConfigError(
+                f"the trace took more than {limit:.0f} s: trace a model with fewer layers, or set "
+                "SLIME_LIKE_DEADLINE_FACTOR"
+            ) from late
+        if child.returncode != 0 or not result.is_file():
+            lines = [line for line in child.stderr.splitlines() if line.strip()]
+            raise ConfigError(f"the trace failed: {' '.join(lines[-1:]) or f'exit code {child.returncode}'}")
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
+    """Describe one traced rank."""
+    stages = plan.actor.layout.pp
+    place = f"pipeline stage {trace['stage'] + 1} of {stages}, " if stages > 1 else ""
+    yield ""
+    yield (
+        f"trace      a trainer rank on a phantom GPU: {place}{trace['num_micro_batches']} micro-batches of "
+        f"{plan.actor.max_tokens_per_rank:,} tokens in sequences of {trace['length']:,}{trace['note']}"
+    )
+    peak = max(phase["allocated"] for phase in trace["phases"])
+    table = _planned(plan, trace["stage"])
+    rows = [("", "traced", "planned", "")]
+    for name in RESIDENT:
+        rows.append((name, gib(trace[name]), "-" if table is None else gib(table.of(name)), ""))
+    resident = sum(trace[name] for name in RESIDENT)
+    rest = None if table is None else table.total - sum(table.of(name) for name in RESIDENT)
+    rows.append(("activations and temporary", gib(peak - resident), "-" if rest is None else gib(rest), ""))
+    error = "" if table is None else f"planner {table.total / peak - 1:+.1%}"
+    rows.append(("peak", gib(peak), "-" if table is None else gib(table.total), error))
+    yield from columns(rows)
+    phases = ", ".join(f"{p['name']} {gib(p['allocated'])} (reserved {gib(p['reserved'])})" for p in trace["phases"])
+    yield f"  phases: {phases}; without CUDA context and communicators"
+
+
+def _planned(plan: Plan, stage: int) -> MemoryTable | None:
+    """Return the planner's estimate of what torch allocates on this stage; None if it has none."""
+    demand = plan.memory.demand
+    if demand is None or demand.shapes.actor is None:
+        return None
+    return stage_items(demand.shapes.actor, demand.settings, stage)

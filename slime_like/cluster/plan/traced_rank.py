@@ -1,0 +1,80 @@
+"""Child process of ``train.py --plan --trace``: ``python -m slime_like.cluster.plan.traced_rank REQUEST RESULT`` on a phantom GPU.
+
+REQUEST has the command line and the described machine; the traces are written to RESULT. Both are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.machine import described_machine, probe_machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.shapes import config_values
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.resolved import RankSpec
+from slime_like.errors import ConfigError, SlimeLikeError, exit_code
+from slime_like.util.imports import heavy_imports
+
+
+def main(request: Path, result: Path) -> int:
+    """Trace the ranks and return the exit code."""
+    try:
+        arguments: dict[str, Any] = json.loads(request.read_text(encoding="utf-8"))
+        result.write_text(json.dumps(traces(arguments["argv"], arguments["machine"])), encoding="utf-8")
+    except SlimeLikeError as error:
+        error.say()
+        return exit_code(error)
+    return 0
+
+
+def traces(argv: list[str], description: str | None) -> list[dict[str, Any]]:
+    """Return a trace of the first rank of the first and of the last pipeline stage."""
+    cfg = load_config(argv, files=False, machine=description is None)
+    machine = probe_machine() if description is None else described_machine(description)
+    plan = make_plan(cfg, machine)
+    values = config_values(cfg)
+    if values is None:
+        raise ConfigError(
+            f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} has no config.json yet: run the job's run.prepare"
+        )
+    with tempfile.TemporaryDirectory(prefix="slime_like-trace-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
+        spec, note = traceable(plan.actor, folder)
+        stages = sorted({0, spec.layout.pp - 1})
+        return [{**traced(plan, spec, stage), "note": note} for stage in stages]
+
+
+def traceable(spec: RankSpec, folder: str) -> tuple[RankSpec, str]:
+    """Return the spec with the model of ``folder`` and with kernels that a phantom GPU accepts, and a note on the latter."""
+    model = replace(spec.model, hf_checkpoint=folder, megatron_checkpoint=None, ref_checkpoint=None)
+    spec = replace(spec, model=model, teacher_checkpoint=spec.teacher_checkpoint and folder)
+    if model.gdn.backend == "torch" or "linear" not in Path(folder, "config.json").read_text(encoding="utf-8"):
+        return spec, ""
+    torch_kernels = replace(model, gdn=replace(model.gdn, backend="torch"))
+    return replace(spec, model=torch_kernels), "; Gated DeltaNet by torch, which keeps more than the run's kernels"
+
+
+def traced(plan: Plan, spec: RankSpec, stage: int) -> dict[str, Any]:
+    """Return the trace of one rank of a pipeline stage, with the sizes of its batches."""
+    with heavy_imports():
+        from slime_like.train.megatron.trace.memory import TracedBatch, trace_rank
+
+    layout = spec.layout
+    demand = plan.memory.demand
+    limit = 2 * layout.pp if demand is None else min(2 * layout.pp, demand.settings.num_micro_batches or 1)
+    count = max(2, limit)
+    if layout.vpp > 1:  # whole groups of the interleaved schedule
+        count = -(-count // layout.pp) * layout.pp
+    batch = TracedBatch(min(plan.max_context_len, spec.max_tokens_per_rank * layout.cp), count)
+    rank = stage * layout.world_size // layout.pp
+    trace = trace_rank(spec, rank, batch)
+    return {**asdict(trace), "stage": stage, "num_micro_batches": count, "length": batch.length}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

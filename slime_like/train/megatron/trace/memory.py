@@ -1,0 +1,133 @@
+"""Memory of one trainer rank over a rollout, traced on a phantom GPU: peaks per phase, and the parts that stay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime_like.batch import PackedBatch
+from slime_like.config.schema.guard_policy import NO_GUARD
+from slime_like.config.schema.resolved import RankSpec
+from slime_like.phantom.counters import CallCounts, read_counts
+from slime_like.train.megatron.trace import solo
+
+PUSH_BYTES = 512 << 20  # bucket of a weight push
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBatch:
+    """Sequences of each micro-batch of a traced step."""
+
+    length: int  # tokens of a sequence
+    num_micro_batches: int
+    trained_share: float = 1.0  # of the tokens; the others are prompts
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """Peak of torch's allocator in one phase, in bytes."""
+
+    name: str  # build | step | push
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """Traced memory of a rank in bytes, and the calls of its second step."""
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+    phases: tuple[PhasePeak, ...]
+    calls: CallCounts
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay between steps."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> PhasePeak:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda phase: phase.allocated)
+
+
+def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch) -> RankTrace:
+    """Trace rank ``rank`` of the policy with uninitialised weights; only config.json of the model is read.
+
+    The process runs on a phantom GPU. Raises ``torch.OutOfMemoryError`` if the rank does not fit it.
+    """
+    spec = replace(spec, guard=NO_GUARD, sample_tolerance=None, drift_by_layer=False)
+    info = solo.join(spec, rank)
+    from slime_like.train.megatron.trace.unloaded import UnloadedTrainer
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()  # of an earlier trace in this process
+    peaks = _Peaks([], base, torch.cuda.memory_reserved())
+    trainer = peaks.during("build", lambda: UnloadedTrainer(spec, info))
+    micros = [_micro_batch(spec, batch, seed) for seed in range(batch.num_micro_batches)]
+    steps = [micros] * spec.steps_per_rollout
+    counts = [int((micro.loss_weight > 0).sum()) * len(micros) * spec.layout.dp for micro in micros[:1]] * len(steps)
+    trainer.train_rollout(steps, counts)  # allocates the optimizer's state
+    before = read_counts()
+    peaks.during("step", lambda: trainer.train_rollout(steps, counts))
+    calls = read_counts() - before
+    peaks.during("push", lambda: sum(1 for _ in trainer.hf_export.buckets(PUSH_BYTES)))
+    gc.collect()
+    weights = _bytes([p.data for p in trainer.model.parameters()])
+    segments: list[Any] = list(trainer.wrapped)  # megatron's DistributedDataParallel
+    buffers = [buffer for segment in segments for buffer in [*segment.buffers, *segment.expert_parallel_buffers]]
+    gradients = _bytes([buffer.grad_data for buffer in buffers])
+    optimizer = max(0, torch.cuda.memory_allocated() - base - weights - gradients)
+    return RankTrace(rank, weights, gradients, optimizer, tuple(peaks.phases), calls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peaks:
+    phases: list[PhasePeak]
+    allocated: int  # before the trace
+    reserved: int
+
+    def during[T](self, name: str, function: Callable[[], T]) -> T:
+        """Return the result of ``function`` and record the peak of its run."""
+        torch.cuda.reset_peak_memory_stats()
+        result = function()
+        allocated = torch.cuda.max_memory_allocated() - self.allocated
+        self.phases.append(PhasePeak(name, allocated, torch.cuda.max_memory_reserved() - self.reserved))
+        return result
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of the distinct storages of the tensors."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _micro_batch(spec: RankSpec, batch: TracedBatch, seed: int) -> PackedBatch:
+    """Return a micro-batch that fills ``max_tokens_per_rank`` on every context parallel rank."""
+    total = spec.max_tokens_per_rank * spec.layout.cp
+    length = min(batch.length, total)
+    lengths = [length] * (total // length) + ([total % length] if total % length > 1 else [])
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    trained_T = np.ones(int(bounds[-1]), np.bool_)
+    for start, num_tokens in zip(bounds, lengths, strict=False):
+        trained_T[start : start + max(1, round(num_tokens * (1 - batch.trained_share)))] = False
+    weight = np.where(trained_T, 1.0 / max(1, int(trained_T.sum())), 0.0).astype(np.float32)
+    return PackedBatch(
+        token_ids=np.full(len(trained_T), seed % 2, np.int32),
+        cu_seqlens=bounds,
+        loss_weight=weight,
+        versions=np.where(trained_T, 0, -1).astype(np.int32),
+        rollout_logprobs=np.zeros(len(trained_T), np.float32),
+        rewards=np.zeros(len(lengths), np.float32),
+        advantages=np.zeros(len(lengths), np.float32),
+        sample_ids=np.arange(len(lengths), dtype=np.int64),
+    )

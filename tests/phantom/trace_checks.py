@@ -1,0 +1,110 @@
+"""Traces of trainer ranks at real shapes on a phantom GPU, and the planner's estimates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.traced_rank import traces
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.resolved import Layout
+from slime_like.planner.models import find_shape, table_config
+from slime_like.planner.trainer import TrainerSettings, stage_items
+from tests.train.models import make_spec
+from tests.train.ranks import RankWorld
+
+
+@dataclass(frozen=True)
+class TracedLayout:
+    """A model of the planner's table with fewer layers, and a rank of a layout."""
+
+    model: str
+    layers: int
+    layout: Layout
+    tokens: int = 8_192
+    recompute: str = "none"
+    chunk: int = 4_096
+    offload: float = 0.0
+    rank: int = 0
+    num_micro_batches: int = 2
+    trained_share: float = 2 / 3
+    keys: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def settings(self) -> TrainerSettings:
+        """Return the planner's settings of this layout."""
+        sizes = {name: getattr(self.layout, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
+        return TrainerSettings(
+            **sizes,
+            tokens=self.tokens,
+            recompute=self.recompute,
+            logits_chunk=self.chunk,
+            offload=self.offload,
+            trained_share=self.trained_share,
+            num_micro_batches=self.num_micro_batches,
+            sequence_parallel=self.layout.sequence_parallel,
+        )
+
+
+def trace_all(
+    world: RankWorld, scratch: Path, layouts: Mapping[str, TracedLayout], recipes: Sequence[str], machine: str
+) -> dict[str, Any]:
+    """Return the traced and the planned peak of each layout, and of each recipe the memory that its GPUs have left."""
+    del world
+    return {
+        **{name: _trace(scratch / name.replace(" ", "_"), layout) for name, layout in layouts.items()},
+        **{name: _recipe(name, machine) for name in recipes},
+    }
+
+
+def _trace(folder: Path, traced: TracedLayout) -> dict[str, float]:
+    from slime_like.train.megatron.trace.memory import TracedBatch, trace_rank
+
+    values = dict(table_config(traced.model) or {})
+    values["num_hidden_layers"] = traced.layers
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    offload = {"cpu_offload": True, "cpu_offload_fraction": traced.offload} if traced.offload else {}
+    keys = {"logits_chunk": traced.chunk, "recompute": traced.recompute, "gdn": GDNConfig(backend="torch")}
+    spec = make_spec(
+        folder,
+        traced.layout,
+        device="cuda",
+        dtype="bfloat16",
+        max_tokens_per_rank=traced.tokens,
+        model={**keys, **traced.keys},
+        optim={"lr": 1e-6, **offload},
+    )
+    trace = trace_rank(spec, traced.rank, TracedBatch(2_048, traced.num_micro_batches, traced.trained_share))
+    shape = find_shape("MODEL", traced.model)
+    stage = traced.rank * traced.layout.pp // traced.layout.world_size
+    planned = stage_items(replace(shape, layers=shape.layers[: traced.layers]), traced.settings, stage)
+    step = next(phase for phase in trace.phases if phase.name == "step")
+    return {
+        "traced": step.allocated,
+        "planned": planned.total,
+        "weights": planned.of("weights") / trace.weights,
+        "gradients": planned.of("gradients") / trace.gradients,
+    }
+
+
+def _recipe(name: str, machine: str) -> dict[str, float]:
+    """Return the peak of a recipe's trainer, and the memory of a GPU that its engine and both contexts leave."""
+    argv = [f"+recipe={name}"]
+    (trace, *_) = traces(argv, machine)
+    plan = make_plan(load_config(argv, files=False, machine=False), described_machine(machine))
+    tables = dict(plan.memory.tables)
+    shared = tables["engine"].total if {"engine", "trainer"} <= set(plan.memory.busiest) else 0.0
+    others = sum(tables["trainer"].of(item) for item in ("CUDA context", "communicators"))
+    return {
+        "traced": max(phase["reserved"] for phase in trace["phases"]),
+        "left": plan.memory.available - shared - others,
+        "allocated": max(phase["allocated"] for phase in trace["phases"]),
+        "planned": tables["trainer"].total - others - tables["trainer"].of("allocator"),
+    }
