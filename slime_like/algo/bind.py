@@ -24,7 +24,7 @@ from slime_like.interfaces import (
     TokenView,
 )
 from slime_like.registry import is_path, resolve
-from slime_like.util.user_code import errors_named
+from slime_like.util.user_code import name_user_errors
 
 LOSS, TOKEN = "algo.loss", "algo.token_advantage"
 CORRECTION = "algo.off_policy"
@@ -59,7 +59,7 @@ class UserLoss:
     def __call__(self, view: LossView) -> LossOutput:
         """Return the loss. Raises ``UserCodeError`` if the user's loss raises or does not return one number per token."""
         subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"
-        with errors_named(LOSS, self.name, subject):
+        with name_user_errors(LOSS, self.name, subject):
             output = cast(object, self.loss(view))  # user code may return anything
             columns = _columns_of(output) if isinstance(output, LossOutput) else {}
             expected = tuple(view.logprobs.shape)
@@ -99,7 +99,7 @@ class UserCorrection:
         """Return the correction. Raises ``UserCodeError`` if the function raises or returns factors of another shape."""
         shape = tuple(old_logprobs.shape)
         subject = f"a micro-batch of {len(old_logprobs)} tokens on this rank"
-        with errors_named(CORRECTION, self.name, subject):
+        with name_user_errors(CORRECTION, self.name, subject):
             output = cast(object, self.correct(config, old_logprobs, rollout_logprobs, sequences))
         factors = (output.weight, output.keep) if isinstance(output, Correction) else ()
         shapes = [None if factor is None else _shape(factor) for factor in factors]
@@ -130,7 +130,7 @@ def diagnose(
     name = config.token_advantage or ""
     if not is_path(name):
         return advantage.diagnose(views, reduce)
-    with errors_named(TOKEN, name, f"{len(views)} micro-batches on this rank"):
+    with name_user_errors(TOKEN, name, f"{len(views)} micro-batches on this rank"):
         return advantage.diagnose(views, reduce)
 
 
@@ -139,7 +139,7 @@ def _columns(config: AlgoConfig, views: Sequence[TokenView], compute: Callable[[
     name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
     if not is_path(name):
         return list(compute())
-    with errors_named(TOKEN, name, subject):
+    with name_user_errors(TOKEN, name, subject):
         columns = list(compute())
         shapes = [tuple(column.shape) for column in columns]
     if shapes != (expected := [tuple(view.loss_weight.shape) for view in views]):

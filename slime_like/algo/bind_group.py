@@ -16,7 +16,7 @@ from slime_like.errors import UserCodeError
 from slime_like.interfaces import GroupAdvantage
 from slime_like.registry import is_path, resolve
 from slime_like.types import F32
-from slime_like.util.user_code import errors_named
+from slime_like.util.user_code import name_user_errors
 
 GROUP = "algo.group_advantage"
 
@@ -37,7 +37,7 @@ class UserGroupAdvantage:
     def __call__(self, rewards_G: F32) -> F32:
         """Return the advantages. Raises ``UserCodeError`` if the function raises or does not return one number per reward."""
         subject = f"a group with rewards {rewards_G.tolist()}"
-        with errors_named(GROUP, self.name, subject):
+        with name_user_errors(GROUP, self.name, subject):
             advantages_G = np.asarray(self.advantage(rewards_G), dtype=np.float32)
         if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
             raise UserCodeError(

@@ -62,20 +62,20 @@ def resumable_iteration(folder: Path) -> int | None:
     path, present = folder / LATEST, iterations(folder)
     if not path.exists():
         if present:
-            raise _unnamed(folder, "missing", present)
+            raise _unnamed_error(folder, "missing", present)
         return None
     file = InputFile(path, CheckpointError, f"write the number of an iter_* folder of {folder} into it")
     text = file.text().strip()
     if text == NONE_YET:
         if len(present) > 1:  # an interrupted first save leaves at most one folder
-            raise _unnamed(folder, f"says {NONE_YET}", present)
+            raise _unnamed_error(folder, f"says {NONE_YET}", present)
         return None
     if not _NUMBER.fullmatch(text):
         raise file.refused(f"says {abbreviate(text)}, which is not an iteration")
     return int(text)
 
 
-def _unnamed(folder: Path, state: str, present: list[int]) -> CheckpointError:
+def _unnamed_error(folder: Path, state: str, present: list[int]) -> CheckpointError:
     names = ", ".join(iteration_folder(folder, k).name for k in present[-3:])
     return CheckpointError(
         f"{folder / LATEST}: {state}, though {folder} holds {names}: write {present[-1]} into it to resume from there, or "

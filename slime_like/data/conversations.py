@@ -53,7 +53,9 @@ class Conversations:
         """
         require_template(self.tokenizer, "a conversation")
         pieces = (
-            self._turns(messages, tools, location) if self.method == "turns" else self._whole(messages, tools, location)
+            self._turns(messages, tools, location)
+            if self.method == "turns"
+            else self._conversation(messages, tools, location)
         )
         encodings = self._encode([text for text, _ in pieces])
         ids: list[int] = []
@@ -100,7 +102,7 @@ class Conversations:
         open_turn = self._render([user_turn], "data.conversation=turns", generation=True)
         return first - header_len, open_turn[len(once) :]
 
-    def _whole(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
+    def _conversation(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
         text = self._render(messages, location, tools=tools)
         ranges: Ranges = []
         cursor = 0

@@ -11,7 +11,7 @@ from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import KeepsWarnings, RunWarning, ShowsNotes, Sink, SinkContext, StepSpans
 from slime_like.registry import resolve
-from slime_like.util.user_code import describe, errors_named
+from slime_like.util.user_code import describe, name_user_errors
 
 KEY = "metrics.sinks"
 
@@ -40,22 +40,22 @@ class UserSink:
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
         """Log one step."""
-        with errors_named(KEY, self.name, f"step {step}"):
+        with name_user_errors(KEY, self.name, f"step {step}"):
             self.sink.log(step, values, spans)
 
     def note(self, text: str) -> None:
         """Show a note, if the sink has ``note``."""
         if isinstance(self.sink, ShowsNotes):
-            with errors_named(KEY, self.name, f"the note {text!r}"):
+            with name_user_errors(KEY, self.name, f"the note {text!r}"):
                 self.sink.note(text)
 
     def warn(self, step: int, warning: RunWarning) -> None:
         """Record a warning, if the sink has ``warn``."""
         if isinstance(self.sink, KeepsWarnings):
-            with errors_named(KEY, self.name, f"a warning of step {step}"):
+            with name_user_errors(KEY, self.name, f"a warning of step {step}"):
                 self.sink.warn(step, warning)
 
     def close(self) -> None:
         """Close the sink."""
-        with errors_named(KEY, self.name, "the end of the run"):
+        with name_user_errors(KEY, self.name, "the end of the run"):
             self.sink.close()

@@ -23,7 +23,7 @@ from slime_like.reward.latex import only_boxed
 from slime_like.reward.number import validated_reward
 from slime_like.types import Prompt, Reward, Sample
 from slime_like.util.deadline import scale
-from slime_like.util.printed import record_streams, recorded
+from slime_like.util.printed import record_output, record_streams
 from slime_like.util.user_code import describe
 
 LOAD_S = 120.0  # limit of a reward's imports, once per process
@@ -84,7 +84,7 @@ def answer(request: Load | ScoreRequest) -> ScoreReply:
 
     A process that runs out of memory exits: memory held by the reward cannot be reclaimed.
     """
-    with recorded() as output:
+    with record_output() as output:
         reply = _answer(request)
     return replace(reply, fault=reply.fault + output.clause()) if reply.fault else reply
 

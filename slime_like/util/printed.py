@@ -61,7 +61,7 @@ def record_streams() -> None:
 
 
 @contextmanager
-def recorded() -> Generator[Recording]:
+def record_output() -> Generator[Recording]:
     """Record output printed in the block and in tasks started in it. Needs ``record_streams``."""
     recording = Recording()
     token = _current.set(recording)

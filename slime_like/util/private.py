@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -62,7 +63,7 @@ def open_lock(path: Path) -> IO[bytes]:
     state = os.fstat(fd)
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
         os.close(fd)
-        raise OSError(f"{path} is not a regular file: remove it")
+        raise OSError(errno.EINVAL, "not a regular file; remove it", str(path))
     if state.st_uid == os.geteuid():
         os.fchmod(fd, 0o600)  # anyone who can open it can lock it and block every run
     return os.fdopen(fd, "r+b", buffering=0)

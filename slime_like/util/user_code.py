@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError, SlimeLikeError, UserCodeError
-from slime_like.util.printed import recorded
+from slime_like.util.printed import record_output
 
 PACKAGE_ROOT = Path(__file__).parents[1]
 MAX_TEXT = 500  # characters of an error's own text in a message
@@ -32,12 +32,12 @@ def check_signature(key: str, name: str, function: Callable[..., Any], form: str
 
 
 @contextmanager
-def errors_named(key: str, name: str, subject: str) -> Generator[None]:
+def name_user_errors(key: str, name: str, subject: str) -> Generator[None]:
     """Convert exceptions of user code to a ``UserCodeError`` that names ``key``, the line and the ``subject``.
 
     Errors of this project pass unchanged: a lost engine is not the fault of the code that waited for it.
     """
-    with recorded() as output:
+    with record_output() as output:
         try:
             yield
         except SlimeLikeError:

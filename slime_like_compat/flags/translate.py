@@ -177,7 +177,7 @@ def _foreign_override(flag: str, name: str, root: str, tokens: _Tokens) -> str:
         hint = hint if hint.startswith("did you mean") else "no field has a similar name"
         raise ConfigError(f"{flag} is unknown: {foreign.source(foreign.ROOTS[root])} has no field {key}: {hint}")
     if key in foreign.OWNED[foreign.ROOTS[root]]:
-        raise ConfigError(foreign.owned(flag, foreign.OWNED[foreign.ROOTS[root]][key], "the flag"))
+        raise ConfigError(foreign.describe_owner(flag, foreign.OWNED[foreign.ROOTS[root]][key], "the flag"))
     annotation = table[key]["type"]
     if annotation in ("bool", "Optional[bool]"):
         return f"{root}.{key}={render(_parsed_bool(flag, tokens.optional_value()))}"

@@ -51,7 +51,7 @@ def test_an_engine_is_never_spread_over_nodes() -> None:
     split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
     cfg, plan = planned(*split)
     nodes = [gpu_node(1, 6), gpu_node(2, 6), gpu_node(3, 4)]
-    with pytest.raises(MissingResources, match=r"rollout\.tp=4: an engine .* no node .* has 4 GPUs left"):
+    with pytest.raises(MissingResources, match=r"rollout\.tp=4: an engine .* no node .* has 4 free GPUs"):
         assign(cfg, plan, nodes)
     result = nodes_of_gpus(cfg, plan, [*nodes, gpu_node(4, 5)])
     assert [set(result[i : i + 4]) for i in range(0, 16, 4)] == [{1}, {3}, {4}, {2}], "best fit first"

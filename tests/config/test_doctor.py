@@ -43,7 +43,7 @@ def test_a_wrong_version_is_named_with_the_lock_it_breaks(tmp_path: Path, monkey
 
 
 def test_a_foreign_environment_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_software, "_installed", lambda name: None)
+    monkeypatch.setattr(doctor_software, "_installed_version", lambda name: None)
     (finding,) = (f for f in doctor_software.check_versions() if f.level is not Level.OK)
     assert (finding.level, "not the project's environment" in finding.text) == (Level.MISSING, True)
     assert ".venv/bin/python" in finding.fix

@@ -82,6 +82,9 @@ def test_a_lock_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
         claim_folder(config(run_dir), run_dir),
     ):
         pass
+    with pytest.raises(OSError) as error:
+        open_lock(run_dir / ".lock")
+    assert error.value.filename == str(run_dir / ".lock"), "the command line reports only errors that name a file"
     assert victim.read_text() == "theirs"
 
 

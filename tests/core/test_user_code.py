@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from slime_like.errors import EngineLost, UserCodeError
-from slime_like.util.printed import MAX_TAIL, record_streams, recorded
-from slime_like.util.user_code import errors_named
+from slime_like.util.printed import MAX_TAIL, record_output, record_streams
+from slime_like.util.user_code import name_user_errors
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_an_error_names_key_line_subject_and_output(
         pytest.raises(
             UserCodeError, match=r"rollout.filters=mine raised KeyError: 'x' \(.*test_user_code.py:\d+\), for prompt 3"
         ),
-        errors_named("rollout.filters", "mine", "prompt 3"),
+        name_user_errors("rollout.filters", "mine", "prompt 3"),
     ):
         print("looking for x")  # noqa: T201
         raise KeyError("x")
@@ -46,7 +46,7 @@ def test_each_task_has_its_own_output(record: Callable[[], None]) -> None:
     record()
 
     async def work(number: int) -> str:
-        with pytest.raises(UserCodeError) as error, errors_named("rollout.generate", "mine", f"prompt {number}"):
+        with pytest.raises(UserCodeError) as error, name_user_errors("rollout.generate", "mine", f"prompt {number}"):
             print(f"step one of {number}")  # noqa: T201
             await asyncio.sleep(0)
             await asyncio.create_task(helper(number))
@@ -65,7 +65,7 @@ def test_each_task_has_its_own_output(record: Callable[[], None]) -> None:
 
 def test_the_end_of_a_long_output_is_kept(record: Callable[[], None]) -> None:
     record()
-    with recorded() as output:
+    with record_output() as output:
         print("x" * 3 * MAX_TAIL + "end")  # noqa: T201
     assert len(output.clause()) < MAX_TAIL + 50 and output.clause().endswith("xend'")
     print("after")  # noqa: T201
@@ -73,7 +73,7 @@ def test_the_end_of_a_long_output_is_kept(record: Callable[[], None]) -> None:
 
 
 def test_errors_of_the_framework_pass_unchanged() -> None:
-    with pytest.raises(EngineLost), errors_named("rollout.generate", "mine", "prompt 3"):
+    with pytest.raises(EngineLost), name_user_errors("rollout.generate", "mine", "prompt 3"):
         raise EngineLost("engine 0 is gone")
 
 

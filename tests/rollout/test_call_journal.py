@@ -54,9 +54,9 @@ def test_a_repeated_call_gets_its_answer_once() -> None:
     first.call(IDS, [1, 2]).append([0], [part([9], (0, 1, 3), finish="stop")])
     first.call(IDS, [3])
     replayed = CallJournal(first.copy())
-    assert replayed.call(IDS + 1, [1, 2]).unfinished() == [0, 1]  # another prompt
+    assert replayed.call(IDS + 1, [1, 2]).unfinished_indices() == [0, 1]  # another prompt
     assert replayed.call(IDS, [1, 2]).completions()[0].token_ids.tolist() == [9]
-    assert replayed.call(IDS, [1, 2]).unfinished() == [0, 1]  # a second identical call is sampled again
+    assert replayed.call(IDS, [1, 2]).unfinished_indices() == [0, 1]  # a second identical call is sampled again
     assert (replayed.oldest_version, replayed.num_tokens) == (3, 1)
     assert (CallJournal().oldest_version, CallJournal().num_tokens) == (None, 0)
 

@@ -111,26 +111,26 @@ class JobServer:
 
     async def job(self, job_id: str) -> ClusterJob:
         """Return one job. Raises ``DataError`` if there is none."""
-        job = read_job(await self._request("GET", f"/api/jobs/{_quoted(job_id)}"))
+        job = read_job(await self._request("GET", f"/api/jobs/{_quote(job_id)}"))
         if job is None:
             raise DataError(f"{job_id} at {self.address.url} is a driver that was not submitted as a job")
         return job
 
     async def stop(self, job_id: str) -> None:
         """Let Ray end the job: SIGTERM, and SIGKILL 3 s later."""
-        await self._request("POST", f"/api/jobs/{_quoted(job_id)}/stop")
+        await self._request("POST", f"/api/jobs/{_quote(job_id)}/stop")
 
     async def remove(self, job_id: str) -> None:
         """Remove an ended job from the list."""
-        await self._request("DELETE", f"/api/jobs/{_quoted(job_id)}")
+        await self._request("DELETE", f"/api/jobs/{_quote(job_id)}")
 
     async def output(self, job_id: str) -> str:
         """Return the output of a job so far."""
-        return str((await self._request("GET", f"/api/jobs/{_quoted(job_id)}/logs")).get("logs", ""))
+        return str((await self._request("GET", f"/api/jobs/{_quote(job_id)}/logs")).get("logs", ""))
 
     async def log(self, job_id: str) -> AsyncGenerator[str]:
         """Yield the job's output from its beginning, as it appears. Ends with the job; raises ``ProcessLost`` before."""
-        path = f"/api/jobs/{_quoted(job_id)}/logs/tail"
+        path = f"/api/jobs/{_quote(job_id)}/logs/tail"
         try:
             async with self._http().ws_connect(self.address.url + path, heartbeat=HEARTBEAT_S) as socket:
                 async for message in socket:
@@ -177,7 +177,7 @@ class JobServer:
         return self._session
 
 
-def _quoted(job_id: str) -> str:
+def _quote(job_id: str) -> str:
     """Return ``job_id`` for a URL. Raises ``DataError`` for characters that no id of Ray has."""
     if not job_id or not all(char.isalnum() or char in "-_." for char in job_id):
         raise DataError(f"{job_id!r} is not the id of a job: `scripts/submit.py list` lists them")

@@ -69,7 +69,7 @@ def _on_cpu(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> dict[
     needed = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
     if len(usable) < needed:
         raise MissingResources(
-            f"placement.actor_num_nodes={needed}, but the Ray cluster has {len(usable)} nodes with CPUs{_listed(nodes)}: add "
+            f"placement.actor_num_nodes={needed}, but the Ray cluster has {len(usable)} nodes with CPUs{_describe_free_gpus(nodes)}: add "
             f"nodes, or lower placement.actor_num_nodes"
         )
     trainers = usable[:needed] if plan.needs_trainer else usable
@@ -89,10 +89,10 @@ def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tupl
         roles = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in plan.roles)
         raise MissingResources(
             f"the run needs {plan.num_gpus} GPUs ({roles}; placement.mode={cfg.placement.mode}), but the nodes have "
-            f"{sum(free.values())}{_listed(nodes)}: add nodes, lower parallel.*, placement.actor_num_nodes, "
+            f"{sum(free.values())}{_describe_free_gpus(nodes)}: add nodes, lower parallel.*, placement.actor_num_nodes, "
             "placement.actor_num_gpus_per_node or rollout.num_engines"
         )
-    placed: dict[int, ClusterNode] = {}
+    node_of_gpu: dict[int, ClusterNode] = {}
     trainer_nodes: set[str] = set()
     for block in sorted(_blocks(cfg, plan), key=lambda block: (block.role != TRAINER, -len(block.indices))):
         fitting = [node for node in nodes if free[node.node_id] >= len(block.indices)]
@@ -105,21 +105,21 @@ def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tupl
         if block.role == TRAINER:
             trainer_nodes.add(fitting[0].node_id)
         free[fitting[0].node_id] -= len(block.indices)
-        placed |= dict.fromkeys(block.indices, fitting[0])
-    return tuple(placed[index] for index in range(plan.num_gpus))
+        node_of_gpu |= dict.fromkeys(block.indices, fitting[0])
+    return tuple(node_of_gpu[index] for index in range(plan.num_gpus))
 
 
 def _blocks(cfg: TrainConfig, plan: Plan) -> Iterator[_Block]:
     """Yield disjoint blocks that cover all GPUs of the run; processes on the GPUs of an earlier role add none."""
     covered: set[int] = set()
     for role in plan.roles:
-        for indices in _together(cfg, role):
+        for indices in _groups_of_role(cfg, role):
             if rest := tuple(index for index in indices if index not in covered):
                 yield _Block(role.name, rest)
             covered.update(indices)
 
 
-def _together(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
+def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
     """Return the GPUs of a role that have to be on one node each."""
     if role.name == ENGINE:
         return list(role.devices)
@@ -143,12 +143,12 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode]) -> s
         )
         return (
             f"placement.actor_num_nodes={num_nodes} with {size} trainer ranks on each needs {num_nodes} nodes with {size} free "
-            f"GPUs, which the Ray cluster does not have{_listed(nodes)}: add nodes, or set {fix}"
+            f"GPUs, which the Ray cluster does not have{_describe_free_gpus(nodes)}: add nodes, or set {fix}"
         )
     key = f"rollout.tp={size}" if block.role == ENGINE else f"{block.role}.tp={size}"
     return (
         f"{key}: {'an engine' if block.role == ENGINE else f'a tensor parallel group of the {block.role}'} runs on one node, and no "
-        f"node of the Ray cluster has {size} GPUs left{_listed(nodes)}: add nodes, or lower it to {most} or less"
+        f"node of the Ray cluster has {size} free GPUs{_describe_free_gpus(nodes)}: add nodes, or lower it to {most} or less"
     )
 
 
@@ -156,7 +156,7 @@ def _have(nodes: Sequence[ClusterNode], count: int, num_gpus: int) -> bool:
     return sum(node.free_gpus >= num_gpus for node in nodes) >= count
 
 
-def _listed(nodes: Sequence[ClusterNode]) -> str:
+def _describe_free_gpus(nodes: Sequence[ClusterNode]) -> str:
     parts = [
         f"{node.address}: {node.free_gpus} of {node.num_gpus} GPUs free" if node.num_gpus else f"{node.address}: no GPU"
         for node in nodes

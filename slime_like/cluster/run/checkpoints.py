@@ -46,7 +46,7 @@ class Checkpoints:
         try:
             self._finish()
         except CheckpointError as error:  # the previous save failed: still write this one
-            self._failed(error, final=False)
+            self._report_failure(error, final=False)
         try:
             if num_trained != self.last:
                 self.last = num_trained
@@ -58,7 +58,7 @@ class Checkpoints:
             if final or wait or not self.config.async_save:
                 self._finish()
         except CheckpointError as error:
-            self._failed(error, final=final)
+            self._report_failure(error, final=final)
         return self.last == num_trained and self._pending is None
 
     def poll(self) -> None:
@@ -68,7 +68,7 @@ class Checkpoints:
         try:
             self._finish(wait=False)
         except CheckpointError as error:
-            self._failed(error, final=False)
+            self._report_failure(error, final=False)
 
     def _finish(self, *, wait: bool = True) -> None:
         iteration = self._pending
@@ -86,7 +86,7 @@ class Checkpoints:
                 text = f"warning: {error.filename}: an old checkpoint could not be removed ({error.strerror})\n"
                 sys.stderr.write(visible(text))
 
-    def _failed(self, error: CheckpointError, *, final: bool) -> None:
+    def _report_failure(self, error: CheckpointError, *, final: bool) -> None:
         self.last = NONE  # so that the next save is not skipped
         if final or self.config.on_failed_save == "stop":
             raise error

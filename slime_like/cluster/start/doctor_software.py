@@ -36,7 +36,7 @@ def check_versions() -> Iterator[DoctorFinding]:
     fix = (
         f"{sys.executable} -m pip install -r {lock.relative_to(REQUIREMENTS.parents[1])}, or run scripts/quickstart.sh"
     )
-    versions = {name: _installed(name) for name, pin in pins.items() if _installed(name) != pin}
+    versions = {name: _installed_version(name) for name, pin in pins.items() if _installed_version(name) != pin}
     if len(versions) > MAX_LISTED:
         yield DoctorFinding(
             Level.MISSING,
@@ -52,7 +52,7 @@ def check_versions() -> Iterator[DoctorFinding]:
         )
     yield DoctorFinding(Level.OK, "versions", f"{len(pins) - len(versions)} of {len(pins)} packages match {lock.name}")
     for name in ("torch", "sglang", "megatron-core", "transformers", "ray", "hydra-core"):
-        yield DoctorFinding(Level.OK, "", f"{name} {_installed(name)}")
+        yield DoctorFinding(Level.OK, "", f"{name} {_installed_version(name)}")
 
 
 def _names(requirements: str) -> list[str]:
@@ -63,7 +63,7 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _installed(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

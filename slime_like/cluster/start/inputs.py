@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.plan.planner import Plan
-from slime_like.config.rules.hf import HfConfig, downloaded, read_hf_config
+from slime_like.config.rules.hf import HfConfig, downloaded_file, read_hf_config
 from slime_like.config.schema import names
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.root import TrainConfig
@@ -139,7 +139,7 @@ def stop_tokens(cfg: TrainConfig, tokenizer: Any, vocab_size: int) -> tuple[int,
         ends["tokenizer"] = [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
-            file = downloaded("model.hf_checkpoint", folder / name)
+            file = downloaded_file("model.hf_checkpoint", folder / name)
             eos = file.typed({"eos_token_id": file.json_object().get("eos_token_id")}, _Stops).eos_token_id
             ends[name] = [eos] if isinstance(eos, int) else eos or []
     for name, tokens in ends.items():

@@ -63,7 +63,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
 
     An error writes a crash bundle to ``run.dir`` and is re-raised with the bundle's path in its message.
     """
-    plan = _planned(cfg)
+    plan = _plan_run(cfg)
     run_dir = Path(cfg.run.dir).resolve()
     first, record = _check_checkpoints(cfg, run_dir)
     inputs = _read_inputs(cfg, plan, run_dir, first)
@@ -103,7 +103,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
                 teardown.callback(cluster.report_faults)
 
 
-def _planned(cfg: TrainConfig) -> Plan:
+def _plan_run(cfg: TrainConfig) -> Plan:
     plan = make_plan(cfg, probe_machine())
     check_limits(plan.device)
     if plan.engines:

@@ -46,7 +46,7 @@ class RayWatch:
     def problems(self) -> list[str]:
         """Return a message for each process that died or, if none did, that has been stopped for too long."""
         self._look_for_agents()
-        return self.dead or self._stopped()
+        return self.dead or self._stopped_processes()
 
     def _died(self, name: str, fd: int) -> None:
         self._selector.unregister(fd)
@@ -60,7 +60,7 @@ class RayWatch:
                 if name not in self._alive and psutil.pid_exists(pid):
                     self.add(name, pid)
 
-    def _stopped(self) -> list[str]:
+    def _stopped_processes(self) -> list[str]:
         now = time.monotonic()
         was_stopped, self._last_check = now - self._last_check > PAUSED_S, now
         stopped_processes: list[str] = []

@@ -147,7 +147,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
             hint = hint if hint.startswith("did you mean") else "no field has a similar name"
             raise ConfigError(f"{dotted}: {source(name)} has no such field: {hint}")
         if key in OWNED[name]:
-            raise ConfigError(owned(dotted, OWNED[name][key], "this key"))
+            raise ConfigError(describe_owner(dotted, OWNED[name][key], "this key"))
         annotation = fields[key]["type"]
         if not settable(annotation):
             raise ConfigError(
@@ -159,7 +159,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def owned(setting: str, owner: str, removable: str) -> str:
+def describe_owner(setting: str, owner: str, removable: str) -> str:
     """Return the message about a field of ``OWNED``; ``removable`` names the setting to remove."""
     if owner in (ALL_TOKENS, TE_EXPERTS):
         return f"{setting} cannot be set: {owner}; remove {removable}"

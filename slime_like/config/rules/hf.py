@@ -151,7 +151,7 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
 
     Raises ``CheckpointError`` naming ``key`` if they do not describe a model.
     """
-    file = downloaded(key, Path(folder) / "config.json")
+    file = downloaded_file(key, Path(folder) / "config.json")
     top = file.typed(values, ModelFields)
     text = top.get("text_config") or values
     if missing := [name for name in REQUIRED if name not in text]:
@@ -284,10 +284,10 @@ def read_json(key: str, path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{key}: {path} is missing; give a folder in Hugging Face format (config.json, tokenizer, safetensors)"
         )
-    return downloaded(key, path).json_object()
+    return downloaded_file(key, path).json_object()
 
 
-def downloaded(key: str, path: Path) -> InputFile:
+def downloaded_file(key: str, path: Path) -> InputFile:
     """Return the input file ``path`` in the Hugging Face folder set by ``key``."""
     return InputFile(path, CheckpointError, "download it again", key)
 

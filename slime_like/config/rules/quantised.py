@@ -113,7 +113,7 @@ class Scales:
 
     def refuse(self, evidence: str) -> NoReturn:
         """Raise ``CheckpointError`` with the ``evidence`` that the checkpoint cannot be read."""
-        raise _refused(self.key, self.folder, evidence)
+        raise _refusal(self.key, self.folder, evidence)
 
 
 def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[str]) -> Scales:
@@ -158,24 +158,24 @@ def read_float8(key: str, folder: Path, values: Mapping[str, Any]) -> Float8 | N
                 continue
             evidence = f"config.json has {prefix}{name}{_method(quantisation)}"
             if prefix + name != CONFIG_KEY or not isinstance(quantisation, Mapping):
-                raise _refused(key, folder, evidence)
+                raise _refusal(key, folder, evidence)
             float8 = _float8(key, folder, cast("Mapping[str, Any]", quantisation), evidence)
     if (folder / OTHER_CONFIG).exists():
-        raise _refused(key, folder, f"it holds {OTHER_CONFIG}")
+        raise _refusal(key, folder, f"it holds {OTHER_CONFIG}")
     return float8
 
 
 def _float8(key: str, folder: Path, quantisation: Mapping[str, Any], evidence: str) -> Float8:
     if quantisation.get("quant_method") != "fp8":
-        raise _refused(key, folder, evidence)
+        raise _refusal(key, folder, evidence)
     if quantisation.get("fmt") not in (None, "e4m3"):
-        raise _refused(key, folder, f"{evidence} and fmt={str(quantisation['fmt'])[:40]!r}")
+        raise _refusal(key, folder, f"{evidence} and fmt={str(quantisation['fmt'])[:40]!r}")
     block: object = quantisation.get("weight_block_size")
     if block is None:
         return Float8(None)
     sizes = cast("list[object]", block) if isinstance(block, list) else []
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise _refused(key, folder, f"{evidence} and weight_block_size={str(block)[:40]}, not two positive integers")
+        raise _refusal(key, folder, f"{evidence} and weight_block_size={str(block)[:40]}, not two positive integers")
     rows, columns = cast("list[int]", sizes)
     return Float8((rows, columns))
 
@@ -184,7 +184,7 @@ def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
     """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is of a format that is not read."""
     for name, dtype in dtypes.items():
         if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):
-            raise _refused(key, path.parent, f"{path.name} holds {name!r} in {dtype}, the format of {format_name}")
+            raise _refusal(key, path.parent, f"{path.name} holds {name!r} in {dtype}, the format of {format_name}")
 
 
 def _method(value: object) -> str:
@@ -195,7 +195,7 @@ def _method(value: object) -> str:
     return f".{name}={str(fields[name])[:40]!r}" if name else ""
 
 
-def _refused(key: str, folder: Path, evidence: str) -> CheckpointError:
+def _refusal(key: str, folder: Path, evidence: str) -> CheckpointError:
     return CheckpointError(
         f"{key}={str(folder)!r} is a quantised checkpoint ({evidence}), which cannot be loaded: {FIX}"
     )

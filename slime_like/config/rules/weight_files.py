@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.config.rules.hf import HfConfig, downloaded
+from slime_like.config.rules.hf import HfConfig, downloaded_file
 from slime_like.config.rules.quantised import SCALE, check_scales, check_tensors, read_scales
 from slime_like.errors import CheckpointError
 from slime_like.util.reading import Count, InputFile, abbreviate, parse_json, typed
@@ -100,7 +100,7 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
 
 def read_index(key: str, path: Path) -> dict[str, str]:
     """Return tensor name -> file name of an index. Raises ``CheckpointError`` naming ``key`` and the index."""
-    file = downloaded(key, path)
+    file = downloaded_file(key, path)
     file_of_tensor = file.json_object().get("weight_map")
     if not isinstance(file_of_tensor, dict) or not file_of_tensor:
         raise file.refused("has no weight_map")
@@ -118,7 +118,7 @@ def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
     Raises ``CheckpointError`` naming ``key`` and the file unless every tensor has the size of its dtype and shape, and
     the tensors fill the file.
     """
-    file = downloaded(key, path)
+    file = downloaded_file(key, path)
     file.check_regular()
     tensors, start = _read_entries(file)
     check_tensors(key, path, {name: tensor.dtype for name, tensor in tensors.items()})

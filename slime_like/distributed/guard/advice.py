@@ -121,12 +121,12 @@ def to_yaml(ranks: Mapping[str, list[MeasuredOp]], origin: str) -> str:
         f"threshold: {size}MiB  # {reason}",
         "ops:",
     ]
-    for advice in [*(measured := advise(ranks)), *_unmeasured({advice.op for advice in measured})]:
+    for advice in [*(measured := advise(ranks)), *_advise_unmeasured({advice.op for advice in measured})]:
         lines += [f"  {advice.op}: {advice.checks}  # {advice.reason}"]
     return "\n".join(lines) + "\n"
 
 
-def _unmeasured(measured: Set[str]) -> Iterator[Advice]:
+def _advise_unmeasured(measured: Set[str]) -> Iterator[Advice]:
     """Yield ``auto`` for every op that is not in ``measured``."""
     for op in OPS:
         if op.name not in measured:

@@ -15,7 +15,7 @@ from slime_like.interfaces import GroupFilter
 from slime_like.metrics.types import Mean, Metric, Sum
 from slime_like.registry import metric_part, resolve
 from slime_like.types import SampleGroup
-from slime_like.util.user_code import errors_named
+from slime_like.util.user_code import name_user_errors
 
 KEY = "rollout.filters"
 MAX_REASONS = 20  # metrics per filter; further reasons are counted together
@@ -76,7 +76,7 @@ class GroupFilters:
         self._stats.add(group)
         for name, rule in self._rules:
             subject = f"the group of prompt {group.prompt.prompt_id} ({group.prompt.dataset})"
-            with errors_named(KEY, name, subject):
+            with name_user_errors(KEY, name, subject):
                 reason = cast(object, rule(group))  # user code may return anything
             if reason is None:
                 continue

@@ -51,7 +51,7 @@ class EngineCall:
         self._usage = [(0, 0)] * len(seeds)  # prompt and cached tokens of the requests
         self.oldest_version: int | None = None  # of the sampled tokens; None if there are none
 
-    def unfinished(self) -> list[int]:
+    def unfinished_indices(self) -> list[int]:
         """Return the indices of completions that may be continued."""
         return [index for index, finish in enumerate(self._finishes) if finish == ABORT]
 
@@ -121,7 +121,7 @@ class CallJournal:
 
     def __init__(self, calls: Iterable[RecordedCall] = ()) -> None:
         self._store = SampleStore()
-        self._calls = [self._restored(call) for call in calls]
+        self._calls = [self._restore(call) for call in calls]
         self._unclaimed = list(self._calls)
 
     def call(self, token_ids: I32, seeds: Sequence[int]) -> EngineCall:
@@ -161,7 +161,7 @@ class CallJournal:
         """Number of tokens sampled so far."""
         return sum(call.num_sampled(index) for call in self._calls for index in range(len(call.seeds)))
 
-    def _restored(self, recorded: RecordedCall) -> EngineCall:
+    def _restore(self, recorded: RecordedCall) -> EngineCall:
         call = EngineCall(self._store, recorded.token_ids, recorded.seeds)
         call.append(range(len(recorded.seeds)), recorded.completions)
         return call

@@ -128,7 +128,7 @@ class ResumableEngine:
         if self._required_sampling is not None:
             check_generate(self._required_sampling, sampling)
         call = self._journal.call(token_ids, seeds)
-        while call.unfinished():
+        while call.unfinished_indices():
             await self._pool.router.wait_for_engine(self._assignment)
             async with self._gate.passage():
                 if not await self._continue(call, sampling):
@@ -148,7 +148,7 @@ class ResumableEngine:
         engine = self._pool.router.serving_engine(self._assignment)
         if engine is None:  # withdrawn while the gate was shut
             return True
-        indices = call.unfinished()
+        indices = call.unfinished_indices()
         result = await self._pool.call_assigned(self._assignment, self._extend(engine, call, indices, sampling))
         if result is None:  # the engine was lost together with the tokens of this request
             return True

@@ -20,7 +20,7 @@ from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts
 from slime_like.types import UNTRAINED, Prompt, Sample, SampleGroup
 from slime_like.util.concurrency import gather_or_cancel
-from slime_like.util.user_code import errors_named
+from slime_like.util.user_code import name_user_errors
 
 TRAIN_STREAM = "train"  # stream of sampling seeds; each held-out set has its own
 
@@ -86,7 +86,7 @@ class GroupSampler:
                 self.pool, assignment, journal or CallJournal(), gate or PauseGate(), usage, required_sampling
             )
             subject = f"prompt {request.prompt.prompt_id} ({request.prompt.dataset})"
-            with errors_named("rollout.generate", self.generate_name, subject):
+            with name_user_errors("rollout.generate", self.generate_name, subject):
                 results = await self.generate(request.prompt, engine, seeds, context)
             samples = self._check_samples(results, subject, request.group_id)
         if on_generated is not None:

@@ -156,12 +156,12 @@ class Experts(DenseDecoder):
             )
             down = (f"{expert}.{self.down_name}.weight",)
             out[f"{EXPERTS}{e}.linear_fc2.weight"] = self._expert(down, ((hidden, size),), "down_proj", mlp, e)
-        return out | (self._shared(mlp) if self.shared_size else {})
+        return out | (self._shared_expert(mlp) if self.shared_size else {})
 
     def _expert(self, names: tuple[str, ...], shapes: tuple[Shape, ...], fused: str, mlp: str, e: int) -> Weight:
         return ExpertMatrix(names, shapes, f"{mlp}.experts.{fused}", e, self.num_experts)
 
-    def _shared(self, mlp: str) -> dict[str, Weight]:
+    def _shared_expert(self, mlp: str) -> dict[str, Weight]:
         hidden, size, expert = int(self.hf.hidden_size), self.shared_size, f"{mlp}.{self.shared_name}"
         gate_up = (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
         out: dict[str, Weight] = {

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slime_like.config.rules.hf import downloaded, read_json, refuse_code
+from slime_like.config.rules.hf import downloaded_file, read_json, refuse_code
 from slime_like.config.rules.quantised import Scales, read_float8, read_scales
 from slime_like.config.rules.weight_files import INDEX, SINGLE, TensorEntry, read_header, read_index
 from slime_like.config.schema.names import FAMILIES
@@ -52,7 +52,7 @@ class HFFolder:
                 return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
             # Fault boundary: transformers' config classes raise errors of many types.
         except Exception as error:
-            file = downloaded(self.key, self.path / "config.json")
+            file = downloaded_file(self.key, self.path / "config.json")
             raise file.refused(f"cannot be used: transformers cannot read it ({reason(error)})") from error
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -57,10 +57,10 @@ class HybridDecoder(DenseDecoder):
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
         if self.hf.layer_types[block] == "full_attention":
-            return self._gated(self.attention(prefix))
+            return self._with_gate(self.attention(prefix))
         return self._delta_net(prefix)
 
-    def _gated(self, attention: dict[str, Weight]) -> dict[str, Weight]:
+    def _with_gate(self, attention: dict[str, Weight]) -> dict[str, Weight]:
         """Return ``attention`` with a gate per query, which makes the query projection twice as wide."""
         key = "self_attention.linear_qkv.weight"
         plain = attention[key]

@@ -85,7 +85,7 @@ class RankCritic(RankModel):
         for micro, column in zip(rollout.micros, values, strict=True) if values else ():
             micro.values = column
         rollout.metrics.append(Last("perf/values_time", time.perf_counter() - start))
-        return rollout.nested(values) if self.rank_info.is_shard_reporter else None
+        return rollout.group_by_step(values) if self.rank_info.is_shard_reporter else None
 
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Take the optimizer steps of the open rollout. Return global metrics on the reporter."""

@@ -170,7 +170,7 @@ class OpenRollout:
         """All micro-batches, in order."""
         return [micro for step in self.micros_by_step for micro in step]
 
-    def nested(self, columns: Sequence[Tensor]) -> Columns:
+    def group_by_step(self, columns: Sequence[Tensor]) -> Columns:
         """Return the columns of all micro-batches on the host, grouped by optimizer step."""
         flat: Iterator[F32] = iter([column.cpu().numpy() for column in columns])
         return [[next(flat) for _ in step] for step in self.micros_by_step]

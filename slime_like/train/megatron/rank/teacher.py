@@ -48,5 +48,5 @@ class RankTeacher:
             self.model, micros, [micro.batch.loss_weight > 0 for micro in micros], self.logprob_settings
         )
         seconds = Last("perf/teacher_log_probs_time", time.perf_counter() - start)
-        columns = rollout.nested(scores) if self.rank_info.is_shard_reporter else None
+        columns = rollout.group_by_step(scores) if self.rank_info.is_shard_reporter else None
         return columns, ((seconds,) if self.rank_info.is_reporter else ())

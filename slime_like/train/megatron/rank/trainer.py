@@ -106,7 +106,7 @@ class RankTrainer(RankModel):
         if not (isinstance(self.token_advantage, ReturnEstimator) and self.rank_info.is_shard_reporter):
             return None
         views = [self._view(micro) for micro in rollout.micros]
-        return rollout.nested(critic_targets(self.spec.algo, self.token_advantage, views))
+        return rollout.group_by_step(critic_targets(self.spec.algo, self.token_advantage, views))
 
     def update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
         """Run the last part of ``train_rollout``: take the optimizer steps of the open rollout, none if ``frozen``.
