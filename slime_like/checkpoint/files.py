@@ -78,7 +78,7 @@ def resumable_iteration(folder: Path) -> int | None:
 def _unnamed_error(folder: Path, state: str, present: list[int]) -> CheckpointError:
     names = ", ".join(iteration_folder(folder, k).name for k in present[-3:])
     return CheckpointError(
-        f"{folder / LATEST}: {state}, though {folder} holds {names}: write {present[-1]} into it to resume from there, or "
+        f"{folder / LATEST}: {state}, though {folder} contains {names}: write {present[-1]} into it to resume from there, or "
         "choose another run.dir to start over; nothing was changed"
     )
 

@@ -21,7 +21,7 @@ GDN_EVERY = 4  # Qwen3-Next without layer_types in config.json: every fourth lay
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Dimensions of a model, of which FLOPs are counted. Widths are those of the whole layer, without parallelism."""
+    """Dimensions of a model whose FLOPs are counted. Widths are of complete layers, without parallelism."""
 
     hidden: int
     vocab: int

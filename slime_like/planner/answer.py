@@ -1,4 +1,4 @@
-"""Batch that an engine holds, the limit on it, and the effect of each change."""
+"""Number of requests that an engine can run at once, the limit on it, and the effect of each change."""
 
 from __future__ import annotations
 

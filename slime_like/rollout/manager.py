@@ -252,7 +252,7 @@ class RolloutManager:
         self._rewards.block_server(seconds)
 
     async def probe(self) -> tuple[ProbeScores, ...]:
-        """Return scores and continuations of the probe sequences by every engine. Raises ``EngineLost`` if none is left."""
+        """Return scores and continuations of the probe sequences by every engine. Raises ``EngineLost`` if no engine remains."""
         return await self._probe.scores(self._version)
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class TokenColumns:
         return tuple(_span(start, stop, version) for start, stop, version in self.runs())
 
     def begins_with(self, prefix: TokenColumns) -> bool:
-        """Return whether the first entries of token ids, log-probabilities and versions are those of ``prefix``, bit for bit."""
+        """Return whether token ids, log-probabilities and versions begin with the entries of ``prefix``, bit for bit."""
         n = len(prefix)
         return (
             len(self) >= n

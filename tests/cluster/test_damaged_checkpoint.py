@@ -95,7 +95,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "latest lost": (
         lambda d: (d / "checkpoints" / LATEST).unlink(),
-        r"missing, though .*checkpoints holds iter_0000002, iter_0000004: write 4 into it .* another run\.dir to start over",
+        r"missing, though .*checkpoints contains iter_0000002, iter_0000004: write 4 into it .* another run\.dir to start over",
     ),
     "latest says none": (lambda d: (d / "checkpoints" / LATEST).write_text("none"), "says none, though"),
     "latest says 0": (lambda d: (d / "checkpoints" / LATEST).write_text("0"), "iter_0000000: missing, though"),

@@ -103,9 +103,12 @@ def test_the_variables_of_a_run_are_checked_at_load(argv: list[str], monkeypatch
             "{sglang: {enable_watermark: true}}",
             r"sampled with rollout\.sglang\.enable_watermark=True .*; sample them again",
         ),
-        ("{sglang: abc}", r"config\.yaml holds 'abc' as rollout\.sglang, not a mapping; remove it to replay unchecked"),
-        ("{sglang: [1]}", r"config\.yaml holds \[1\] as rollout\.sglang, not a mapping"),
-        ("3", r"config\.yaml holds 3 as rollout, not a mapping"),
+        (
+            "{sglang: abc}",
+            r"config\.yaml contains 'abc' as rollout\.sglang, not a mapping; remove it to replay unchecked",
+        ),
+        ("{sglang: [1]}", r"config\.yaml contains \[1\] as rollout\.sglang, not a mapping"),
+        ("3", r"config\.yaml contains 3 as rollout, not a mapping"),
         ("[", r"config\.yaml cannot be read as YAML .*; remove it to replay unchecked"),
     ],
 )

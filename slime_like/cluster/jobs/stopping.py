@@ -37,7 +37,7 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
 
 
 async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> None:
-    """Run the helper job, and remove it. Raises ``WorkerError`` with its output if it fails while the run goes on."""
+    """Run the helper job, and remove it. Raises ``WorkerError`` with its output if it fails while the run continues."""
     request = control_request(job.id, job.metadata, "stop", wait_s)
     await server.submit(request)
     try:

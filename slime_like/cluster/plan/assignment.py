@@ -50,7 +50,7 @@ class _Block:
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
-    """Return the node of each process. Raises ``MissingResources`` naming what the nodes lack."""
+    """Return the node of each process. Raises ``MissingResources`` naming the missing nodes or GPUs."""
     ordered = sorted(nodes, key=_order)
     if plan.device == "cpu":
         return Assignment(processes=_on_cpu(cfg, plan, ordered))

@@ -125,7 +125,7 @@ class HfConfig:
     tied: bool  # tie_word_embeddings of config.json; False if absent
     gdn: GDNShape | None = None  # None: attention in every layer
     latent: bool = False  # latent attention in every layer
-    mtp_layers: int = 0  # for multi-token prediction; their weights are numbered after those of the decoder's layers
+    mtp_layers: int = 0  # for multi-token prediction; their weights are numbered after the decoder's layers
     rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
     float8: Float8 | None = None  # None: no weight is quantised

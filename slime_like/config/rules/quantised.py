@@ -96,7 +96,7 @@ class Scales:
         return weight + SCALE
 
     def check(self, weight: str, shape: tuple[int, ...], scales: StoredTensor) -> None:
-        """Raise ``CheckpointError`` unless ``scales`` can be those of float8 ``weight``, according to config.json."""
+        """Raise ``CheckpointError`` unless ``scales`` can be the scales of float8 ``weight``, according to config.json."""
         assert self.float8 is not None, "name_of refuses float8 weights without it"
         name = weight + SCALE
         if scales.dtype not in SCALES:
@@ -161,7 +161,7 @@ def read_float8(key: str, folder: Path, values: Mapping[str, Any]) -> Float8 | N
                 raise _refusal(key, folder, evidence)
             float8 = _float8(key, folder, cast("Mapping[str, Any]", quantisation), evidence)
     if (folder / OTHER_CONFIG).exists():
-        raise _refusal(key, folder, f"it holds {OTHER_CONFIG}")
+        raise _refusal(key, folder, f"it contains {OTHER_CONFIG}")
     return float8
 
 
@@ -184,7 +184,7 @@ def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
     """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is of a format that is not read."""
     for name, dtype in dtypes.items():
         if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):
-            raise _refusal(key, path.parent, f"{path.name} holds {name!r} in {dtype}, the format of {format_name}")
+            raise _refusal(key, path.parent, f"{path.name} contains {name!r} in {dtype}, the format of {format_name}")
 
 
 def _method(value: object) -> str:

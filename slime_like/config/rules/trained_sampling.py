@@ -147,13 +147,13 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
         if value != configured:
             fix = f"set rollout.{name}={value}" if name == "temperature" else "sample them again"
             raise ConfigError(
-                f"run.replay_from={str(folder)!r} holds rollouts that were sampled at rollout.{name}={value} ({path}), but "
+                f"run.replay_from={str(folder)!r} contains rollouts that were sampled at rollout.{name}={value} ({path}), but "
                 f"rollout.{name} is {configured}: the trainer would compute log-probabilities of another distribution; {fix}"
             )
     for field, value in _mapping(file, rollouts.get("sglang"), "rollout.sglang").items():
         if field in CHANGES_SAMPLES and not _is_harmless(field, value):
             raise ConfigError(
-                f"run.replay_from={str(folder)!r} holds rollouts that were sampled with rollout.sglang.{field}={value!r} "
+                f"run.replay_from={str(folder)!r} contains rollouts that were sampled with rollout.sglang.{field}={value!r} "
                 f"({path}), which cannot be trained on: {CHANGES_SAMPLES[field]}; sample them again without it"
             )
 
@@ -163,7 +163,7 @@ def _mapping(file: InputFile, value: object, key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise file.refused(f"holds {abbreviate(value)} as {key or 'its settings'}, not a mapping")
+        raise file.refused(f"contains {abbreviate(value)} as {key or 'its settings'}, not a mapping")
     return cast("dict[str, Any]", value)
 
 

@@ -27,13 +27,13 @@ UNSUPPORTED_BACKENDS: Mapping[str, str] = {
     "trtllm_mha": _IGNORES,
     "slime_like_exact": "its sums have a fixed order over all tokens of a sequence",
     "cutedsl_mla": _MLA,
-    "flashmla": "it passes the lengths of whole sequences to its kernel instead of those of a rank's part",
+    "flashmla": "it passes the lengths of complete sequences to its kernel, not of a rank's part",
     "trtllm_mla": _MLA,
 }
 """Attention backend -> reason why it cannot serve with DCP; a backend in neither table is refused as untested."""
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
-    "attn_cp_size": (1, "its ranks and those of DCP would both split a sequence"),
+    "attn_cp_size": (1, "its ranks and DCP's would both split a sequence"),
     "cuda_graph_backend_prefill": ("disabled", "SGLang captures prefills without the layout of a sharded cache"),
     "disaggregation_decode_retraction_backup": ("cpu_tensor", "SGLang does not support a backup on the host with DCP"),
     "disaggregation_mode": ("null", "prefill and decode run in the same engine here"),

@@ -66,7 +66,7 @@ class EngineCall:
     def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:
         """Append a continuation to each completion of ``indices``; each token keeps its log-probability and version.
 
-        Routed experts are those of the continuation, for which the engine has computed, or read from its cache, all tokens.
+        Routed experts come from the continuation, in which the engine has computed all tokens or read them from its cache.
         """
         self._store.append_batch(
             Batch(

@@ -87,7 +87,7 @@ class EngineProbe:
         self._sequences: tuple[I32, ...] = ()
 
     async def scores(self, version: int) -> tuple[ProbeScores, ...]:
-        """Return scores and continuations by every engine that serves ``version``. Raises ``EngineLost`` if none is left."""
+        """Return scores and continuations by every engine that serves ``version``. Raises ``EngineLost`` if no engine remains."""
         if not self._sequences:
             self.remember([])
         if not self._sequences:  # one-token prompts have nothing to score; the first rollout has longer sequences

@@ -1,6 +1,6 @@
 """Weight update of a pool's engines: the part of a push that runs in the rollout manager.
 
-Engines that are lost during the update are left out of it.
+Engines that are lost during the update are excluded from it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineWeightUpdate:
     async def begin(self) -> tuple[EngineAddress, ...]:
         """Pause each engine and open its update; return the addresses of the participants. Abort an update that is still open.
 
-        Waits for a restart if no engine is left. When a push starts over, an engine may be unresponsive because it still waits
+        Waits for a restart if no engine remains. When a push starts over, an engine may be unresponsive because it still waits
         for an engine lost in the first attempt: it counts as stalled after ``health.timeout_s``.
         """
         seconds = (
@@ -64,7 +64,7 @@ class EngineWeightUpdate:
     async def commit(self, version: int) -> None:
         """Close the update, which fails unless every engine received all its parameters; flush the KV caches.
 
-        Engines that are lost meanwhile are left out.
+        Engines that are lost meanwhile are excluded.
         """
 
         async def close(engine: EngineClient) -> None:
@@ -79,7 +79,7 @@ class EngineWeightUpdate:
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
-        """Let the engines decode under ``version``. Raises ``EngineLost`` if none is left."""
+        """Let the engines decode under ``version``. Raises ``EngineLost`` if no engine remains."""
         resume_results = await self._on_each(self._targets, EngineClient.resume)
         for target in resume_results:
             self._pool.admit(target.slot, version)

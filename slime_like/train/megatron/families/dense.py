@@ -10,7 +10,7 @@ from slime_like.train.megatron.families.base import QKV, Family, Replicated, Row
 
 
 class DenseDecoder(Family):
-    """Base class of dense families. Tensor names are those of transformers' ``*ForCausalLM``."""
+    """Base class of dense families. Tensors are named as in transformers' ``*ForCausalLM``."""
 
     qk_norm: bool = False  # True: a norm on every query and key head
     qkv_bias: bool = False  # True: biases on query, key and value, but not on the output projection

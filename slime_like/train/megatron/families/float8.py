@@ -10,7 +10,7 @@ def dequantise(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) ->
     """Return ``weight`` [..., R, C] times its scales, in float32.
 
     ``scales`` [..., ceil(R / block[0]), ceil(C / block[1])] has one scale per block; None: one per matrix. The products
-    equal those of transformers' ``Fp8Dequantize``, which assumes that the last blocks are complete.
+    equal the results of transformers' ``Fp8Dequantize``, which assumes that the last blocks are complete.
     """
     rows, columns = block or weight.shape[-2:]
     out = weight.to(torch.float32)

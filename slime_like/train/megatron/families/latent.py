@@ -9,7 +9,7 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 
 
 class LatentDecoder(DenseDecoder):
-    """Decoder with latent attention. Tensor names are those of transformers' ``DeepseekV3Attention``.
+    """Decoder with latent attention. Tensors are named as in transformers' ``DeepseekV3Attention``.
 
     Down projections are replicated over tensor parallel ranks, up projections are split by head.
     """

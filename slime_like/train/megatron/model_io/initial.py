@@ -121,7 +121,7 @@ def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key:
     )
     if unread_keys:
         raise CheckpointError(
-            f"{key}: {source} holds {unread_keys[0]!r}, which the model of model.hf_checkpoint does not have "
+            f"{key}: {source} contains {unread_keys[0]!r}, which the model of model.hf_checkpoint does not have "
             f"({len(unread_keys)} such tensors): use the model that the checkpoint was made from"
         )
 

@@ -102,7 +102,9 @@ def load_metadata(path: Path) -> Metadata:
     """
     metadata = _MetadataUnpickler(path).load()
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a torch_dist checkpoint")
+        raise CheckpointError(
+            f"{path}: contains a {type(metadata).__name__}, not the metadata of a torch_dist checkpoint"
+        )
     for info in (metadata.storage_data or {}).values():
         name = PurePosixPath(info.relative_path)
         if name.is_absolute() or ".." in name.parts:

@@ -1,4 +1,4 @@
-"""Replay of expert choices on one rank: the choices of engines, or those of the pass for old log-probabilities.
+"""Replay of expert choices on one rank: the choices of engines, or of the pass for old log-probabilities.
 
 Axis suffixes: L tokens of this rank, T tokens of the packed batch, B blocks of the decoder, K experts per token.
 """
@@ -51,7 +51,7 @@ class RoutingReplay:
         return micro
 
     def in_old_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay the engine's experts in the pass for old log-probabilities, or record those of the pass."""
+        """Replay the engine's experts in the pass for old log-probabilities, or record the pass's own."""
         return self.record(micros) if self._mode == "old" else self.replay(micros, compare=True)
 
     def in_reference_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:

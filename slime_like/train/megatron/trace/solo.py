@@ -106,11 +106,11 @@ def _gather_own_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 
 def _keep_own_objects(objects: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Keep this rank's objects instead of those of the source."""
+    """Keep this rank's objects instead of the source's."""
 
 
 def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Replace what the host has read of the routers' choices by even numbers of rows."""
+    """Replace the numbers of rows that the host reads from the routers' choices by even ones."""
     out = stock(point, tokens_per_expert)
     rows = int(dispatcher.routing_map.shape[0]) * int(dispatcher.config.moe_router_topk)
     received = rows * dispatcher.tp_size
@@ -139,7 +139,7 @@ def _note_shape(stock: Callable[..., Any], batch: Any, rank_info: RankInfo) -> A
 def _own_shape(
     stock: Callable[..., Any], communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> Any:
-    """Exchange shapes, and return those of this rank's hidden states."""
+    """Exchange shapes, and return the shapes of this rank's hidden states."""
     stock(send_next, send_prev, recv_prev, recv_next)
     shape = [_hidden_shape[0], 1, int(communicator.config.hidden_size)]
     return (shape if recv_prev else [0, 0, 0]), (shape if recv_next else [0, 0, 0])
