@@ -67,7 +67,7 @@ def test_every_annotation_is_understood(name: str) -> None:
     [
         ("bool", [True], [1, "true", None]),
         ("int", [3], [True, 1.5, "3"]),
-        ("float", [1, 0.5], [True, "x", float("nan"), float("inf")]),
+        ("float", [1, 0.5], [True, "x", float("nan"), float("inf"), 10**400]),
         ("Dict[str, Any]", [{"a": 0.5}], [{"a": float("nan")}]),
         ("Optional[List[int]]", [None, [1, 2], []], [["a"], 1]),
         ("Literal['a', None]", ["a", None], ["b"]),

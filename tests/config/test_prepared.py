@@ -11,7 +11,7 @@ from slime_like.cluster.plan.shapes import PREPARED
 from slime_like.cluster.plan.view import show_plan
 from slime_like.cluster.start import prepared
 from slime_like.cluster.start.prepared import load_prepared
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, UserCodeError
 from slime_like.quickstart import prepare
 from slime_like.quickstart.prepare import PreparedJob
 from slime_like.registry import resolve
@@ -38,6 +38,17 @@ def test_prepare_runs_before_files_are_checked(tmp_path: Path, monkeypatch: pyte
     assert load_prepared(argv).run.prepare == "make_inputs:make"
     with pytest.raises(ConfigError, match=r"run.prepare='make_inputs:mke'.*did you mean 'make'"):
         load_prepared([*argv, "run.prepare=make_inputs:mke"])
+
+
+def test_an_error_of_prepare_names_the_key_and_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bad_inputs.py").write_text("def make(cfg):\n    raise OSError(28, 'No space left on device')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=bad_inputs:make"]
+    problem = (
+        r"run\.prepare=bad_inputs:make raised OSError: .*No space left on device \(.*bad_inputs\.py:2\), for run\.dir="
+    )
+    with pytest.raises(UserCodeError, match=problem):
+        load_prepared(argv)
 
 
 # recipe and keys, words of the message

@@ -15,15 +15,18 @@ from slime_like.config.rules.user_functions import check_function
 from slime_like.config.schema.root import TrainConfig
 from slime_like.quickstart.prepare import check_folders
 from slime_like.registry import resolve
+from slime_like.util.user_code import name_user_errors
 
 
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
-    """Load a config, calling ``run.prepare`` before files are checked."""
+    """Load a config, calling ``run.prepare`` before files are checked. Raises ``UserCodeError`` if that raises."""
     cfg = load_config(argv, files=False)
     if cfg.run.prepare is not None:
         check_function("run.prepare", cfg.run.prepare, {})
         _check_unwritten(cfg)
-        resolve("run.prepare", cfg.run.prepare, {})(cfg)
+        prepare = resolve("run.prepare", cfg.run.prepare, {})
+        with name_user_errors("run.prepare", cfg.run.prepare, f"run.dir={cfg.run.dir}"):
+            prepare(cfg)
     check_files(cfg)
     return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # the rows can be counted only now
 

@@ -10,6 +10,7 @@ import ast
 import functools
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
@@ -189,7 +190,7 @@ def _accepts(node: ast.expr, value: Any) -> bool:
         case ast.Name(id="int"):
             return isinstance(value, int) and not isinstance(value, bool)
         case ast.Name(id="float"):
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         case ast.Name(id="str"):
             return isinstance(value, str)
         case ast.Name(id="list" | "List"):
