@@ -66,3 +66,11 @@ def test_both_locks_agree_on_common_requirements() -> None:
     shared = {name_of(line) for line in lines(REQUIREMENTS / "runtime.in") + lines(REQUIREMENTS / "dev.in")}
     cpu, gpu = pins("cpu"), pins("gpu")
     assert {name: cpu[name] for name in shared} == {name: gpu[name] for name in shared}
+
+
+def test_compiler_and_headers_have_the_cuda_version_of_torch() -> None:
+    """With headers of another version, nvcc refuses every source that includes cub, as SGLang's expert kernels do."""
+    versions, parts = pins("gpu"), ("nvcc", "crt", "cccl", "nvrtc", "runtime")
+    releases = {name: versions[f"nvidia-cuda-{name}"].split(".")[:2] for name in parts}
+    releases["nvvm"] = versions["nvidia-nvvm"].split(".")[:2]
+    assert set(map(tuple, releases.values())) == {("13", "0")}, releases
