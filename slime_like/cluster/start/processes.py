@@ -80,7 +80,11 @@ class Cluster:
         control: Control,
         record: Mapping[str, Any],
     ) -> Run:
-        """Start every process that the mode needs; trainer and engines start concurrently. ``record`` is stored in each checkpoint."""
+        """Start every process that the mode needs. ``record`` is stored in each checkpoint.
+
+        Trainer and engines start concurrently unless they share GPUs: an engine then comes first, because SGLang derives the size
+        of its KV cache from the memory that is free before and after it loads the model.
+        """
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"), self.say)
         planned = self.placement.open()
         self.plan = planned.plan
@@ -93,6 +97,8 @@ class Cluster:
             self.template = self.placement.engine_template(secrets.token_urlsafe(32))
             self.engines = tuple(self.placement.start_engines(self.template))
             self.manager = self.placement.start_manager()
+        if self.engines and self.plan.colocated and self.plan.device == "cuda":
+            self._wait_for_engines()
         trainer = self._start_trainer(first)
         addresses = self._wait_for_engines()
         rollout = self._start_rollout(inputs, addresses, first)

@@ -58,12 +58,7 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         "log_level_http": "warning",
         "decode_log_interval": 1_000,
     }
-    if spec.device == "cpu":
-        arguments["disable_overlap_schedule"] = True  # scheduler and model share the core: nothing to overlap
-        if spec.deterministic:
-            arguments["attention_backend"] = "slime_like_exact"
-    elif spec.deterministic:
-        arguments["enable_deterministic_inference"] = True
+    arguments |= _device_arguments(spec)
     if spec.dp_attention > 1:
         arguments["attn_dp_size"] = spec.dp_attention
     if spec.dcp > 1:
@@ -92,6 +87,17 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     if overrides := override_args(spec.model_path):
         user_overrides = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
         arguments[MODEL_OVERRIDES] = json.dumps(merge_overrides(overrides, user_overrides))
+    return arguments
+
+
+def _device_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments that depend on the device."""
+    if spec.device == "cpu":
+        arguments: dict[str, Any] = {"disable_overlap_schedule": True}  # scheduler and model share the core
+        return arguments | ({"attention_backend": "slime_like_exact"} if spec.deterministic else {})
+    arguments = {"enable_deterministic_inference": True} if spec.deterministic else {}
+    if spec.dtype == "float32":
+        arguments["attention_backend"] = "triton"  # SGLang's choice on Hopper, FlashAttention 3, has no float32
     return arguments
 
 

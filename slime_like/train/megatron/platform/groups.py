@@ -91,6 +91,9 @@ def join_and_make_groups(
     Raises ``ConfigError`` on a layout that the trainer does not support or that does not fit the world size.
     """
     check_layout(spec.layout, world_size)
+    if spec.device == "cuda":
+        # megatron's overlap depends on the order of kernel launches. Read when the CUDA context is created, which the guard does.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     host.install(spec.device)
     share_gloo_device()
     install.install(spec.guard, rank_device(spec, local_rank), rank)
@@ -101,8 +104,6 @@ def join_world(spec: RankSpec, rank: int, world_size: int, master: RendezvousAdd
     """Join the default process group, unless this process has one, and return this rank's device."""
     device = rank_device(spec, local_rank)
     if device.type == "cuda":
-        # megatron's overlap depends on the order of kernel launches.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         keep_to_interface(master.host)

@@ -1,0 +1,79 @@
+"""Order in which engines and trainer start, and settings that a rank makes before its CUDA context exists."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from slime_like.cluster.start import processes
+from slime_like.cluster.start.processes import Cluster
+from slime_like.config.schema.resolved import EngineSpec, Layout
+from slime_like.rollout.engine.main import EngineLaunch, server_arguments
+from slime_like.train.megatron.platform import groups
+from slime_like.util.ports import RendezvousAddress
+from tests.train.models import make_spec
+
+
+class Started(Exception):
+    """Raised in the place of everything that follows."""
+
+
+@pytest.mark.parametrize(
+    ("device", "colocated", "expected"),
+    [
+        ("cuda", True, ["engines", "trainer"]),  # SGLang measures free memory while it starts
+        ("cuda", False, ["trainer", "engines"]),
+        ("cpu", True, ["trainer", "engines"]),
+    ],
+)
+def test_engines_that_share_gpus_start_before_the_trainer(
+    device: str, colocated: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events: list[str] = []
+    plan = SimpleNamespace(needs_engines=True, colocated=colocated, device=device)
+    placement = SimpleNamespace(
+        open=lambda: SimpleNamespace(plan=plan, decisions=(), warnings=()),
+        engine_template=lambda key: None,
+        start_engines=lambda template: ["engine"],
+        start_manager=lambda: None,
+    )
+    progress = SimpleNamespace(ready=lambda *_: None)
+
+    def stop(*_: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(processes, "Placement", lambda *_: placement)
+    monkeypatch.setattr(Cluster, "_start_trainer", lambda self, first: events.append("trainer"))
+    monkeypatch.setattr(Cluster, "_wait_for_engines", lambda self: events.append("engines") or ())
+    monkeypatch.setattr(Cluster, "_start_rollout", stop)
+    cluster = Cluster(cast(Any, None), cast(Any, plan), tmp_path, cast(Any, progress), lambda line: None)
+    with pytest.raises(Started):
+        cluster.start(*cast(Any, (None, 0, None, None, None, {})))
+    assert events[:2] == expected
+
+
+def test_the_connection_limit_precedes_the_cuda_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def install(*_: Any) -> None:  # the guard's memory source creates the context
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        raise Started
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(groups.host, "install", lambda device: None)
+    monkeypatch.setattr(groups, "share_gloo_device", lambda: None)
+    monkeypatch.setattr(groups.install, "install", install)
+    spec = make_spec(tmp_path, Layout(), device="cuda")
+    with pytest.raises(Started):
+        groups.join_and_make_groups(spec, rank=0, world_size=1, master=RendezvousAddress("127.0.0.1", 1))
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [("float32", "triton"), ("bfloat16", None)])
+def test_float32_engines_on_a_gpu_use_a_backend_that_has_float32(dtype: str, backend: str | None) -> None:
+    spec = EngineSpec("m", "cuda", dtype, 1, 64, 0, "log", start_deadline_s=1)
+    assert server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1)).get("attention_backend") == backend
+    chosen = EngineSpec("m", "cuda", dtype, 1, 64, 0, "log", start_deadline_s=1, sglang={"attention_backend": "own"})
+    assert server_arguments(EngineLaunch(chosen, "key", "127.0.0.1", 1))["attention_backend"] == "own"
