@@ -18,7 +18,7 @@ from slime_like.util.ports import RendezvousAddress
 from tests.train.models import make_spec
 
 
-class Started(Exception):
+class ReachedEnd(Exception):
     """Raised in the place of everything that follows."""
 
 
@@ -44,14 +44,14 @@ def test_engines_that_share_gpus_start_before_the_trainer(
     progress = SimpleNamespace(ready=lambda *_: None)
 
     def stop(*_: Any) -> None:
-        raise Started
+        raise ReachedEnd
 
     monkeypatch.setattr(processes, "Placement", lambda *_: placement)
     monkeypatch.setattr(Cluster, "_start_trainer", lambda self, first: events.append("trainer"))
     monkeypatch.setattr(Cluster, "_wait_for_engines", lambda self: events.append("engines") or ())
     monkeypatch.setattr(Cluster, "_start_rollout", stop)
     cluster = Cluster(cast(Any, None), cast(Any, plan), tmp_path, cast(Any, progress), lambda line: None)
-    with pytest.raises(Started):
+    with pytest.raises(ReachedEnd):
         cluster.start(*cast(Any, (None, 0, None, None, None, {})))
     assert events[:2] == expected
 
@@ -59,7 +59,7 @@ def test_engines_that_share_gpus_start_before_the_trainer(
 def test_the_connection_limit_precedes_the_cuda_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def install(*_: Any) -> None:  # the guard's memory source creates the context
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-        raise Started
+        raise ReachedEnd
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -67,7 +67,7 @@ def test_the_connection_limit_precedes_the_cuda_context(monkeypatch: pytest.Monk
     monkeypatch.setattr(groups, "share_gloo_device", lambda: None)
     monkeypatch.setattr(groups.install, "install", install)
     spec = make_spec(tmp_path, Layout(), device="cuda")
-    with pytest.raises(Started):
+    with pytest.raises(ReachedEnd):
         groups.join_and_make_groups(spec, rank=0, world_size=1, master=RendezvousAddress("127.0.0.1", 1))
 
 
