@@ -147,9 +147,9 @@ class SampleStore:
         self._check(batch, counts)
         lengths = table.length[rows]
         ends = lengths + counts
-        moved = self._positions_to_move(batch, counts, ends)
-        if len(moved):
-            self._move(batch, moved, ends)
+        positions = self._positions_to_move(batch, counts, ends)
+        if len(positions):
+            self._move(batch, positions, ends)
         starts = (table.start[rows] + lengths).tolist()
         position = 0
         for key, start, count in zip(table.slab[rows].tolist(), starts, counts.tolist(), strict=True):
@@ -181,9 +181,9 @@ class SampleStore:
         table, own = self._extents, self._rows.extent[batch.rows]
         fits = (table.used[own] == ends - counts) & (ends <= table.capacity[own])
         if len(own) and table.num_rows[own].max() > 1:
-            wanted = np.flatnonzero(fits & (counts > 0))
-            first = wanted[np.unique(own[wanted], return_index=True)[1]]
-            fits[wanted] = False
+            writable = np.flatnonzero(fits & (counts > 0))
+            first = writable[np.unique(own[writable], return_index=True)[1]]
+            fits[writable] = False
             fits[first] = True
         fits |= counts == 0
         for position, experts in enumerate(batch.experts):
@@ -191,20 +191,20 @@ class SampleStore:
                 fits[position] = False
         return np.flatnonzero(~fits)
 
-    def _move(self, batch: Batch, moved: I64, ends: I64) -> None:
+    def _move(self, batch: Batch, positions: I64, ends: I64) -> None:
         """Copy rows to new memory with space for the batch. Finished rows get no more than that."""
         for experts in batch.experts:
             if experts is not None:
                 self._expert_shape = ExpertEntry(experts.shape[1:], experts.dtype)
-        needed = ends[moved]
+        needed = ends[positions]
         spare = np.maximum(needed // 2, MIN_SPARE)
         if batch.is_finished is not None:
-            spare[batch.is_finished[moved]] = 0
+            spare[batch.is_finished[positions]] = 0
         stops = np.cumsum(needed + spare)
-        key = self._allocate(int(stops[-1]), num_extents=len(moved))
-        rows, starts = batch.rows[moved], stops - needed - spare
+        key = self._allocate(int(stops[-1]), num_extents=len(positions))
+        rows, starts = batch.rows[positions], stops - needed - spare
         self._copy_rows(rows, key, starts)
-        for position, row, start in zip(moved.tolist(), rows.tolist(), starts.tolist(), strict=True):
+        for position, row, start in zip(positions.tolist(), rows.tolist(), starts.tolist(), strict=True):
             if batch.experts and batch.experts[position] is not None:
                 self._set_experts(row, key, start, batch.experts[position], int(ends[position]))
         old = self._rows.extent[rows].tolist()

@@ -117,8 +117,8 @@ def test_nodes_follow_from_the_plan() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((*SLURM, "--time", "tomorrow", *SLURM_RUN), "--time 'tomorrow' is not a time of sbatch"),
-        ((*SLURM, "--partition", "a b", *SLURM_RUN), "--partition 'a b' is not a name"),
+        ((*SLURM, "--time", "tomorrow", *SLURM_RUN), "--time 'tomorrow' is not a time limit of sbatch"),
+        ((*SLURM, "--partition", "a b", *SLURM_RUN), "--partition 'a b' is not a Slurm name"),
         ((*SLURM, "--cpus", "4", *SLURM_RUN), "--cpus 4 is below --gpus-per-node 8"),
         ((*SLURM, "--gpus-per-node", "4", *SLURM_RUN), "placement.actor_num_gpus_per_node=8 with --gpus-per-node 4"),
         (
@@ -129,8 +129,8 @@ def test_nodes_follow_from_the_plan() -> None:
         ((*SLURM, "--gpu", "H100", *SLURM_RUN), "the run needs .* GiB on a GPU"),
         ((*SLURM, *SLURM_RUN, "--doctor"), "--doctor starts no run"),
         ((*SLURM, *SLURM_RUN, "reward.remote_url=http://a:b@c/d"), "reward.remote_url contains a URL with a password"),
-        ((*KUBERNETES, "--memory", "much", *KUBERNETES_RUN), "--memory 'much' is not a quantity"),
-        ((*KUBERNETES, "--claim", "A_b", *KUBERNETES_RUN), "--claim 'A_b' is not a name of Kubernetes"),
+        ((*KUBERNETES, "--memory", "much", *KUBERNETES_RUN), "--memory 'much' is not a Kubernetes quantity"),
+        ((*KUBERNETES, "--claim", "A_b", *KUBERNETES_RUN), "--claim 'A_b' is not a Kubernetes name"),
         ((*KUBERNETES, "--image", "a b", *KUBERNETES_RUN), "--image 'a b' is not the name of an image"),
         ((*KUBERNETES, "--mount", "here", *KUBERNETES_RUN), "--mount 'here' is not an absolute path"),
         ((*KUBERNETES, "--hours", "0", *KUBERNETES_RUN), "--hours 0 must be 1 or more"),

@@ -113,10 +113,10 @@ def _check(options: KubernetesOptions, layout: NodeLayout) -> None:
     names = (("--claim", options.claim), ("--secret", options.secret))
     for flag, value in names:
         if value is not None and (not LABEL.fullmatch(value) or len(value) > 63):
-            raise ConfigError(f"{flag} {value!r} is not a name of Kubernetes: use lower-case letters, digits and -")
+            raise ConfigError(f"{flag} {value!r} is not a Kubernetes name: use lower-case letters, digits and -")
     for flag, value in (("--memory", options.memory), ("--shm", options.shared_memory)):
         if not QUANTITY.fullmatch(value):
-            raise ConfigError(f"{flag} {value!r} is not a quantity of Kubernetes: write e.g. 512Gi")
+            raise ConfigError(f"{flag} {value!r} is not a Kubernetes quantity: write e.g. 512Gi")
     if not IMAGE.fullmatch(options.image):
         raise ConfigError(f"--image {options.image!r} is not the name of an image")
     if not options.mount.startswith("/"):

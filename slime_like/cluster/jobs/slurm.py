@@ -63,10 +63,10 @@ class SlurmOptions:
 def slurm_script(layout: NodeLayout, options: SlurmOptions) -> str:
     """Return the batch script. Raises ``ConfigError`` naming an option that sbatch would refuse."""
     if not TIME.fullmatch(options.time):
-        raise ConfigError(f"--time {options.time!r} is not a time of sbatch: write e.g. 24:00:00 or 2-00:00:00")
+        raise ConfigError(f"--time {options.time!r} is not a time limit of sbatch: write e.g. 24:00:00 or 2-00:00:00")
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
         if value is not None and not NAME.fullmatch(value):
-            raise ConfigError(f"{flag} {value!r} is not a name of Slurm: use letters, digits, _ . , / and -")
+            raise ConfigError(f"{flag} {value!r} is not a Slurm name: use letters, digits, _ . , / and -")
     if options.cpus_per_node < layout.gpus_per_node:
         raise ConfigError(
             f"--cpus {options.cpus_per_node} is below --gpus-per-node {layout.gpus_per_node}: a rank needs a CPU"
