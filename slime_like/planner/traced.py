@@ -11,7 +11,7 @@ from slime_like.planner.trainer import TrainerSettings, allocated_items
 
 
 @dataclass(frozen=True, slots=True)
-class TracedLayout:
+class TracedRun:
     """A layout of the trainer that megatron's code and torch's allocator ran, with its peak in GiB."""
 
     model: str
@@ -19,11 +19,11 @@ class TracedLayout:
     peak: float
 
 
-def traced_layouts() -> tuple[TracedLayout, ...]:
+def traced_layouts() -> tuple[TracedRun, ...]:
     """Return the traced layouts: the second optimizer step of a rank, two thirds of the tokens trained."""
 
-    def layout(model: str, peak: float, **fields: object) -> TracedLayout:
-        return TracedLayout(model, replace(TrainerSettings(trained_share=2 / 3), **fields), peak)  # pyright: ignore[reportArgumentType]
+    def layout(model: str, peak: float, **fields: object) -> TracedRun:
+        return TracedRun(model, replace(TrainerSettings(trained_share=2 / 3), **fields), peak)  # pyright: ignore[reportArgumentType]
 
     dense, sparse = "Qwen3-4B", "Qwen3-30B-A3B"
     return (
