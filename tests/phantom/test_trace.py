@@ -14,7 +14,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.phantom.device import PhantomGpu
 from slime_like_compat.flags.translate import translate
-from tests.phantom.trace_checks import TracedLayout
+from tests.phantom.trace_checks import TraceCase
 from tests.train.jobs import SP
 from tests.train.ranks import run_ranks
 
@@ -23,15 +23,15 @@ TP2 = Layout(dp=4, **SP)
 EP8 = Layout(dp=4, ep=8, **SP)
 PP2 = Layout(dp=2, pp=2, **SP)
 LAYOUTS = {
-    "dense": TracedLayout(DENSE, 4, TP2),
-    "dense, recompute": TracedLayout(DENSE, 4, TP2, recompute="full", chunk=1_024),
-    "dense, cp": TracedLayout(DENSE, 4, Layout(cp=2, dp=2, **SP)),
-    "dense, offload": TracedLayout("Qwen3-0.6B", 4, TP2, offload=1.0),
-    "dense, first stage": TracedLayout(DENSE, 4, PP2, num_micro_batches=4),
-    "dense, last stage": TracedLayout(DENSE, 4, PP2, rank=7, num_micro_batches=4),
-    "experts": TracedLayout(SPARSE, 2, EP8),
-    "experts, recompute": TracedLayout(SPARSE, 2, Layout(dp=8, ep=8), recompute="full"),
-    "hybrid with experts": TracedLayout(HYBRID, 4, EP8, tokens=4_096),
+    "dense": TraceCase(DENSE, 4, TP2),
+    "dense, recompute": TraceCase(DENSE, 4, TP2, recompute="full", chunk=1_024),
+    "dense, cp": TraceCase(DENSE, 4, Layout(cp=2, dp=2, **SP)),
+    "dense, offload": TraceCase("Qwen3-0.6B", 4, TP2, offload=1.0),
+    "dense, first stage": TraceCase(DENSE, 4, PP2, num_micro_batches=4),
+    "dense, last stage": TraceCase(DENSE, 4, PP2, rank=7, num_micro_batches=4),
+    "experts": TraceCase(SPARSE, 2, EP8),
+    "experts, recompute": TraceCase(SPARSE, 2, Layout(dp=8, ep=8), recompute="full"),
+    "hybrid with experts": TraceCase(HYBRID, 4, EP8, tokens=4_096),
 }
 RECIPES = ("qwen3_4b_gsm8k", "qwen3_4b_dapo", "qwen3_4b_dapo_async")
 MACHINE = "8xH100"

@@ -21,7 +21,7 @@ from tests.train.ranks import RankWorld
 
 
 @dataclass(frozen=True)
-class TracedLayout:
+class TraceCase:
     """A model of the planner's table with fewer layers, and a rank of a layout."""
 
     model: str
@@ -53,7 +53,7 @@ class TracedLayout:
 
 
 def trace_all(
-    world: RankWorld, scratch: Path, layouts: Mapping[str, TracedLayout], recipes: Sequence[str], machine: str
+    world: RankWorld, scratch: Path, layouts: Mapping[str, TraceCase], recipes: Sequence[str], machine: str
 ) -> dict[str, Any]:
     """Return the traced and the planned peak of each layout, and of each recipe the memory that its GPUs have left."""
     del world
@@ -63,7 +63,7 @@ def trace_all(
     }
 
 
-def _trace(folder: Path, traced: TracedLayout) -> dict[str, float]:
+def _trace(folder: Path, traced: TraceCase) -> dict[str, float]:
     from slime_like.train.megatron.trace.memory import TracedBatch, trace_rank
 
     values = dict(table_config(traced.model) or {})
