@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     stop = commands.add_parser("stop", help="end a job after its current rollout, with a checkpoint")
     stop.add_argument("job")
     stop.add_argument("--wait", type=float, default=STOP_WAIT_S, metavar="SECONDS", help="wait at most this long")
-    stop.add_argument("--now", action="store_true", help="by SIGTERM, for a run that does not take requests")
+    stop.add_argument("--now", action="store_true", help="send SIGTERM, for a run that does not answer stop requests")
     return parser
 
 

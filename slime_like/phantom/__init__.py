@@ -1,4 +1,4 @@
-"""A GPU that does not exist, for memory, calls and synchronisation of the CUDA path. It says nothing of values.
+"""A GPU that does not exist, for memory, calls and synchronisation of the CUDA path. Values are not checked.
 
 A process started with ``PhantomGpu(...).environment()`` has a library in front of CUDA's runtime, cuBLAS, NCCL and the
 driver. torch's CUDA build then runs its dispatcher, caching allocator, streams and NCCL process groups on a machine

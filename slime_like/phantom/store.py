@@ -15,7 +15,7 @@ _stores: list[dist.Store] = []  # torch keeps the C++ part of a store alone, whi
 class SoloStore(dist.Store):
     """Key-value store in which every absent rank has already done its part.
 
-    A key that another rank would set has the value of an NCCL id, and no wait blocks.
+    A key that another rank would set has zeros of the size of an NCCL id as its value, and no wait blocks.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SoloStore(dist.Store):
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of ``key``, or what another rank could have set."""
+        """Return the value of ``key``, or zeros of the size of an NCCL id if this rank has not set it."""
         return self._values.get(key, bytes(NCCL_ID_BYTES))
 
     def add(self, key: str, value: int) -> int:

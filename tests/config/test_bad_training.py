@@ -36,7 +36,7 @@ RULES = {
         "algo.group_advantage='grpo'",
         "set it to null",
     ),
-    "advantage beside reinforce_pp": (
+    "advantage with reinforce_pp": (
         "algo=reinforce_pp algo.group_advantage=grpo",
         "algo.group_advantage='grpo'",
         "reinforce_pp",

@@ -91,7 +91,7 @@ RULES = {
         "enable_unified_cache_external_linker=True",
     ),
     "pool on the host": (f"{ON} rollout.sglang.enable_hisparse=true", "enable_hisparse=True"),
-    "prefill beside decode": (f"{ON} rollout.sglang.enable_pdmux=true", "enable_pdmux=True"),
+    "prefill during decode": (f"{ON} rollout.sglang.enable_pdmux=true", "enable_pdmux=True"),
     "diffusion": (f"{ON} rollout.sglang.dllm_algorithm=LowConfidence", "dllm_algorithm='LowConfidence'"),
     "backup": (
         f"{ON} rollout.sglang.disaggregation_decode_retraction_backup=host_pool",

@@ -1,4 +1,4 @@
-"""Memory on a CPU: the quickstart's models beside measured processes, and constants that the engine's plugin also has."""
+"""Memory on a CPU: the quickstart's models compared with measured processes, and constants that the engine's plugin also has."""
 
 from __future__ import annotations
 

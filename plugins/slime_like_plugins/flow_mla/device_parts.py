@@ -25,7 +25,7 @@ class StreamCopy:
 
 
 class DeviceParts:
-    """Memory of torch's allocator. A part of another GPU is mapped into this GPU's address space, and read over their link."""
+    """Memory of torch's allocator. A part of another GPU is mapped into this GPU's address space, and read over the link between the GPUs."""
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         """``device``: with an index."""
