@@ -73,7 +73,7 @@ RULES = {
     "quantised": (
         f"{ON} run.mode=rollout_only rollout.sglang.quantization=fp8",
         "quantization='fp8'",
-        "needs whole matrices",
+        "a checkpoint in FP8 blocks",
         "remove it",
     ),
     "format": (
@@ -175,6 +175,8 @@ def test_the_engine_checks_the_fields_that_sglang_resolved(monkeypatch: pytest.M
         text = hooks.obstacle(SimpleNamespace(**values | {field: value}))
         assert text is not None and f"SGLang resolved {field}={value!r}" in text
     assert "attn_dp_size=1" in (hooks.obstacle(SimpleNamespace(**values | {"attn_dp_size": 1})) or "")
+    assert hooks.obstacle(SimpleNamespace(**values | {"quantization": "fp8"})) is None, "of a checkpoint"
+    assert "quantization='awq'" in (hooks.obstacle(SimpleNamespace(**values | {"quantization": "awq"})) or "")
     several = SimpleNamespace(**values | {"nnodes": 2})
     assert hooks.obstacle(several) is None
     with monkeypatch.context() as patch:

@@ -53,6 +53,8 @@ def obstacle(view: Any) -> str | None:
     transport = options().transport
     for field in required_fields(transport):
         value = getattr(view, field)
+        if (field, value) == ("quantization", "fp8"):
+            continue  # a checkpoint's type, in which sharding checks each weight
         if reason := field_obstacle(field, value, transport):
             return f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}"
     return None
@@ -126,6 +128,20 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
     absorbed.compute_by_layer(lambda names: original(model, is_nextn, names), weights.update, model.model, names)
 
 
+def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -> None:
+    """Hook around ``Fp8LinearMethod.process_weights_after_loading``, which reads and writes full matrices after each load."""
+    for weights in _models:
+        if (layer := weights.layer_of(module)) is not None:
+            weights.update(layer, lambda: original(method, module))
+            if moved := weights.moved():
+                raise SystemExit(
+                    f"slime_like plugin {NAME!r}: {moved[0]} after SGLang's post-processing: its FP8 kernels need weights or scales of "
+                    "another type here, as DeepGEMM does on Blackwell; serve without FlowMLA, or with other kernels (--fp8-gemm-backend)"
+                )
+            return
+    original(method, module)
+
+
 def check_loaded(result: Any, runner: Any) -> Any:
     """Hook after ``ModelRunner.load_model``: stop the engine if a weight has moved out of its slot."""
     for weights in _models:
@@ -178,6 +194,9 @@ HOOKS = (
         "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin.post_load_weights",
         "around",
         absorb,
+    ),
+    Hook(
+        "sglang.srt.layers.quantization.fp8.Fp8LinearMethod.process_weights_after_loading", "around", postprocess_float8
     ),
     Hook(f"{RUNNER}.load_model", "after", check_loaded),
     Hook(f"{RUNNER}.forward", "around", run_forward),

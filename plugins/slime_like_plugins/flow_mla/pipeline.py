@@ -92,10 +92,11 @@ class GatherPipeline:
             self._gather.meet()  # another rank may still read this rank's parts
 
     def fetch(self, layer: int) -> None:
-        """Gather ``layer`` into its slot now. All ranks call it, after ``drain``."""
+        """Gather ``layer`` into its slot now. All ranks call it, after ``drain``, and may then write their parts."""
         self._gather.meet()
         self._start(layer)
         self.slot(layer).wait()
+        self._gather.meet()
 
     def _start(self, layer: int) -> None:
         slot, layout = self.slot(layer), self._layouts[layer]

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from slime_like.config.schema.flow_mla import MODULES, FlowOptions
-from slime_like_plugins.flow_mla.absorbed import absorbed_weights
+from slime_like_plugins.flow_mla.absorbed import SOURCE, absorbed_weights
 from slime_like_plugins.flow_mla.gather import Gather
 from slime_like_plugins.flow_mla.layout import FlowBytes, LayerLayout, Matrix, flow_bytes, layer_layout, matrix
 from slime_like_plugins.flow_mla.pipeline import GatherPipeline
 from slime_like_plugins.sglang_hooks import HELD_PART
 
 type Loader = Callable[..., Any]
+SCALES = "weight_scale_inv"
+"""Attribute of a module with FP8 weights: a scale for each block."""
 UNREADABLE = (
     "a rank holds a part of the attention weights (FlowMLA), and SGLang would read those of other layers from a slot"
 )
@@ -83,12 +85,16 @@ class ShardedWeights:
         weights, matrices = [weight for weight, _ in selected], [item for _, item in selected]
         layout = layer_layout(matrices, self.num_ranks)
         parameters: dict[int, Any] = {
-            position: w.module.weight for position, w in enumerate(weights) if w.attribute == "weight"
+            position: getattr(w.module, w.attribute)
+            for position, w in enumerate(weights)
+            if w.attribute in ("weight", SCALES)
         }
         device = parameters[0].device
         index = len(self.layers)
         for position, parameter in parameters.items():
-            parameter.weight_loader = self._writing(index, position, parameter.weight_loader)
+            # SGLang's parameter types of quantised weights have a property.
+            name = "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader"
+            setattr(parameter, name, self._writing(index, position, parameter.weight_loader))
             parameter.data = torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
         part = self._gather.allocate(layout.part_bytes, device)
         self.layers.append(ShardedLayer(layer, layout, tuple(weights), part))
@@ -118,6 +124,11 @@ class ShardedWeights:
             compute()
             self.layers[index].part.copy_(self._slot_part(index))
 
+    def layer_of(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        """Return the decoder layer of a module with sharded weights, or None."""
+        owners = (layer.module for layer in self.layers if any(weight.module is module for weight in layer.weights))
+        return next(owners, None)
+
     def missing(self) -> list[str]:
         """Return messages on settings of ``rollout.flow_mla.weights`` that name no weight of the model."""
         names = {name for layer in self.layers for weight in layer.weights for name in weight.name.split(".")}
@@ -144,12 +155,11 @@ class ShardedWeights:
         for name, module in layer.named_modules():
             if name.rpartition(".")[2] not in self._names:
                 continue
-            weight = getattr(module, "weight", None)
-            if type(weight) is not torch.nn.Parameter or not hasattr(weight, "weight_loader"):
-                raise SystemExit(
-                    f"slime_like plugin 'flow_mla': {name} is not a plain linear layer, which FlowMLA requires"
-                )
-            yield ModuleWeight(f"{name}.weight", module, "weight"), matrix(weight)
+            if reason := module_obstacle(name, module):
+                raise SystemExit(f"slime_like plugin 'flow_mla': {name} {reason}")
+            yield ModuleWeight(f"{name}.weight", module, "weight"), matrix(module.get_parameter("weight"))
+            if (scales := getattr(module, SCALES, None)) is not None:
+                yield ModuleWeight(f"{name}.{SCALES}", module, SCALES), matrix(scales)
             owner = layer.get_submodule(name.rpartition(".")[0])
             for attribute, item in absorbed_weights(owner, module):
                 yield ModuleWeight(f"{name}.{attribute}", owner, attribute), item
@@ -179,3 +189,18 @@ class ShardedWeights:
         """Return this rank's part of a layer in its slot."""
         size = self.layers[layer].layout.part_bytes
         return self.pipeline.slot(layer).buffer[self._rank * size : (self._rank + 1) * size]
+
+
+def module_obstacle(name: str, module: torch.nn.Module) -> str | None:
+    """Return the reason why the weights of a module, called ``name`` in its layer, cannot be sharded, or None."""
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(weight, torch.nn.Parameter) or not hasattr(weight, "weight_loader"):
+        return "is not a plain linear layer, which FlowMLA requires"
+    if getattr(module, SCALES, None) is None:
+        is_plain = type(weight) is torch.nn.Parameter and weight.is_floating_point() and weight.dtype.itemsize > 1
+        return None if is_plain else "has quantised weights; FlowMLA supports FP8 with a scale for each block"
+    if weight.dtype != torch.float8_e4m3fn or getattr(module, SCALES).dtype != torch.float32:
+        return f"has {weight.dtype} weights with {getattr(module, SCALES).dtype} scales; FlowMLA supports float8_e4m3fn with float32"
+    if name.endswith(SOURCE):
+        return "has FP8 weights, from which SGLang computes weights of another type: remove kv_b_proj from the weights of FlowMLA"
+    return None

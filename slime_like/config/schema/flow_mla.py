@@ -114,7 +114,10 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     ),
     "offload_group_size": (-1, "SGLang's offloader replaces the weights of a layer at each forward"),
     "pp_size": (1, "not tested: each stage would have its own slots"),
-    "quantization": (None, "SGLang repacks quantised weights after a load, which needs whole matrices"),
+    "quantization": (
+        None,
+        "SGLang quantises or repacks weights after a load; of a checkpoint in FP8 blocks, which needs no such option, it need not",
+    ),
     "speculative_algorithm": (None, "the layers of the draft model would need slots of their own"),
     "startup_weight_load_mode": ("serial", "SGLang would capture graphs before the weights are loaded"),
     "weight_cache_mode": ("off", "processes would share weights of which each rank holds another part"),

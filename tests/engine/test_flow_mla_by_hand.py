@@ -1,0 +1,50 @@
+"""FlowMLA in a server that SGLang starts from its own command line, as in examples/flow_mla_server.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.flow_mla_server import CPU_ENVIRONMENT, ask, server_arguments
+from slime_like.util.ports import listen
+from tests.engine.conftest import Models
+from tests.engine.forked_engines import ForkedEngine
+
+pytestmark = pytest.mark.engine
+ARGUMENTS = "FLOW_MLA_TEST_ARGUMENTS"
+
+
+def serve() -> None:
+    """Run SGLang's command line in a forked process."""
+    sys.argv = ["launch_server", *json.loads(os.environ[ARGUMENTS])]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+def test_a_server_that_sglang_starts_shards_weights_and_returns_the_models_tokens(
+    models: Models, tmp_path: Path
+) -> None:
+    with listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+    arguments = [*server_arguments(str(models.paths["A"]), "cpu", port), "--max-total-tokens", "512"]
+    environment = os.environ | CPU_ENVIRONMENT | {ARGUMENTS: json.dumps(arguments), "TMPDIR": str(tmp_path)}
+    log, prompt = tmp_path / "log", [5, 6, 7]
+    with log.open("wb") as file:
+        server = ForkedEngine(file, environment, f"{__name__}:serve")
+    try:
+        response = ask(port, prompt, lambda: server.poll() is None)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(60)
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(8):
+            ids.append(int(models.hf["A"](torch.tensor([ids])).logits[0, -1].argmax()))
+    assert response == ids[len(prompt) :], log.read_text()[-3000:]
+    assert log.read_text().count("FlowMLA shards o_proj of 4 layers over 2 ranks (p2p)") == 2
