@@ -332,7 +332,7 @@ def test_latent_attention_is_sharded_by_sglangs_backends(
             "rollout.sglang.attention_backend=triton",
             "not tested with latent attention and DCP on cuda; remove it, which",
         ),
-        ("rollout.sglang.attention_backend=flashmla", "it passes the lengths of whole sequences"),
+        ("rollout.sglang.attention_backend=flashmla", "it passes the lengths of complete sequences"),
         ("rollout.sglang.decode_attention_backend=fa3", "SGLang does not refuse; remove it, which selects flashinfer"),
         ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", "pushes would not renew them"),
     ],
