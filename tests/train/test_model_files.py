@@ -49,6 +49,18 @@ def test_a_file_cut_short_is_named(folder: Path) -> None:
         HFFolder(folder).tensor("model.norm.weight", (64,))
 
 
+@pytest.mark.parametrize("metadata", ["9" * 5000, {"format": 9}, ["pt"]])
+def test_damaged_metadata_of_a_header_is_refused_in_a_short_message(folder: Path, metadata: Any) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + length]) | {"__metadata__": metadata}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has no .* \(__metadata__ is .* a map") as refusal:
+        HFFolder(folder).tensor("model.norm.weight", (64,))
+    assert len(str(refusal.value)) < 500
+
+
 def test_a_missing_tensor_is_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.hf_checkpoint='.*' has no tensor 'model\.layers\.9\.x'"):
         HFFolder(folder).tensor("model.layers.9.x", (1,))

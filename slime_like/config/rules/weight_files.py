@@ -17,6 +17,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _OTHER_TOWERS = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model)\.")  # towers with separate layers
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+METADATA = "__metadata__"  # entry of a header that describes no tensor
 LONGEST_NAME = 255  # maximum bytes of a file name on Linux
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -151,10 +152,21 @@ def _read_entries(file: InputFile) -> tuple[dict[str, TensorEntry], int]:
                 raise file.refused(f"is truncated inside its header ({size} bytes)")
             values = parse_json(content.read(length))
         if isinstance(values, Mapping):
-            values = {name: entry for name, entry in values.items() if name != "__metadata__"}
+            _check_metadata(values.get(METADATA))
+            values = {name: entry for name, entry in values.items() if name != METADATA}
         return typed(values, dict[str, TensorEntry]), 8 + length
     except (OSError, ValueError) as error:
         raise file.refused(f"has no readable safetensors header ({error})") from error
+
+
+def _check_metadata(metadata: object) -> None:
+    """Raise ``ValueError`` unless a header's metadata are absent or a map of strings."""
+    if metadata is None:
+        return
+    try:
+        typed(metadata, dict[str, str])
+    except ValueError as error:
+        raise ValueError(f"{METADATA} is {abbreviate(metadata)} instead of a map of strings") from error
 
 
 def _parameters(tensors: Mapping[str, TensorEntry]) -> int:

@@ -148,7 +148,7 @@ class HFFolder:
             try:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                message = f"{self.key}: {path}: truncated or corrupt ({error}); download or export it again"
+                message = f"{self.key}: {path}: truncated or corrupt ({reason(error)}); download or export it again"
                 raise CheckpointError(message) from error
             self._entries |= entries
         return self._files[file]
