@@ -52,11 +52,11 @@ def test_a_server_gets_cuda_and_bfloat16(plan) -> None:
 
 
 def test_transformer_engine_needs_a_gpu_and_its_package(plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "installed", lambda: True)
+    monkeypatch.setattr(attention, "has_transformer_engine", lambda: True)
     assert plan("model.attention=te", machine=SERVER).actor.model.attention == "te"
     with pytest.raises(ConfigError, match=r"model\.attention=te on a CPU: .*set model\.attention=auto"):
         plan("model.attention=te")  # placement.device=auto without a GPU
-    monkeypatch.setattr(attention, "installed", lambda: False)
+    monkeypatch.setattr(attention, "has_transformer_engine", lambda: False)
     with pytest.raises(ConfigError, match=r"model\.attention=te, but transformer_engine is not installed.*pip install"):
         plan("model.attention=te", machine=SERVER)
 

@@ -98,7 +98,7 @@ def test_the_comment_of_a_large_recipe_gives_its_planned_memory(recipe: str, qwe
     text = render_plan(cfg, plan, machine)
     assert f"memory     {gpu} of " in text
     assert f"  main memory of a node {node}: " in text
-    assert all("engines of 4 nodes" in line for line in plan.advice), "a recipe does what the plan advises"
+    assert all("spans 4 nodes" in line for line in plan.advice), "a recipe does what the plan advises"
 
 
 def test_each_large_model_has_a_recipe() -> None:
