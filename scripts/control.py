@@ -1,7 +1,7 @@
 """Send a request to a running run, or print its status. The run handles requests at the end of its current rollout.
 
 python scripts/control.py runs/quickstart status
-python scripts/control.py runs/quickstart save|eval|report|stop [--wait SECONDS]
+python scripts/control.py runs/quickstart save|eval|report|engines=N|stop [--wait SECONDS]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from slime_like.cluster.run.control import Request
+from slime_like.cluster.run.control import FORMS, Request, RequestText, parse_request
 from slime_like.cluster.run.control_client import read_live_status, send_request, wait_for_answer
 from slime_like.cluster.run.status import DONE, STATUS, ControlReply, read_status
 from slime_like.errors import DataError, SlimeLikeError
@@ -22,6 +22,7 @@ ACTIONS = {
     Request.EVAL: "evaluate",
     Request.SAVE: "write a checkpoint",
     Request.REPORT: "write report.html",
+    Request.ENGINES: "run N engines from now on",
     Request.STOP: "end, with a checkpoint from which the same command continues",
 }
 
@@ -30,31 +31,30 @@ def main(argv: list[str]) -> int:
     """Return the exit code: 0, 1 if the request of --wait failed or got no answer in time, 2 without a running run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of the run")
-    words = "; ".join(f"{request}: {text}" for request, text in ACTIONS.items())
-    parser.add_argument(
-        "request", choices=[*Request, "status"], help=f"{words}; status: progress, and the requests so far"
-    )
+    words = "; ".join(f"{form}: {ACTIONS[request]}" for form, request in zip(FORMS, Request, strict=True))
+    parser.add_argument("request", help=f"{words}; status: progress, and the requests so far")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait for the answer, at most this long")
     args = parser.parse_args(argv)
     if args.wait is not None and not args.wait >= 0:
         parser.error(f"--wait {args.wait}: a time is 0 or more")
+    action = parse_request(args.request)
+    if action is None and args.request != "status":
+        parser.error(f"request {args.request!r}: choose one of {', '.join((*FORMS, 'status'))}, N from 1 to 9999")
     try:
-        if args.request == "status":
-            return show(args.run)
-        return request(args.run, Request(args.request), args.wait)
+        return show(args.run) if action is None else request(args.run, action, args.wait)
     except SlimeLikeError as error:
         sys.stderr.write(complaint(error))
         return 2 if isinstance(error, DataError) else 1
 
 
-def request(run_dir: Path, action: Request, wait: float | None) -> int:
+def request(run_dir: Path, action: RequestText, wait: float | None) -> int:
     """Send the request; with ``wait``, print the answer."""
     status = read_live_status(run_dir)
     request_id = send_request(run_dir, action)
     if wait is None:
         print(
             visible(
-                f"asked the run to {ACTIONS[action]}; the run is at rollout {status.step + 1} of {status.num_steps}"
+                f"asked the run to {ACTIONS[action.request].replace('N', str(action.num_engines))}; the run is at rollout {status.step + 1} of {status.num_steps}"
             )
         )
         return 0

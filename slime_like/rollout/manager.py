@@ -23,7 +23,7 @@ from slime_like.data.leftover import split_leftover
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.routing import RoutingShape
 from slime_like.data.tokenizer import open_tokenizer
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import DataSource, EngineAddress, Sampling
 from slime_like.metrics.types import Last, Metric, RunWarning, Sum
 from slime_like.reward.pool import RewardPool
@@ -40,6 +40,7 @@ from slime_like.rollout.pool.engine_slot import EngineSupervisor
 from slime_like.rollout.pool.health import HealthMonitor
 from slime_like.rollout.pool.kv_usage import kv_metrics
 from slime_like.rollout.pool.probe import EngineProbe, ProbeScores
+from slime_like.rollout.pool.resize import EngineFactory, PoolResizer
 from slime_like.rollout.pool.router import RequestCounts
 from slime_like.rollout.pool.weight_update import EngineWeightUpdate
 from slime_like.types import Prompt, SampleGroup
@@ -92,14 +93,18 @@ class RolloutManager:
         source: DataSource,
         heldout: Mapping[str, Sequence[Prompt]],
         supervisors: Sequence[EngineSupervisor],
+        factory: EngineFactory | None = None,
     ) -> None:
+        """``factory`` starts and stops further engines; None if their number cannot be changed."""
         self._spec = spec
         self._source = source
         self._heldout = heldout
         self._pool = EnginePool(supervisors, spec.health, receives_pushes=spec.receives_pushes)
         self._monitor = HealthMonitor(self._pool)
         self._update = EngineWeightUpdate(self._pool)
+        self._resizer = None if factory is None else PoolResizer(self._pool, self._monitor, factory)
         self._rewards = RewardPool(spec.reward)
+        self._usage = RequestCounts(len(supervisors))
         self._sampler = GroupSampler(
             pool=self._pool,
             rewards=self._rewards,
@@ -109,7 +114,7 @@ class RolloutManager:
             chat_template_kwargs=spec.chat_template_kwargs,
             max_context_len=spec.max_context_len,
             seed=spec.seed,
-            usage=RequestCounts(len(supervisors)),
+            usage=self._usage,
             trains=spec.receives_pushes,
         )
         self._max_staleness = max_group_staleness(spec.rollout, spec.loop)
@@ -225,11 +230,28 @@ class RolloutManager:
             await first_of(self._producer.wait_until_idle(), self._pool.router.wait_until_none_serves())
         return await self._update.begin()
 
-    async def commit_push(self, version: int) -> None:
-        """Close the update on every engine, which fails unless all its parameters were written; flush the KV cache."""
+    async def commit_push(self, version: int) -> int:
+        """Close the update on every engine, which fails unless all its parameters were written; flush the KV cache.
+
+        Return the number of added engines, which ``admit_proven`` lets serve after the probe.
+        """
         await self._update.commit(version)
         self._version = version
         await self._update.resume(version)
+        return 0 if self._resizer is None else self._resizer.num_unproven()
+
+    async def admit_proven(self) -> None:
+        """Let the added engines serve that the probe has compared with the trainer."""
+        if self._resizer is not None:
+            self._resizer.admit_proven(self._version)
+
+    async def resize_engines(self, num_engines: int) -> str:
+        """Add or remove engines; return a description of the change. Raises ``ConfigError`` if the number cannot be changed."""
+        if self._resizer is None:
+            raise ConfigError(f"engines={num_engines}: the number of engines of this run cannot be changed")
+        change = await self._resizer.resize(num_engines)
+        self._usage.num_engines = num_engines
+        return change
 
     async def skip_push(self, version: int) -> None:
         """Inject the fault of ``weights.debug_skip_push_at``: report a version whose weights were never sent."""
@@ -301,6 +323,8 @@ class RolloutManager:
         async with AsyncExitStack() as teardown:  # in reverse order
             teardown.push_async_callback(self._rewards.stop)
             teardown.push_async_callback(self._pool.stop)
+            if self._resizer is not None:
+                teardown.push_async_callback(self._resizer.stop)
             teardown.push_async_callback(self._sampler.close)
             teardown.push_async_callback(self._collector.close)
             teardown.push_async_callback(self._producer.stop)

@@ -74,6 +74,19 @@ def test_request_files_are_not_opened_and_duplicates_merge(control: Control) -> 
     assert control.read(3) == (Request.SAVE,), "a new request after the first was read"
 
 
+def test_the_newest_number_of_engines_counts(control: Control, messages: list[str], tmp_path: Path) -> None:
+    for time_s, name in enumerate(("engines=30", "engines=2", "engines=4")):
+        (control.folder / name).touch()
+        os.utime(control.folder / name, (time_s, time_s))
+    for name in ("engines", "engines=", "engines=0", "engines=02", "engines=-1", "engines=12345", "engines=²"):
+        (control.folder / name).touch()
+    assert control.read(1) == (Request.ENGINES,) and control.num_engines == 4
+    control.answer(Request.ENGINES, "4 engines: engine 3 started")
+    states = {name: state for name, state, _ in answers(tmp_path)}
+    assert [states.pop(name) for name in ("engines=30", "engines=2", "engines=4")] == ["dropped", "dropped", "done"]
+    assert list(states.values()) == ["unknown"] and "control: engines=2: dropped: replaced by engines=4" in messages
+
+
 def test_the_signal_is_a_save(control: Control) -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
     assert control.read(1) == (Request.SAVE,)
@@ -99,7 +112,7 @@ def test_unknown_requests_are_removed_with_one_message(control: Control, message
     assert control.read(1) == () == control.read(2)
     (message,) = messages
     assert message.startswith("control: ") and "'Save'" in message and "and 2 more" in message
-    assert "create an empty file named one of eval, report, save, stop" in message and "\x1b" not in message
+    assert "create an empty file named one of engines=N, eval, report, save, stop" in message and "\x1b" not in message
     assert [entry.name for entry in control.folder.iterdir()] == [".save.swp"], "an editor's swap file stays"
     assert answers(tmp_path)[0][1:] == ("unknown", 1)
 
@@ -222,4 +235,5 @@ def test_the_command(control: Control, tmp_path: Path) -> None:
     assert ended.returncode == 2 and "no run is active here; the last one ended after 4" in ended.stderr
     assert not (control.folder / "save").exists()
     assert run(tmp_path / "none", "save").returncode == 2 == run(tmp_path, "sav").returncode
+    assert "choose one of eval, save, report, engines=N, stop, status" in run(tmp_path, "engines=0").stderr
     assert json.loads((tmp_path / STATUS).read_text())["running"] is False

@@ -61,7 +61,7 @@ def test_an_engine_is_started_on_the_live_node_with_the_fewest_engines(
     recorded: RecordedStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2), entry(3), entry(4, alive=False)])
-    starter = EngineStarter(template("10.0.0.1"), {0: "10.0.0.2", 1: "10.0.0.4"})
+    starter = EngineStarter(template("10.0.0.1"), {}, {0: "10.0.0.2", 1: "10.0.0.4"})
     for index in (1, 2, 3):
         asyncio.run(starter.start(index))
     strategies = [options["scheduling_strategy"].node_id for options, _ in recorded.starts]
@@ -70,11 +70,11 @@ def test_an_engine_is_started_on_the_live_node_with_the_fewest_engines(
     assert (name, spec.seed, spec.log_path, key, env) == ("engine 2", 5, "/run/logs/engine_2.log", "key", {"A": "1"})
     assert options["max_restarts"] == -1 and not options["scheduling_strategy"].soft
     monkeypatch.setattr(ray, "nodes", lambda: [entry(1)])
-    asyncio.run(EngineStarter(template("10.0.0.1"), {}).start(0))
+    asyncio.run(EngineStarter(template("10.0.0.1"), {}, {}).start(0))
     assert recorded.starts[-1][0]["scheduling_strategy"].node_id == node_id(1), "the trainer's, if no other is left"
     monkeypatch.setattr(ray, "nodes", lambda: [])
     with pytest.raises(EngineError, match="engine 7 cannot be started: the Ray cluster has no node"):
-        asyncio.run(EngineStarter(template(), {}).start(7))
+        asyncio.run(EngineStarter(template(), {}, {}).start(7))
 
 
 class LostActor:

@@ -14,7 +14,7 @@ from slime_like.cluster.run.status import read_status
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.training_run import Run
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import EngineError
+from slime_like.errors import ConfigError, EngineError
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import JsonlSink, SinkGroup
 from slime_like.metrics.spans import Spans
@@ -31,6 +31,13 @@ class EvaluatedRollout:
 
     metrics: tuple[Metric, ...]
     num_evaluations: int = 0
+    num_engines: int = 1
+
+    def resize(self, num_engines: int) -> str:
+        if num_engines > 9:
+            raise ConfigError(f"engines={num_engines}: too many")
+        self.num_engines = num_engines
+        return f"{num_engines} engines: started"
 
     def evaluate(self) -> evaluate.EvalResult:
         self.num_evaluations += 1
@@ -93,14 +100,16 @@ def test_all_requests_are_done_at_the_end_of_the_rollout(tmp_path: Path) -> None
     parts = make_run(tmp_path, metrics=(Last("eval/sums", 0.5), Last("eval/sums-truncated_ratio", 0.0)))
     finish(parts, 1)
     assert (parts.rollout.num_evaluations, parts.trainer.written, parts.run.stop.requested) == (0, [], False)
-    for request in Request:
+    for request in ("engines=3", *set(Request) - {Request.ENGINES}):
         (parts.run.control.folder / request).touch()
     finish(parts, 2)
     parts.run.control.close()
+    assert (parts.rollout.num_engines, parts.run.engine_ranks) == (3, 3)
     assert outcomes(tmp_path) == {
         "eval": "done: sums 0.500",
         "save": "done: checkpoints/iter_0000002",
         "report": "done: report.html",
+        "engines=3": "done: 3 engines: started",
         "stop": "done: the run ends after 2 rollouts, with a checkpoint",
     }
     assert parts.run.stop.requested
@@ -111,13 +120,14 @@ def test_all_requests_are_done_at_the_end_of_the_rollout(tmp_path: Path) -> None
 def test_failed_requests_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = make_run(tmp_path, trainer=FakeTrainer(fails_to_finish={2}))
     (tmp_path / "report.html").mkdir()
-    for request in (Request.EVAL, Request.SAVE, Request.REPORT):
+    for request in (Request.EVAL, Request.SAVE, Request.REPORT, "engines=10"):
         (parts.run.control.folder / request).touch()
     finish(parts, 2)
     replies = outcomes(tmp_path)
     assert replies["eval"] == "failed: no engines or no evaluation.datasets"
     assert replies["save"] == "failed: nothing was written"
     assert replies["report"].startswith("failed: IsADirectoryError")
+    assert replies["engines=10"] == "failed: engines=10: too many" and parts.run.engine_ranks == 0
     assert not parts.run.stop.requested
     parts.run.checkpoints.enabled = False
     for request in (Request.SAVE, Request.STOP):

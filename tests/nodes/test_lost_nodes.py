@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.run.control import Request
+from slime_like.cluster.run.control import Request, RequestText
 from slime_like.cluster.run.control_client import send_request
 from slime_like.data import faults
 from slime_like.data.dump import load_groups, rollout_path
@@ -21,20 +21,24 @@ from tests.nodes.test_training import TWO_NODES, addresses_of_engines
 pytestmark = pytest.mark.e2e
 
 
-def test_an_engine_moves_to_another_node_and_no_group_is_lost(
+def test_an_engine_is_added_moves_to_another_node_and_is_removed_and_no_group_is_lost(
     all_nodes: RayNodes, job: SmallJob, tmp_path: Path
 ) -> None:
     one, two, three = all_nodes.nodes
-    settings = ("placement.mode=split", "rollout.num_engines=2", "loop.num_rollout=1000", "run.dump_rollouts=true")
+    settings = ("placement.mode=split", "loop.num_rollout=10000", "run.dump_rollouts=true")
     run = start_run(all_nodes, one, tmp_path / "run", *job.overrides(*settings))
     run.wait_until(lambda: last_step(run.run_dir) >= 2)
+    send_request(run.run_dir, RequestText(Request.ENGINES, 2))
+    run.wait_until(lambda: "warning: engine 1 serves" in run.output())
     assert addresses_of_engines(run.run_dir, 2) == [two.address, three.address]
     three.kill(power=True)
     run.wait_until(lambda: any(recovery.joined for recovery in faults.read(run.run_dir)[1]))
+    assert addresses_of_engines(run.run_dir, 2) == [two.address, two.address]
+    send_request(run.run_dir, RequestText(Request.ENGINES, 1))
+    run.wait_until(lambda: "control: engines=1: done: 1 engines: engine 1 removed" in run.output())
     send_request(run.run_dir, Request.STOP)
     code, output = run.wait()
     assert code == 130, output
-    assert addresses_of_engines(run.run_dir, 2) == [two.address, two.address]
     (recovery,) = [recovery for recovery in faults.read(run.run_dir)[1] if recovery.joined]
     assert recovery.engine == "engine 1" and "was lost with its node" in recovery.cause
     rows = metrics(run.run_dir)

@@ -29,13 +29,40 @@ MAX_NAME_LEN = 60  # characters printed of an unknown request
 MAX_NAMES = 3
 
 
+MAX_DIGITS = 4  # of a number of engines
+
+
 class Request(StrEnum):
     """Requests to a run, in order of execution."""
 
     EVAL = "eval"
     SAVE = "save"
     REPORT = "report"
+    ENGINES = "engines"
     STOP = "stop"
+
+
+FORMS = tuple("engines=N" if request == Request.ENGINES else str(request) for request in Request)  # names of files
+
+
+@dataclass(frozen=True, slots=True)
+class RequestText:
+    """A request as the name of its file: ``save``, ``engines=4``."""
+
+    request: Request
+    num_engines: int = 0  # requested number, with Request.ENGINES
+
+    def __str__(self) -> str:
+        return f"{self.request}={self.num_engines}" if self.num_engines else str(self.request)
+
+
+def parse_request(name: str) -> RequestText | None:
+    """Return the request that a file's name is; None if it is none."""
+    kind, _, number = name.partition("=")
+    if kind == Request.ENGINES:
+        is_number = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS and number[0] != "0"
+        return RequestText(Request.ENGINES, int(number)) if is_number else None
+    return RequestText(Request(name)) if name in set(Request) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +84,7 @@ class Control:
     say: Callable[[str], None]  # prints a line
     _status: RunStatus = field(default_factory=lambda: RunStatus(0, 0))
     _open: dict[Request, ControlReply] = field(default_factory=dict[Request, ControlReply])  # seen but unanswered
+    num_engines: int = 0  # newest requested number
     _signalled: float | None = None
     # Name and identity of files that could not be removed.
     _unremovable: set[tuple[str, tuple[int, int]]] = field(default_factory=set[tuple[str, tuple[int, int]]])
@@ -78,8 +106,11 @@ class Control:
     def read(self, num_trained: int) -> tuple[Request, ...]:
         """Return each request since the last call once; ``num_trained`` is the number of trained rollouts."""
         self._status = replace(self._status, step=num_trained)
-        for request, time_s, by in self._take():
-            self._open[request] = ControlReply(request, time_s, SEEN, num_trained, by=by)
+        for text, time_s, by in sorted(self._take(), key=lambda entry: entry[1]):
+            if text.request == Request.ENGINES and (older := self._open.get(Request.ENGINES)) is not None:
+                self._report(replace(older, state=DROPPED, detail=f"replaced by {text}"))
+            self._open[text.request] = ControlReply(str(text), time_s, SEEN, num_trained, by=by)
+            self.num_engines = text.num_engines or self.num_engines
         for answer in self._open.values():
             self._report(answer)
         self._write()
@@ -94,8 +125,8 @@ class Control:
         if self._previous_handler is None:
             return
         signal.signal(signal.SIGUSR2, self._previous_handler)
-        for answer in tuple(self._open.values()):
-            self.answer(Request(answer.request), "the run ended first", failed=True)
+        for request in tuple(self._open):
+            self.answer(request, "the run ended first", failed=True)
         self._drop("the run has ended")
         self._status = replace(self._status, running=False)
         self._write()
@@ -111,22 +142,23 @@ class Control:
         self._write()
 
     def _drop(self, detail: str) -> None:
-        for request, time_s, by in self._take():
-            self._report(ControlReply(request, time_s, DROPPED, self._status.step, detail, by))
+        for text, time_s, by in self._take():
+            self._report(ControlReply(str(text), time_s, DROPPED, self._status.step, detail, by))
 
-    def _take(self) -> Iterator[tuple[Request, float, str]]:
+    def _take(self) -> Iterator[tuple[RequestText, float, str]]:
         """Remove the files of the folder; yield (request, time, user if not ours) of each file and of the signal."""
         if self._signalled is not None:
-            yield Request.SAVE, self._signalled, ""
+            yield RequestText(Request.SAVE), self._signalled, ""
             self._signalled = None
         unknown: list[_File] = []
         for file in self._files():
             if (file.name, file.identity) in self._unremovable or not self._remove(file):
                 continue
-            if file.is_folder or file.name not in set(Request):
+            text = None if file.is_folder else parse_request(file.name)
+            if text is None:
                 unknown.append(file)
             else:
-                yield Request(file.name), file.mtime, "" if file.owner == os.geteuid() else _user(file.owner)
+                yield text, file.mtime, "" if file.owner == os.geteuid() else _user(file.owner)
         if unknown:
             self._report_unknown(unknown)
 
@@ -134,7 +166,7 @@ class Control:
         """Report all unknown requests in one message."""
         names = ", ".join(ascii(file.name)[:MAX_NAME_LEN] for file in files[:MAX_NAMES])
         suffix = f" and {len(files) - MAX_NAMES} more" if len(files) > MAX_NAMES else ""
-        detail = f"unknown request: create an empty file named one of {', '.join(sorted(Request))}"
+        detail = f"unknown request: create an empty file named one of {', '.join(sorted(FORMS))}"
         self._report(ControlReply(f"{names}{suffix}", files[0].mtime, UNKNOWN, self._status.step, detail))
 
     def _files(self) -> list[_File]:

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from slime_like.cluster.run.control import FOLDER, Request
+from slime_like.cluster.run.control import FOLDER, Request, RequestText
 from slime_like.cluster.run.status import SEEN, STATUS, ControlReply, RunStatus, read_status
 from slime_like.errors import DataError
 from slime_like.util.deadline import Deadline
@@ -24,12 +24,12 @@ def read_live_status(run_dir: Path) -> RunStatus:
     return status
 
 
-def send_request(run_dir: Path, request: Request) -> float:
+def send_request(run_dir: Path, request: Request | RequestText) -> float:
     """Send ``request``; return its time in seconds since the epoch, by which the reply identifies it.
 
     An identical unread request is reused, with its time. Raises ``DataError`` naming the file that cannot be written.
     """
-    path = run_dir / FOLDER / request
+    path = run_dir / FOLDER / str(request)
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -42,12 +42,14 @@ def send_request(run_dir: Path, request: Request) -> float:
         os.close(file)
 
 
-def wait_for_answer(run_dir: Path, request: Request, requested_at: float, deadline: Deadline) -> ControlReply:
+def wait_for_answer(
+    run_dir: Path, request: Request | RequestText, requested_at: float, deadline: Deadline
+) -> ControlReply:
     """Wait for the reply to a request. Raises ``DataError`` if the run ends without one, or ``DeadlineExceeded``."""
     while True:
         status = read_status(run_dir)
         for answer in () if status is None else status.requests:
-            if answer.request == request and answer.requested_at >= requested_at and answer.state != SEEN:
+            if answer.request == str(request) and answer.requested_at >= requested_at and answer.state != SEEN:
                 return answer
         if status is None or not status.alive:
             raise DataError(f"{run_dir}: the run ended without an answer to {request}")

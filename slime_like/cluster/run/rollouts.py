@@ -17,7 +17,7 @@ from slime_like.cluster.workers.calls import call, is_ready, wait_first
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
-from slime_like.errors import CheckpointError, DataError
+from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.rollout.collect.state import generated_path, in_flight_path
 from slime_like.rollout.generate.evaluate import EvalResult
 from slime_like.rollout.manager import CollectedRollout
@@ -55,8 +55,12 @@ class RolloutSource(Protocol):
 
     def collect(self, rollout_id: int) -> CollectedRollout: ...
     def evaluate(self) -> EvalResult: ...
+    def resize(self, num_engines: int) -> str: ...
     def save(self, folder: Path, next_rollout: int) -> None: ...
     def load(self, folder: Path, next_rollout: int) -> None: ...
+
+
+NO_ENGINES = "engines={}: this run has no engines"
 
 
 @dataclass(slots=True)
@@ -80,6 +84,10 @@ class EngineRollout:
     def evaluate(self) -> EvalResult:
         """Return metrics ``eval/<dataset>`` and answers under the engines' weights."""
         return self._call(RolloutActor.evaluate)
+
+    def resize(self, num_engines: int) -> str:
+        """Add or remove engines; return a description of the change."""
+        return self._call(RolloutActor.resize_engines, num_engines)
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """Save cursor and leftover groups."""
@@ -123,6 +131,10 @@ class ReplayRollout:
         """Return no metrics: there is no engine."""
         return EvalResult()
 
+    def resize(self, num_engines: int) -> str:
+        """Refuse: there is no engine."""
+        raise ConfigError(NO_ENGINES.format(num_engines))
+
     def save(self, folder: Path, next_rollout: int) -> None:
         """Do nothing: the rollout id is the only state."""
 
@@ -146,6 +158,10 @@ class DemonstrationRollout:
     def evaluate(self) -> EvalResult:
         """Return no metrics: there is no engine."""
         return EvalResult()
+
+    def resize(self, num_engines: int) -> str:
+        """Refuse: there is no engine."""
+        raise ConfigError(NO_ENGINES.format(num_engines))
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """Save the cursor."""

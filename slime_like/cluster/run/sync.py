@@ -16,7 +16,7 @@ from slime_like.config.schema.resolved import TransportSpec
 from slime_like.config.schema.run import WeightsConfig
 from slime_like.data.routing import OWN_EXPERTS
 from slime_like.errors import EngineLost, SlimeLikeError
-from slime_like.interfaces import TensorMeta
+from slime_like.interfaces import EngineAddress, TensorMeta
 from slime_like.metrics.types import Metric
 from slime_like.rollout.pool import probe
 from slime_like.rollout.pool.probe import ProbeScores, TrainerScores
@@ -54,7 +54,7 @@ class EngineSync:
     config: WeightsConfig
     tolerance: float
     max_score_tokens: int  # per row scored by the trainer's ranks
-    max_losses: int  # number of engines that one push may lose
+    max_losses: int  # number of times that one push may lose each engine
 
     def push(self, version: int) -> tuple[Metric, ...]:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
@@ -62,14 +62,19 @@ class EngineSync:
         On failure the manager closes the updates of all engines before the error propagates. Engines with incomplete
         weights stay paused.
         """
-        num_losses = 0
+        num_losses = num_engines = 0
         try:
             while True:
                 try:
-                    return self._push(version)
+                    if version == self.config.debug_skip_push_at:
+                        self._call(RolloutActor.skip_push, version)
+                        return self._probe(version)
+                    engines = self._call(RolloutActor.begin_push)
+                    num_engines = max(num_engines, len(engines))
+                    return self._push(version, engines)
                 except EngineLost:
                     num_losses += 1
-                    if num_losses > self.max_losses:
+                    if num_losses > max(1, num_engines) * self.max_losses:
                         raise
         except BaseException:
             with contextlib.suppress(SlimeLikeError):  # the original failure matters more than a failed abort
@@ -80,15 +85,14 @@ class EngineSync:
                 )
             raise
 
-    def _push(self, version: int) -> tuple[Metric, ...]:
-        if version == self.config.debug_skip_push_at:
-            self._call(RolloutActor.skip_push, version)
-        else:
-            engines = self._call(RolloutActor.begin_push)
-            tensors = self.trainer.send_weights(engines, self.transport)
-            manifest.check(version, self.manifest, tensors)
-            self._call(RolloutActor.commit_push, version)
-        return self._probe(version)
+    def _push(self, version: int, engines: Sequence[EngineAddress]) -> tuple[Metric, ...]:
+        tensors = self.trainer.send_weights(engines, self.transport)
+        manifest.check(version, self.manifest, tensors)
+        num_unproven = self._call(RolloutActor.commit_push, version)
+        metrics = self._probe(version)
+        if num_unproven:
+            self._call(RolloutActor.admit_proven)
+        return metrics
 
     def _probe(self, version: int) -> tuple[Metric, ...]:
         if self.config.probe_sequences == 0:

@@ -24,6 +24,7 @@ from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.group_metrics import group_metrics
 from slime_like.data.token_table import TokenTable, choose_samples, save_table, table_path, token_table, with_advantages
+from slime_like.errors import ConfigError
 from slime_like.interfaces import Trainer
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import SinkGroup
@@ -171,7 +172,7 @@ class Run:
         self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
 
     def _handle_requests(self, requests: tuple[Request, ...], num_trained: int) -> None:
-        """Handle requests for a checkpoint (complete on return), a report, or a stop."""
+        """Handle requests for a checkpoint (complete on return), a report, another number of engines, or a stop."""
         if Request.SAVE in requests:
             with self.timer("save"):
                 complete = self.checkpoints.save(num_trained, wait=True)
@@ -183,8 +184,20 @@ class Run:
         if Request.REPORT in requests:
             path, problem = try_report(self.run_dir)
             self.control.answer(Request.REPORT, problem if path is None else path.name, failed=path is None)
+        if Request.ENGINES in requests:
+            self._resize_engines(self.control.num_engines)
         if Request.STOP in requests:
             self._handle_stop(num_trained)
+
+    def _resize_engines(self, num_engines: int) -> None:
+        """Change the number of engines; added ones start in the background."""
+        try:
+            change = self.rollout.resize(num_engines)
+        except ConfigError as error:
+            self.control.answer(Request.ENGINES, str(error), failed=True)
+            return
+        self.engine_ranks = num_engines * self.cfg.rollout.tp
+        self.control.answer(Request.ENGINES, change)
 
     def _handle_stop(self, num_trained: int) -> None:
         """Stop after this rollout. The checkpoint is written before the reply, so the caller can safely shut the machine down."""

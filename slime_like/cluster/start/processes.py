@@ -219,7 +219,7 @@ class Cluster:
             config=self.cfg.weights,
             tolerance=self.plan.tolerances.probe,
             max_score_tokens=self.cfg.parallel.max_tokens_per_rank * self.cfg.parallel.cp,
-            max_losses=len(self.engines) * (self.cfg.health.max_restarts + 1),
+            max_losses=self.cfg.health.max_restarts + 1,
         )
 
     def _assembly(self, routing: RoutingShape | None) -> AssembleSpec:

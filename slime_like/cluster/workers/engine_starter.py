@@ -71,11 +71,14 @@ class EngineTemplate:
 class EngineStarter:
     """Starter of engines in the rollout manager's process, which also stops those that it has started."""
 
-    def __init__(self, template: EngineTemplate, hosts: Mapping[int, str]) -> None:
-        """``hosts`` has the address of the node of each engine that runs already."""
+    def __init__(
+        self, template: EngineTemplate, actors: Mapping[int, ActorHandle[EngineActor]], hosts: Mapping[int, str]
+    ) -> None:
+        """``actors`` and ``hosts`` are those of the engines that run already, and the addresses of their nodes."""
         self._template = template
         self._hosts = dict(hosts)
-        self._actors: dict[int, ActorHandle[EngineActor]] = {}
+        self._actors = dict(actors)
+        self._given = frozenset(actors.values())  # stopped by the driver at the end of the run
         self._groups: dict[int, PlacementGroup] = {}
 
     async def start(self, index: int) -> ActorHandle[EngineActor]:
@@ -90,7 +93,7 @@ class EngineStarter:
         return actor
 
     async def end(self, index: int) -> None:
-        """Stop an engine that this process has started, and free its GPUs. Does nothing for other engines."""
+        """Stop an engine, and free GPUs that this process has reserved for it."""
         self._hosts.pop(index, None)
         if (actor := self._actors.pop(index, None)) is not None:
             await end_engine(actor)
@@ -99,7 +102,8 @@ class EngineStarter:
 
     async def stop(self) -> None:
         """Stop all engines that this process has started."""
-        await asyncio.gather(*(self.end(index) for index in list(self._actors)))
+        started = [index for index, actor in self._actors.items() if actor not in self._given]
+        await asyncio.gather(*(self.end(index) for index in started))
 
     def _least_loaded(self, index: int) -> ClusterNode:
         """Return the live node with the fewest engines, without trainer ranks if there is one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
@@ -11,6 +12,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call
 from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.engine_starter import EngineStarter
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.data.routing import RoutingShape
 from slime_like.errors import EngineError, SlimeLikeError
@@ -24,6 +26,29 @@ STOP_S = 30.0  # to stop the old server
 
 class _ActorLost(EngineError):
     """An engine's actor that Ray does not start again."""
+
+
+class RayEngineFactory:
+    """Starter of engines during a run: implements ``EngineFactory`` over Ray."""
+
+    def __init__(self, starter: EngineStarter, config: RolloutConfig, routing: RoutingShape | None) -> None:
+        self._starter, self._config, self._routing = starter, config, routing
+
+    async def create(self, index: int) -> RayEngineSupervisor:
+        """Start an engine on a live node; return its supervisor once it responds."""
+        deadline = Deadline("rollout manager", "engine start", self._config.start_deadline_s + STOP_S)
+        actor = await self._starter.start(index)
+        address = await ask(actor, f"the actor of engine {index}", EngineActor.ready, deadline)
+        return self.supervisor(index, actor, address)
+
+    def supervisor(self, index: int, actor: ActorHandle[EngineActor], address: EngineAddress) -> RayEngineSupervisor:
+        """Return the supervisor of an engine that responds."""
+        start = partial(self._starter.start, index)
+        return RayEngineSupervisor(actor, address, self._config, self._routing, start)
+
+    async def end(self, index: int) -> None:
+        """Stop an engine, also one that is still starting."""
+        await self._starter.end(index)
 
 
 class RayEngineSupervisor:
@@ -80,18 +105,22 @@ class RayEngineSupervisor:
         )
 
     async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:
-        name = f"the actor of {self.address.name}"
-        try:
-            async with asyncio.timeout(deadline.remaining(name)):
-                return await call(self._actor, method)
-        except RayTaskError as error:  # first: if the actor exceeded its own deadline, this is also a TimeoutError
-            cause = error.cause
-            raise (
-                type(cause)(str(cause))
-                if isinstance(cause, SlimeLikeError)
-                else EngineError(f"{name}: {one_line(cause)}")
-            ) from error
-        except TimeoutError as error:
-            raise deadline.exceeded(name) from error
-        except (RayActorError, ActorUnschedulableError) as error:
-            raise _ActorLost(f"{name} died: {one_line(error)}") from error
+        return await ask(self._actor, f"the actor of {self.address.name}", method, deadline)
+
+
+async def ask[R](
+    actor: ActorHandle[EngineActor], name: str, method: Callable[[EngineActor], R], deadline: Deadline
+) -> R:
+    """Return the result of a call to an engine's actor. Raises ``EngineError`` or ``DeadlineExceeded``."""
+    try:
+        async with asyncio.timeout(deadline.remaining(name)):
+            return await call(actor, method)
+    except RayTaskError as error:  # first: if the actor exceeded its own deadline, this is also a TimeoutError
+        cause = error.cause
+        raise (
+            type(cause)(str(cause)) if isinstance(cause, SlimeLikeError) else EngineError(f"{name}: {one_line(cause)}")
+        ) from error
+    except TimeoutError as error:
+        raise deadline.exceeded(name) from error
+    except (RayActorError, ActorUnschedulableError) as error:
+        raise _ActorLost(f"{name} died: {one_line(error)}") from error

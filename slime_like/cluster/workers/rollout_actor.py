@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +15,7 @@ from slime_like.cluster.supervise.reaper import reaper
 from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTemplate
-from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
+from slime_like.cluster.workers.engine_supervisor import RayEngineFactory
 from slime_like.interfaces import DataSource, EngineAddress
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.types import Prompt
@@ -44,13 +43,12 @@ class RolloutActor(RolloutManager):
         template: EngineTemplate,
     ) -> None:
         """Initialize the manager for ``engines``: (actor, address) of each. Others are started with ``template``."""
-        starter = EngineStarter(template, {i: str(urlsplit(e.url).hostname) for i, (_, e) in enumerate(engines)})
-        self._starter = starter
-        supervisors = [
-            RayEngineSupervisor(actor, address, spec.rollout, spec.routing, partial(starter.start, index))
-            for index, (actor, address) in enumerate(engines)
-        ]
-        super().__init__(spec, source, heldout, supervisors)
+        actors = {index: actor for index, (actor, _) in enumerate(engines)}
+        hosts = {index: str(urlsplit(address.url).hostname) for index, (_, address) in enumerate(engines)}
+        self._starter = EngineStarter(template, actors, hosts)
+        factory = RayEngineFactory(self._starter, spec.rollout, spec.routing)
+        supervisors = [factory.supervisor(index, *engine) for index, engine in enumerate(engines)]
+        super().__init__(spec, source, heldout, supervisors, factory)
 
     async def stop(self) -> None:
         """Stop the manager, then processes that user code started, even if the manager was not connected or fails to stop."""

@@ -39,7 +39,7 @@ class EnginePool:
         self.recoveries: list[Recovery] = []
         self._reported: dict[int, Recovery] = {}  # index -> value last returned
         self.health = health
-        self._receives_pushes = receives_pushes
+        self.receives_pushes = receives_pushes
         self.is_pushing = False  # engines are paused: they respond, and decode nothing
         self.num_pushes = 0
         self._messages: list[str] = []
@@ -137,6 +137,10 @@ class EnginePool:
         self._reported |= changed
         return tuple(changed.values())
 
+    def report(self, message: str) -> None:
+        """Add a message for the user."""
+        self._messages.append(message)
+
     def drain_messages(self) -> tuple[str, ...]:
         """Return messages for the user since the last call."""
         messages, self._messages = tuple(self._messages), []
@@ -170,11 +174,14 @@ class EnginePool:
         """Record that ``slot`` has all weights of ``version``, and let it serve."""
         if slot.is_restarting:
             return
+        if not slot.is_proven:
+            slot.loaded_version = version
+            return
         self.router.admit(slot.client)
         if slot.recovery_index >= 0 and not self.recoveries[slot.recovery_index].joined:
             last = self.recoveries[slot.recovery_index]
             self.recoveries[slot.recovery_index] = replace(last, joined=time.time(), version=version)
-        self._wake()
+        self.wake()
 
     # ---- loss --------------------------------------------------------------------------------------------------------
     def mark_lost(self, slot: EngineSlot, kind: str, error: Exception) -> None:
@@ -185,13 +192,13 @@ class EnginePool:
             self._fail(error)
             raise error
         self.router.withdraw(slot.client)
-        slot.is_restarting, slot.is_stalled = True, False
+        slot.is_restarting, slot.is_stalled, slot.loaded_version = True, False, -1
         slot.lost_event.set()
         slot.recovery_index = len(self.recoveries)
         self.recoveries.append(Recovery(name, f"{kind}: {error}", time.time()))
-        self._messages.append(f"{name} is {kind} and is restarted; it joins at the next push ({_first_line(error)})")
-        self.spawn(self._restart(slot, error))
-        self._wake()
+        self._messages.append(f"{name} is {kind} and is restarted; it joins at the next push ({first_line(error)})")
+        slot.restart_task = self.spawn(self._restart(slot, error))
+        self.wake()
 
     def mark_stalled(self, slot: EngineSlot, error: Exception) -> None:
         """Wait for an unresponsive engine, or treat it as lost, depending on ``health.on_stalled_engine``."""
@@ -200,19 +207,19 @@ class EnginePool:
         elif not slot.is_stalled:
             slot.is_stalled = True
             self.router.withdraw(slot.client)
-            self._messages.append(f"{slot.client.name} does not respond; waiting for it ({_first_line(error)})")
-            self._wake()
+            self._messages.append(f"{slot.client.name} does not respond; waiting for it ({first_line(error)})")
+            self.wake()
 
     def mark_responsive(self, slot: EngineSlot) -> None:
         """Accept a stalled engine that responds again; its weights are old, so it joins at the next push."""
         if slot.is_stalled:
             slot.is_stalled = False
             self._messages.append(f"{slot.client.name} answers again; it joins at the next push")
-            if not self._receives_pushes:
+            if not self.receives_pushes:
                 self.admit(slot, -1)
-            self._wake()
+            self.wake()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a task until it ends or the pool stops. Its exception ends the run."""
 
         def on_end(task: asyncio.Task[None]) -> None:
@@ -223,6 +230,7 @@ class EnginePool:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(on_end)
+        return task
 
     async def stop(self) -> None:
         """Cancel all tasks and close the connections."""
@@ -253,9 +261,9 @@ class EnginePool:
         )
         slot.is_restarting, slot.has_responded, slot.stopped_pids, slot.ready_since = False, False, (), time.monotonic()
         slot.lost_event = asyncio.Event()
-        if not self._receives_pushes:
+        if not self.receives_pushes:
             self.admit(slot, -1)
-        self._wake()
+        self.wake()
 
     def _count_moved_group(self, slot: EngineSlot) -> None:
         """Count a group whose engine was lost."""
@@ -271,9 +279,10 @@ class EnginePool:
             self.router.fail(error)
         for slot in self.slots:
             slot.lost_event.set()
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let tasks that wait for a change of the engines look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -292,5 +301,6 @@ async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work:
         await asyncio.gather(task, lost_task, return_exceptions=True)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
     return str(error).splitlines()[0]

@@ -30,8 +30,13 @@ class HealthMonitor:
             for slot in self._pool.slots:
                 self._pool.spawn(self._run(slot))
 
+    def watch(self, slot: EngineSlot) -> None:
+        """Monitor an engine that is added to the pool after ``start``."""
+        if self._started:
+            self._pool.spawn(self._run(slot))
+
     async def _run(self, slot: EngineSlot) -> None:
-        while True:
+        while not slot.is_removed:
             await asyncio.sleep(self._pool.health.interval_s * scale())
             while not slot.is_restarting and not await self._check(slot):
                 pass

@@ -87,7 +87,7 @@ class EngineProbe:
         self._sequences: tuple[I32, ...] = ()
 
     async def scores(self, version: int) -> tuple[ProbeScores, ...]:
-        """Return scores and continuations by every engine that serves ``version``. Raises ``EngineLost`` if no engine remains."""
+        """Return scores and continuations by every engine that has ``version``. Raises ``EngineLost`` if no engine remains."""
         if not self._sequences:
             self.remember([])
         if not self._sequences:  # one-token prompts have nothing to score; the first rollout has longer sequences
@@ -111,9 +111,9 @@ class EngineProbe:
             self._sequences = tuple(np.asarray(ids, dtype=np.int32) for ids in sequences)
 
     async def _score(self, slot: EngineSlot, version: int) -> ProbeScores | None:
-        """Return one engine's scores; None if it does not serve or is lost during the call."""
+        """Return one engine's scores; None if it has other weights or is lost during the call."""
         engine = slot.client
-        if engine not in self._pool.router.engines:
+        if engine not in self._pool.router.engines and slot.loaded_version != version:
             return None
         request = probe_engine(engine, version, self._sequences, self._temperature, self._max_context_len)
         return await self._pool.call(slot, engine, request)

@@ -122,7 +122,7 @@ class RequestCounts:
 
     def __init__(self, num_engines: int) -> None:
         """``num_engines`` counts all engines of the run, whether they serve or not."""
-        self._num_engines = num_engines
+        self.num_engines = num_engines
         self._sampled: Counter[str] = Counter()
         self._prompt = self._cached = self._requests = 0
 
@@ -141,9 +141,9 @@ class RequestCounts:
                 Last("rollout/prefix_cache_hit_rate", self._cached / self._prompt),
                 Last("rollout/avg_cached_tokens_per_sample", self._cached / self._requests),
             ]
-        if self._num_engines > 1 and (total := self._sampled.total()):
-            metrics.append(Last("rollout/engine_load_max", max(self._sampled.values()) * self._num_engines / total))
-        self.__init__(self._num_engines)
+        if self.num_engines > 1 and (total := self._sampled.total()):
+            metrics.append(Last("rollout/engine_load_max", max(self._sampled.values()) * self.num_engines / total))
+        self.__init__(self.num_engines)
         return metrics
 
 

@@ -1,0 +1,129 @@
+"""Change of the number of engines during a run.
+
+consumes  a requested number of engines
+produces  engines that join the pool, or leave it
+waits for the start of an added engine, bounded by its ``EngineFactory``; for the stop of a removed one
+
+An added engine serves after the next push, and only if the probe finds that it agrees with the trainer. An engine that does not
+start is given up, with a message. A removed engine gets no further request, and its unfinished groups continue on other engines
+as after a loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Protocol
+
+from slime_like.errors import ConfigError, DeadlineExceeded, EngineError
+from slime_like.rollout.pool.engine_pool import EnginePool, first_line
+from slime_like.rollout.pool.engine_slot import EngineSlot, EngineSupervisor
+from slime_like.rollout.pool.health import HealthMonitor
+
+
+class EngineFactory(Protocol):
+    """Starter of engines on any node. The index of an engine is in its name: ``engine 3``."""
+
+    async def create(self, index: int) -> EngineSupervisor:
+        """Start an engine; return its supervisor once it responds. Raises ``EngineError`` or ``DeadlineExceeded``."""
+        ...
+
+    async def end(self, index: int) -> None:
+        """Stop an engine, also one that is still starting."""
+        ...
+
+
+class PoolResizer:
+    """Adds engines to a pool and removes engines from it."""
+
+    def __init__(self, pool: EnginePool, monitor: HealthMonitor, factory: EngineFactory) -> None:
+        self._pool, self._monitor, self._factory = pool, monitor, factory
+        self._slots = dict(enumerate(pool.slots))
+        self._starts: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines, including those that are starting."""
+        return len(self._slots) + len(self._starts)
+
+    async def resize(self, num_engines: int) -> str:
+        """Start or remove engines until there are ``num_engines``; return a description. Added engines start in the background.
+
+        Those that are still starting are removed first, then those with the highest index.
+        """
+        if num_engines < 1:
+            raise ConfigError(f"engines={num_engines}: a run needs at least one engine; to end it, request stop")
+        before = self.num_engines
+        removed = [*sorted(self._starts, reverse=True), *sorted(self._slots, reverse=True)][: before - num_engines]
+        if before > num_engines:
+            await asyncio.gather(*(self._remove(index) for index in removed))
+            names = ", ".join(f"engine {index}" for index in sorted(removed))
+            return f"{num_engines} engines: {names} removed"
+        free = (index for index in itertools.count() if index not in self._slots and index not in self._starts)
+        added = list(itertools.islice(free, num_engines - before))
+        for index in added:
+            self._starts[index] = asyncio.create_task(self._add(index))
+        if not added:
+            return f"{num_engines} engines, as before"
+        names = ", ".join(f"engine {index}" for index in added)
+        return f"{num_engines} engines: {names} started, to serve after a push and its probe"
+
+    async def _add(self, index: int) -> None:
+        try:
+            supervisor = await self._factory.create(index)
+        except (EngineError, DeadlineExceeded) as error:
+            await self._factory.end(index)
+            self._pool.report(f"engine {index} is not added: {first_line(error)}")
+            return
+        finally:
+            self._starts.pop(index, None)
+        slot = self._slots[index] = EngineSlot(supervisor, supervisor.client, is_proven=False)
+        self._pool.slots.append(slot)
+        self._monitor.watch(slot)
+        if self._pool.receives_pushes:
+            self._pool.report(f"engine {index} is up; it serves after the next push and its probe")
+        else:
+            self._admit(slot, -1)
+        self._pool.wake()
+
+    def num_unproven(self) -> int:
+        """Return the number of added engines that have complete weights and wait for the probe."""
+        return sum(slot.loaded_version >= 0 and not slot.is_restarting for slot in self._pool.slots)
+
+    def admit_proven(self, version: int) -> None:
+        """Let the added engines serve that the probe of ``version`` has compared with the trainer."""
+        for slot in self._pool.slots:
+            if slot.loaded_version == version and not slot.is_restarting:
+                self._admit(slot, version)
+
+    def _admit(self, slot: EngineSlot, version: int) -> None:
+        slot.is_proven, slot.loaded_version = True, -1
+        self._pool.admit(slot, version)
+        self._pool.report(f"{slot.client.name} serves")
+
+    async def _remove(self, index: int) -> None:
+        if (start := self._starts.pop(index, None)) is not None:
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+        if (slot := self._slots.pop(index, None)) is not None:
+            await self._withdraw(slot)
+        await self._factory.end(index)
+
+    async def _withdraw(self, slot: EngineSlot) -> None:
+        """Withdraw an engine for good: requests to it end, and their groups continue elsewhere. Cancel its restart, if any."""
+        self._pool.router.withdraw(slot.client)
+        slot.is_removed = slot.is_restarting = True
+        self._pool.slots.remove(slot)
+        slot.lost_event.set()
+        self._pool.wake()
+        if slot.restart_task is not None:
+            slot.restart_task.cancel()
+            await asyncio.gather(slot.restart_task, return_exceptions=True)
+        await slot.client.close()
+
+    async def stop(self) -> None:
+        """Cancel the starts of engines, and wait for their end."""
+        starts = list(self._starts.values())
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)

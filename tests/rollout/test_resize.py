@@ -1,0 +1,176 @@
+"""Change of the number of engines: an added engine serves after push and probe; a removed one's groups continue elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.errors import ConfigError, EngineError
+from slime_like.interfaces import Sampling
+from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.resize import PoolResizer
+from slime_like.rollout.pool.router import RequestCounts
+from tests.rollout.slow_engine import SlowSupervisor
+
+PROMPT = np.arange(2, 6, dtype=np.int32)
+
+
+class SlowFactory:
+    """Fake factory; ``gate`` holds starts back, and engines of ``broken`` do not start."""
+
+    def __init__(self, broken: frozenset[int] = frozenset()) -> None:
+        self.gate, self.broken = asyncio.Event(), broken
+        self.events: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def create(self, index: int) -> Any:
+        self.events.append(f"start {index}")
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)  # cleanup that has to be awaited
+            self.events.append(f"cancelled {index}")
+            raise
+        if index in self.broken:
+            raise EngineError(f"engine {index} has no GPU\nand a long log")
+        supervisor = SlowSupervisor(random.Random(index), 0, f"engine {index}", 0)
+        self.tasks += supervisor.tasks
+        return supervisor
+
+    async def end(self, index: int) -> None:
+        self.events.append(f"end {index}")
+
+
+def play(
+    scene: Callable[[EnginePool, PoolResizer, SlowFactory], Awaitable[None]],
+    *,
+    pushes: bool = True,
+    broken: frozenset[int] = frozenset(),
+) -> None:
+    async def run() -> None:
+        supervisors = [SlowSupervisor(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
+        pool: Any = EnginePool(supervisors, HealthConfig(), receives_pushes=pushes)  # pyright: ignore[reportArgumentType]
+        factory = SlowFactory(broken)
+        resizer = PoolResizer(pool, HealthMonitor(pool), factory)
+        try:
+            async with asyncio.timeout(10):
+                await scene(pool, resizer, factory)
+        finally:
+            await resizer.stop()
+            await pool.stop()
+            for task in (*factory.tasks, *(task for supervisor in supervisors for task in supervisor.tasks)):
+                task.cancel()
+
+    asyncio.run(run())
+
+
+async def started(resizer: PoolResizer, pool: EnginePool, count: int) -> None:
+    while len(pool.slots) < count:
+        await asyncio.sleep(0)
+    assert resizer.num_engines == count
+
+
+def names(pool: EnginePool) -> list[str]:
+    return [engine.name for engine in pool.router.engines]
+
+
+def test_an_added_engine_serves_only_after_a_push_and_its_probe() -> None:
+    async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
+        assert await resizer.resize(3) == "3 engines: engine 2 started, to serve after a push and its probe"
+        assert resizer.num_engines == 3 and len(pool.slots) == 2, "it starts in the background"
+        factory.gate.set()
+        await started(resizer, pool, 3)
+        assert names(pool) == ["engine 0", "engine 1"] and resizer.num_unproven() == 0
+        for slot in await pool.wait_for_reachable():
+            pool.admit(slot, 5)  # a push reaches it
+        assert names(pool) == ["engine 0", "engine 1"] and resizer.num_unproven() == 1
+        resizer.admit_proven(4)
+        assert names(pool) == ["engine 0", "engine 1"], "the probe compared other weights"
+        resizer.admit_proven(5)
+        assert names(pool) == ["engine 0", "engine 1", "engine 2"] and resizer.num_unproven() == 0
+        assert [message for message in pool.drain_messages() if "engine 2" in message] == [
+            "engine 2 is up; it serves after the next push and its probe",
+            "engine 2 serves",
+        ]
+
+    play(scene)
+
+
+def test_an_added_engine_that_is_lost_before_the_probe_is_proven_by_the_next_one() -> None:
+    async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
+        factory.gate.set()
+        await resizer.resize(3)
+        await started(resizer, pool, 3)
+        slot = pool.slots[2]
+        pool.admit(slot, 5)
+        pool.mark_lost(slot, DEAD, EngineError("engine 2 died"))
+        assert resizer.num_unproven() == 0
+        while slot.is_restarting:
+            await asyncio.sleep(0)
+        resizer.admit_proven(5)
+        assert names(pool) == ["engine 0", "engine 1"], "its new process has the weights of the checkpoint"
+        pool.admit(slot, 6)
+        resizer.admit_proven(6)
+        assert names(pool) == ["engine 0", "engine 1", "engine 2"]
+
+    play(scene)
+
+
+def test_groups_of_a_removed_engine_are_finished_elsewhere() -> None:
+    async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
+        async def answer(seed: int) -> list[int]:
+            with pool.router.assign(100) as assignment:
+                engine = ResumableEngine(pool, assignment, CallJournal(), PauseGate(), RequestCounts(2))
+                (completion,) = await engine.generate(PROMPT, [seed], Sampling(1.0, 100))
+                return completion.token_ids.tolist()
+
+        tasks = [asyncio.create_task(answer(seed)) for seed in range(6)]
+        while not all(slot.client._requests for slot in pool.slots):  # pyright: ignore[reportAttributeAccessIssue]
+            await asyncio.sleep(0)
+        removed = pool.slots[1].client
+        assert await resizer.resize(1) == "1 engines: engine 1 removed"
+        answers = await asyncio.gather(*tasks)
+        assert [len(answer) for answer in answers] == [100] * 6
+        assert removed not in pool.router.engines and [slot.client.name for slot in pool.slots] == ["engine 0"]
+        assert pool.take_restart_counts() == (0, 3), "three groups moved, nothing was restarted"
+        assert factory.events == ["end 1"]
+        with pytest.raises(ConfigError, match="engines=0: a run needs at least one engine"):
+            await resizer.resize(0)
+
+    play(scene)
+
+
+def test_the_start_of_a_removed_engine_is_cancelled_and_awaited() -> None:
+    async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
+        await resizer.resize(4)
+        await asyncio.sleep(0)
+        assert await resizer.resize(3) == "3 engines: engine 3 removed", "not one that serves"
+        assert factory.events == ["start 2", "start 3", "cancelled 3", "end 3"]
+        pool.mark_lost(pool.slots[1], DEAD, EngineError("engine 1 died"))
+        assert await resizer.resize(1) == "1 engines: engine 1, engine 2 removed", "one of them is being restarted"
+        assert names(pool) == ["engine 0"] and resizer.num_engines == 1
+        assert set(factory.events[4:]) == {"cancelled 2", "end 2", "end 1"}
+        assert await resizer.resize(1) == "1 engines, as before"
+
+    play(scene)
+
+
+def test_an_engine_that_does_not_start_is_given_up_with_its_reason() -> None:
+    async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
+        factory.gate.set()
+        await resizer.resize(4)
+        await started(resizer, pool, 3)
+        assert names(pool) == ["engine 0", "engine 1", "engine 3"], "without pushes it serves at once"
+        assert "engine 2 is not added: engine 2 has no GPU" in pool.drain_messages()
+        assert factory.events[-1] == "end 2" or "end 2" in factory.events
+        assert await resizer.resize(4) == "4 engines: engine 2 started, to serve after a push and its probe"
+
+    play(scene, pushes=False, broken=frozenset({2}))
