@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -60,6 +60,10 @@ class Traffic:
     payload_bytes: int = 0  # of requests and replies
     wait_s: float = 0.0
     stale_replies: int = 0
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the sum of two counters."""
+        return Traffic(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
 
 @dataclass(slots=True, eq=False)
@@ -205,6 +209,11 @@ class WorkerClient:
         """Send and receive without waiting, between computations of the engine."""
         self._pump(0.0)
 
+    @property
+    def has_room(self) -> bool:
+        """True if a request would be sent without waiting for a reply."""
+        return bool(self._free)
+
     def result(self, request: ExpertRequest) -> Tensor:
         """Return the float32 sums [N, H] of a request. Waits until its deadline."""
         started = time.monotonic()
@@ -220,10 +229,14 @@ class WorkerClient:
         except FAILURES:
             pass  # it has ended, or is stopped
         finally:
-            self._connection.close()
-            self._pending.clear()
-            if self._region is not None:
-                self._region.close()
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the connection without a word to the worker. Idempotent."""
+        self._connection.close()
+        self._pending.clear()
+        if self._region is not None:
+            self._region.close()
 
     # ---- requests in flight ------------------------------------------------------------------------------------------
     def _control(self, kind: FrameKind, *, json: bytes = b"", version: int = 0, seconds: float = UPDATE_S) -> Frame:

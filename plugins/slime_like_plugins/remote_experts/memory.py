@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,11 @@ class ExpertMemory:
                 for name, size in (("w13", gate_up), ("w2", down))
             }
         self.version = 0  # 0: not committed
+
+    @property
+    def matrices(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """The matrices of each layer."""
+        return self._layers
 
     def begin(self) -> None:
         """Forget the weights: every element is NaN until it is written, and nothing is computed until a commit."""

@@ -1,0 +1,283 @@
+"""Benchmark of remote experts on this CPU: the MoE layers of a small model, with half of the experts in a worker process.
+
+    python benchmarks/remote_experts.py --rounds 5 --write
+
+Only the experts run, without attention and router: the differences between modes are those of the experts. Arms take turns within
+a round. All arms compute the same sums, which is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+from benchmarks.options import at_least  # noqa: E402
+from benchmarks.run import PAGES, machine, write  # noqa: E402
+from slime_like.config.schema.remote_experts import RemoteOptions  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like_plugins.remote_experts.client import Traffic  # noqa: E402
+from slime_like_plugins.remote_experts.compute import Ids, Weights, expert_sums, nothing  # noqa: E402
+from slime_like_plugins.remote_experts.experts import RemoteExperts  # noqa: E402
+from slime_like_plugins.remote_experts.process import MODULE  # noqa: E402
+from slime_like_plugins.remote_experts.routing import ExpertRows, split  # noqa: E402
+from slime_like_plugins.remote_experts.shapes import ExpertShapes  # noqa: E402
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 32, 4, 128, 64
+PROMPT, CHUNK = 4_248, 2_048  # tokens
+DECODE_BATCH, DECODE_STEPS = 16, 30
+SLOW = 10.0
+ROWS = ExpertRows(EXPERTS, range(EXPERTS // 2, EXPERTS))
+ARMS: Mapping[str, tuple[str, str]] = {
+    "stream, float32": ("stream", "float32"),
+    "stream, float16": ("stream", "float16"),
+    "batched, float32": ("batched", "float32"),
+    "batched, float16": ("batched", "float16"),
+    "auto, float32": ("auto", "float32"),
+}
+TOLERANCE = {"float32": 1e-5, "float16": 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchLayer:
+    """Weights of one layer, and the routes of a prompt's tokens."""
+
+    w13: Tensor
+    w2: Tensor
+    ids: Ids
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """Measurements of one arm."""
+
+    prefill_s: tuple[float, ...]  # of the prompt, one for each round
+    decode_s: tuple[float, ...]  # of all steps
+    calls: int  # of one prompt
+    payload_bytes: int
+
+
+def make_layers(seed: int = 0) -> list[BenchLayer]:
+    """Return layers with random weights and routes: the largest of random scores, with softmax weights."""
+    generator = torch.Generator().manual_seed(seed)
+    layers: list[BenchLayer] = []
+    for _ in range(LAYERS):
+        w13 = torch.randn((EXPERTS, 2 * INTERMEDIATE, HIDDEN), generator=generator) / HIDDEN**0.5
+        w2 = torch.randn((EXPERTS, HIDDEN, INTERMEDIATE), generator=generator) / INTERMEDIATE**0.5
+        values, ids = torch.randn((PROMPT, EXPERTS), generator=generator).topk(TOP_K)
+        layers.append(BenchLayer(w13, w2, ids.to(torch.int32).numpy(), values.softmax(1).numpy()))
+    return layers
+
+
+class Local:
+    """All experts in one process."""
+
+    def __init__(self, layers: Sequence[BenchLayer]) -> None:
+        self._layers = layers
+
+    def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
+        """Return the sums of one layer."""
+        layer = self._layers[index]
+        return expert_sums(x, ids, weights, layer.w13, layer.w2)
+
+
+class Remote:
+    """Half of the experts in a worker."""
+
+    def __init__(self, layers: Sequence[BenchLayer], options: RemoteOptions) -> None:
+        self.experts = RemoteExperts(options, 0)
+        num = EXPERTS // 2
+        self._local = [(layer.w13[:num].contiguous(), layer.w2[:num].contiguous()) for layer in layers]
+        indices = tuple(range(LAYERS))
+        self.experts.open(ExpertShapes(indices, (num,) * LAYERS, HIDDEN, INTERMEDIATE, "float32", 1024, TOP_K))
+        for index, layer in enumerate(layers):
+            for expert in range(num):
+                self.experts.write(index, "w13", expert, 0, layer.w13[num + expert])
+                self.experts.write(index, "w2", expert, 0, layer.w2[num + expert])
+        if problem := self.experts.commit():
+            raise SystemExit(problem)
+
+    def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
+        """Return the sums of one layer."""
+        local, buckets = split(ids, weights, ROWS)
+        w13, w2 = self._local[index]
+
+        def compute_local(feed: Callable[[], None]) -> Tensor:
+            return expert_sums(x, local, weights, w13, w2, feed)
+
+        return self.experts.add_sums(index, x, buckets, compute_local) if buckets else compute_local(nothing)
+
+
+def prefill(run: Local | Remote, layers: Sequence[BenchLayer], x: Tensor) -> Tensor:
+    """Return the hidden states of the prompt after all layers, chunk by chunk."""
+    outputs: list[Tensor] = []
+    for start in range(0, PROMPT, CHUNK):
+        part = slice(start, start + CHUNK)
+        hidden = x[part]
+        for index, layer in enumerate(layers):
+            hidden = hidden + run.sums(index, hidden, layer.ids[part], layer.weights[part])
+        outputs.append(hidden)
+    return torch.cat(outputs)
+
+
+def decode(run: Local | Remote, layers: Sequence[BenchLayer], x: Tensor) -> None:
+    """Run decode steps of a batch, whose routes are those of consecutive tokens of the prompt."""
+    for step in range(DECODE_STEPS):
+        part = slice(step * DECODE_BATCH, (step + 1) * DECODE_BATCH)
+        hidden = x[part]
+        for index, layer in enumerate(layers):
+            hidden = hidden + run.sums(index, hidden, layer.ids[part], layer.weights[part])
+
+
+@contextlib.contextmanager
+def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str]]:
+    """Yield the address and the key file of a worker process."""
+    key_file = folder / f"key_{name}"
+    key_file.touch(0o600)
+    key_file.write_text(secrets.token_hex(32))
+    command = [sys.executable, "-m", MODULE, "--listen", "127.0.0.1:0", "--key-file", str(key_file)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--slowdown", str(slowdown)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1], str(key_file)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def measure(slowdown: float, rounds: int, transport: str, decodes: bool) -> dict[str, ArmResult]:
+    """Return the results of all arms with workers of one speed; "all local" is the first arm."""
+    torch.set_num_threads(1)
+    layers, x = make_layers(), torch.randn((PROMPT, HIDDEN), generator=torch.Generator().manual_seed(1))
+    runs: dict[str, Local | Remote] = {"all local": Local(layers)}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for number, (name, (mode, dtype)) in enumerate(ARMS.items()):
+            address, key_file = stack.enter_context(worker(Path(folder), slowdown, str(number)))
+            options = RemoteOptions(
+                count=EXPERTS // 2,
+                mode=mode,
+                payload_dtype=dtype,
+                transport=transport,
+                workers=(address,),
+                key_file=key_file,
+                deadline_s=120.0,
+            )
+            runs[name] = run = Remote(layers, options)
+            stack.callback(run.experts.close)
+        expected = prefill(runs["all local"], layers, x)
+        for name, (_, dtype) in ARMS.items():  # also warms up, and lets auto measure both modes
+            hidden = prefill(runs[name], layers, x)
+            difference = float((hidden - expected).abs().max() / expected.abs().max())
+            if difference > TOLERANCE[dtype]:
+                raise SystemExit(f"{name} differs from all local by {difference:.1e}")
+        return results(runs, layers, x, rounds, decodes)
+
+
+def results(
+    runs: Mapping[str, Local | Remote], layers: Sequence[BenchLayer], x: Tensor, rounds: int, decodes: bool
+) -> dict[str, ArmResult]:
+    """Measure each arm once per round."""
+    prefills: dict[str, list[float]] = {name: [] for name in runs}
+    steps: dict[str, list[float]] = {name: [] for name in runs}
+    counted: dict[str, tuple[int, int]] = dict.fromkeys(runs, (0, 0))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            before = traffic(run)
+            started = time.perf_counter()
+            prefill(run, layers, x)
+            prefills[name].append(time.perf_counter() - started)
+            after = traffic(run)
+            counted[name] = after.calls - before.calls, after.payload_bytes - before.payload_bytes
+            if decodes:
+                started = time.perf_counter()
+                decode(run, layers, x)
+                steps[name].append(time.perf_counter() - started)
+    return {name: ArmResult(tuple(prefills[name]), tuple(steps[name]), *counted[name]) for name in runs}
+
+
+def traffic(run: Local | Remote) -> Traffic:
+    """Return the counters of a run; zeros without a worker."""
+    return run.experts.traffic if isinstance(run, Remote) else Traffic()
+
+
+def table(arms: Mapping[str, ArmResult]) -> list[str]:
+    """Return the lines of a table. Calls and payload are compared with stream in float32, times are medians."""
+    base = arms["stream, float32"]
+    lines = [
+        "| experts | calls | payload, MiB | prefill, s | decode, tokens/s |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, arm in arms.items():
+        calls, payload = (
+            ("-", "-")
+            if not arm.calls
+            else (
+                f"{arm.calls:,} ({arm.calls / base.calls - 1:+.1%})",
+                f"{arm.payload_bytes / 2**20:.2f} ({arm.payload_bytes / base.payload_bytes - 1:+.1%})",
+            )
+        )
+        decoded = f"{DECODE_STEPS * DECODE_BATCH / statistics.median(arm.decode_s):,.0f}" if arm.decode_s else "-"
+        lines.append(f"| {name} | {calls} | {payload} | {statistics.median(arm.prefill_s):.3f} | {decoded} |")
+    return lines
+
+
+def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str, rounds: int) -> str:
+    """Return the page with all tables."""
+    lines = [
+        "# Remote experts, measured",
+        "",
+        about,
+        "",
+        f"Command: `{command}`. {LAYERS} MoE layers without attention: {EXPERTS} experts of {INTERMEDIATE}, {TOP_K} per token, hidden "
+        f"{HIDDEN}, float32, of which {EXPERTS // 2} per layer are in a worker with one thread; the engine's part has one thread too. "
+        f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
+        f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) of one prompt.",
+    ]
+    for title, arms in tables.items():
+        lines += ["", f"## {title}", "", *table(arms)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/remote_experts.md")
+    options = parser.parse_args()
+    about = machine(os.getloadavg()[0])
+    settings = {
+        "Shared memory": (1.0, "shared", True),
+        "Socket": (1.0, "socket", True),
+        f"Shared memory, computation {SLOW:.0f} times slower": (SLOW, "shared", False),
+    }
+    tables: dict[str, dict[str, ArmResult]] = {}
+    for title, (slowdown, transport, decodes) in settings.items():
+        tables[title] = measure(slowdown, options.rounds, transport, decodes)
+        print(visible("\n".join((title, *table(tables[title])))), flush=True)
+    command = f"python benchmarks/remote_experts.py --rounds {options.rounds} --write"
+    text = page(tables, about, command, options.rounds)
+    print(visible(text))
+    if options.write:
+        write(PAGES / "remote_experts.md", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""One layer's requests to a worker: they leave while the engine computes its own experts, a few at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from slime_like_plugins.remote_experts.client import ExpertRequest, WorkerClient
+from slime_like_plugins.remote_experts.routing import TokenBucket
+
+
+class Exchange:
+    """Requests for the buckets of a batch."""
+
+    def __init__(
+        self, client: WorkerClient, layer: int, x_TH: Tensor, buckets: Sequence[TokenBucket], max_rows: int
+    ) -> None:
+        """``max_rows``: largest request."""
+        self._client, self._layer, self._x = client, layer, x_TH
+        self._waiting: Iterator[TokenBucket] = (part for bucket in buckets for part in bucket.chunks(max_rows))
+        self._next: TokenBucket | None = next(self._waiting, None)
+        self._sent: deque[tuple[TokenBucket, ExpertRequest]] = deque()
+
+    def feed(self) -> None:
+        """Receive replies, and send requests while the worker takes them. Does not wait."""
+        self._client.poll()
+        while self._next is not None and self._client.has_room:
+            bucket = self._next
+            request = self._client.submit(self._layer, bucket.rows_of(self._x), bucket.ids, bucket.weights)
+            self._sent.append((bucket, request))
+            self._next = next(self._waiting, None)
+
+    def results(self) -> Iterator[tuple[TokenBucket, Tensor]]:
+        """Yield each request's tokens and their float32 sums, in the order of the requests. Waits for the worker."""
+        self.feed()
+        while self._sent:
+            bucket, request = self._sent.popleft()
+            yield bucket, self._client.result(request)
+            self.feed()

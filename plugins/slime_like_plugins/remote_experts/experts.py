@@ -1,0 +1,236 @@
+"""Remote experts of an engine's rank: their sums, their weights, and the policy if the worker fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_like.config.schema.remote_experts import RemoteOptions
+from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like_plugins.remote_experts.client import FAILURES, Traffic
+from slime_like_plugins.remote_experts.exchange import Exchange
+from slime_like_plugins.remote_experts.link import WorkerLink
+from slime_like_plugins.remote_experts.memory import ExpertMemory
+from slime_like_plugins.remote_experts.mode import STREAM_ROWS, ModeChooser
+from slime_like_plugins.remote_experts.routing import TokenBucket
+from slime_like_plugins.remote_experts.shapes import ExpertShapes
+
+logger = logging.getLogger(__name__)
+MAX_RESTARTS = 3  # workers in a row that failed before they answered a request
+FIX = "see the worker's error above, or set rollout.remote_experts.policy=fallback or respawn"
+
+type LocalSums = Callable[[Callable[[], None]], Tensor]
+"""Computes the engine's own experts, and calls its argument now and then."""
+
+
+class RemoteExpertsLost(SlimeLikeError, RuntimeError):
+    """A worker of remote experts that failed, under a policy that requires it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFault:
+    """State of the worker for reports."""
+
+    num_restarts: int
+    is_replaced: bool  # by computation in the engine
+
+
+class RemoteExperts:
+    """Remote experts of all layers of one rank."""
+
+    def __init__(self, options: RemoteOptions, rank: int) -> None:
+        self._options = options
+        self._link = WorkerLink(options, rank)
+        self._shapes: ExpertShapes | None = None
+        self._copy: ExpertMemory | None = None  # of the weights, for policies other than required
+        self._version = 0  # committed; 0 while an update is open
+        self._commits = 0
+        self._is_replaced = False
+        self._failure = ""  # of an update
+        self._restarts = self._restarts_in_a_row = 0
+        self._chooser = ModeChooser(options.mode)
+        self._traffic = Traffic()
+
+    # ---- start -------------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Start the worker's process."""
+        self._link.start()
+
+    def open(self, shapes: ExpertShapes) -> None:
+        """Connect to the worker and let it allocate the experts. Raises one of ``FAILURES``, or ``ConfigError``."""
+        self._shapes = shapes
+        if self._options.policy != "required":
+            self._copy = ExpertMemory(shapes, torch.device("cpu"))
+        client = self._link.open(shapes)
+        logger.info(
+            "slime_like remote experts: %d experts in %d layers (%d bytes) in %s, %s mode, %s transport, policy %s",
+            *(sum(shapes.num_experts), len(shapes.layers), shapes.weight_bytes, self._link.name),
+            *(self._options.mode, client.transport, self._options.policy),
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """True after ``open``."""
+        return self._shapes is not None
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of all workers of this rank so far."""
+        total = self._traffic
+        return total.plus(self._link.client.traffic) if self._link.is_open else total
+
+    @property
+    def state(self) -> WorkerFault:
+        """Restarts of the worker, and whether the engine computes its experts."""
+        return WorkerFault(self._restarts, self._is_replaced)
+
+    def close(self) -> None:
+        """End the worker. Never hangs."""
+        self._link.close()
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+    # No method of an update raises an error of the worker: another rank would wait for this one in SGLang's barriers.
+    def begin(self) -> None:
+        """Forget the weights: every element has to be written before the commit."""
+        self._version, self._failure = 0, ""
+        if self._copy is not None:
+            self._copy.begin()
+        self._try(lambda: self._link.client.begin())
+        self._restore()
+
+    def write(self, layer: int, name: str, expert: int, start: int, rows: Tensor) -> None:
+        """Replace rows of a matrix of a remote expert."""
+        if self._copy is not None:
+            self._copy.rows(layer, name, expert, start, len(rows)).copy_(rows)
+        self._try(lambda: self._link.client.write(layer, name, expert, start, rows))
+
+    def unwritten(self) -> tuple[list[tuple[str, int, int]], str]:
+        """Return the incomplete matrices (name, missing elements, elements), and the failure of the worker, if any."""
+        if self._is_replaced:
+            assert self._copy is not None
+            return self._copy.unwritten(), ""
+        report: list[tuple[str, int, int]] = []
+        self._restore()
+        self._try(lambda: report.extend(self._link.client.unwritten()))
+        if self._failure and self._restore():
+            self._try(lambda: report.extend(self._link.client.unwritten()))
+        return report, self._failure
+
+    def commit(self) -> str:
+        """Serve the written weights as the next version. Returns the failure of the worker, or an empty text."""
+        self._commits += 1
+        if not self._is_replaced:
+            self._try(lambda: self._link.client.commit(self._commits))
+            if self._failure and self._restore():
+                self._try(lambda: self._link.client.commit(self._commits))
+        if not self._failure:
+            self._version = self._commits
+        return self._failure
+
+    def _try(self, call: Callable[[], None]) -> None:
+        """Call a method of the client. A failure ends the worker and is kept for the end of the update."""
+        if self._is_replaced or self._failure:
+            return
+        try:
+            call()
+        except (*FAILURES, RemoteExpertsLost) as error:
+            self._keep_counters()
+            self._link.abandon()
+            if self._options.policy == "fallback":
+                self._replace(error)
+            else:
+                self._failure = str(error)
+
+    def _restore(self) -> bool:
+        """Start a new worker with the weights written so far, if the policy is respawn and the last one failed."""
+        if self._options.policy != "respawn" or not self._failure:
+            return False
+        self._failure = ""
+        self._try(self._respawn)
+        return not self._failure
+
+    # ---- sums --------------------------------------------------------------------------------------------------------
+    def add_sums(self, layer: int, x_TH: Tensor, buckets: Sequence[TokenBucket], compute_local: LocalSums) -> Tensor:
+        """Return the float32 sums [T, H] of local and remote experts.
+
+        Each token's remote sum is one term, which is added to its local sum: the result does not depend on the order of replies.
+        Raises ``RemoteExpertsLost``.
+        """
+        sums: Tensor | None = None
+        while not self._is_replaced:
+            started, waited = time.monotonic(), self._link.client.traffic.wait_s if self._link.is_open else 0.0
+            try:
+                if not self._link.is_open:
+                    self._respawn()
+                exchange = Exchange(self._link.client, layer, x_TH, buckets, self._max_rows())
+                exchange.feed()
+                if sums is None:
+                    sums = compute_local(exchange.feed)
+                answers = list(exchange.results())
+            except FAILURES as error:
+                self._fail(error)
+                continue
+            self._restarts_in_a_row = 0
+            num_rows = sum(len(bucket.tokens) for bucket in buckets)
+            wait_s = self._link.client.traffic.wait_s - waited
+            self._chooser.record(num_rows, time.monotonic() - started, wait_s)
+            return _added(sums, answers)
+        if sums is None:
+            sums = compute_local(lambda: None)
+        return _added(sums, [(bucket, self._own_sums(layer, x_TH, bucket)) for bucket in buckets])
+
+    def _max_rows(self) -> int:
+        return STREAM_ROWS if self._chooser.next_mode == "stream" else self._options.capacity
+
+    def _own_sums(self, layer: int, x_TH: Tensor, bucket: TokenBucket) -> Tensor:
+        assert self._copy is not None
+        return self._copy.sums(layer, bucket.rows_of(x_TH).to("cpu"), bucket.ids, bucket.weights)
+
+    # ---- failures ----------------------------------------------------------------------------------------------------
+    def _fail(self, error: Exception) -> None:
+        """Apply the policy after a failed request. Raises ``RemoteExpertsLost`` if the worker is required."""
+        self._keep_counters()
+        self._link.abandon()
+        if self._options.policy == "fallback":
+            self._replace(error)
+            return
+        self._restarts_in_a_row += 1
+        if self._options.policy == "respawn" and self._restarts_in_a_row <= MAX_RESTARTS:
+            logger.warning("slime_like remote experts: %s; a new worker replaces it", error)
+            return
+        attempts = f" after {MAX_RESTARTS} new workers" if self._options.policy == "respawn" else ""
+        raise RemoteExpertsLost(f"remote experts are lost{attempts}: {error}; {FIX}") from error
+
+    def _replace(self, error: Exception) -> None:
+        self._is_replaced = True
+        logger.warning(
+            "slime_like remote experts: %s; the engine computes its experts itself until it is restarted", error
+        )
+
+    def _respawn(self) -> None:
+        """Start a worker with the copy of the weights, and the committed version if no update is open."""
+        assert self._shapes is not None and self._copy is not None
+        self._link.abandon()
+        self._restarts += 1
+        try:
+            self._link.open(self._shapes)
+        except ConfigError as error:
+            raise RemoteExpertsLost(f"remote experts are lost: {error}") from error
+        self._link.send(self._copy.matrices)
+        if self._version:
+            self._link.client.commit(self._version)
+
+    def _keep_counters(self) -> None:
+        if self._link.is_open:
+            self._traffic = self._traffic.plus(self._link.client.traffic)
+
+
+def _added(sums: Tensor, answers: Sequence[tuple[TokenBucket, Tensor]]) -> Tensor:
+    for bucket, rows in answers:
+        sums[bucket.index()] += rows.to(sums.device)
+    return sums

@@ -1,0 +1,78 @@
+"""Choice of remote experts: by count, by list, or those with the least measured load; and the record of that load."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slime_like.config.schema.remote_experts import RemoteOptions
+from slime_like.errors import ConfigError
+from slime_like.util.reading import InputFile
+from slime_like_plugins.remote_experts.compute import Ids
+
+FIX = "record it again with rollout.remote_experts.record_load"
+
+
+def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[int, ...]:
+    """Return the ascending ids of a layer's remote experts among ``num_experts`` routed ones.
+
+    Raises ``ConfigError`` if the layer does not have that many experts, or the load file lacks the layer.
+    """
+    if options.experts:
+        if max(options.experts) >= num_experts:
+            raise ConfigError(
+                f"remote_experts.experts has {max(options.experts)}, but layer {layer} has {num_experts} experts"
+            )
+        if len(options.experts) == num_experts:
+            raise ConfigError("remote_experts.experts has every expert: leave at least one in the engine")
+        return tuple(sorted(options.experts))
+    if options.count >= num_experts:
+        raise ConfigError(
+            f"remote_experts.count={options.count}, but layer {layer} has {num_experts} experts: leave at least one in the engine"
+        )
+    if not options.load_file:
+        return tuple(range(num_experts - options.count, num_experts))
+    loads = read_load(Path(options.load_file)).get(layer)
+    if loads is None or len(loads) != num_experts:
+        num = "no" if loads is None else f"{len(loads)}"
+        raise ConfigError(f"remote_experts.load_file={options.load_file} has {num} experts of layer {layer}; {FIX}")
+    return tuple(sorted(np.argsort(np.asarray(loads), kind="stable")[: options.count].tolist()))
+
+
+def read_load(path: Path) -> dict[int, list[int]]:
+    """Return the tokens of each expert of each layer in a load file. Raises ``ConfigError`` if it is damaged."""
+    file = InputFile(path, ConfigError, FIX, key="rollout.remote_experts.load_file")
+    layers: Any = file.json_object().get("tokens")
+    if not isinstance(layers, dict):
+        raise file.refused("has no object 'tokens'")
+    loads: dict[int, list[int]] = {}
+    for name, counts in layers.items():
+        valid = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+        if not (str(name).isdecimal() and valid):
+            raise file.refused(f"has tokens of layer {name!r:.20} that are no list of counts")
+        loads[int(name)] = counts
+    return loads
+
+
+class LoadRecord:
+    """Number of tokens of each expert of each layer."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, NDArray[np.int64]] = {}
+
+    def add(self, layer: int, ids: Ids, num_experts: int) -> None:
+        """Count the pairs of a batch."""
+        counts = np.bincount(ids[ids >= 0].ravel(), minlength=num_experts)
+        self._tokens[layer] = self._tokens[layer] + counts if layer in self._tokens else counts
+
+    def write(self, path: Path) -> None:
+        """Replace the file at ``path``."""
+        tokens = {str(layer): counts.tolist() for layer, counts in sorted(self._tokens.items())}
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(json.dumps({"tokens": tokens}))
+        part.replace(path)

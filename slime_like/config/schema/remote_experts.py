@@ -1,0 +1,168 @@
+"""rollout.remote_experts.*, and the conditions on an engine for it. Shared by the rules of the config and the engine's plugin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slime_like.config.schema.base import Config, key, positive, within
+from slime_like.errors import ConfigError
+
+VARIABLE = "SLIME_LIKE_REMOTE_EXPERTS"
+"""Environment variable with the settings of an engine."""
+MODES = ("auto", "batched", "stream")
+TRANSPORTS = ("auto", "shared", "socket")
+POLICIES = ("required", "fallback", "respawn")
+PAYLOAD_DTYPES = ("float32", "float16", "bfloat16")
+CAPACITY, MAX_CAPACITY = 1024, 4096
+DEADLINE_S = 30.0
+
+
+@dataclass(kw_only=True)
+class RemoteExpertsConfig(Config):
+    """Part of the experts of each layer in the memory of a worker process."""
+
+    count: int = key(
+        0,
+        "Routed experts per layer in the memory of a worker process: the last ones, or with load_file those with the least load; "
+        "0: none.",
+    )
+    experts: list[int] = key([], "Ids of the remote experts of every layer, instead of count.")
+    load_file: str | None = key(None, "JSON file with the tokens of each expert, as record_load writes it, for count.")
+    record_load: str | None = key(
+        None, "JSON file to write the tokens of each expert to, at every weight push; null: none."
+    )
+    mode: str = key(
+        "auto",
+        "Requests of a prefill chunk. batched: of up to capacity tokens; stream: of up to 32; auto: batched while the worker "
+        "keeps up, otherwise the mode with more tokens per second.",
+        choices=MODES,
+    )
+    transport: str = key(
+        "auto",
+        "Path of hidden states and weights. shared: memory shared with a worker on the same machine; socket; auto: shared if "
+        "possible.",
+        choices=TRANSPORTS,
+    )
+    capacity: int = key(CAPACITY, "Most tokens of a request, 1 to 4096.")
+    payload_dtype: str = key("float32", "Number format of hidden states and results.", choices=PAYLOAD_DTYPES)
+    policy: str = key(
+        "required",
+        "If a worker ends or misses a deadline. required: the engine ends, and is restarted as any lost engine; fallback: the "
+        "engine computes the experts itself; respawn: a new worker gets the weights. The last two keep a copy of the weights in "
+        "host memory.",
+        choices=POLICIES,
+    )
+    deadline_s: float = key(DEADLINE_S, "Longest time of a request in seconds.")
+    workers: list[str] = key(
+        [], "Addresses HOST:PORT of running workers, one per rank of every engine; empty: each rank starts one."
+    )
+    key_file: str | None = key(None, "File with the key of the running workers, which only you can read.")
+    threads: int = key(1, "Threads of a worker that a rank starts.")
+    device: str = key("cpu", "Device of a worker that a rank starts, such as cpu or cuda:1.")
+    shared_bytes: int = key(0, "Size of the memory shared with each worker in bytes; 0: enough for 4 requests.")
+
+    @property
+    def enabled(self) -> bool:
+        """True if a worker has experts."""
+        return self.count > 0 or bool(self.experts)
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "deadline_s", "threads")
+        within(prefix, self, 1, MAX_CAPACITY, "capacity")
+        if problem := placement_problem(self.count, self.experts, self.load_file):
+            raise ConfigError(f"{prefix}{problem}")
+        if bool(self.workers) != bool(self.key_file):
+            raise ConfigError(
+                f"{prefix}workers={self.workers} and {prefix}key_file={self.key_file!r}: running workers and their key are set "
+                "together; set both or neither"
+            )
+        if self.shared_bytes < 0:
+            raise ConfigError(f"{prefix}shared_bytes={self.shared_bytes} must be at least 0")
+        if not self.enabled and self != type(self)():
+            raise ConfigError(
+                f"{prefix}* has no effect without remote experts: set {prefix}count, or remove the other keys"
+            )
+
+
+def placement_problem(count: int, experts: list[int], load_file: str | None) -> str:
+    """Return the reason why the settings of the placement exclude each other, or an empty text."""
+    if count < 0:
+        return f"count={count} must be at least 0"
+    if experts and (count or load_file):
+        return f"experts={experts} excludes count and load_file: remove one of them"
+    if load_file and not count:
+        return f"load_file={load_file!r} needs count, the number of remote experts per layer"
+    if len(set(experts)) < len(experts) or min(experts, default=0) < 0:
+        return f"experts={experts} has a negative id, or one twice"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """Settings of an engine, as in ``RemoteExpertsConfig``."""
+
+    count: int = 0
+    experts: tuple[int, ...] = ()
+    load_file: str = ""
+    record_load: str = ""
+    mode: str = "auto"
+    transport: str = "auto"
+    capacity: int = CAPACITY
+    payload_dtype: str = "float32"
+    policy: str = "required"
+    deadline_s: float = DEADLINE_S
+    workers: tuple[str, ...] = ()
+    key_file: str = ""
+    threads: int = 1
+    device: str = "cpu"
+    shared_bytes: int = 0
+
+    def to_json(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str) -> RemoteOptions:
+    """Return the settings that ``to_json`` wrote."""
+    values: dict[str, Any] = json.loads(text)
+    lists: dict[str, Any] = {name: tuple(values[name]) for name in ("experts", "workers") if name in values}
+    return RemoteOptions(**(values | lists))
+
+
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
+    "cpu_offload_gb": (0, "SGLang would move weights between the host and the GPU during a forward"),
+    "custom_weight_loader": (None, "it may write weights without SGLang's loaders, so that the worker would miss them"),
+    "disaggregation_mode": ("null", "not tested"),
+    "dwdp_size": (1, "its ranks exchange whole layers of experts"),
+    "elastic_ep_backend": (None, "it moves experts between ranks"),
+    "enable_eplb": (False, "it moves experts between ranks"),
+    "enable_lora": (False, "adapters would be merged into weights of which the worker has a part"),
+    "enable_paged_experts": (False, "it replaces the same function"),
+    "enable_pdmux": (False, "prefill and decode would use the connection at the same time"),
+    "enable_torch_compile": (False, "a request to a worker cannot be compiled"),
+    "enable_two_batch_overlap": (False, "two batches would use the connection at the same time"),
+    "ep_num_redundant_experts": (0, "it moves experts between ranks"),
+    "ep_size": (1, "experts are divided over ranks already"),
+    "kt_weight_path": (None, "it replaces the same function"),
+    "load_format": ("auto", "other formats write weights without SGLang's loaders, so that the worker would miss them"),
+    "moe_a2a_backend": ("none", "experts are divided over ranks already"),
+    "offload_group_size": (-1, "SGLang's offloader replaces the weights of a layer at each forward"),
+    "pp_size": (1, "not tested"),
+    "quantization": (None, "a worker computes with weights that are not quantised"),
+    "speculative_algorithm": (None, "the experts of the draft model would need a worker of their own"),
+    "startup_weight_load_mode": ("serial", "SGLang would start before the worker has the weights"),
+    "weight_cache_mode": ("off", "processes would share weights of which each lacks a part"),
+}
+"""Field of ServerArgs -> the value that remote experts require, and the reason."""
+
+
+def field_obstacle(field: str, value: object) -> str | None:
+    """Return the reason why remote experts exclude ``value`` of a field of ServerArgs, or None. None is SGLang's default."""
+    if field not in UNSUPPORTED_FIELDS:
+        return None
+    required, reason = UNSUPPORTED_FIELDS[field]
+    return None if value in (required, None, False, []) else reason
