@@ -125,10 +125,12 @@ class ThreadProcess:
     def __init__(self, origin: object) -> None:
         self.socket, theirs = socket.socketpair()
         connection = Connection(theirs, "the engine", 32 << 20)
+        service = FaultyService(connection, WorkerSettings())
+        service.wrong_answers, FaultyService.remaining = FaultyService.remaining, 0
 
         def run() -> None:
             with contextlib.suppress(SlimeLikeError, OSError):
-                FaultyService(connection, WorkerSettings()).run()
+                service.run()
             connection.close()
 
         threading.Thread(target=run, daemon=True).start()
@@ -251,11 +253,12 @@ class FaultyService(Service):
     """Worker that answers computations by ``fault``."""
 
     fault: Callable[[FaultyService, Frame], None]
-    remaining = 1  # wrong answers
+    remaining = 1  # wrong answers of the next worker; a worker that was abandoned may still answer
+    wrong_answers = 0
 
     def _compute(self, frame: Frame) -> None:
-        if self.remaining:
-            type(self).remaining -= 1
+        if self.wrong_answers:
+            self.wrong_answers -= 1
             type(self).fault(self, frame)
         else:
             super()._compute(frame)
