@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 
 from slime_like.interfaces import Sampling
+from slime_like.rollout.engine.client import COLUMNS
+from slime_like.rollout.engine.replies import completions
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models, RunningEngine, make_sampling, prompt
 from tests.engine.in_flight import MAX_TRIES
 
+recorded_engine: Any = importlib.import_module("benchmarks.recorded_engine")
 pytestmark = pytest.mark.engine
 
 
@@ -64,6 +68,28 @@ def test_completions_carry_version_finish_and_length(engine: RunningEngine) -> N
     assert len(completion.token_ids) == 9
     assert completion.finish == "length"
     assert completion.versions == ((0, 9, engine.run(engine.client.version())),)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 9, 120])
+def test_columns_are_the_tokens_and_log_probabilities_of_lists(engine: RunningEngine, num_tokens: int) -> None:
+    """The reply of a request for columns has no list with an entry per token, and the same values bit for bit."""
+    sampling = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    request = {"input_ids": [prompt(5), prompt(8)], "return_logprob": True}
+    request["sampling_params"] = [{**sampling, "sampling_seed": seed} for seed in (3, 4)]
+    lists = engine.run(engine.client._connection.post("generate", "/generate", request))
+    columns = engine.run(engine.client._connection.post("generate", "/generate", request | COLUMNS))
+    for item in columns:
+        assert isinstance(item["output_ids"], str)
+        assert "output_token_logprobs" not in item["meta_info"]
+    for reply, has_columns in ((lists, False), (columns, True)):
+        record = recorded_engine.item(num_tokens, 0, columns=has_columns)
+        for own, real in ((record, reply[0]), (record["meta_info"], reply[0]["meta_info"])):
+            assert set(own) ^ set(real) == set(), "the benchmark of the manager replays other fields"
+    for a, b in zip(completions(lists, 2), completions(columns, 2), strict=True):
+        assert len(b.token_ids) == num_tokens
+        np.testing.assert_array_equal(a.token_ids, b.token_ids, strict=True)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs, strict=True)
+        assert (a.versions, a.finish, a.prompt_tokens) == (b.versions, b.finish, b.prompt_tokens)
 
 
 def test_a_stop_token_ends_a_completion(engine: RunningEngine) -> None:

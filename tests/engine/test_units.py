@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -52,6 +53,22 @@ def test_a_reply_becomes_columns() -> None:
     assert completion.finish == "length"
 
 
+def test_a_reply_with_columns_has_the_same_completion() -> None:
+    def encoded(values: list[float], dtype: type[np.generic]) -> str:
+        return base64.b64encode(np.array(values, dtype).tobytes()).decode()
+
+    item = answer(slime_like_logprobs=encoded([-0.5, -1.5, -2.5], np.float32))
+    del item["meta_info"]["output_token_logprobs"]
+    (completion,) = completions([item | {"output_ids": encoded([7, 8, 9], np.int32)}], 1)
+    np.testing.assert_array_equal(completion.token_ids, np.array([7, 8, 9], np.int32), strict=True)
+    np.testing.assert_array_equal(completion.logprobs, np.array([-0.5, -1.5, -2.5], np.float32), strict=True)
+    for column in ("no base64!", encoded([7, 8, 9], np.int32)[:-4]):
+        with pytest.raises(EngineError, match="not base64 of int32"):
+            completions([item | {"output_ids": column}], 1)
+    with pytest.raises(EngineError, match="2 tokens but 3 log-probabilities"):
+        completions([item | {"output_ids": encoded([7, 8], np.int32)}], 1)
+
+
 def test_an_aborted_sample_without_tokens_has_no_span() -> None:
     meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}
     (completion,) = completions(
@@ -68,6 +85,7 @@ def test_an_aborted_sample_without_tokens_has_no_span() -> None:
         ([{"text": "hi"}], "returned no 'output_ids'"),
         ([answer(output_token_logprobs=[[-0.5, 7, None]])], "3 tokens but 1 log-probabilities"),
         ([answer(weight_versions=[{"version": "default", "start": 0, "end": 3}])], "'default', which is not a number"),
+        ([answer(weight_versions=[{"version": "-1", "start": 0, "end": 3}])], "'-1', which is not a number"),
     ],
 )
 def test_a_reply_that_is_not_an_answer_is_an_engine_error(reply: Any, message: str) -> None:

@@ -7,6 +7,8 @@ seeds are honoured and input tokens are scored at the request's temperature, on 
 Seeds work with all sampling options: temperature, top-k, nucleus, min-p, penalties, biases, grammars, custom logit
 processors, sampling masks. They do not work with speculative decoding, which verifies drafts in separate functions:
 the engine logs a warning, and ``run.deterministic`` refuses it.
+
+Replies have columns in base64 instead of lists of tokens and log-probabilities, if a request asks for them (``columns``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like_plugins.rollout_sampling import kernel
+from slime_like_plugins.rollout_sampling import columns, kernel
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -181,6 +181,7 @@ HOOKS = (
     Hook("sglang.srt.layers.sampler.Sampler._sample_from_probs", "around", sample_from_probs),
     Hook("sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch", "after", attach_temperature),
     Hook("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", "around", score),
+    *columns.HOOKS,
 )
 
 

@@ -18,6 +18,10 @@ from slime_like.types import F32, I32, RoutedExperts
 # the weights of its checkpoint: its accuracy changes how many drafts are accepted, not the distribution of the tokens.
 UPDATE_SELECTOR = {"selector": "target"}
 
+# Fields that ask for base64 columns instead of lists. Without the plugin ``rollout_sampling`` they have no effect, as SGLang reads
+# them for top log-probabilities only.
+COLUMNS = {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+
 
 class EngineClient:
     """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
@@ -116,9 +120,10 @@ class EngineClient:
         routing: RoutingShape | None,
     ) -> list[Completion]:
         request = {
-            "input_ids": [ids.tolist() for ids in token_ids],
+            "input_ids": token_ids,
             "sampling_params": params,
             "return_logprob": True,
+            **COLUMNS,
             "return_routed_experts": routing is not None,
         }
         return completions(await self._connection.post(phase, "/generate", request), len(token_ids), routing)
@@ -137,7 +142,7 @@ class EngineClient:
 
     async def _score(self, token_ids: Sequence[I32], temperature: float) -> Any:
         request = {
-            "input_ids": [ids.tolist() for ids in token_ids],
+            "input_ids": token_ids,
             "sampling_params": {"temperature": temperature, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,

@@ -39,7 +39,7 @@ class EngineConnection:
     ) -> Any:
         """Send one HTTP request; return the decoded JSON of the reply, or None if it has no body."""
         deadline = Deadline("rollout", phase, seconds or self._deadline_s)
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._describe(path)))
         try:
             async with self._pool().request(method, self._address.url + path, data=data, timeout=timeout) as response:

@@ -15,6 +15,8 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32, RoutedExperts
 
+LOGPROBS = "slime_like_logprobs"  # base64 of float32, by the plugin ``rollout_sampling``
+
 
 def completions(reply: Any, num_samples: int, routing: RoutingShape | None = None) -> list[Completion]:
     """Parse the reply to a batched ``/generate``, one item per sample; with ``routing``, including routed experts.
@@ -101,14 +103,16 @@ def error_text(status: int, body: bytes, reply: Any) -> str:
 
 
 def _completion(item: Any, routing: RoutingShape | None) -> Completion:
-    token_ids: I32 = np.array(_field(item, "output_ids"), dtype=np.int32)
+    token_ids: I32 = _column(_field(item, "output_ids"), np.int32)
     meta: Any = _field(item, "meta_info")
     finish = str(_meta(item, "finish_reason")["type"])
     if not len(token_ids) and finish == "abort":  # the request may never have been scheduled
         return Completion(token_ids, np.zeros(0, np.float32), (), finish, *_prompt(meta))
-    triples = _meta(item, "output_token_logprobs")
-    if len(triples) != len(token_ids):
-        raise EngineError(f"/generate returned {len(token_ids)} tokens but {len(triples)} log-probabilities")
+    logprobs: F32 = (
+        _column(meta[LOGPROBS], np.float32) if LOGPROBS in meta else _logprobs(_meta(item, "output_token_logprobs"))
+    )
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"/generate returned {len(token_ids)} tokens but {len(logprobs)} log-probabilities")
     spans = tuple((int(s["start"]), int(s["end"]), _version(s["version"])) for s in _meta(item, "weight_versions"))
     if not len(token_ids):
         spans = ()  # SGLang returns one empty span
@@ -117,7 +121,17 @@ def _completion(item: Any, routing: RoutingShape | None) -> Completion:
         finish != "abort" or ROUTED_EXPERTS in meta
     ):  # absent if aborted before it was scheduled again
         experts = _experts(item, _prompt(meta)[0] + len(token_ids) - 1, routing)
-    return Completion(token_ids, _logprobs(triples), spans, finish, *_prompt(meta), experts)
+    return Completion(token_ids, logprobs, spans, finish, *_prompt(meta), experts)
+
+
+def _column(value: Any, dtype: type[np.generic]) -> Any:
+    """Return numbers that the engine sent in base64 or, without the plugin ``rollout_sampling``, as a list."""
+    if not isinstance(value, str):
+        return np.array(value, dtype=dtype)
+    try:
+        return np.frombuffer(base64.b64decode(value, validate=True), dtype=dtype)
+    except ValueError as error:
+        raise EngineError(f"/generate returned a column that is not base64 of {np.dtype(dtype)}: {error}") from error
 
 
 def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> RoutedExperts:
