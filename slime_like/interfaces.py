@@ -80,12 +80,15 @@ class Tokenizer(Protocol):
         ...
 
 
+TokenIds = Sequence[int] | I32
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateContext:
     """Arguments of a generate call other than prompt and engine."""
 
     sampling: Sampling
-    decode: Callable[[Sequence[int]], str]  # token ids -> text, special tokens dropped
+    decode: Callable[[TokenIds], str]  # token ids -> text, special tokens dropped
     group_id: int
     first_sample_id: int
     max_context_len: int

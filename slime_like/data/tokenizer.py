@@ -101,6 +101,11 @@ class PlainTokenizer:
         offsets = {"offset_mapping": [encoding.offsets for encoding in encodings]} if return_offsets_mapping else {}
         return {"input_ids": [encoding.ids for encoding in encodings], **offsets}
 
+    @property
+    def backend_tokenizer(self) -> Any:
+        """The ``tokenizers.Tokenizer``, as of transformers' tokenizers."""
+        return self._backend
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

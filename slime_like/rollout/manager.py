@@ -22,6 +22,7 @@ from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.routing import RoutingShape
+from slime_like.data.text_decoder import text_decoder
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import DataSource, EngineAddress, Sampling
@@ -105,12 +106,14 @@ class RolloutManager:
         self._resizer = None if factory is None else PoolResizer(self._pool, self._monitor, factory)
         self._rewards = RewardPool(spec.reward)
         self._usage = RequestCounts(len(supervisors))
+        tokenizer = open_tokenizer(spec.tokenizer_path)
         self._sampler = GroupSampler(
             pool=self._pool,
             rewards=self._rewards,
             generate=open_generate(spec.rollout),
             generate_name=spec.rollout.generate,
-            tokenizer=open_tokenizer(spec.tokenizer_path),
+            tokenizer=tokenizer,
+            decode=text_decoder(tokenizer),
             chat_template_kwargs=spec.chat_template_kwargs,
             max_context_len=spec.max_context_len,
             seed=spec.seed,

@@ -82,7 +82,7 @@ class Session:
         episode = self._record(turn, prompt_ids, between, completion)
         if completion.finish == "length" and sampling.max_new_tokens < max_tokens:
             episode.status = Status.COMPLETED  # the agent set this limit, not the run
-        self._text = self._context.decode(completion.token_ids.tolist())
+        self._text = self._context.decode(completion.token_ids)
         if episode.status is Status.ABORTED:
             self.end_status = Status.ABORTED
         self._refuse_aborted()

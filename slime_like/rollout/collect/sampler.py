@@ -9,7 +9,7 @@ from typing import cast
 from slime_like.config.schema import names
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import UserCodeError
-from slime_like.interfaces import GenerateContext, GenerateFn, Generator, Sampling, Tokenizer
+from slime_like.interfaces import GenerateContext, GenerateFn, Generator, Sampling, TokenIds, Tokenizer
 from slime_like.metrics.types import Metric
 from slime_like.registry import resolve
 from slime_like.reward.pool import RewardPool
@@ -51,6 +51,7 @@ class GroupSampler:
     generate: GenerateFn
     generate_name: str  # rollout.generate, for messages
     tokenizer: Tokenizer  # of model.hf_checkpoint
+    decode: Callable[[TokenIds], str]  # token ids -> text, special tokens dropped
     chat_template_kwargs: Mapping[str, object]
     max_context_len: int
     seed: int
@@ -71,7 +72,7 @@ class GroupSampler:
         seeds = sample_seeds(self.seed, request.stream, first, n)
         context = GenerateContext(
             sampling=request.sampling,
-            decode=self._decode,
+            decode=self.decode,
             group_id=request.group_id,
             first_sample_id=first,
             max_context_len=self.max_context_len,
@@ -129,9 +130,6 @@ class GroupSampler:
             f"rollout.generate={self.generate_name} returned {description} for {subject}: it must return the samples of the group, "
             "at least one slime_like.types.Sample"
         )
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def _problem(sample: Sample, group_id: int) -> str:

@@ -39,7 +39,7 @@ def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, 
         logprobs=columns.logprobs,
         spans=columns.spans(),
         status=STATUS.get(completion.finish, Status.FAILED),
-        text=context.decode(completion.token_ids.tolist()),
+        text=context.decode(completion.token_ids),
         extras={} if columns.experts is None else {ROUTED_EXPERTS: columns.experts},
     )
 
