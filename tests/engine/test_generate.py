@@ -74,7 +74,7 @@ def test_completions_carry_version_finish_and_length(engine: RunningEngine) -> N
 def test_columns_are_the_tokens_and_log_probabilities_of_lists(engine: RunningEngine, num_tokens: int) -> None:
     """The reply of a request for columns has no list with an entry per token, and the same values bit for bit."""
     sampling = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    request = {"input_ids": [prompt(5), prompt(8)], "return_logprob": True}
+    request: dict[str, Any] = {"input_ids": [prompt(5), prompt(8)], "return_logprob": True}
     request["sampling_params"] = [{**sampling, "sampling_seed": seed} for seed in (3, 4)]
     lists = engine.run(engine.client._connection.post("generate", "/generate", request))
     columns = engine.run(engine.client._connection.post("generate", "/generate", request | COLUMNS))
