@@ -1,15 +1,16 @@
-"""Errors of one rank, without ranks: the message that the other ranks get before the rank raises."""
+"""Errors of one rank: the message that the other ranks get before the rank raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.train.megatron.model_io import damage
 from slime_like.train.megatron.platform import collective
+from tests.train.jobs import RankJob, Results
+
+JOBS = {1: [RankJob("unreadable checkpoint", "tests.train.unreadable:read_without_permission")]}
 
 
 def fail_with(error: Exception) -> Callable[[], None]:
@@ -38,19 +39,8 @@ def test_the_other_ranks_learn_of_every_error(
     assert len(messages) == 1 and messages[0] is not None and messages[0].startswith(message)
 
 
-def test_a_rank_that_cannot_enter_the_checkpoint_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[str | None] = []
-
-    def gather(errors: list[str | None], error: str | None) -> None:
-        sent.append(error)
-        errors[0] = error
-
-    def refuse(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(damage.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(damage.dist, "all_gather_object", gather)
-    monkeypatch.setattr(damage, "read_record", refuse)
-    with pytest.raises(CheckpointError, match=r"^/c/iter_0000001: cannot be read \(Permission denied\)"):
-        damage.read_verified_manifest(Path("/c/iter_0000001"), verify=True)
-    assert len(sent) == 1
+@pytest.mark.ranks
+def test_a_rank_that_cannot_enter_the_checkpoint_tells_the_others(results: Results) -> None:
+    ((message, sent),) = results["unreadable checkpoint"]
+    assert message.startswith("/c/iter_0000001: cannot be read (Permission denied)"), message
+    assert len(sent) == 1 and sent[0] is not None

@@ -1,0 +1,35 @@
+"""Rank function of test_collective: a checkpoint folder that one rank may not enter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.errors import CheckpointError
+from tests.train.faults import replace_attribute
+from tests.train.jobs import Shared
+from tests.train.ranks import RankWorld
+
+
+def read_without_permission(world: RankWorld, shared: Shared) -> tuple[str, list[str | None]]:
+    """Return the error of a read, and the errors that this rank sent to the others."""
+    from slime_like.train.megatron.model_io import damage  # imports megatron, which a rank adapts first
+
+    sent: list[str | None] = []
+
+    def gather(errors: list[str | None], error: str | None) -> None:
+        sent.append(error)
+        errors[0] = error
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    with (
+        replace_attribute(damage.dist, "get_world_size", lambda: 1),
+        replace_attribute(damage.dist, "all_gather_object", gather),
+        replace_attribute(damage, "read_record", refuse),
+    ):
+        try:
+            damage.read_verified_manifest(Path("/c/iter_0000001"), verify=True)
+        except CheckpointError as error:
+            return str(error), sent
+    return "no error", sent
