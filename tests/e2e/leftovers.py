@@ -43,9 +43,9 @@ class RunResources:
     known_processes: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])  # id and start of each process
     shared_paths: set[Path] = field(default_factory=set[Path])  # names in /dev/shm and their parent folders
     ports: dict[int, str] = field(default_factory=dict[int, str])  # inode of a listening socket -> address
-    owners: dict[int, str] = field(
-        default_factory=dict[int, str]
-    )  # inode of a listening socket -> command of a process that has it open
+    owners: dict[int, set[str]] = field(
+        default_factory=dict[int, set[str]]
+    )  # inode of a listening socket -> commands of the processes that had it open
     secrets: ExposedSecrets = field(default_factory=ExposedSecrets)
     paths: dict[str, bool] = field(
         default_factory=dict[str, bool]
@@ -60,7 +60,8 @@ class RunResources:
         addresses, inodes_of = listening(), {pid: sockets([pid]) for pid in pids}
         for pid, inodes in inodes_of.items():
             for inode in inodes & addresses.keys():
-                self.ports[inode], self.owners[inode] = addresses[inode], command(pid)
+                self.ports[inode] = addresses[inode]
+                self.owners.setdefault(inode, set()).add(command(pid))
         paths = unix_listeners(set[int]().union(*inodes_of.values()))
         self.paths |= {path: self.paths.get(path, True) and is_private(path) for path in paths}
 
