@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -155,6 +155,7 @@ def test_split_norm_rotate(
     dtype=DTYPES,
     seed=SEEDS,
 )
+@example(rows=8, real=1, padding=0, chunk=1, temperature=0.3125, entropy=True, dtype=torch.float32, seed=1)
 def test_scores(
     rows: int, real: int, padding: int, chunk: int, temperature: float, entropy: bool, dtype: torch.dtype, seed: int
 ) -> None:
@@ -175,7 +176,9 @@ def test_scores(
         log_p = torch.log_softmax(rounded / temperature, -1)
         return [log_p.gather(1, target[:, None])[:, 0], *([-(log_p.exp() * log_p).sum(-1)] if entropy else [])]
 
-    assert_agree(fused, definition, [hidden, weight], step=2e-2 if dtype is torch.bfloat16 else 1e-5)
+    # Where one token has all of the probability, terms of size 1 / temperature cancel in the gradients.
+    step = 2e-2 if dtype is torch.bfloat16 else 1e-5 * max(1.0, 1 / temperature)
+    assert_agree(fused, definition, [hidden, weight], step=step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
