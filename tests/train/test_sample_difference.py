@@ -34,7 +34,9 @@ def reported(results: Results, name: str, key: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", RUNS)
 def test_samples_of_the_trainers_weights_are_trained_on(name: str, results: Results) -> None:
     metrics = reported(results, name, "healthy")
-    assert 0 <= metrics[DRIFT] <= metrics[f"{DRIFT}_p99"] <= metrics[f"{DRIFT}_max"] <= TOLERANCE / 10
+    # The mean exceeds the 99th percentile if fewer than a hundredth of the tokens differ.
+    assert all(0 <= metrics[name] <= metrics[f"{DRIFT}_max"] for name in (DRIFT, f"{DRIFT}_p99"))
+    assert metrics[f"{DRIFT}_max"] <= TOLERANCE / 10
     assert metrics["train/off_policy_token_ratio"] == 0 and f"{DRIFT}_mixed" not in metrics
     assert {f"{DRIFT}_max/{kind}" for kind in ("attention", "mlp", "all")} <= metrics.keys()
     assert max(metrics[f"{DRIFT}_max/{kind}"] for kind in ("attention", "mlp", "all")) <= TOLERANCE / 10
