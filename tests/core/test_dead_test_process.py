@@ -26,7 +26,7 @@ def test_tests_after_a_crash_run_and_completed_groups_do_not_return(tmp_path: Pa
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert "crashed while running 'test_c.py::test_dies'" in result.stdout, result.stdout
