@@ -114,9 +114,9 @@ def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
     """Return the figures of an arm that ran in a process of its own, or None if it failed: its output says why."""
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         result = Path(folder) / "figures.json"
-        own = [sys.executable, __file__, *argv, "--arms", name, "--result", str(result)]
+        command = [sys.executable, __file__, *argv, "--arms", name, "--result", str(result)]
         try:
-            done = subprocess.run(own, stdout=sys.stderr, check=False, timeout=LIMIT)
+            done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=LIMIT)
         except subprocess.TimeoutExpired:
             sys.stderr.write(visible(f"{name}: no result within {LIMIT} s\n"))
             return None
