@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_like.printable import visible
+from slime_like.util.ports import PortLease
 
 START_S, REQUEST_S = 600.0, 120.0
 CPU_ENVIRONMENT = {
@@ -76,13 +76,13 @@ def main() -> None:
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(options.model, options.device, port)]
+    lease = PortLease("127.0.0.1")
+    arguments = server_arguments(options.model, options.device, lease.port)
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments]
     environment = os.environ | (CPU_ENVIRONMENT if options.device == "cpu" else {})
     server = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        response = ask(port, [5, 6, 7], lambda: server.poll() is None)
+        response = ask(lease.port, [5, 6, 7], lambda: server.poll() is None)
         sys.stdout.write(visible(f"response: {response}\n"))
     finally:
         os.killpg(server.pid, signal.SIGKILL)  # the server, its scheduler of each rank and its detokenizer

@@ -15,7 +15,9 @@ from slime_like.errors import SlimeLikeError
 
 BACKLOG = 2048  # ranks that connect simultaneously
 INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, from which any outgoing connection could take a port
+# Above the ports of Ray's workers (10002-19999) and below Linux's ephemeral range, from which any outgoing connection
+# could take a port. SGLang derives further ports, at most 300 above.
+PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True)

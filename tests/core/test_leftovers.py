@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from slime_like.util.deadline import Deadline
@@ -98,7 +98,7 @@ def test_a_process_whose_title_overwrote_its_mark_is_found(mark: str) -> None:
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         worker = int(parent.stdout.readline())
-        pidfd = os.pidfd_open(worker)
+        process = psutil.Process(worker)
         try:
             assert not is_marked(worker, mark)
             resources.record()
@@ -107,9 +107,7 @@ def test_a_process_whose_title_overwrote_its_mark_is_found(mark: str) -> None:
             assert leftovers(resources) == [f"process {worker}: ray::A"]
         finally:
             os.kill(worker, signal.SIGKILL)
-            readable, _, _ = select.select([pidfd], [], [], Deadline("test", "worker", 30).limit)
-            os.close(pidfd)
-            assert readable
+            process.wait(Deadline("test", "worker", 30).limit)
     assert leftovers(resources) == []
 
 

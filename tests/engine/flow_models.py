@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -160,6 +161,7 @@ class GlooRanks:
     """Gloo groups, one for each slot, of ranks that are threads of this process."""
 
     def __init__(self, size: int, num_slots: int) -> None:
+        gc.collect()  # closes the descriptors of earlier ranks, two for each weight
         self.size, self._num_slots, self._store = size, num_slots, dist.HashStore()
         self._groups: dict[int, list[Any]] = {}
         self.run(self._connect)

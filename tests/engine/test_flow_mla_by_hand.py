@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from examples.flow_mla_server import CPU_ENVIRONMENT, ask, server_arguments
-from slime_like.util.ports import listen
+from slime_like.util.ports import PortLease
 from tests.engine.conftest import Models
 from tests.engine.forked_engines import ForkedEngine
 
@@ -27,24 +28,33 @@ def serve() -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
+def respond(model: Path, prompt: list[int], folder: Path) -> tuple[list[int], str]:
+    """Start a server, send it ``prompt`` and stop it. Return the response and the log."""
+    log = folder / "log"
+    with PortLease("127.0.0.1") as port, log.open("wb") as file:
+        arguments = [*server_arguments(str(model), "cpu", port), "--max-total-tokens", "512"]
+        environment = os.environ | CPU_ENVIRONMENT | {ARGUMENTS: json.dumps(arguments), "TMPDIR": str(folder)}
+        server = ForkedEngine(file, environment, f"{__name__}:serve")
+        try:
+            response = ask(port, prompt, lambda: server.poll() is None)
+        except BaseException as error:
+            error.add_note(f"end of the log:\n{log.read_text()[-6000:]}")
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait(60)
+    return response, log.read_text()
+
+
 def test_a_server_that_sglang_starts_shards_weights_and_returns_the_models_tokens(
     models: Models, tmp_path: Path
 ) -> None:
-    with listen("127.0.0.1") as listener:
-        port = listener.getsockname()[1]
-    arguments = [*server_arguments(str(models.paths["A"]), "cpu", port), "--max-total-tokens", "512"]
-    environment = os.environ | CPU_ENVIRONMENT | {ARGUMENTS: json.dumps(arguments), "TMPDIR": str(tmp_path)}
-    log, prompt = tmp_path / "log", [5, 6, 7]
-    with log.open("wb") as file:
-        server = ForkedEngine(file, environment, f"{__name__}:serve")
-    try:
-        response = ask(port, prompt, lambda: server.poll() is None)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait(60)
+    prompt = [5, 6, 7]
+    response, log = respond(models.paths["A"], prompt, tmp_path)
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(8):
             ids.append(int(models.hf["A"](torch.tensor([ids])).logits[0, -1].argmax()))
-    assert response == ids[len(prompt) :], log.read_text()[-3000:]
-    assert log.read_text().count("FlowMLA shards o_proj of 4 layers over 2 ranks (p2p)") == 2
+    assert response == ids[len(prompt) :], log[-3000:]
+    assert log.count("FlowMLA shards o_proj of 4 layers over 2 ranks (p2p)") == 2

@@ -8,7 +8,7 @@ import io
 import os
 import pty
 import re
-import select
+import selectors
 import signal
 import struct
 import subprocess
@@ -65,7 +65,9 @@ def on_terminal(
 
 def _read(controller: int, deadline: Deadline) -> bytes:
     """Return the next output; empty at its end. Raises ``DeadlineExceeded``."""
-    select.select([controller], [], [], deadline.remaining("output"))
+    with selectors.DefaultSelector() as selector:  # select() refuses descriptors above 1023
+        selector.register(controller, selectors.EVENT_READ)
+        selector.select(deadline.remaining("output"))
     deadline.remaining("output")
     try:
         return os.read(controller, 65536)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -34,6 +35,7 @@ class HostParts:
     def __init__(self, num_slots: int) -> None:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"flow-mla-{slot}") for slot in range(num_slots)]
         self._fds: dict[int, int] = {}  # by address in memory
+        weakref.finalize(self, _close, self._fds)
 
     def allocate(self, num_bytes: int) -> Tensor:
         fd, memory = create_sealed("slime_like-attention", num_bytes)
@@ -55,6 +57,12 @@ class HostParts:
 
     def copy(self, slot: int, buffer: Tensor, parts: Sequence[Tensor]) -> ThreadCopy:
         return ThreadCopy(self._threads[slot].submit(_copy, buffer, parts))
+
+
+def _close(fds: Mapping[int, int]) -> None:
+    """Close the descriptors; mappings stay valid."""
+    for fd in fds.values():
+        os.close(fd)
 
 
 def _copy(buffer: Tensor, parts: Sequence[Tensor]) -> None:
