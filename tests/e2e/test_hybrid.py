@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slime_like.quickstart.arithmetic import ArithmeticSpec
-from slime_like.quickstart.model import GDN, NEXT, ModelSpec, write_model
+from slime_like.quickstart.model import GDN, NEXT, LinearSpec, ModelSpec, write_model
 from slime_like.util.deadline import Deadline
 from tests.e2e import checks
 from tests.e2e.conftest import SMALL_ROLLOUTS
@@ -57,7 +57,12 @@ FLOW_MLA = (
     "rollout.flow_mla.weights=[o_proj,qkv_proj]",
 )
 CASES = {
-    "quickstart_gdn tp2, a vision model": LayoutCase("quickstart_gdn", GDN, ("parallel.tp=2", *FLOW_MLA), vision=True),
+    "quickstart_gdn tp2, a vision model": LayoutCase(
+        "quickstart_gdn",
+        replace(GDN, linear=LinearSpec(full_attention_interval=2)),
+        ("parallel.tp=2", *FLOW_MLA),
+        vision=True,
+    ),
     "quickstart_next cp2, experts replayed": LayoutCase(
         "quickstart_next", NEXT, ("parallel.cp=2", "algo.routing_replay=rollout")
     ),
@@ -93,7 +98,7 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
     assert result.code == 0, result.output
     assert f"Gated DeltaNet ran on torch: torch {torch.__version__}" in result.output
     log = (run_dir / "logs" / "engine_0.log").read_text()
-    assert log.count("FlowMLA shards o_proj, qkv_proj of 1 layers over 2 ranks") == 2 * (FLOW_MLA[0] in case.layout)
+    assert log.count("FlowMLA shards o_proj, qkv_proj of 2 layers over 2 ranks") == 2 * (FLOW_MLA[0] in case.layout)
     cp_message = "; model.gdn.cp_mode=head (tp 1 * cp 2 divides"  # in the trainer's message, not in the plan's
     assert (cp_message in result.output) == ("parallel.cp=2" in case.layout)
     rows = metrics(run_dir)

@@ -1,7 +1,7 @@
 """+recipe=quickstart_latent, shortened, without a warm start: its experts are on two ranks, which replay those of the engine.
 
 The engine has four ranks: two groups of data-parallel attention, which hold different requests and share the attention weights by
-FlowMLA, and each spread the latents of a sequence over two ranks.
+FlowMLA, and each spread the latents of a sequence over two ranks. Every rank has a quarter of the experts.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def test_two_ranks_replay_the_experts_of_a_latent_model(tmp_path: Path) -> None:
         "rollout.tp=4",
         "rollout.dp_attention=2",
         "rollout.dcp=2",
+        "rollout.sglang.ep_size=4",
         "rollout.flow_mla.enabled=true",
         "rollout.flow_mla.weights=[o_proj,q_proj,kv_b_proj,a_proj]",
         f"run.dir={run_dir}",

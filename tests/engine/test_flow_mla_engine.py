@@ -60,6 +60,7 @@ def pair(
         "server_type": ForkedEngineServer,
         "dp_attention": 2,
         "deterministic": request.param == "qwen3",
+        "ep_size": 2 if request.param == "deepseek_v3" else 1,
     }
     with contextlib.ExitStack() as stack:
         runs: list[Any] = []

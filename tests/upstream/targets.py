@@ -32,6 +32,7 @@ HOOK_SETS = (
     "hybrid",
     "latent",
     "data_parallel",
+    "expert_parallel",
     "dcp",
     "kv_capacity",
     "flow_mla",
@@ -54,7 +55,7 @@ def sglang() -> dict[str, str | None]:
     """Install each set of hooks of the engine plugins."""
     with sglang_imports():
         from slime_like_plugins.rollout_sampling import hooks as sampling
-        from slime_like_plugins.sglang_cpu import data_parallel, exact, process
+        from slime_like_plugins.sglang_cpu import data_parallel, exact, expert_parallel, process
         from slime_like_plugins.weight_commit import dequantise
         from slime_like_plugins.weight_commit import hooks as commit
 
@@ -67,7 +68,7 @@ def sglang() -> dict[str, str | None]:
             commit.install,
             dequantise.install,
         )
-        installers += (hybrid, latent, data_parallel.replace, dcp, kv_capacity, flow_mla)
+        installers += (hybrid, latent, data_parallel.replace, expert_parallel.replace, dcp, kv_capacity, flow_mla)
         return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 

@@ -18,6 +18,7 @@ from slime_like_plugins.sglang_cpu import NAME
 from slime_like_plugins.sglang_hooks import replace_attribute, stop_on
 
 COLLECTIVES = ("inplace_all_reduce", "reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
+ORDERED_SCATTER = "_deterministic_reduce_scatterv"
 WAKE_MS = 50
 """Longest sleep of an idle engine. A request wakes only the rank that receives it, but each forward needs all ranks. Each wake-up
 costs about a millisecond of computation."""
@@ -39,6 +40,10 @@ def replace() -> None:
     hybrid: Any = importlib.import_module("sglang.srt.layers.attention.hybrid_linear_attn_backend")
     missing = [name for name in COLLECTIVES if not hasattr(getattr(collectives, name, None), "__wrapped__")]
     stop_on(NAME, [f"{collectives.__name__}.{name} is not a custom op" for name in missing])
+    groups: Any = collectives.GroupCoordinator
+    if not hasattr(groups, ORDERED_SCATTER):
+        stop_on(NAME, [f"{collectives.__name__}.GroupCoordinator.{ORDERED_SCATTER} does not exist"])
+    replace_attribute(NAME, groups, "reduce_scatterv", reduce_scatterv)
     replace_attribute(NAME, exchange, "memcpy_func", exchange.memcpy_cpu)
     replace_attribute(NAME, batches, "_is_cpu", True)
     replace_attribute(NAME, sleeper.IdleSleeper, "maybe_sleep", sleep)
@@ -62,6 +67,14 @@ def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return result.zero_() if batch.forward_mode.is_idle() else result
 
     return wrapped
+
+
+def reduce_scatterv(group: Any, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
+    """Scatter the sum of ``input_`` in parts of ``sizes`` rows, as engines with expert parallelism do.
+
+    SGLang's own form needs NCCL, except in its deterministic mode.
+    """
+    return getattr(group, ORDERED_SCATTER)(input_, output, sizes)
 
 
 def sleep(self: Any) -> None:

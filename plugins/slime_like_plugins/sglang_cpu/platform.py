@@ -89,7 +89,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         import torch
 
         from slime_like_plugins import rollout_sampling
-        from slime_like_plugins.sglang_cpu import data_parallel, fused
+        from slime_like_plugins.sglang_cpu import data_parallel, expert_parallel, fused
         from slime_like_plugins.sglang_cpu.hybrid import install as hybrid
         from slime_like_plugins.sglang_cpu.selection import selected
 
@@ -100,6 +100,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
             exact.check(model)
         data_parallel.install()
+        expert_parallel.install()
         linear_attention = hybrid.bind(model)
         selection = selected()
         description = fused.bind(model, selection.leaf)

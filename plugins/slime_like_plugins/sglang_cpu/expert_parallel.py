@@ -1,0 +1,49 @@
+"""Expert parallelism on a CPU (``ep_size``): a rank computes the rows of its own experts.
+
+SGLang marks the choices of other ranks' experts by -1, which its CPU path takes as an index. Remove when the path skips them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.sglang_hooks import replace_attribute
+
+
+def install() -> None:
+    """Replace the experts' forward in this process, if experts are divided over ranks."""
+    if get_parallel().moe_ep_size > 1:
+        replace()
+
+
+def replace() -> None:
+    """Replace the experts' forward. Stop the engine if it does not exist."""
+    experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
+    forward: Any = getattr(experts, "moe_forward_native", None)
+    replace_attribute(NAME, experts, "moe_forward_native", local_choices(forward))
+
+
+def local_choices(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``forward`` of experts for choices [tokens, experts per token] of which some are -1: each other one is a token."""
+
+    @functools.wraps(forward)
+    def wrapped(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
+        tokens, choices = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
+        out = torch.zeros_like(x)
+        if len(tokens) == 0:
+            return out
+        chosen = topk_output._replace(
+            topk_ids=topk_output.topk_ids[tokens, choices, None],
+            topk_weights=topk_output.topk_weights[tokens, choices, None],
+        )
+        return out.index_add_(0, tokens, forward(layer, x[tokens], chosen, config))
+
+    return wrapped
