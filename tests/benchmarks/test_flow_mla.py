@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from slime_like.rollout.engine.replies import KvUsage
 from tests.engine.latent_models import config
 
 flow_mla: Any = importlib.import_module("benchmarks.flow_mla")
+flow_load: Any = importlib.import_module("benchmarks.flow_load")
 flow_prefetch: Any = importlib.import_module("benchmarks.flow_prefetch")
 dcp: Any = importlib.import_module("benchmarks.dcp")
 
@@ -50,3 +52,16 @@ def test_the_table_compares_capacities_and_responses() -> None:
 def test_gathers_are_hidden_as_far_as_a_layer_does_not_wait() -> None:
     result = flow_prefetch.PrefetchResult("p2p", 16, 2e-3, 4e-3, 1e-3, 3e-2, 2e-2, 1.5, ())
     assert flow_prefetch.table([result])[-1] == "| p2p | 16 | 2.00 | 4.00 | 1.00 | 75% | 20.0 | 30.0 (1.50) |"
+
+
+def test_memory_of_loading_is_compared_with_an_engine_without_flow_mla() -> None:
+    mib = flow_load.MIB
+    lines = flow_load.table({"off": (1200 * mib, 1000 * mib), "p2p": (1010 * mib, 800 * mib)})
+    assert lines[2:] == ["| off | 480 | 1000 | 0 | 0 |", "| p2p | 280 | 800 | 200 | 190 |"]
+
+
+def test_memory_is_anonymous_and_shared_memory_of_a_process() -> None:
+    before = flow_load.resident(os.getpid())
+    block = bytearray(b"x" * (64 * flow_load.MIB))
+    assert flow_load.resident(os.getpid()) - before > 0.9 * len(block)
+    assert flow_load.resident(1 << 30) == 0
