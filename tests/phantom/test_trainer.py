@@ -67,6 +67,11 @@ LAYOUTS: dict[str, tuple[str, Layout, int, dict[str, Any]]] = {
 }
 
 
+KL: dict[str, Any] = {"algo": GrpoConfig(kl_loss_coef=0.1)}
+WAITS: dict[str, tuple[str, Layout, int, dict[str, Any]]] = {
+    **{f"waits, dense, {n}": ("qwen3", Layout(dp=2, **SP), n, KL) for n in (2, 4)},
+    **{f"waits, experts, {n}": ("qwen3_moe", Layout(dp=4, ep=4), n, {}) for n in (2, 4)},
+}
 OFFLOADED = {"no offload": 0.0, "half offload": 0.5, "offload": 1.0}
 
 
@@ -85,6 +90,7 @@ def results(scratch: Path) -> Results:
         # In this order, because torch caches pinned memory.
         **{name: ("overlapped_offload", qwen, share) for name, share in OFFLOADED.items()},
         **{name: ("steps", models[family], *rest) for name, (family, *rest) in LAYOUTS.items()},
+        **{name: ("waits", models[family], layout, n, o) for name, (family, layout, n, o) in WAITS.items()},
         "critic": ("critic", qwen, Layout(dp=2)),
         "teacher": ("teacher", qwen, Layout(**SP)),
         "save": ("save_and_load", qwen, scratch / "saved", {}),
@@ -114,6 +120,32 @@ def test_every_layout_trains_scores_and_exports(name: str, results: Results) -> 
     is_scored = "second" not in name and "first" not in name and rank < 3 and layout.vpp == 1
     assert result["score"] == (64 if is_scored else None)
     assert result["collectives"] > (15 if layout.world_size > 1 else 5)
+
+
+# File and function: waits of one optimizer step. Not among them, because torch does not report a wait for an event: megatron's
+# dispatcher waits for the number of rows of each expert, once per layer of experts and forward pass.
+STEP_WAITS = {
+    "param_and_grad_buffer.py:check_grads": 2,  # of a group of buckets
+    "rerun_state_machine.py:validate_result": 2,
+    "clip_grads.py:get_grad_norm_fp32": 1,
+    "sample_difference.py:gather_ragged": 1,  # numbers of tokens of the ranks
+    "sample_difference.py:_gather": 3,  # on-policy, mixed and stale
+    "step.py:metrics": 1,
+    "step.py:_require_equal_names": 1,
+    "step.py:_maxima": 1,
+    "host_weights.py:copy_to_host": 1,  # weights that the reference's replace
+}
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_no_wait_per_micro_batch_or_parameter(kind: str, results: Results) -> None:
+    (few,), (many,) = results[f"waits, {kind}, 2"], results[f"waits, {kind}, 4"]
+    assert few == many, "the host waits for the device once per micro-batch"
+    assert sum(few["lines"].values()) < few["parameters"] / 2
+    allowed = STEP_WAITS | {"balance.py:open_step": 1, "balance.py:close_step": 2} if kind == "experts" else STEP_WAITS
+    assert few["lines"].keys() <= allowed.keys()
+    groups = 2 if kind == "experts" else 1  # experts have buckets of their own
+    assert {line: n for line, n in few["lines"].items() if n > groups * allowed[line]} == {}
 
 
 def test_roles(results: Results) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def run_cases(world: RankWorld, cases: Mapping[str, Sequence[Any]]) -> dict[str,
     """Call ``function(*args)`` of each case. A failing case does not stop the others."""
     del world
     functions: dict[str, Callable[..., Any]] = {
-        f.__name__: f for f in (steps, critic, teacher, save_and_load, guard, replay, overlapped_offload)
+        f.__name__: f for f in (steps, critic, teacher, save_and_load, guard, replay, overlapped_offload, waits)
     }
     out: dict[str, Any] = {}
     for name, (function, *args) in cases.items():
@@ -83,6 +85,30 @@ def steps(folder: Path, layout: Layout, rank: int = 0, options: Mapping[str, Any
         "manifest": len(trainer.hf_export.manifest()),
         "devices": sorted({str(p.device) for p in trainer.model.parameters()}),
     }
+
+
+def waits(folder: Path, layout: Layout, num_micros: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lines at which the host waits for the device in a step, in this project or megatron, with their counts."""
+    trainer = make_trainer(folder, layout, **options)
+    train(trainer, num_micros)
+    lines: Counter[str] = Counter()
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "called a synchronizing" in str(message):
+            frames = [
+                f for f in traceback.extract_stack() if "/slime_like/" in f.filename or "/megatron/" in f.filename
+            ]
+            lines[f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}"] += 1
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train(trainer, num_micros)
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+    return {"lines": dict(lines), "parameters": sum(1 for _ in trainer.model.parameters())}
 
 
 def critic(folder: Path, layout: Layout) -> dict[str, Any]:

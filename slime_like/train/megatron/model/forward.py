@@ -21,7 +21,6 @@ from slime_like.errors import DataError
 from slime_like.train.megatron.model.layers import PackedRows
 from slime_like.train.megatron.model.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
 from slime_like.train.megatron.model.model import ModelSegments
-from slime_like.train.megatron.model.sdpa import attention_batches
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util import exact
 
@@ -88,7 +87,6 @@ def make_micro(batch: PackedBatch, rank_info: RankInfo) -> MicroBatch:
         max_seqlen_q=max_length,
         max_seqlen_kv=max_length,
         pieces=pieces,
-        batches=attention_batches(layout.padded_cu_seqlens, rank_info.device) if sizes.cp == 1 else None,
         query_cu=query_cu,
         key_cu=to_device(pieces.key_cu, rank_info.device),
         key_index=None if pieces.key_index is None else to_device(pieces.key_index, rank_info.device),

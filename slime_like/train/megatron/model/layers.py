@@ -43,11 +43,10 @@ class PackedRows(PackedSeqParams):
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
     ``pieces`` divides this rank's attention into pieces; ``query_cu``, ``key_cu`` and ``key_index`` are its arrays on the
-    device. Without context parallelism, ``batches`` groups the same sequences for kernels that need equal lengths.
+    device.
     """
 
     pieces: AttentionPieces | None = None
-    batches: sdpa.AttentionBatches | None = None
     query_cu: Tensor | None = None
     key_cu: Tensor | None = None
     key_index: Tensor | None = None
@@ -57,6 +56,18 @@ class PackedRows(PackedSeqParams):
     in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
     padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]; tokens that routers do not count
     cos_sin: Tensor | None = None  # F32 [P, dim], cache of ``cos_sin_of``
+    attention_batches: sdpa.AttentionBatches | None = None  # cache of ``batches``
+
+    @property
+    def batches(self) -> sdpa.AttentionBatches | None:
+        """The same sequences in batches for kernels that need equal lengths; None with context parallelism.
+
+        Made at the first use, because the variable-length kernels of a GPU do not read it.
+        """
+        if self.attention_batches is None and self.by_rank is None and self.query_cu is not None:
+            bounds: Any = self.cu_seqlens_q
+            self.attention_batches = sdpa.attention_batches(bounds.numpy(), self.query_cu.device)
+        return self.attention_batches
 
     def cos_sin_of(self, angles: Tensor) -> Tensor:
         """Return F32 [P, dim]: cosines, then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim]."""

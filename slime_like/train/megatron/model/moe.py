@@ -49,8 +49,11 @@ class ExpertRouter(TopKRouter):
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self.router_replay: Any = expert_choice(config)
-        self._load_E = torch.zeros(0)
-        self._balance = torch.zeros(0)
+        self._reset_load()
+
+    def _reset_load(self) -> None:
+        self._load_E: Tensor | None = None
+        self._balance: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map hidden states [L, 1, H] to the weights and the mask of chosen experts [L, E]."""
@@ -91,10 +94,10 @@ class ExpertRouter(TopKRouter):
 
     def take_load(self) -> tuple[Tensor, Tensor]:
         """Return and reset this rank's load F64 [E] and the sum of the auxiliary loss over its tokens F64 []."""
-        load_E = self._load_E if len(self._load_E) else torch.zeros(self.num_experts or 0, dtype=torch.float64)
-        balance = self._balance.sum()
-        self._load_E, self._balance = torch.zeros(0), torch.zeros(0)
-        return load_E.to(self.weight.device), balance.to(self.weight.device).double()
+        load_E, balance = self._load_E, self._balance
+        self._reset_load()
+        zeros = torch.zeros(self.num_experts or 0, dtype=torch.float64, device=self.weight.device)
+        return zeros if load_E is None else load_E, zeros.sum() if balance is None else balance.sum()
 
 
 def expert_choice(config: TransformerConfig) -> ExpertChoice:
@@ -106,5 +109,5 @@ def expert_choice(config: TransformerConfig) -> ExpertChoice:
     return ExpertChoice(scores_are_probabilities=probabilities)
 
 
-def _add(total: Tensor, value: Tensor) -> Tensor:
-    return total + value if len(total) else value
+def _add(total: Tensor | None, value: Tensor) -> Tensor:
+    return value if total is None else total + value

@@ -63,7 +63,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            step = torch.tensor(float(group["step"]), device=params[0].device)
+            step = torch.full((), float(group["step"]), device=params[0].device)
             self._kernel(
                 params,
                 [p.grad for p in params],
@@ -84,6 +84,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
 def _optimizer(module: ModuleType) -> None:
     replace(module, "Adam", GroupStepAdamW)
     replace(module, "USING_PYTORCH_OPTIMIZER", False)
+
+
+def _gradient_norm(module: ModuleType) -> None:
+    """Compute the norm of all gradients on the device: upstream reads the norm of each parameter on the host.
+
+    Remove when upstream's replacement of ``multi_tensor_l2norm`` does not wait for the device.
+    """
+
+    def l2_norm(chunk_size: int, overflow: Any, tensor_lists: Any, per_tensor: bool, *args: Any) -> tuple[Tensor, None]:
+        norms = torch._foreach_norm([t for tensors in tensor_lists for t in tensors])  # pyright: ignore[reportPrivateUsage]  torch.nn.utils computes norms by it
+        return torch.linalg.vector_norm(torch.stack(norms).float()).view(1), None
+
+    replace(module, "local_multi_tensor_l2_norm", l2_norm)
 
 
 def _distributed_optimizer(module: ModuleType) -> None:
@@ -293,6 +306,7 @@ def table() -> dict[str, Patch]:
     if importlib.util.find_spec("transformer_engine") is None:
         patches["megatron.core.tensor_parallel.random"] = _recompute
         if importlib.util.find_spec("apex") is None:
+            patches["megatron.core.utils"] = _gradient_norm
             patches["megatron.core.optimizer"] = _optimizer
             patches["megatron.core.optimizer.distrib_optimizer"] = _distributed_optimizer
             patches["megatron.core.optimizer.cpu_offloading.hybrid_optimizer"] = _optimizer_offload

@@ -19,6 +19,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.forward import MicroBatch, check_tokens, make_micro, to_device
 from slime_like.train.megatron.model.model import PolicyModel, build_segments, load_hf, named_weights
 from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
+from slime_like.train.megatron.model_io.host_weights import copy_from_host, copy_to_host
 from slime_like.train.megatron.model_io.initial import load_initial_weights
 from slime_like.train.megatron.model_io.load import load_checkpoint
 from slime_like.train.megatron.model_io.rank_state import RankState
@@ -43,6 +44,7 @@ class RankModel:
         self.version = 0
         self._pending_save: PendingSave | None = None
         self._rollout: OpenRollout | None = None
+        self._own_weights: dict[str, Tensor] | None = None  # host memory for the weights that others replace
         self.folder = HFFolder(spec.model.hf_checkpoint, spec.model_key)
         self.family = choose_family(spec, kind.adapt_config(self.folder.config()))
         self.table = self.family.weights()
@@ -79,22 +81,22 @@ class RankModel:
         return weights
 
     def _host_copy(self) -> dict[str, Tensor]:
-        return {key: parameter.detach().cpu().clone() for key, parameter in named_weights(self.model)}
+        return copy_to_host(named_weights(self.model))
 
     @contextmanager
     def swap_weights(self, weights: dict[str, Tensor]) -> Generator[None]:
         """Put ``weights`` into the model, and restore the model's own weights at exit, bit for bit."""
-        own_weights = self._host_copy()
+        own_weights = copy_to_host(named_weights(self.model), self._own_weights)
+        if self.rank_info.device.type == "cuda":  # pinning memory is slow
+            self._own_weights = own_weights
         self._set_weights(weights)
         try:
             yield
         finally:
             self._set_weights(own_weights)
 
-    @torch.no_grad()
     def _set_weights(self, weights: dict[str, Tensor]) -> None:
-        for key, parameter in named_weights(self.model):
-            parameter.copy_(weights[key])
+        copy_from_host(named_weights(self.model), weights)
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
     def lay_out(self, batch: PackedBatch) -> MicroBatch:

@@ -37,7 +37,7 @@ class ExpertBalance:
             return
         for router in self._routers:
             router.take_load()
-        total = torch.tensor(float(sum(micro.layout.num_tokens for micro in micros)), device=self._rank_info.device)
+        total = torch.full((), float(sum(m.layout.num_tokens for m in micros)), device=self._rank_info.device)
         dist.all_reduce(total, group=self._rank_info.dp_group)
         self._num_tokens = max(1.0, float(total))
         scale = torch.full((1,), num_tokens / self._num_tokens, device=self._rank_info.device)

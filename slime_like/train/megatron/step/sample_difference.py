@@ -53,7 +53,7 @@ class SampleLogprobDifference:
             (self.mixed, tokens.mixed),
             (self.stale, tokens.stale),
         ):
-            differences_of_kind.append(differences_N[to_device(mask_T[target_N], device)])
+            differences_of_kind.append(differences_N[to_device(np.flatnonzero(mask_T[target_N]), device)])
         self.sample_ids.append(batch.sample_ids[micro.layout.sequence_of(target_N[tokens.on_policy[target_N]])])
 
     def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
@@ -148,12 +148,12 @@ def gather_ragged(vectors: Sequence[Tensor], group: Any) -> list[Tensor]:
     if world == 1:
         return list(vectors)
     local = torch.cat(list(vectors))
-    count = torch.tensor([len(vector) for vector in vectors], device=local.device)
-    counts = [torch.zeros_like(count) for _ in range(world)]
-    dist.all_gather(counts, count, group=group)
-    max_length = int(torch.stack(counts).sum(1).max())
-    padded = torch.nn.functional.pad(local, (0, max_length - len(local)))
+    own_counts = to_device(np.array([len(vector) for vector in vectors], np.int64), local.device)
+    rank_counts = [torch.empty_like(own_counts) for _ in range(world)]
+    dist.all_gather(rank_counts, own_counts, group=group)
+    counts: list[list[int]] = torch.stack(rank_counts).tolist()  # the only wait for the device
+    padded = torch.nn.functional.pad(local, (0, max(map(sum, counts)) - len(local)))
     gathered = [torch.zeros_like(padded) for _ in range(world)]
     dist.all_gather(gathered, padded, group=group)
-    parts = [part[: int(n.sum())].split(n.tolist()) for part, n in zip(gathered, counts, strict=True)]
+    parts = [part[: sum(n)].split(n) for part, n in zip(gathered, counts, strict=True)]
     return [torch.cat(vector) for vector in zip(*parts, strict=True)]

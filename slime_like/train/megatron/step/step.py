@@ -81,7 +81,7 @@ class OptimizerStep(ABC):
 
         def after(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss, count = self._loss_of(micro, hidden_L1H, report, sample_difference)
-            return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden_L1H.device), {}
+            return loss * num_tokens, torch.full((), count, dtype=torch.int32, device=hidden_L1H.device), {}
 
         self._balance.open_step(micros, num_tokens)
         for segment in self._wrapped:
@@ -196,9 +196,10 @@ class StepReport:
             self._sum(f"mean/{name}", weight_N * values_N.detach())
         for name, values_N in out.maxima.items():
             maximum = (
-                values_N.detach().double().amax() if len(values_N) else torch.tensor(float("-inf"), dtype=torch.float64)
+                values_N.detach().double().amax()
+                if len(values_N)
+                else torch.full((), float("-inf"), dtype=torch.float64, device=weight_N.device)
             )
-            maximum = maximum.to(weight_N.device)
             self.maxima[name] = torch.maximum(self.maxima[name], maximum) if name in self.maxima else maximum
 
     def _sum(self, name: str, values_N: Tensor) -> None:
@@ -213,7 +214,7 @@ class StepReport:
         names = sorted(self.sums)
         device = self.sums["weight"].device
         self._require_equal_names(group, device)
-        counted = torch.tensor(float(self.num_tokens), dtype=torch.float64, device=device)
+        counted = torch.full((), float(self.num_tokens), dtype=torch.float64, device=device)
         totals = torch.stack([counted, *(self.sums[name] for name in names)])
         dist.all_reduce(totals, group=group)
         num_counted, *values = totals.tolist()
@@ -232,7 +233,8 @@ class StepReport:
     def _require_equal_names(self, group: Any, device: torch.device) -> None:
         """Raise unless all ranks sum the same names: an all-reduce of different ones would hang or add up other metrics."""
         digest = float(zlib.crc32(repr(self._names).encode()))
-        largest_and_smallest = torch.tensor([digest, -digest], dtype=torch.float64, device=device)
+        largest_and_smallest = torch.full((2,), digest, dtype=torch.float64, device=device)
+        largest_and_smallest[1:].neg_()
         dist.all_reduce(largest_and_smallest, op=dist.ReduceOp.MAX, group=group)
         if largest_and_smallest.sum() != 0:
             raise UserCodeError(
