@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from slime_like.cluster.plan import trace as trace_module
 from slime_like.cluster.plan.view import show_plan
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
+from slime_like.phantom import build
 from slime_like.phantom.device import PhantomGpu
 from slime_like_compat.flags.translate import translate
 from tests.phantom.trace_checks import TraceCase
@@ -101,6 +101,13 @@ def test_a_plan_on_a_cpu_has_no_trace() -> None:
         show_plan(["+recipe=quickstart", "placement.device=cpu"], trace=True)
 
 
+@pytest.fixture
+def compiled() -> None:
+    """Compile the phantom GPU, which a trace does first, before the test replaces ``subprocess.run``."""
+    build.library()
+
+
+@pytest.mark.usefixtures("compiled")
 def test_a_failed_trace_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 2, "", "warning\nconfig error: no config.json\n")
     monkeypatch.setattr(trace_module.subprocess, "run", lambda *_, **__: failed)
@@ -108,7 +115,8 @@ def test_a_failed_trace_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         trace_module.run_trace(ARGV, MACHINE)
 
 
-def test_a_late_trace_names_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("compiled")
+def test_a_late_trace_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: Any, timeout: float, **__: Any) -> None:
         raise subprocess.TimeoutExpired("trace", timeout)
 
