@@ -29,6 +29,7 @@ import torch  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.processes import join_ranks  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
 from slime_like.cluster.start.placement import CPU_ENV  # noqa: E402
 from slime_like.config.schema.resolved import Layout  # noqa: E402
@@ -80,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     command = " ".join(["python benchmarks/experts.py", *argv])
     lines = [machine(os.getloadavg()[0]), "", f"Command: `{command}`", "", head, ""]
     with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
-        mp.spawn(run, (port, args, folder))
+        join_ranks(mp.spawn(run, (port, args, folder), join=False))
         lines += (Path(folder) / "table").read_text().splitlines()
     sys.stdout.write(visible("\n".join(lines) + "\n"))
     return 0

@@ -29,6 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
 from benchmarks.options import at_least  # noqa: E402
+from benchmarks.processes import join_ranks  # noqa: E402
 from slime_like.config.schema.gdn import GDNConfig  # noqa: E402
 from slime_like.config.schema.guard_policy import GuardSpec  # noqa: E402
 from slime_like.config.schema.resolved import Layout, RankSpec  # noqa: E402
@@ -192,7 +193,7 @@ def main() -> None:
         layout = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
             job = (port, name, args, folder)
-            mp.start_processes(run_rank, job, layout.world_size, start_method="fork")
+            join_ranks(mp.start_processes(run_rank, job, layout.world_size, join=False, start_method="fork"))
             costs = [Cost(**json.loads(Path(folder, str(rank)).read_text())) for rank in range(layout.world_size)]
         worst = Cost(*(max(getattr(c, field) for c in costs) for field in FIELDS))
         first = first or worst

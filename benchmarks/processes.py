@@ -8,6 +8,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from slime_like.util.deadline import Deadline
+
+if TYPE_CHECKING:
+    from torch.multiprocessing import ProcessContext
 
 RUN_S, STOP_S = 7_200.0, 60.0  # limits of one run, and of its end after SIGTERM
 
@@ -47,6 +53,23 @@ def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes], seconds: floa
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(seconds)
+
+
+def join_ranks(ranks: ProcessContext | None, *, limit_s: float = RUN_S) -> None:
+    """Wait for the ranks of ``start_processes(..., join=False)`` to end. No rank runs afterwards.
+
+    Raises ``DeadlineExceeded`` after ``limit_s``, and the error of a failed rank.
+    """
+    assert ranks is not None, "start_processes returns ranks with join=False"
+    deadline = Deadline("benchmark", "run", limit_s)
+    try:
+        while not ranks.join(deadline.remaining("its ranks")):
+            pass
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.kill()
+            process.join(STOP_S)
 
 
 def command_text(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> str:

@@ -33,6 +33,7 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, write_inputs  # noqa: E402
 from benchmarks.options import at_least  # noqa: E402
+from benchmarks.processes import join_ranks  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
 from slime_like.batch import PackedBatch  # noqa: E402
 from slime_like.cluster.start.placement import CPU_ENV  # noqa: E402
@@ -95,7 +96,7 @@ def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
     yield "|---|---|---|---|"
     for case in cases:
         with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
-            mp.spawn(run_case, (port, case, rounds, sequences, folder))
+            join_ranks(mp.spawn(run_case, (port, case, rounds, sequences, folder), join=False))
             results = json.loads((Path(folder) / "results.json").read_text())
         check(case, results["norms"])
         yield row(f"{case.size}, {case.dtype}, {case.threads}", results["times"], 1.0, 3)

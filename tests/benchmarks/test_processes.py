@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+import torch.multiprocessing as mp
 
-from benchmarks.processes import read_lines
+from benchmarks.processes import join_ranks, read_lines
+from slime_like.errors import DeadlineExceeded
 
 
 def start(code: str) -> subprocess.Popen[str]:
@@ -43,3 +46,26 @@ def test_a_process_that_ignores_sigterm_is_killed() -> None:
     assert next(lines) == "ready\n"
     lines.close()
     assert process.returncode == -9
+
+
+def hang(rank: int) -> None:
+    time.sleep(60 * rank)
+
+
+def fail(rank: int) -> None:
+    raise ValueError(f"rank {rank} failed")
+
+
+def test_ranks_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
+    ranks = mp.start_processes(hang, nprocs=2, join=False, start_method="fork")
+    assert ranks is not None
+    with pytest.raises(DeadlineExceeded, match=r"benchmark waited .* for its ranks"):
+        join_ranks(ranks, limit_s=0.5)
+    assert not any(psutil.pid_exists(pid) for pid in ranks.pids())
+
+
+def test_the_error_of_a_failed_rank_is_raised() -> None:
+    ranks = mp.start_processes(fail, nprocs=1, join=False, start_method="fork")
+    with pytest.raises(mp.ProcessRaisedException, match="rank 0 failed"):
+        join_ranks(ranks, limit_s=60)

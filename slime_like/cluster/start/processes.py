@@ -85,20 +85,9 @@ class Cluster:
         Trainer and engines start concurrently unless they share GPUs: an engine then comes first, because SGLang derives the size
         of its KV cache from the memory that is free before and after it loads the model.
         """
-        self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"), self.say)
-        planned = self.placement.open()
-        self.plan = planned.plan
-        for decision in planned.decisions:
-            self.say(f"{decision.key}={decision.value}: {decision.reason}")
-        for line in planned.warnings:
-            sys.stderr.write(visible(f"warning: {line}\n"))
-        self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
+        self._open_placement()
         if self.plan.needs_engines:
-            self.template = self.placement.engine_template(secrets.token_urlsafe(32))
-            self.engines = tuple(self.placement.start_engines(self.template))
-            self.manager = self.placement.start_manager()
-        if self.engines and self.plan.colocated and self.plan.device == "cuda":
-            self._wait_for_engines()
+            self._start_engines()
         trainer = self._start_trainer(first)
         addresses = self._wait_for_engines()
         rollout = self._start_rollout(inputs, addresses, first)
@@ -107,9 +96,7 @@ class Cluster:
         sync = self._make_sync()
         if isinstance(rollout, EngineRollout):
             rollout.push_weights = lambda: sync.push(trainer.version)
-        engines = {f"engine {i}": engine for i, engine in enumerate(self.engines)}
-        self.chaos = Chaos(self.cfg.chaos, self.run_dir, engines, self.manager)
-        self.chaos.plan(self.cfg.loop.num_rollout)
+        self.chaos = self._plan_faults()
         return Run(
             cfg=self.cfg,
             run_dir=self.run_dir,
@@ -123,17 +110,49 @@ class Cluster:
             control=control,
             first_rollout=first,
             engine_ranks=sum(address.tp for address in addresses),
-            checkpoints=Checkpoints(
-                folder=self.run_dir / "checkpoints",
-                trainer=trainer,
-                rollout=rollout,
-                config=self.cfg.run,
-                enabled=self.plan.needs_trainer,
-                last=first,
-                run=record,
-            ),
+            checkpoints=self._make_checkpoints(trainer, rollout, first, record),
             chaos=self.chaos,
             drift=self._drift_watch(),
+        )
+
+    def _open_placement(self) -> None:
+        """Start or join Ray, plan on its nodes, and print the decisions."""
+        self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"), self.say)
+        planned = self.placement.open()
+        self.plan = planned.plan
+        for decision in planned.decisions:
+            self.say(f"{decision.key}={decision.value}: {decision.reason}")
+        for line in planned.warnings:
+            sys.stderr.write(visible(f"warning: {line}\n"))
+        self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
+
+    def _start_engines(self) -> None:
+        """Start the engines and the rollout manager. Waits for engines that share GPUs with the trainer."""
+        assert self.placement is not None, "start comes first"
+        self.template = self.placement.engine_template(secrets.token_urlsafe(32))
+        self.engines = tuple(self.placement.start_engines(self.template))
+        self.manager = self.placement.start_manager()
+        if self.engines and self.plan.colocated and self.plan.device == "cuda":
+            self._wait_for_engines()
+
+    def _plan_faults(self) -> Chaos:
+        """Return the injector of the faults of ``chaos.*``."""
+        engines = {f"engine {i}": engine for i, engine in enumerate(self.engines)}
+        chaos = Chaos(self.cfg.chaos, self.run_dir, engines, self.manager)
+        chaos.plan(self.cfg.loop.num_rollout)
+        return chaos
+
+    def _make_checkpoints(
+        self, trainer: Trainer, rollout: RolloutSource, first: int, record: Mapping[str, Any]
+    ) -> Checkpoints:
+        return Checkpoints(
+            folder=self.run_dir / "checkpoints",
+            trainer=trainer,
+            rollout=rollout,
+            config=self.cfg.run,
+            enabled=self.plan.needs_trainer,
+            last=first,
+            run=record,
         )
 
     def _drift_watch(self) -> DriftWatch:
