@@ -7,6 +7,7 @@ import os
 from slime_like.config.schema import flow_mla
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
+from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
 from slime_like.rollout.engine.model_config import is_quantised, other_models
 from slime_like.rollout.engine.plugins import WHITELIST, extended_whitelist
 from slime_like.util.ports import interface_environment
@@ -50,6 +51,8 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         environment["OMP_NUM_THREADS"] = "1"
         environment["GOMP_SPINCOUNT"] = spin_count()
         environment = NO_CRASH_DUMPS | environment
+    else:
+        environment |= toolkit_environment(environment)
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),

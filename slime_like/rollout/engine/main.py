@@ -25,7 +25,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.printable import hide_in_logs
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.model_config import merge_overrides, override_args
-from slime_like.rollout.engine.sglang_imports import sglang_imports
+from slime_like.rollout.engine.sglang_imports import block_megatron, sglang_imports
 
 MODEL_OVERRIDES = "json_model_override_args"
 
@@ -145,3 +145,5 @@ def serve(arguments: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in a worker that SGLang spawns on a GPU, before it imports SGLang
+    block_megatron()

@@ -19,12 +19,17 @@ LOSSES = "transformers.loss.loss_utils"
 def sglang_imports() -> Generator[None]:
     """Import SGLang as in ``heavy_imports``, without megatron, scipy and mistral_common.
 
-    megatron stays blocked: SGLang's dumper takes a second to import it, and does without it.
+    megatron stays blocked.
     """
-    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  None blocks an import
+    block_megatron()
     with heavy_imports(), deferred_losses():
         import_gguf()
         yield
+
+
+def block_megatron() -> None:
+    """Let imports of megatron fail in this process: SGLang's dumper takes a second to import it, and does without it."""
+    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  None blocks an import
 
 
 def import_gguf() -> None:

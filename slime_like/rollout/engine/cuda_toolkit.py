@@ -1,0 +1,57 @@
+"""CUDA toolkit for the kernels that SGLang compiles when it first uses them, made of NVIDIA's wheels if no toolkit is installed.
+
+SGLang and tvm_ffi look for nvcc in CUDA_HOME, CUDA_PATH, on PATH and in /usr/local/cuda, and link with ``lib64/libcudart.so``. The
+wheels have neither that folder nor a library without a version in its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from slime_like.util.caches import cache_folder
+
+SYSTEM = Path("/usr/local/cuda")
+RUNTIME = "libcudart.so"
+
+
+def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return CUDA_HOME for a process with ``environment``: a cached folder of links to the wheels.
+
+    Return nothing if a toolkit is installed, or if the wheels are not. The folder is the same in each run, since SGLang compiles again
+    if a path in the compiler's command changes.
+    """
+    installed = any(environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")) or SYSTEM.exists()
+    if installed or shutil.which("nvcc", path=environment.get("PATH")) or (wheel := _wheel()) is None:
+        return {}
+    home = cache_folder(f"cuda_{hashlib.sha256(os.fsencode(wheel)).hexdigest()[:16]}")
+    libraries = home / "lib64"
+    libraries.mkdir(exist_ok=True)
+    for name in ("bin", "include", "nvvm"):
+        _link(home / name, wheel / name)
+    for library in (wheel / "lib").iterdir():
+        _link(libraries / library.name, library)
+    _link(libraries / RUNTIME, next((wheel / "lib").glob(f"{RUNTIME}.*"), wheel / "lib" / RUNTIME))
+    return {"CUDA_HOME": str(home)}
+
+
+def _link(path: Path, target: Path) -> None:
+    """Create a link if it is missing; another engine may create it at the same time."""
+    with suppress(FileExistsError):
+        path.symlink_to(target)
+
+
+def _wheel() -> Path | None:
+    """Return the folder of NVIDIA's wheels that has a compiler and the runtime library; None without one."""
+    spec = importlib.util.find_spec("nvidia")
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for compiler in sorted(Path(location).glob("*/bin/nvcc")):
+            home = compiler.parent.parent
+            if os.access(compiler, os.X_OK) and any((home / "lib").glob(f"{RUNTIME}*")):
+                return home
+    return None
