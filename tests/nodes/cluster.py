@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -19,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PORT = 6379
 START_S = 60.0
 RUN_S = 150.0
+_run_numbers = itertools.count()
 # Ray notices the loss of a node within three seconds instead of 50.
 FAST_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -118,7 +121,7 @@ def start_run(cluster: RayNodes, node: NamespaceNode, run_dir: Path, *overrides:
     """Start train.py on ``node``; it joins the cluster."""
     address = f"placement.ray_address={cluster.address}"
     command = [sys.executable, str(REPOSITORY / "train.py"), address, f"run.dir={run_dir}", "metrics.console=plain"]
-    log = run_dir.parent / f"{run_dir.name}.log"
+    log = cluster.folder / f"run_{next(_run_numbers)}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             node.enter(*command, *overrides),
@@ -130,3 +133,9 @@ def start_run(cluster: RayNodes, node: NamespaceNode, run_dir: Path, *overrides:
             start_new_session=True,
         )
     return NodeRun(process, log, run_dir)
+
+
+def addresses_of_engines(run_dir: Path, count: int) -> list[str]:
+    """Return the address on which the newest process of each engine listens, from its log."""
+    logs = [(run_dir / "logs" / f"engine_{index}.log").read_text() for index in range(count)]
+    return [re.findall(r"'host': '([\d.]+)'", log)[-1] for log in logs]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -163,6 +164,29 @@ class NamespaceNode:
     def disconnect(self) -> None:
         """Unplug the node's cable."""
         run("ip", "link", "set", self.name, "down")
+
+    @contextmanager
+    def slow_link(self, rate: str, queue_bytes: int) -> Generator[None]:
+        """Limit the node's link in both directions to ``rate`` (as ``20mbit``); packets beyond a short queue are lost.
+
+        A token bucket, because not every kernel has ``netem``, which loses packets at random.
+        """
+        bucket = ("root", "tbf", "rate", rate, "burst", "6kb", "limit", str(queue_bytes))
+        run("tc", "qdisc", "add", "dev", self.name, *bucket)
+        run("ip", "netns", "exec", self.name, "tc", "qdisc", "add", "dev", "eth0", *bucket)
+        try:
+            yield
+        finally:
+            run("tc", "qdisc", "del", "dev", self.name, "root")
+            run("ip", "netns", "exec", self.name, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def num_lost_packets(self) -> int:
+        """Return the number of packets to and from the node that ``slow_link`` has lost so far."""
+        outputs = (
+            run("tc", "-s", "qdisc", "show", "dev", self.name),
+            run("ip", "netns", "exec", self.name, "tc", "-s", "qdisc", "show", "dev", "eth0"),
+        )
+        return sum(int(number) for output in outputs for number in re.findall(r"dropped (\d+)", output))
 
     def remove(self) -> None:
         """Kill the node and remove its network."""

@@ -1,38 +1,52 @@
-"""Trainer ranks on two Ray nodes, each with an engine."""
+"""Trainer ranks on two nodes: the folder that they need, weight pushes to engines on each node, and the loss of a node."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import metrics
-from tests.nodes.cluster import RayNodes, start_run
-from tests.nodes.conftest import SmallJob
+from tests.e2e.runs import last_step, metrics
+from tests.nodes.cluster import RayNodes, addresses_of_engines, start_run
+from tests.nodes.job import SmallJob
+from tests.nodes.machine import LOCAL
 
 pytestmark = pytest.mark.e2e
 TWO_NODES = ("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1")
 
 
-def addresses_of_engines(run_dir: Path, count: int) -> list[str]:
-    """Return the address that each engine listens at, from its log."""
-    logs = [(run_dir / "logs" / f"engine_{i}.log").read_text() for i in range(count)]
-    return [re.findall(r"'host': '([\d.]+)'", log)[-1] for log in logs]
+def test_a_folder_of_one_node_is_refused_for_ranks_on_two(all_nodes: RayNodes, job: SmallJob) -> None:
+    one, two, _ = all_nodes.nodes
+    run = start_run(all_nodes, one, LOCAL / "run", *job.sft(*TWO_NODES))
+    code, output = run.wait()
+    assert code == 2 and f"run.dir='{LOCAL}/run' is not shared with {two.address} (trainer rank 1)" in output, output
 
 
-def test_a_rank_pushes_to_engines_of_its_own_node_and_of_another(
+def test_the_loss_of_a_rank_ends_the_run_which_resumes_on_the_returned_node_with_a_lossy_link(
     all_nodes: RayNodes, job: SmallJob, tmp_path: Path
 ) -> None:
-    run = start_run(
-        all_nodes,
-        all_nodes.nodes[0],
-        tmp_path / "run",
-        *job.overrides(*TWO_NODES, "rollout.num_engines=2", "loop.num_rollout=2"),
-    )
+    """Push by ``broadcast`` to an engine on a third node, then, resumed, by ``tensor`` to engines on both nodes with ranks."""
+    one, two, three = all_nodes.nodes
+    settings = (*TWO_NODES, "run.save_interval=1")
+    split = ("placement.mode=split", "loop.num_rollout=1000")
+    run = start_run(all_nodes, one, tmp_path / "run", *job.overrides(*settings, *split))
+    run.wait_until(lambda: last_step(run.run_dir) >= 2)
+    assert f"nodes: 1 trainer on {one.address}, 1 trainer on {two.address}, 1 engine on {three.address}" in run.output()
+    assert addresses_of_engines(run.run_dir, 1) == [three.address]
+    rows = metrics(run.run_dir)[1:]
+    assert max(row["probe/logprob_abs_diff_max"] for row in rows) < 1e-4 and rows[-1]["train/grad_norm"] > 0
+    two.kill(power=True)
     code, output = run.wait()
-    assert code == 0, output
-    assert addresses_of_engines(run.run_dir, 2) == [node.address for node in all_nodes.nodes[:2]]
+    assert code == 1 and "trainer rank 1 died" in output and two.address in output, output
+    trained = last_step(run.run_dir)
+    all_nodes.start(two)
+    colocated = ("placement.mode=colocated", "rollout.num_engines=2", f"loop.num_rollout={trained + 2}")
+    with two.slow_link("20mbit", 8_000):
+        code, output = start_run(all_nodes, one, tmp_path / "run", *job.overrides(*settings, *colocated)).wait()
+        assert code == 0, output
+        assert two.num_lost_packets() > 0
+    assert addresses_of_engines(run.run_dir, 2) == [one.address, two.address]
     rows = metrics(run.run_dir)
+    assert [row["step"] for row in rows] == list(range(trained + 3))
     assert max(row["probe/logprob_abs_diff_max"] for row in rows[-2:]) < 1e-4
     assert rows[-1]["rollout/engine_load_max"] < 2.0, "both engines answered"

@@ -24,6 +24,7 @@ from slime_like.cluster.start.inputs import RunInputs
 from slime_like.cluster.start.placement import Placement
 from slime_like.cluster.start.progress import Progress
 from slime_like.cluster.start.resume import checkpoint_folder
+from slime_like.cluster.start.shared_folder import check_shared
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
@@ -167,7 +168,11 @@ class Cluster:
         critic, teacher = self._role("critic", self.plan.critic), self._role("teacher", self.plan.teacher)
         groups = [group for group in (actor, critic, teacher) if group is not None]
         seconds = max(self.cfg.rollout.start_deadline_s, self.cfg.loop.step_deadline_s)
-        connect(groups, actor.deadline("connect", seconds), self.progress.waiting)
+        deadline = actor.deadline("connect", seconds)
+        if self.cfg.placement.ray_address is not None:
+            writers = [group for group in (actor, critic) if group is not None]
+            check_shared(self.run_dir, writers, deadline, self.progress.waiting)
+        connect(groups, deadline, self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor
         trainer = self._combine_roles(actor, critic, teacher)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,15 @@ from slime_like.metrics.types import Metric
 from slime_like.registry import resolve
 from slime_like.types import F32
 from slime_like.util.caches import keep_caches_private
+from slime_like.util.deadline import Deadline
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import RendezvousAddress, open_rendezvous
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.rank.trainer import RankTrainer
+
+APPEAR_S = 5.0  # for a new file to appear on another node of a shared file system
+POLL_S = 0.2
 
 
 class RankWorker:
@@ -45,6 +50,15 @@ class RankWorker:
         """Return the address of this node and a port on which rank 0 now listens, at that address only."""
         self._rendezvous = open_rendezvous(_own_address())
         return self._rendezvous.host, self._rendezvous.port
+
+    def node_without_file(self, path: str) -> str:
+        """Return the address of this node if ``path`` does not appear on it; empty if it does."""
+        deadline = Deadline("trainer", "connect", APPEAR_S)
+        while not Path(path).exists():
+            if deadline.elapsed() > deadline.limit:
+                return _own_address()
+            time.sleep(POLL_S)
+        return ""
 
     def rendezvous_address(self, master: tuple[str, int]) -> RendezvousAddress:
         """Return the rendezvous address, on rank 0 with its socket."""
