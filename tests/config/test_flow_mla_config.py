@@ -148,6 +148,28 @@ def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPat
         assert from_json(os.environ[VARIABLE]) == expected
 
 
+def test_a_limit_of_collectives_without_collectives_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_like_plugins.flow_mla import flags
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(SystemExit, match=r"--flow-mla-max-ctas 4 with --flow-mla-transport p2p.*remove it"):
+        flags.enable([flags.ENABLE, "--flow-mla-transport", "p2p", "--flow-mla-max-ctas", "4"], "flow_mla")
+    assert VARIABLE not in os.environ
+
+
+def test_a_model_without_sharded_layers_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang builds the layers of some models, such as Granite, without the function that FlowMLA hooks."""
+    from slime_like_plugins.flow_mla import hooks
+
+    monkeypatch.setattr(hooks, "_models", [])
+    with pytest.raises(
+        SystemExit, match=r"no weight of SimpleNamespace is sharded.*set rollout.flow_mla.enabled=false"
+    ):
+        hooks.check_loaded("loaded", SimpleNamespace(model=SimpleNamespace()))
+    monkeypatch.setattr(hooks, "_models", [SimpleNamespace(moved=list)])
+    assert hooks.check_loaded("loaded", SimpleNamespace()) == "loaded"
+
+
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket", "direct", "my.loader"])
 def test_updates_that_bypass_the_loaders_are_refused(load_format: str | None) -> None:
     from slime_like_plugins.flow_mla import hooks

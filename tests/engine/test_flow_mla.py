@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_like.config.schema.flow_mla import FlowOptions
+from slime_like_plugins.flow_mla.gather import GroupGather
 from slime_like_plugins.flow_mla.layout import Matrix, flow_bytes, layer_layout
 from slime_like_plugins.flow_mla.pipeline import GatherPipeline
 from slime_like_plugins.flow_mla.sharding import ShardedWeights
@@ -246,6 +247,18 @@ def test_the_weights_of_a_layer_arrive_while_the_layer_before_it_runs() -> None:
     with pytest.raises(RuntimeError, match="sharded layer 3 runs while its slot holds layer 1"):
         pipeline.begin()
         pipeline.wait(3)
+
+
+def test_collective_gathers_of_a_gpu_wait_for_writes_of_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's loaders write in threads, whose stream is not the one of forwards and gathers."""
+    events: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", events.append)
+    for part in (SimpleNamespace(is_cuda=True, device="cuda:1"), torch.zeros(1)):
+        gather = GroupGather([])
+        gather.meet()  # before there are parts
+        gather.share([part])  # pyright: ignore[reportArgumentType]
+        gather.meet()
+    assert events == ["cuda:1"]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])

@@ -31,10 +31,17 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def enable(argv: Sequence[str], name: str) -> None:
-    """Enable plugin ``name`` in this process and its children with the settings of the command line."""
+    """Enable plugin ``name`` in this process and its children with the settings of the command line.
+
+    Raises ``SystemExit`` if a setting has no effect with another one.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(None, parser)
     settings, _ = parser.parse_known_args(argv)
+    if settings.flow_mla_transport == "p2p" and settings.flow_mla_max_ctas is not None:
+        raise SystemExit(
+            f"--flow-mla-max-ctas {settings.flow_mla_max_ctas} with --flow-mla-transport p2p, which has no collective gathers: remove it"
+        )
     options = FlowOptions(
         tuple(settings.flow_mla_weights),
         settings.flow_mla_prefetch_distance,

@@ -61,7 +61,13 @@ class GroupGather:
         self._parts = parts
 
     def meet(self) -> None:
-        """Return at once: a gather itself waits for all ranks, which start it after their writes and write after its end."""
+        """Wait for the work of all streams of this GPU; on a CPU, return at once.
+
+        The other ranks need no wait: a gather itself waits for them, and they start it after their writes. But a gather waits for
+        the current stream only, and SGLang's loaders write in threads, on another stream than the scheduler's.
+        """
+        if self._parts and self._parts[0].is_cuda:
+            torch.cuda.synchronize(self._parts[0].device)
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
         work = dist.all_gather_single(buffer, self._parts[layer], group=self._groups[slot], async_op=True)

@@ -46,7 +46,8 @@ def obstacle(view: Any) -> str | None:
     """Return the reason why an engine with the resolved arguments ``view`` cannot use FlowMLA, or None."""
     if int(view.attn_dp_size or 1) == 1:
         return (
-            "attn_dp_size=1: only ranks of data-parallel attention hold the same weights; set attn_dp_size to 2 or more"
+            "attn_dp_size=1: only ranks of data-parallel attention hold the same weights; set rollout.dp_attention "
+            "(--attention-data-parallel-size) to 2 or more"
         )
     if os.environ.get(SKIP_VARIABLE, "").lower() in ("1", "true"):
         return f"{SKIP_VARIABLE}: ranks without tokens would skip forwards, and a gather needs all ranks; unset it"
@@ -143,7 +144,12 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
 
 
 def check_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine if a weight has moved out of its slot."""
+    """Hook after ``ModelRunner.load_model``: stop the engine if no weight is sharded, or one has moved out of its slot."""
+    if not _models:
+        raise SystemExit(
+            f"slime_like plugin {NAME!r}: no weight of {type(runner.model).__name__} is sharded, because this model of SGLang builds its "
+            "layers without make_layers; set rollout.flow_mla.enabled=false (remove --enable-flow-mla)"
+        )
     for weights in _models:
         stop_on(NAME, weights.moved())
     return result

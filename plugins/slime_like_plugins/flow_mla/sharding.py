@@ -133,7 +133,10 @@ class ShardedWeights:
         """Return messages on settings of ``rollout.flow_mla.weights`` that name no weight of the model."""
         names = {name for layer in self.layers for weight in layer.weights for name in weight.name.split(".")}
         missing = [key for key in self._settings.weights if not names.intersection(MODULES[key])]
-        return [f"rollout.flow_mla.weights has {key}, which the model's attention does not have" for key in missing]
+        return [
+            f"rollout.flow_mla.weights (--flow-mla-weights) has {key}, which the model's attention does not have: remove it"
+            for key in missing
+        ]
 
     def moved(self) -> list[str]:
         """Return messages on weights that are no longer views of their slots, because SGLang replaced their memory."""
