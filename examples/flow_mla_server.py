@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_like.printable import visible
+from slime_like.rollout.engine.server import derived_ports
 from slime_like.util.ports import PortLease
 
 START_S, REQUEST_S = 600.0, 120.0
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    lease = PortLease("127.0.0.1")
+    lease = PortLease("127.0.0.1", derived_ports(2))
     arguments = server_arguments(options.model, options.device, lease.port)
     command = [sys.executable, "-m", "sglang.launch_server", *arguments]
     environment = os.environ | (CPU_ENVIRONMENT if options.device == "cpu" else {})

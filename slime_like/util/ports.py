@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,7 +16,7 @@ from slime_like.errors import SlimeLikeError
 BACKLOG = 2048  # ranks that connect simultaneously
 INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 # Above the ports of Ray's workers (10002-19999) and below Linux's ephemeral range, from which any outgoing connection
-# could take a port. SGLang derives further ports, at most 300 above.
+# could take a port.
 PORTS = range(20_000, 32_000)
 
 
@@ -83,22 +83,22 @@ def interface_environment(host: str) -> Mapping[str, str]:
 
 
 class PortLease:
-    """A free TCP port, reserved among processes of this project on this machine until released.
+    """A free TCP port, reserved among processes of this project on this machine until released, with ports at ``offsets`` from it.
 
     Between choosing a port and the server's bind, seconds later, another process could choose it too. An abstract unix
     socket named after the port is bound until then; the kernel closes it with the process. Raises ``SlimeLikeError`` if
     no port is free.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, offsets: Iterable[int] = ()) -> None:
+        self._holders: list[socket.socket] = []
+        offsets = (0, *offsets)
         for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-            self._holder = socket.socket(socket.AF_UNIX)
             try:
-                self._holder.bind(f"\0slime_like-port-{port}")
-                with socket.socket() as probe:
-                    probe.bind((host, port))
+                for offset in offsets:
+                    self._reserve(host, port + offset)
             except OSError:
-                self._holder.close()
+                self.release()
                 continue
             self.port = port
             return
@@ -106,9 +106,18 @@ class PortLease:
             f"no free TCP port on {host} in {PORTS.start}-{PORTS.stop - 1}: end processes that listen there (`ss -ltnp`)"
         )
 
+    def _reserve(self, host: str, port: int) -> None:
+        """Reserve one port. Raises ``OSError`` if it is reserved or in use."""
+        holder = socket.socket(socket.AF_UNIX)
+        self._holders.append(holder)
+        holder.bind(f"\0slime_like-port-{port}")
+        with socket.socket() as probe:
+            probe.bind((host, port))
+
     def release(self) -> None:
-        """Release the port."""
-        self._holder.close()
+        """Release the ports."""
+        while self._holders:
+            self._holders.pop().close()
 
     def __enter__(self) -> int:
         """Return the port."""

@@ -43,6 +43,29 @@ def test_a_port_in_use_is_not_leased(one_port: int) -> None:
             PortLease(HOST)
 
 
+def test_ports_at_offsets_are_reserved(one_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = PortLease(HOST, (1, 3))
+    for distance, is_free in enumerate((False, False, True, False, True)):
+        monkeypatch.setattr(ports, "PORTS", range(one_port + distance, one_port + distance + 1))
+        if is_free:
+            PortLease(HOST).release()
+        else:
+            with pytest.raises(SlimeLikeError, match="no free TCP port"):
+                PortLease(HOST)
+    lease.release()
+    with PortLease(HOST, (-1,)):
+        pass
+
+
+def test_a_lease_needs_all_of_its_ports(one_port: int) -> None:
+    with socket.socket() as listener:
+        listener.bind((HOST, one_port + 2))
+        listener.listen()
+        with pytest.raises(SlimeLikeError, match="no free TCP port"):
+            PortLease(HOST, (2,))
+        PortLease(HOST, (1,)).release()
+
+
 def test_leases_are_exclusive_between_processes_and_end_with_them(one_port: int) -> None:
     choose = (
         f"from slime_like.util import ports; ports.PORTS = range({one_port}, {one_port + 1}); ports.PortLease({HOST!r})"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from examples.flow_mla_server import CPU_ENVIRONMENT, ask, server_arguments
+from slime_like.rollout.engine.server import derived_ports
 from slime_like.util.ports import PortLease
 from tests.engine.conftest import Models
 from tests.engine.forked_engines import ForkedEngine
@@ -31,7 +32,7 @@ def serve() -> None:
 def respond(model: Path, prompt: list[int], folder: Path) -> tuple[list[int], str]:
     """Start a server, send it ``prompt`` and stop it. Return the response and the log."""
     log = folder / "log"
-    with PortLease("127.0.0.1") as port, log.open("wb") as file:
+    with PortLease("127.0.0.1", derived_ports(2)) as port, log.open("wb") as file:
         arguments = [*server_arguments(str(model), "cpu", port), "--max-total-tokens", "512"]
         environment = os.environ | CPU_ENVIRONMENT | {ARGUMENTS: json.dumps(arguments), "TMPDIR": str(folder)}
         server = ForkedEngine(file, environment, f"{__name__}:serve")

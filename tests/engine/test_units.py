@@ -26,6 +26,7 @@ from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main, processes
 from slime_like.rollout.engine.plugins import ENTRY_POINTS
 from slime_like.rollout.engine.replies import completions, error_text, scores
+from slime_like.rollout.engine.server import derived_ports
 from slime_like_plugins import dcp, sglang_hooks
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
@@ -411,6 +412,14 @@ def test_crash_dumps_are_disabled_on_a_cpu_unless_the_user_enables_them(
         assert name not in engine_environment.child_environment(replace(SPEC, device="cuda"), "/scratch")
         monkeypatch.setenv(name, "1")
         assert engine_environment.child_environment(SPEC, "/scratch")[name] == "1"
+
+
+def test_the_ports_of_data_parallel_attention_are_reserved() -> None:
+    """The ports that SGLang derives follow one another at this distance from the server's port."""
+    from sglang.srt import server_args
+
+    assert derived_ports(2)[0] == server_args.ZMQ_TCP_PORT_DELTA
+    assert len(derived_ports(2)) == 9 and not derived_ports(1)
 
 
 def test_the_headline_is_the_last_exception_of_the_log(tmp_path: Path) -> None:

@@ -32,7 +32,15 @@ KILL_S = 10.0  # for a killed process to end
 EXIT_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 REPLACED_EXIT_S = 1.0  # for the exit code of a server that is about to be replaced
 _DIRECT = build_opener(ProxyHandler({}))  # http_proxy is for other hosts
+DERIVED_PORTS = 233  # ZMQ_TCP_PORT_DELTA of sglang.srt.server_args
 DECODE_LINE = "slime_like decodes with "
+
+
+def derived_ports(dp_attention: int) -> range:
+    """Return the distances of the ports that SGLang derives from an engine's port: under data-parallel attention, one for the rendezvous,
+    six for its processes, and one for each group.
+    """
+    return range(DERIVED_PORTS, DERIVED_PORTS + 7 + dp_attention) if dp_attention > 1 else range(0)
 
 
 class EngineServer:
@@ -60,7 +68,7 @@ class EngineServer:
         """Spawn the server and return without waiting for it."""
         if self._process is not None:
             raise EngineError(f"engine at {self.url} has already been started; create a new EngineServer")
-        self._lease = PortLease(self._host)
+        self._lease = PortLease(self._host, derived_ports(self._spec.dp_attention))
         self.url = f"http://{self._host}:{self._lease.port}"
         self._scratch = tempfile.mkdtemp(prefix=processes.SCRATCH_PREFIX)
         launch = EngineLaunch(self._spec, self._admin_key, self._host, self._lease.port)
