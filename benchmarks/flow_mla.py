@@ -90,7 +90,7 @@ def sharded_bytes(flow_mla: bool) -> int:
 
 
 def make_spec(name: str, model: Path) -> EngineSpec:
-    """Return an engine of ``ARMS``, whose cache has what the weights leave of the budget."""
+    """Return an engine of ``ARMS``, whose cache has the bytes of the budget that the weights leave."""
     dcp, flow_mla = ARMS[name]
     rows = ROWS + (sharded_bytes(False) - sharded_bytes(bool(flow_mla))) // KV_ROW_BYTES
     return EngineSpec(

@@ -63,7 +63,7 @@ class PrefetchResult:
 
 
 class TracedGather:
-    """The product's gather, which records when each begins."""
+    """A gather that records the start of each gather of a layer."""
 
     def __init__(self, gather: Gather, events: list[tuple[float, str]]) -> None:
         self._gather, self._events = gather, events
@@ -146,9 +146,9 @@ def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
         "collective": GroupGather(groups),
         "p2p": PullGather(rank, RANKS, GroupExchange(groups[0]), HostParts(SLOTS)),
     }
-    measured = [measure(name, batch, rounds, gather, rank) for name, gather in gathers.items() for batch in BATCHES]
+    timings = [measure(name, batch, rounds, gather, rank) for name, gather in gathers.items() for batch in BATCHES]
     if rank == 0:
-        results.put(measured)
+        results.put(timings)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -180,15 +180,15 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/store", options.rounds, results)
         ranks = torch.multiprocessing.start_processes(run_rank, arguments, RANKS, join=False)
-        assert ranks is not None, "they are not joined"
+        assert ranks is not None, "start_processes returns ranks with join=False"
         deadline = Deadline("benchmark", "prefetch", RUN_S)
         while results.empty():  # join raises the error of a rank that failed
             ranks.join(min(1.0, deadline.remaining("the ranks")))
-        measured: list[PrefetchResult] = results.get()
+        timings: list[PrefetchResult] = results.get()
         while not ranks.join(deadline.remaining("the end of the ranks")):
             pass
-    print(visible("\n".join(table(measured))))
-    for result in (measured[len(BATCHES) - 1], measured[-1]):
+    print(visible("\n".join(table(timings))))
+    for result in (timings[len(BATCHES) - 1], timings[-1]):
         print(visible("\n".join(["", f"{result.transport}, {result.batch} tokens:", "", *result.timeline])))
     return 0
 

@@ -64,11 +64,11 @@ def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
             if len(lengths) > 1 and not arm.packs:
                 continue
             cast = case.to(getattr(torch, options.dtype), options.device, wide=recurrence.LAYER_F32)
-            measured = recurrence.errors(recurrence.of_backend(arm.rule, cast), expected)
-            assert len(measured) == len(PARTS)
-            within_tolerance &= max(measured.values()) <= TOLERANCE[options.dtype]
+            errors = recurrence.errors(recurrence.of_backend(arm.rule, cast), expected)
+            assert len(errors) == len(PARTS)
+            within_tolerance &= max(errors.values()) <= TOLERANCE[options.dtype]
             rows.append(
-                f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in measured.values()) + " |"
+                f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in errors.values()) + " |"
             )
     return rows, within_tolerance
 

@@ -1,4 +1,4 @@
-"""Speed, peak memory and host synchronisations of a training step on one GPU, by models of published shapes.
+"""Speed, peak memory and host synchronisations of a training step on one GPU, for models of published shapes.
 
     python benchmarks/gpu_step.py                                      # every arm, each in a process of its own
     python benchmarks/gpu_step.py --arms dense hybrid-flashqla --steps 8
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
-    """Return the figures of an arm that ran in a process of its own, or None if it failed: its output says why."""
+    """Return the figures of an arm that ran in a process of its own, or None if it failed; its output has the cause."""
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         result = Path(folder) / "figures.json"
         command = [sys.executable, __file__, *argv, "--arms", name, "--result", str(result)]

@@ -4,7 +4,7 @@ python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists
 
 The manager is the real one, in a process of its own for each line: HTTP client, columnar store, text, reward pool, the pickle that
 Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all requests of a
-rollout are in flight at the same time. `lists` are SGLang's own replies, `columns` those of an engine with this project's plugin.
+rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugin.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     profiles: list[str] = []
     for num_samples, num_tokens in options.sizes:
         for replies in options.replies:
-            line = measured_elsewhere((num_samples, num_tokens), replies, options.group, options.profile)
+            line = measure_in_child((num_samples, num_tokens), replies, options.group, options.profile)
             profiles.append(f"{replies}, {num_samples} x {num_tokens}:\n{line.pop('profile')}")
             values = " | ".join(f"{value:{'.2f' if name == 'rate' else '.0f'}}" for name, value in line.items())
             lines.append(f"| {replies} | {num_samples} x {num_tokens} | {values} |")
@@ -139,8 +139,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measured_elsewhere(size: tuple[int, int], replies: str, group: int, profile: int) -> dict[str, Any]:
-    """Return the measurement of a new process, whose peak of memory is its own."""
+def measure_in_child(size: tuple[int, int], replies: str, group: int, profile: int) -> dict[str, Any]:
+    """Measure in a new process, so that the peak of memory belongs to this size alone."""
     words = [
         "--one",
         "--sizes",
@@ -176,14 +176,14 @@ async def _measure(size: tuple[int, int], url: str, folder: str, group: int, pro
     before = memory("VmRSS")
     await manager.collect(0)  # imports, connections, reward processes, and the engine's records
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    started, wall = time.process_time(), time.perf_counter()
+    cpu_start, start = time.process_time(), time.perf_counter()
     if profile:
         profiler.enable()
     rollout = await manager.collect(1)
     buffers: list[pickle.PickleBuffer] = []
     pickle.dumps(rollout, protocol=5, buffer_callback=buffers.append)  # as Ray, which then copies the buffers
     profiler.disable()
-    cpu_s, seconds = time.process_time() - started, time.perf_counter() - wall
+    cpu_s, seconds = time.process_time() - cpu_start, time.perf_counter() - start
     peak = memory("VmHWM")
     assert sum(len(g.samples) for g in rollout.groups) == num_samples, "samples are missing"
     total = sum(sample.num_response_tokens for g in rollout.groups for sample in g.samples)
@@ -265,10 +265,12 @@ def _profile(profiler: cProfile.Profile, count: int, num_tokens: int) -> str:
     if not count:
         return ""
     entries: Any = pstats.Stats(profiler).stats  # pyright: ignore[reportAttributeAccessIssue]
-    rows = sorted(((own, calls, place) for place, (_, calls, own, _, _) in entries.items()), reverse=True)[:count]
+    rows = sorted(((own_s, calls, function) for function, (_, calls, own_s, _, _) in entries.items()), reverse=True)[
+        :count
+    ]
     return "\n".join(
-        f"{1e9 * own / num_tokens:8.1f} ns per token {calls:9d} calls  {os.path.basename(file)}:{line} {name}"
-        for own, calls, (file, line, name) in rows
+        f"{1e9 * own_s / num_tokens:8.1f} ns per token {calls:9d} calls  {os.path.basename(file)}:{line} {name}"
+        for own_s, calls, (file, line, name) in rows
     )
 
 

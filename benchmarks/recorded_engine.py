@@ -1,4 +1,4 @@
-"""HTTP server that answers as an engine does, from recorded replies: it samples nothing.
+"""HTTP server that answers like an engine, with recorded replies instead of sampled tokens.
 
 Started by `benchmarks/manager.py` as `python benchmarks/recorded_engine.py lists|columns`; prints its port. `columns` are the
 replies of an engine with this project's plugins, `lists` those of SGLang without them. It ends when its standard input closes.
@@ -59,12 +59,14 @@ def application(*, columns: bool) -> web.Application:
     """Return the server."""
 
     @lru_cache
-    def recorded(num_tokens: int, seed: int) -> bytes:
+    def reply_item(num_tokens: int, seed: int) -> bytes:
         return orjson.dumps(item(num_tokens, seed, columns=columns))
 
     async def generate(request: web.Request) -> web.Response:
         params = orjson.loads(await request.read())["sampling_params"]
-        items = (recorded(int(own["max_new_tokens"]), own["sampling_seed"] % NUM_RECORDS) for own in params)
+        items = (
+            reply_item(int(sampling["max_new_tokens"]), sampling["sampling_seed"] % NUM_RECORDS) for sampling in params
+        )
         return web.Response(body=b"[" + b",".join(items) + b"]", content_type="application/json")
 
     async def state(_: web.Request) -> web.Response:

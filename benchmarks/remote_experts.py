@@ -198,20 +198,20 @@ def results(
     """Measure each arm once per round."""
     prefills: dict[str, list[float]] = {name: [] for name in runs}
     steps: dict[str, list[float]] = {name: [] for name in runs}
-    counted: dict[str, tuple[int, int]] = dict.fromkeys(runs, (0, 0))
+    traffic_counts: dict[str, tuple[int, int]] = dict.fromkeys(runs, (0, 0))
     for _ in range(rounds):
         for name, run in runs.items():
             before = traffic(run)
-            started = time.perf_counter()
+            start = time.perf_counter()
             prefill(run, layers, x)
-            prefills[name].append(time.perf_counter() - started)
+            prefills[name].append(time.perf_counter() - start)
             after = traffic(run)
-            counted[name] = after.calls - before.calls, after.payload_bytes - before.payload_bytes
+            traffic_counts[name] = after.calls - before.calls, after.payload_bytes - before.payload_bytes
             if decodes:
-                started = time.perf_counter()
+                start = time.perf_counter()
                 decode(run, layers, x)
-                steps[name].append(time.perf_counter() - started)
-    return {name: ArmResult(tuple(prefills[name]), tuple(steps[name]), *counted[name]) for name in runs}
+                steps[name].append(time.perf_counter() - start)
+    return {name: ArmResult(tuple(prefills[name]), tuple(steps[name]), *traffic_counts[name]) for name in runs}
 
 
 def traffic(run: Local | Remote) -> Traffic:
@@ -235,8 +235,8 @@ def table(arms: Mapping[str, ArmResult]) -> list[str]:
                 f"{arm.payload_bytes / 2**20:.2f} ({arm.payload_bytes / base.payload_bytes - 1:+.1%})",
             )
         )
-        decoded = f"{DECODE_STEPS * DECODE_BATCH / statistics.median(arm.decode_s):,.0f}" if arm.decode_s else "-"
-        lines.append(f"| {name} | {calls} | {payload} | {statistics.median(arm.prefill_s):.3f} | {decoded} |")
+        tokens_per_s = f"{DECODE_STEPS * DECODE_BATCH / statistics.median(arm.decode_s):,.0f}" if arm.decode_s else "-"
+        lines.append(f"| {name} | {calls} | {payload} | {statistics.median(arm.prefill_s):.3f} | {tokens_per_s} |")
     return lines
 
 

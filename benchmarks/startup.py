@@ -46,13 +46,13 @@ def measure(rounds: int, work: Path) -> list[Round]:
 def _round(run_dir: Path) -> Round:
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'plugins'}", "HF_HUB_OFFLINE": "1"}
     environment.pop("OMP_NUM_THREADS", None)
-    started = time.time()
+    start = time.time()
     command = [sys.executable, "-W", "ignore", "-c", BARE]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = list(read_lines(process, limit_s=BARE_S))
     if process.returncode != 0:
         raise SystemExit(f"the bare import failed: {''.join(output[-3:])}")
-    bare = time.time() - started
+    bare = time.time() - start
     command = [
         sys.executable,
         "train.py",
@@ -65,21 +65,21 @@ def _round(run_dir: Path) -> Round:
         "evaluation.datasets={}",
         "metrics.console=plain",
     ]
-    started = time.time()
+    start = time.time()
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
     lines: dict[str, float] = {}
     warm_started = False
     for line in read_lines(process, limit_s=START_S):
         warm_started = warm_started or WARM_START.match(line) is not None
         if match := LINE.match(line):
-            lines[match["step"]] = time.time() - started
+            lines[match["step"]] = time.time() - start
         elif ": starting " in line:
-            lines["configuration, data and tokenizer read"] = time.time() - started
+            lines["configuration, data and tokenizer read"] = time.time() - start
     if process.returncode != 0:
         raise SystemExit(f"the run in {run_dir} ended with exit code {process.returncode}")
     rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if row["step"] == 1)
-    return Round(bare, lines, first["spans"]["rollout"][0] - started, warm_started)
+    return Round(bare, lines, first["spans"]["rollout"][0] - start, warm_started)
 
 
 def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
@@ -91,9 +91,9 @@ def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
     return f"The warm start was cached: {origin}, and every round used it."
 
 
-def report(measured: Sequence[Round], machine: str, command: str) -> str:
+def report(all_rounds: Sequence[Round], machine: str, command: str) -> str:
     """Return Markdown with the ratio, all rounds except the first, and the split of the median round."""
-    first, *rounds = measured
+    first, *rounds = all_rounds
     ratio = statistics.median(round_.ratio for round_ in rounds)
     middle = min(rounds, key=lambda round_: abs(round_.ratio - ratio))
     out = ["# Start-up, measured", "", machine, "", f"Command: `{command}`. {_warm_start(first, rounds)}", ""]

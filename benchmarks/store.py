@@ -53,7 +53,7 @@ def per_sample(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenCo
 
 
 def arrays(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
-    """Write to arrays per sample that have room for all tokens."""
+    """Write to arrays per sample that have space for all tokens."""
     size = len(prompt) + sum(len(columns) for columns in steps) // samples
     rows = [
         TokenColumns(np.empty(size, np.int32), np.empty(size, np.float32), np.empty(size, np.int32))
@@ -139,9 +139,9 @@ def measure(prompt: TokenColumns, samples: int, steps: Steps, rounds: int) -> li
     seconds = dict.fromkeys(CONTAINERS, float("inf"))
     for _ in range(rounds):  # containers take turns, so that the machine's load affects all of them
         for name, container in CONTAINERS.items():
-            started = time.process_time()
+            start = time.process_time()
             rows = container(prompt, samples, steps)
-            seconds[name] = min(seconds[name], time.process_time() - started)
+            seconds[name] = min(seconds[name], time.process_time() - start)
             if [_bytes(row) for row in rows] != expected:
                 raise SystemExit(f"{name}: the rows have other bytes than lists")
     num_tokens = sum(map(len, steps))

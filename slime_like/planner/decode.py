@@ -68,7 +68,7 @@ def _group_rows(settings: EngineSettings, gpu: GpuKind, requests: float) -> floa
 
 
 def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, rows: float) -> float:
-    """Return the seconds in which a rank reads its weights, or computes with them, and writes and sums experts' outputs."""
+    """Return the seconds for reading the weights of a rank, or computing with them, and for writing and summing experts' outputs."""
     linear, seconds = WEIGHT_BYTES[settings.weights], 0.0
     tokens = {"attention": rows, "output layer": requests / (settings.dp_attention if settings.replicated_head else 1)}
     for item in weight_items(shape, replace(settings, flow_mla=())):
@@ -96,7 +96,7 @@ def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, r
 def _attention_seconds(
     shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, context: float, rows: float
 ) -> float:
-    """Return the seconds in which a rank reads the cache of its ``requests``, or computes scores if that takes longer."""
+    """Return the seconds for reading the cache of the ``requests`` of a rank, or for computing scores if that takes longer."""
     tile = constants.LATENT_TILE.value
     peak = gpu.bf16 * constants.COMPUTE_SHARE.value
     if shape.latent is not None:
@@ -115,7 +115,7 @@ def _attention_seconds(
 
 
 def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, requests: float) -> float:
-    """Return the seconds in which the ranks exchange queries, log-sum-exp, and float32 partial outputs of all layers."""
+    """Return the seconds for exchanging queries, log-sum-exp, and float32 partial outputs of all layers between ranks."""
     c = settings.dcp
     if c == 1:
         return 0.0

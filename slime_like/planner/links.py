@@ -20,9 +20,9 @@ def all_reduce_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float
 
 
 def all_gather_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float:
-    """Return the seconds in which ``gpus`` in a ring gather ``num_bytes``, of which each has a shard.
+    """Return the seconds of an all-gather of ``num_bytes`` over a ring of ``gpus``, each of which has a shard.
 
-    All of it but the own shard enters each GPU over its links, and all but the node's shards each node over its network.
+    A GPU receives the other shards over its links, and a node receives the shards of other nodes over its network.
     """
     nodes, inside = _nodes(hardware, gpus)
     links = num_bytes * (gpus - 1) / gpus / hardware.gpu.link

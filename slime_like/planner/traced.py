@@ -1,4 +1,4 @@
-"""Layouts of the trainer that megatron's code and torch's CUDA allocator ran without a GPU, with the planner's predictions."""
+"""Layouts of the trainer traced without a GPU, by megatron's code and torch's CUDA allocator, with the planner's predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.planner.trainer import TrainerSettings, allocated_items
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """A layout of the trainer that megatron's code and torch's allocator ran, with its peak in GiB."""
+    """A traced layout of the trainer, with its peak in GiB."""
 
     model: str
     settings: TrainerSettings

@@ -196,7 +196,7 @@ def _activation_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) 
 
 
 def _transient(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[Item, ...]:
-    """Return the larger of the head's tensors and the tensors of the layers that run again in the backward pass.
+    """Return the tensors of the head or those of the layers that are recomputed in the backward pass, whichever are larger.
 
     A rank that only scores has the tensors of one layer instead.
     """

@@ -82,7 +82,9 @@ class CollectedRollout:
     stopped: float
     metrics: tuple[Metric, ...]
     warnings: tuple[RunWarning, ...] = ()
-    recovered: tuple[Recovery, ...] = ()  # new or changed since the last rollout; a later entry replaces an earlier one
+    recoveries: tuple[
+        Recovery, ...
+    ] = ()  # new or changed since the last rollout; a later entry replaces an earlier one
 
 
 class RolloutManager:
@@ -170,8 +172,8 @@ class RolloutManager:
         ]
         messages = (*self._rewards.warnings(), *self._sampler.warnings(), *self._pool.drain_messages(), *kv_warnings)
         warnings = (*advice, *map(RunWarning, messages))
-        recovered = self.last_recoveries()
-        return CollectedRollout(groups, generated.started, generated.stopped, tuple(metrics), warnings, recovered)
+        recoveries = self.last_recoveries()
+        return CollectedRollout(groups, generated.started, generated.stopped, tuple(metrics), warnings, recoveries)
 
     def _within_staleness(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Return the carried groups that are still within the staleness bound."""

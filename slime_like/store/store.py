@@ -1,4 +1,4 @@
-"""Store of the samples of a group while they are sampled: one set of columns for all of them, appended to in batches.
+"""Store of the samples of a group while they are sampled: they share one set of columns, to which tokens are appended in batches.
 
 A row is a sequence of tokens, and always contiguous in memory, so that a sample is a view of its row. A fork shares the tokens
 of its row. The first sharer that appends writes after the shared tokens if they have free space behind them; each other sharer
@@ -157,13 +157,15 @@ class SampleStore:
                 copy_tokens(batch.columns, position, self._slabs[key].columns, start, count)
             position += count
         table.length[rows] = ends
-        written = table.extent[rows[counts > 0]]
-        extents.used[written] = ends[counts > 0]
+        target_extents = table.extent[rows[counts > 0]]
+        extents.used[target_extents] = ends[counts > 0]
         if batch.is_finished is not None:
             table.is_finished[rows] = batch.is_finished
-        own = table.extent[rows]
-        is_exclusive = (extents.num_rows[own] == 1) & (extents.used[own] == ends) & ~table.is_finished[rows]
-        table.limit[rows] = np.where(is_exclusive, extents.capacity[own], 0)
+        row_extents = table.extent[rows]
+        is_exclusive = (
+            (extents.num_rows[row_extents] == 1) & (extents.used[row_extents] == ends) & ~table.is_finished[rows]
+        )
+        table.limit[rows] = np.where(is_exclusive, extents.capacity[row_extents], 0)
 
     def _check(self, batch: Batch, counts: I64) -> None:
         rows = batch.rows
@@ -178,21 +180,21 @@ class SampleStore:
 
     def _positions_to_move(self, batch: Batch, counts: I64, ends: I64) -> I64:
         """Return the positions in the batch of rows that must be copied before they can be written."""
-        table, own = self._extents, self._rows.extent[batch.rows]
-        fits = (table.used[own] == ends - counts) & (ends <= table.capacity[own])
-        if len(own) and table.num_rows[own].max() > 1:
+        table, row_extents = self._extents, self._rows.extent[batch.rows]
+        fits = (table.used[row_extents] == ends - counts) & (ends <= table.capacity[row_extents])
+        if len(row_extents) and table.num_rows[row_extents].max() > 1:
             writable = np.flatnonzero(fits & (counts > 0))
-            first = writable[np.unique(own[writable], return_index=True)[1]]
+            first = writable[np.unique(row_extents[writable], return_index=True)[1]]
             fits[writable] = False
             fits[first] = True
         fits |= counts == 0
         for position, experts in enumerate(batch.experts):
-            if experts is not None:  # of all tokens, also of those that other rows or views share
+            if experts is not None:  # experts of all tokens, including those that other rows or views share
                 fits[position] = False
         return np.flatnonzero(~fits)
 
     def _move(self, batch: Batch, positions: I64, ends: I64) -> None:
-        """Copy rows to new memory with space for the batch. Finished rows get no more than that."""
+        """Copy rows to new memory with space for the batch, and spare space unless they are finished."""
         for experts in batch.experts:
             if experts is not None:
                 self._expert_shape = ExpertEntry(experts.shape[1:], experts.dtype)

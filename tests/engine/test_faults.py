@@ -117,7 +117,7 @@ def test_a_slow_engine_is_not_restarted_by_default(pair: EnginePair) -> None:
         assert {m.name: m.value for m in collected.metrics if m.name in RECOVERY_METRICS} == dict.fromkeys(
             RECOVERY_METRICS, 0
         )
-        assert (collected.recovered, collected.warnings, manager.last_recoveries()) == ((), (), ())
+        assert (collected.recoveries, collected.warnings, manager.last_recoveries()) == ((), (), ())
         assert [supervisor.server.pid for supervisor in pair.supervisors] == pids
         await manager.stop()
 
@@ -150,8 +150,8 @@ def test_a_rollout_survives_the_loss_of_both_engines(pair: EnginePair) -> None:
         assert 0 < len(remade_groups) < GROUPS
         ids = [sample.sample_id for group in collected.groups for sample in group.samples]
         assert ids == list(range(GROUPS * SAMPLES))
-        assert len(collected.recovered) == 2
-        assert {recovery.version for recovery in collected.recovered} <= {-1, pair.version}
+        assert len(collected.recoveries) == 2
+        assert {recovery.version for recovery in collected.recoveries} <= {-1, pair.version}
         await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
         death, stall = manager._pool.recoveries
         assert [death.engine, stall.engine] == signalled

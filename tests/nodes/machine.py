@@ -149,7 +149,7 @@ class NamespaceNode:
         return self._parent is not None and self._parent.poll() is None
 
     def kill(self, *, power: bool = False) -> None:
-        """Kill every process of the node. With ``power``, its peers get no packet that says so, as after a power failure."""
+        """Kill every process of the node. With ``power``, its peers receive no packet about it, as after a power failure."""
         if power:
             self.disconnect()
         assert self._parent is not None, f"{self.name} was not started"

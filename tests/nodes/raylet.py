@@ -1,6 +1,6 @@
 """Start one node of a Ray cluster: ``python -m tests.nodes.raylet START-ARGUMENTS``, the arguments of ``ray start``.
 
-Without the processes that no run uses, as ``local_ray.start`` does: they would take seconds of CPU time on every node.
+Processes that no run uses are omitted, as by ``local_ray.start``: they would take seconds of CPU time on every node.
 """
 
 from __future__ import annotations

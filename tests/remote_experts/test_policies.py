@@ -144,7 +144,7 @@ class ThreadProcess:
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers be forked."""
+    """Fork workers, instead of starting another interpreter."""
     monkeypatch.setattr("slime_like_plugins.remote_experts.link.ExpertProcess", ForkedProcess)
 
 
@@ -174,7 +174,7 @@ def kill(process: psutil.Process) -> None:
 
 
 def stop(process: psutil.Process) -> None:
-    """Let a worker be alive and silent."""
+    """Stop a worker, which then lives but does not answer."""
     process.send_signal(signal.SIGSTOP)
 
 
@@ -230,7 +230,7 @@ def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_worker_ends_with_its_engine() -> None:
-    """The engine is killed without a word; its worker reads end-of-file."""
+    """The engine is killed before it can send a message; its worker reads end-of-file."""
     reader, writer = os.pipe()
     engine = os.fork()
     if not engine:
@@ -324,7 +324,7 @@ def oversized(service: FaultyService, frame: Frame) -> None:
 
 
 def garbage(service: FaultyService, frame: Frame) -> None:
-    """Send something else."""
+    """Send bytes without a header."""
     service.send_raw(b"HTTP/1.1 400 Bad Request\r\n" * 4)
 
 

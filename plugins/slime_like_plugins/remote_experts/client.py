@@ -33,7 +33,7 @@ UPDATE_S = 120.0  # of requests about weights
 
 
 class WorkerRefusal(SlimeLikeError, RuntimeError):
-    """A request that a worker answered by an error."""
+    """An error that a worker returned for a request."""
 
 
 FAILURES = (PeerLost, FrameError, DeadlineExceeded, WorkerRefusal)
@@ -232,7 +232,7 @@ class WorkerClient:
             self.drop()
 
     def drop(self) -> None:
-        """Close the connection without a word to the worker. Idempotent."""
+        """Close the connection without telling the worker. Idempotent."""
         self._connection.close()
         self._pending.clear()
         if self._region is not None:
@@ -280,7 +280,7 @@ class WorkerClient:
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:
-        """Give a reply to its request."""
+        """Store a reply in its request."""
         h = frame.header
         if h.kind is FrameKind.ERROR and not h.sequence:
             raise FrameError(f"{self.settings.name} closes the connection: {_message(frame)}")
@@ -295,7 +295,7 @@ class WorkerClient:
         elif h.kind is FrameKind.RESULT and request.header.kind is FrameKind.COMPUTE:
             request.rows = self._rows(frame, request.header)
         elif h.kind is not FrameKind.ACK or request.header.kind is FrameKind.COMPUTE:
-            raise FrameError(f"{self.settings.name} answered {request.header.kind.name} by {h.kind.name}")
+            raise FrameError(f"{self.settings.name} answered {request.header.kind.name} with {h.kind.name}")
         request.reply = frame
         request.buffers.clear()
         self._free.append(request.slot)

@@ -1,4 +1,4 @@
-"""Weighted sums of experts, the same for experts of the engine and of a worker: SwiGLU of torch products, added in float32.
+"""Weighted sums of SwiGLU experts, added in float32. Engine and worker compute their experts with this code.
 
 Axes: N rows (tokens), K selected experts of a row, H hidden, I intermediate, E experts in this memory.
 """

@@ -40,7 +40,7 @@ class Connection:
         self.bytes_sent = self.bytes_received = 0
 
     def queue(self, header: Header, json: bytes = b"", buffers: Sequence[Buffer] = ()) -> None:
-        """Append a frame to those that wait to be sent, and send as much as the kernel takes. Buffers are not copied."""
+        """Append a frame to those that wait to be sent, and send as much as the kernel accepts. Buffers are not copied."""
         for buffer in (pack(header), json, *buffers):
             if (view := memoryview(buffer)).nbytes:
                 self._outgoing.append(view.cast("B"))

@@ -1,4 +1,4 @@
-"""One layer's requests to a worker: they leave while the engine computes its own experts, a few at a time."""
+"""Requests of one layer to a worker, sent a few at a time while the engine computes its own experts."""
 
 from __future__ import annotations
 

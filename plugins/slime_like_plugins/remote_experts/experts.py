@@ -25,7 +25,7 @@ MAX_RESTARTS = 3  # workers in a row that failed before they answered a request
 FIX = "see the worker's error above, or set rollout.remote_experts.policy=fallback or respawn"
 
 type LocalSums = Callable[[Callable[[], None]], Tensor]
-"""Computes the engine's own experts, and calls its argument now and then."""
+"""Computes the engine's own experts, and calls its argument between experts."""
 
 
 class RemoteExpertsLost(SlimeLikeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Proof of a shared key by both ends of a connection: each signs the other's random number."""
+"""Mutual authentication with a shared key: each end of a connection signs the other's random number."""
 
 from __future__ import annotations
 

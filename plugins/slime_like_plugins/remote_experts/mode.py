@@ -19,7 +19,7 @@ class ModeChooser:
     """Mode of the next batch with more than ``STREAM_ROWS`` rows; smaller batches are the same in both modes.
 
     ``auto`` begins with ``batched``. While the engine waits for the worker longer than it computes itself, it measures
-    ``stream`` now and then, and changes to the mode with more rows per second.
+    ``stream`` at intervals, and changes to the mode with more rows per second.
     """
 
     setting: str = "auto"

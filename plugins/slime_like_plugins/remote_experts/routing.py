@@ -1,4 +1,4 @@
-"""Division of a batch's routed tokens into local pairs and requests: tokens with equally many remote experts form a bucket."""
+"""Division of a batch's routed tokens into local pairs and requests: tokens with the same number of remote experts form a bucket."""
 
 from __future__ import annotations
 

@@ -63,15 +63,15 @@ def _has_valid_port(text: str) -> bool:
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
-    """Return the cluster's token; None if there is none. Raises ``ConfigError`` if a given file cannot be read."""
+    """Return the cluster's token; None if there is none. Raises ``ConfigError`` if the file of ``RAY_AUTH_TOKEN_PATH`` cannot be read."""
     if token := environment.get(TOKEN_VARIABLE, "").strip():
         return token
-    given = environment.get(TOKEN_PATH_VARIABLE)
-    path = Path(given) if given else Path(environment.get("HOME") or os.path.expanduser("~")) / TOKEN_FILE
+    token_path = environment.get(TOKEN_PATH_VARIABLE)
+    path = Path(token_path) if token_path else Path(environment.get("HOME") or os.path.expanduser("~")) / TOKEN_FILE
     try:
         with path.open("rb") as file:
             return file.read(MAX_TOKEN_BYTES).decode().strip() or None
     except (OSError, UnicodeDecodeError) as error:
-        if given is None:
+        if token_path is None:
             return None
-        raise ConfigError(f"{TOKEN_PATH_VARIABLE}={given!r} cannot be read ({error}): correct the path") from error
+        raise ConfigError(f"{TOKEN_PATH_VARIABLE}={token_path!r} cannot be read ({error}): correct the path") from error

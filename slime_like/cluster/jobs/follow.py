@@ -1,4 +1,4 @@
-"""Following a job: its log as it appears, through lost connections, until the job ends."""
+"""Follow a job: copy its log as it appears until the job ends, and reconnect if the connection is lost."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from slime_like.util.deadline import Deadline
 
 POLL_S = 0.5
 RETRY_S = 2.0
-LOST_S = 180.0  # without an answer of the job server
+LOST_S = 180.0  # without an answer from the job server
 
 
 async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -> ClusterJob:
     """Write the job's log from its beginning until the job ends; return the ended job.
 
-    The log is read again, without what has been written, after a lost connection. Raises ``DeadlineExceeded`` if the server
-    does not answer for ``LOST_S``; the job is not affected.
+    After a lost connection, the log is read again, and the part that was written before is skipped. Raises
+    ``DeadlineExceeded`` if the server does not answer for ``LOST_S``; the job is not affected.
     """
-    written = 0
+    num_written = 0
     while True:
         position = 0
         try:
             async with aclosing(server.log(job_id)) as chunks:
                 async for chunk in chunks:
-                    new = chunk[max(0, written - position) :]
+                    new = chunk[max(0, num_written - position) :]
                     position += len(chunk)
-                    written = max(written, position)
+                    num_written = max(num_written, position)
                     if new:
                         write(new)
         except ProcessLost:

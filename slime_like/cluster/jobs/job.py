@@ -58,7 +58,7 @@ class ClusterJob:
 
 
 def read_job(entry: Any) -> ClusterJob | None:
-    """Return the job of an entry of the job server; None for a driver that was not submitted as a job.
+    """Return the job that an entry of the job server describes; None for a driver that was not submitted as a job.
 
     Raises ``WorkerError`` if the entry is malformed.
     """

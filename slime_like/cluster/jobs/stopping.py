@@ -1,4 +1,4 @@
-"""Stopping a job: a request through the run's control files, so that the run saves a checkpoint before it ends."""
+"""Stop a job by a request through the run's control files, so that the run saves a checkpoint before it ends."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, DataError
 
 STOP_VARIABLE, STOP_S = "RAY_JOB_STOP_WAIT_TIME_S", 900  # between SIGTERM, on which a run saves, and SIGKILL; Ray: 3 s
-WORKING_DIR = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"  # Ray replaces it by the folder of the unpacked code
+WORKING_DIR = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"  # Ray replaces it with the folder of the unpacked code
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -35,7 +35,7 @@ class NodePaths:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked command line of ``train.py`` with its place on the nodes."""
+    """A checked command line of ``train.py``, and the code on the nodes that runs it."""
 
     arguments: tuple[str, ...]
     paths: NodePaths
@@ -93,9 +93,9 @@ def job_request(submission: Submission) -> JobRequest:
     """Return the job of ``submission``, under a new id."""
     # The last value of a key is used, so the address of this cluster takes precedence over a recipe's.
     words = ("train.py", *submission.arguments, JOINED)
-    own = {RUN_NAME: submission.run_name, RUN_DIR: submission.run_dir}
+    metadata = {RUN_NAME: submission.run_name, RUN_DIR: submission.run_dir}
     variables = {STOP_VARIABLE: str(STOP_S), **submission.environment}
-    return _request(submission.run_name, submission.paths, words, own, variables)
+    return _request(submission.run_name, submission.paths, words, metadata, variables)
 
 
 def control_request(job_id: str, metadata: Mapping[str, str], request: str, wait_s: float) -> JobRequest:
@@ -111,19 +111,24 @@ def control_request(job_id: str, metadata: Mapping[str, str], request: str, wait
 def _request(
     name: str, paths: NodePaths, words: Sequence[str], metadata: Mapping[str, str], variables: Mapping[str, str]
 ) -> JobRequest:
-    """Return a job that runs ``words`` by Python in the code's folder, in the shell's place, so that signals reach it."""
+    """Return a job that runs Python with ``words`` in the code's folder. It replaces the shell, so that signals reach it."""
     command = f"exec {shlex.join([paths.python, *words])}"
-    own = {MARK: FORMAT, USER: os.environ.get("USER") or str(os.getuid()), CODE: paths.code, PYTHON: paths.python}
+    job_metadata = {
+        MARK: FORMAT,
+        USER: os.environ.get("USER") or str(os.getuid()),
+        CODE: paths.code,
+        PYTHON: paths.python,
+    }
     if paths.package is None:
         entrypoint, runtime_env = f"cd {shlex.quote(paths.code)} && {command}", {"env_vars": dict(variables)}
     else:
-        entrypoint, own = command, own | {PACKAGE: paths.package}
+        entrypoint, job_metadata = command, job_metadata | {PACKAGE: paths.package}
         import_path = {"PYTHONPATH": f"{WORKING_DIR}:{WORKING_DIR}/plugins"}
         runtime_env = {"env_vars": {**variables, **import_path}, "working_dir": paths.package}
-    return JobRequest(_new_id(name), entrypoint, {**own, **metadata}, runtime_env)
+    return JobRequest(_new_id(name), entrypoint, {**job_metadata, **metadata}, runtime_env)
 
 
 def _new_id(name: str) -> str:
-    """Return a new id that begins with ``name``, as far as ids can contain it."""
+    """Return a new id that begins with ``name``, without characters that an id cannot contain."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80].strip("-.") or "run"
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"

@@ -1,8 +1,9 @@
 """Assignment of a run's processes to the nodes of a joined Ray cluster.
 
-Trainer ranks fill ``placement.actor_num_nodes`` nodes in the order of the nodes' addresses, equally many on each. An engine
-is on one node: the trainer's with ``placement.mode=colocated``, otherwise the node with the fewest free GPUs that suffice, on
-a CPU the nodes without ranks in turn. Ranks of other roles on separate GPUs stay together by tensor parallel group.
+Trainer ranks fill ``placement.actor_num_nodes`` nodes in the order of the nodes' addresses, the same number on each. An engine
+is on one node: with ``placement.mode=colocated`` on the trainer's, otherwise on the node with the fewest free GPUs that suffice;
+on CPUs, engines take turns on the nodes without ranks. With separate GPUs for another role, each of its tensor parallel groups
+is on one node.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
 
 
 def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode]) -> str:
-    size, most = len(block.indices), max((node.free_gpus for node in nodes), default=0)
+    size, max_free = len(block.indices), max((node.free_gpus for node in nodes), default=0)
     if block.role == TRAINER:
         num_nodes = cfg.placement.actor_num_nodes
         total = size * num_nodes
@@ -148,7 +149,7 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode]) -> s
     key = f"rollout.tp={size}" if block.role == ENGINE else f"{block.role}.tp={size}"
     return (
         f"{key}: {'an engine' if block.role == ENGINE else f'a tensor parallel group of the {block.role}'} runs on one node, and no "
-        f"node of the Ray cluster has {size} free GPUs{_describe_free_gpus(nodes)}: add nodes, or lower it to {most} or less"
+        f"node of the Ray cluster has {size} free GPUs{_describe_free_gpus(nodes)}: add nodes, or lower it to {max_free} or less"
     )
 
 

@@ -96,7 +96,7 @@ class Demand:
         return self.trainer or trainer_settings(self.cfg, self.actor)
 
     def role_settings(self, rank: RankSpec, task: str) -> TrainerSettings:
-        """Return the settings of a critic's or teacher's ranks, which inherit a proposed change unless they differ already."""
+        """Return the settings of a critic's or teacher's ranks, which inherit a proposed change unless their value already differed from the actor's."""
         settings, actor = trainer_settings(self.cfg, rank, task), trainer_settings(self.cfg, self.actor)
         changes = {
             field.name: getattr(self.settings, field.name)
@@ -126,7 +126,7 @@ class Demand:
 
 
 def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> TrainerSettings:
-    """Return the planner's settings of a Megatron rank, with one sample per micro-batch: the maximum number of micro-batches."""
+    """Return the planner's settings of a Megatron rank, with one sample per micro-batch, which is the largest number of micro-batches."""
     layout, model = spec.layout, spec.model
     return TrainerSettings(
         tp=layout.tp,

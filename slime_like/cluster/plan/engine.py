@@ -47,7 +47,7 @@ def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Ha
 
 
 def _smallest_gpu(machine: Machine) -> GpuKind | str:
-    """Return the GPU with the least memory, as the driver or else the planner's table has it; or why it is unknown."""
+    """Return the GPU with the least memory by the driver or else by the planner's table, or the reason why it is unknown."""
     names = machine.gpu_names or ("",)
     if any(name.endswith(f" {MIG}") for name in names):
         return f"the memory of a MIG slice is not known ({names[0]})"

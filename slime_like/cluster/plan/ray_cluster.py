@@ -55,9 +55,9 @@ def cluster_nodes(
             gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
             node_id = str(entry.get("NodeID", ""))
             free = (available or {}).get(node_id, resources).get("GPU", 0)
-            gpu_name, taken = _gpu_name(next(names, "")), gpus - int(free)
+            gpu_name, num_reserved = _gpu_name(next(names, "")), gpus - int(free)
             address = entry["NodeManagerAddress"]
-            nodes.append(ClusterNode(address, gpus, cpus, int(memory), gpu_name, node_id, taken))
+            nodes.append(ClusterNode(address, gpus, cpus, int(memory), gpu_name, node_id, num_reserved))
     return tuple(nodes)
 
 

@@ -50,10 +50,10 @@ def _starts(demand: Demand) -> bool:
 
 
 def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the error message for an engine that cannot hold one sequence, with the changes that let it."""
+    """Return the error message for an engine that cannot hold one sequence, with the changes after which it can."""
     assert plan.engine is not None, "serves accepts a plan without engines"
     spec = demand.engines[0]
-    if serves(unlimited := _without_limit(demand), unlimited.plan()):
+    if serves(without_limit := _without_limit(demand), without_limit.plan()):
         return _limit_refusal(spec)
     weights, pool = plan.engine.table.of(*_WEIGHTS), plan.engine.pool
     fixes = [key for key, _ in _engine_remedies(demand)]

@@ -32,8 +32,8 @@ PREPARED = {
 def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
     """Return config.json of ``model.hf_checkpoint``.
 
-    Without that folder, it is the one that ``run.prepare`` of a default job will write, and None for any other function. A
-    described machine need not have the folder either: then the planner's table of public models is used. Raises
+    If the folder is missing, return the one that ``run.prepare`` of a default job will write, and None for any other function;
+    for a described machine, the one of the planner's table of public models. Raises
     ``CheckpointError`` if there is neither, and ``ConfigError`` if the name is that of an unsupported public model.
     """
     folder = cfg.model.hf_checkpoint
@@ -55,7 +55,7 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
 
 
 def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the values of config.json of ``model.hf_checkpoint``, found as by ``model_config``; None if there are none."""
+    """Return the values of the config.json that ``model_config`` returns; None if there are none."""
     folder = Path(cfg.model.hf_checkpoint)
     if folder.exists():
         return read_json(KEY, folder / "config.json")

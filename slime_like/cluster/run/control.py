@@ -57,7 +57,7 @@ class RequestText:
 
 
 def parse_request(name: str) -> RequestText | None:
-    """Return the request that a file's name is; None if it is none."""
+    """Return the request with this file name; None if no request has it."""
     kind, _, number = name.partition("=")
     if kind == Request.ENGINES:
         is_number = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS and number[0] != "0"

@@ -102,7 +102,7 @@ class Run:
 
     def assemble(self, rollout_id: int, collected: CollectedRollout) -> TrainBatch:
         """Assemble the train batch of a rollout. With ``run.dump_rollouts``, score some samples first."""
-        self.chaos.record_recoveries(collected.recovered)  # before this rollout's step or push, which may end the run
+        self.chaos.record_recoveries(collected.recoveries)  # before this rollout's step or push, which may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
         self.token_table = None
         if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":

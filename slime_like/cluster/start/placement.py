@@ -44,14 +44,15 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
     """Return the bundle of each GPU of the plan: Ray numbers the GPUs of a node's bundles in any order.
 
-    ``locations`` are node id and GPU id of each bundle. Bundles of a node are sorted by GPU, and keep the node's places: ranks
-    next to each other are on GPUs next to each other.
+    ``locations`` are node id and GPU id of each bundle. The bundles of a node are sorted by GPU and keep the positions of that
+    node, so that adjacent ranks are on adjacent GPUs.
     """
     order = list(range(len(locations)))
     for node in {node for node, _ in locations}:
-        places = [i for i, (other, _) in enumerate(locations) if other == node]
-        for place, bundle in zip(places, sorted(places, key=lambda i: gpu_order(locations[i][1])), strict=True):
-            order[place] = bundle
+        positions = [i for i, (bundle_node, _) in enumerate(locations) if bundle_node == node]
+        by_gpu = sorted(positions, key=lambda i: gpu_order(locations[i][1]))
+        for position, bundle in zip(positions, by_gpu, strict=True):
+            order[position] = bundle
     return order
 
 
@@ -126,9 +127,9 @@ class Placement:
                 Deadline("driver", "placement", self._cfg.placement.wait_deadline_s),
             )
         except TimeoutError as error:
-            have = ray.cluster_resources().get("GPU", 0)
+            num_gpus = ray.cluster_resources().get("GPU", 0)
             raise ConfigError(
-                f"the plan needs {num_needed} GPUs, the Ray cluster has {have:g} (some may be taken): {error}"
+                f"the plan needs {num_needed} GPUs, the Ray cluster has {num_gpus:g} (some may be taken): {error}"
             ) from error
 
         probes = [

@@ -1,8 +1,7 @@
 """Start of engine actors, by the driver at the start of a run and by the rollout manager during it.
 
-consumes  the settings that all engines of a run share, and the nodes and free GPUs that the Ray cluster has now
-produces  the actor of one engine, on a node of its own choice: after the loss of an engine's node, or for a larger pool
-waits for free GPUs, bounded by ``placement.wait_deadline_s``
+The manager starts an engine after the loss of its node, or for a larger pool. It selects a node by the Ray cluster's current
+nodes and free GPUs, and waits for GPUs until ``placement.wait_deadline_s``.
 """
 
 from __future__ import annotations
@@ -74,11 +73,11 @@ class EngineStarter:
     def __init__(
         self, template: EngineTemplate, actors: Mapping[int, ActorHandle[EngineActor]], hosts: Mapping[int, str]
     ) -> None:
-        """``actors`` and ``hosts`` are those of the engines that run already, and the addresses of their nodes."""
+        """``actors`` and ``hosts``: actor and node address of each engine that runs already."""
         self._template = template
         self._hosts = dict(hosts)
         self._actors = dict(actors)
-        self._given = frozenset(actors.values())  # stopped by the driver at the end of the run
+        self._initial_actors = frozenset(actors.values())  # stopped by the driver at the end of the run
         self._groups: dict[int, PlacementGroup] = {}
 
     async def start(self, index: int) -> ActorHandle[EngineActor]:
@@ -102,8 +101,8 @@ class EngineStarter:
 
     async def stop(self) -> None:
         """Stop all engines that this process has started."""
-        started = [index for index, actor in self._actors.items() if actor not in self._given]
-        await asyncio.gather(*(self.end(index) for index in started))
+        indices = [index for index, actor in self._actors.items() if actor not in self._initial_actors]
+        await asyncio.gather(*(self.end(index) for index in indices))
 
     def _least_loaded(self, index: int) -> ClusterNode:
         """Return the live node with the fewest engines, without trainer ranks if there is one."""
