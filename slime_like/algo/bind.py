@@ -135,7 +135,7 @@ def diagnose(
 
 
 def _columns(config: AlgoConfig, views: Sequence[TokenView], compute: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """Return the result of ``compute``, with errors of user code named and its shapes checked."""
+    """Return the result of ``compute`` after a check of its shapes. An error of user code names the function."""
     name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
     if not is_path(name):
         return list(compute())

@@ -83,7 +83,7 @@ def add_run(folder: Path, run: Mapping[str, Any]) -> None:
 def describe_files(
     folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None
 ) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of files of ``folder``; files missing from ``hashes`` are read."""
+    """Return size and SHA-256 of files of ``folder``. Files without an entry in ``hashes`` are read and hashed."""
     digests = dict(hashes or {})
     unknown = [name for name in names if name not in digests]
     digests |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)

@@ -1,7 +1,7 @@
 """Experts that an engine chose for the tokens of a sample: an extra column of samples and batches.
 
-Axis suffixes: L tokens, N tokens whose experts an engine computed, B blocks of the decoder, K experts per token. A row without a
-choice is zero: a choice has K different experts, and K is at least 2.
+Axis suffixes: L tokens, N tokens whose experts an engine computed, B blocks of the decoder, K experts per token. A row of zeros
+has no choice: a chosen row has K different experts, and K is at least 2.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def save_table(path: Path, table: TokenTable) -> None:
 
 
 def load_table(path: Path) -> TokenTable:
-    """Read a file of ``save_table``. Raises ``DataError`` naming the file."""
+    """Read a file that ``save_table`` wrote. Raises ``DataError`` naming the file."""
     file = InputFile(path, fix="dump it again")
     columns = file.arrays()
     try:

@@ -74,10 +74,10 @@ def shapes_from_json(data: bytes) -> ExpertShapes:
 
 
 def request_bytes(num_rows: int, num_selected: int, hidden: int, row_type: RowType) -> int:
-    """Return the payload of a request: rows, ids and weights."""
+    """Return the payload bytes of a request: rows, ids and weights."""
     return num_rows * (hidden * row_type.itemsize + num_selected * PAIR_BYTES)
 
 
 def reply_bytes(num_rows: int, hidden: int, row_type: RowType) -> int:
-    """Return the payload of a reply: rows."""
+    """Return the payload bytes of a reply, which has only rows."""
     return num_rows * hidden * row_type.itemsize

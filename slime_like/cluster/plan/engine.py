@@ -135,7 +135,7 @@ def _prefill_graphs(spec: EngineSpec) -> int | None:
 
 
 def _states_per_request(spec: EngineSpec) -> int:
-    """Return the recurrent states that SGLang counts per request: three, and the states that its radix cache tracks."""
+    """Return the number of recurrent states that SGLang counts per request: three plus those that its radix cache tracks."""
     options = spec.sglang
     on_host = spec.device == "cpu"
     if options.get("disable_radix_cache"):

@@ -44,7 +44,7 @@ def derived_ports(dp_attention: int) -> range:
 
 
 class EngineServer:
-    """Starts, monitors and stops one engine. Call ``wait_ready`` before the first request."""
+    """Owner of one engine's server process, which it starts, monitors and stops. Call ``wait_ready`` before the first request."""
 
     def __init__(self, spec: EngineSpec, *, admin_key: str, host: str = LOOPBACK) -> None:
         self._spec = spec

@@ -1,0 +1,190 @@
+"""Entries of the metric dictionary for training and for the probe of a push."""
+
+from __future__ import annotations
+
+from slime_like.metrics.entry import MetricEntry
+
+ENTRIES = (
+    MetricEntry("train/loss", "loss, mean over the optimizer steps", ""),
+    MetricEntry("train/pg_loss", "policy-gradient part of the loss", ""),
+    MetricEntry("train/sft_loss", "negative log-likelihood of the demonstrations", "nats", "falls"),
+    MetricEntry(
+        "train/pg_clipfrac",
+        "share of tokens whose ratio was clipped (gspo: whose sequence's ratio; cispo: whose weight)",
+        "0 to 1",
+        "below 0.2",
+    ),
+    MetricEntry(
+        "train/pg_clipfrac_lower", "share of tokens at the bound of dual clip, algo.eps_clip_c", "0 to 1", "near 0"
+    ),
+    MetricEntry("train/ppo_kl", "mean log-ratio of the old to the new policy", "nats", "near 0"),
+    MetricEntry("train/ois", "mean ratio of the new to the old policy (gspo: of sequences)", "", "near 1"),
+    MetricEntry("train/seq_ratio_max", "largest ratio of a sequence under gspo", "", "near 1"),
+    MetricEntry("train/kl_loss", "KL estimate to the reference, in the loss", "nats"),
+    MetricEntry("train/entropy_loss", "mean entropy of the policy", "nats", "falls slowly"),
+    MetricEntry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
+    MetricEntry("train/tis", "mean importance weight of old over rollout policy, before truncation", "", "near 1"),
+    MetricEntry("train/tis_abs", "mean distance of that weight from 1", "", "near 0"),
+    MetricEntry("train/tis_clipfrac", "share of tokens whose weight was truncated", "0 to 1", "below 0.05"),
+    MetricEntry("train/mis", "mean importance weight of old over rollout policy, before masking", "", "near 1"),
+    MetricEntry("train/mis_abs", "mean distance of that weight from 1", "", "near 0"),
+    MetricEntry(
+        "train/mis_maskfrac_low",
+        "share of tokens masked because the weight is below algo.mis_low",
+        "0 to 1",
+        "below 0.01",
+    ),
+    MetricEntry("train/mis_maskfrac_high", "the same, above algo.mis_high", "0 to 1", "below 0.01"),
+    MetricEntry(
+        "train/rejection_ratio",
+        "mean ratio of old to rollout policy of whole sequences: product or geometric mean, as algo.rejection says",
+        "",
+        "near 1",
+    ),
+    MetricEntry(
+        "train/rejection_frac", "share of the loss weight in sequences that were rejected", "0 to 1", "below 0.05"
+    ),
+    MetricEntry("train/value_loss", "the critic's loss: half the squared error of its values", "", "falls at first"),
+    MetricEntry("train/critic_loss", "the same, weighted by the loss weights", "", "falls at first"),
+    MetricEntry(
+        "train/value_clipfrac",
+        "share of tokens whose value was clipped towards its old estimate",
+        "0 to 1",
+        "below 0.2",
+    ),
+    MetricEntry("train/values", "mean value of the critic, after its updates", "", "near train/returns"),
+    MetricEntry("train/returns", "mean target of the critic: advantage before whitening plus value", ""),
+    MetricEntry(
+        "train/explained_variance",
+        "share of the returns' variance that the values explain, before the critic's update",
+        "up to 1",
+        "rises above 0; below 0 the critic is worse than a constant",
+    ),
+    MetricEntry("train/critic_grad_norm", "global gradient norm of the critic before clipping", ""),
+    MetricEntry("train/critic_lr", "learning rate of the critic's last optimizer step", ""),
+    MetricEntry(
+        "train/teacher_kl",
+        "mean log-ratio of student to teacher on sampled tokens: KL(student || teacher)",
+        "nats",
+        "falls",
+    ),
+    MetricEntry("train/grad_norm", "global gradient norm before clipping", ""),
+    MetricEntry("train/lr", "learning rate of the last optimizer step", ""),
+    MetricEntry(
+        "train/moe_load",
+        "tokens of a layer's busiest expert divided by the mean over its experts, mean over the layers",
+        "",
+        "near 1; far above 1 the ranks of parallel.ep wait for each other",
+    ),
+    MetricEntry("train/moe_load_max", "the same, maximum over the layers", ""),
+    MetricEntry(
+        "train/moe_aux_loss",
+        "load balancing loss of the Switch Transformer before model.megatron.moe_aux_loss_coeff, mean over the layers",
+        "",
+        "near 1",
+    ),
+    MetricEntry(
+        "train/routed_experts_differ",
+        "share of tokens for which algo.routing_replay replays other experts than the trainer's router would choose, mean over "
+        "the layers",
+        "0 to 1",
+        "with algo.routing_replay=rollout and no staleness below 0.01 in float32; a few hundredths in bfloat16",
+    ),
+    MetricEntry("train/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
+    MetricEntry(
+        "train/routed_experts_gap_max",
+        "largest score by which a router prefers its own choice to the replayed one: logits of a softmax, or sigmoids with "
+        "their bias",
+        "",
+    ),
+    MetricEntry("train/num_tokens", "tokens trained on", "tokens"),
+    MetricEntry(
+        "train/off_policy_token_ratio",
+        "share of trained tokens sampled by an older version",
+        "0 to 1",
+        "0 with loop.max_staleness=0",
+    ),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff",
+        "mean |trainer - engine| log-probability of trained tokens, before the first optimizer step; only samples whose tokens"
+        " were all sampled by the trainer's current weights",
+        "nats",
+        "below 1e-5 in float32, below 0.02 in bfloat16; a warning if it grows (weights.drift_warning)",
+    ),
+    MetricEntry("train/train_rollout_logprob_abs_diff_p99", "99th percentile of the same", "nats"),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff_max",
+        "largest of the same",
+        "nats",
+        "below weights.sample_tolerance, or the run ends before the step",
+    ),
+    MetricEntry(
+        "train/train_rollout_kl_k3",
+        "k3 estimate of the KL between engine and trainer on those tokens",
+        "nats",
+        "near 0",
+    ),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff/<layers>",
+        "mean of the same over each rank's first micro-batch, with one kind of the trainer's layers (attention, gdn, mlp, or "
+        "all) computed in float64 (weights.probe_layers=true); own_experts: with experts that the trainer chooses "
+        "(algo.routing_replay=rollout)",
+        "nats",
+    ),
+    MetricEntry("train/train_rollout_logprob_abs_diff_max/<layers>", "largest of the same", "nats"),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff_mixed",
+        "mean |trainer - engine| log-probability of tokens sampled by the trainer's weights in samples that other weights "
+        "began (partial or asynchronous rollouts); has no tolerance",
+        "nats",
+        "as train/train_rollout_logprob_abs_diff",
+    ),
+    MetricEntry("train/train_rollout_logprob_abs_diff_mixed_max", "largest of the same", "nats"),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff_stale",
+        "mean |trainer - engine| log-probability of tokens sampled by other weights: the off-policy distance; has no tolerance",
+        "nats",
+    ),
+    MetricEntry(
+        "probe/logprob_abs_diff_max",
+        "largest |trainer - engine| log-probability of the probe sequences after the push",
+        "nats",
+        "below weights.probe_tolerance, or the run ends",
+    ),
+    MetricEntry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
+    MetricEntry(
+        "probe/decode_logprob_abs_diff_max",
+        "largest |trainer - engine| log-probability of tokens that the engine samples after cached prefixes of the probe "
+        "sequences",
+        "nats",
+        "below weights.probe_tolerance, or the run ends",
+    ),
+    MetricEntry("probe/decode_logprob_abs_diff_mean", "mean of the same", "nats"),
+    MetricEntry(
+        "probe/prefix_cache_hit_rate",
+        "share of these prefixes whose keys and values were in the engine's cache",
+        "0 to 1",
+        "near 1; less if rollout.sglang turns the prefix cache off or makes its pages large",
+    ),
+    MetricEntry(
+        "probe/logprob_abs_diff_max/<layers>",
+        "the same, with one kind of the trainer's layers (attention, gdn, mlp, or all) computed in float64: far smaller if the"
+        " trainer's rounding in those layers causes the difference; the rest with `all` is the engine's "
+        "(weights.probe_layers=true); own_experts: without algo.routing_replay=rollout",
+        "nats",
+    ),
+    MetricEntry("probe/logprob_abs_diff_mean/<layers>", "mean of the same", "nats"),
+    MetricEntry(
+        "probe/routed_experts_differ",
+        "share of the probe's tokens for which engine and trainer choose different experts, mean over the layers",
+        "0 to 1",
+        "near 0: only ties that rounding decides",
+    ),
+    MetricEntry("probe/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
+    MetricEntry(
+        "probe/routed_experts_gap_max",
+        "largest score by which the trainer's router prefers its own choice to the engine's",
+        "",
+        "below weights.probe_tolerance, or the run ends",
+    ),
+)

@@ -1,0 +1,27 @@
+"""Entry of the metric dictionary."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slime_like.metrics.remedies import REMEDIES
+
+
+@dataclass(frozen=True, slots=True)
+class MetricEntry:
+    """Description of a metric. A part ``<x>`` of ``name`` matches any text; ``healthy`` is the expected range."""
+
+    name: str
+    meaning: str
+    unit: str = ""
+    healthy: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """Return the advice for a value outside ``healthy``."""
+        return REMEDIES.get(self.name, "")
+
+    def matches(self, name: str) -> bool:
+        """Return whether this entry describes the metric ``name``."""
+        return re.fullmatch(re.sub(r"<\w+>", "[^/]+", re.sub(r"([.+*?|()])", r"\\\1", self.name)), name) is not None
