@@ -29,7 +29,7 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Record of a lost engine or an unreachable reward server. Times are unix seconds; 0 means not yet."""
+    """Record of a lost engine or an unreachable reward server. Times are unix seconds, or 0 before the event."""
 
     engine: str  # its name, or REWARD_SERVER
     cause: str
