@@ -73,6 +73,7 @@ setup(
             "slime_like_dcp = slime_like_plugins.dcp:load",
             "slime_like_flow_mla = slime_like_plugins.flow_mla:load",
             "slime_like_kv_capacity = slime_like_plugins.kv_capacity:load",
+            "slime_like_remote_experts = slime_like_plugins.remote_experts:load",
             "slime_like_rollout_sampling = slime_like_plugins.rollout_sampling:load",
             "slime_like_weight_commit = slime_like_plugins.weight_commit:load",
         ],

@@ -98,12 +98,17 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
     return items(
         ("attention", attention - saved_bytes - slots, f"tensor parallel over {s.attention_tp}"),
         ("FlowMLA slots", slots, "gathered layers"),
-        ("experts", linear * shape.routed_parameters / s.gpus, f"over {s.gpus} ranks"),
+        ("experts", linear * shape.routed_parameters * _local_share(shape, s) / s.gpus, f"over {s.gpus} ranks"),
         ("MLP", linear * mlp / s.gpus, "dense layers and shared experts" if shape.experts else ""),
         ("router and norms", wide * small, "replicated"),
         ("embedding", wide * shape.embedding_parameters / shards, "replicated" if shards == 1 < s.gpus else ""),
         ("output layer", 0 if shape.tied else wide * shape.embedding_parameters / head, ""),
     )
+
+
+def _local_share(shape: ModelShape, settings: EngineSettings) -> float:
+    """Return the share of the routed experts that is not in the memory of a worker."""
+    return 1.0 if shape.experts is None else 1.0 - settings.remote_experts / shape.experts.count
 
 
 def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:

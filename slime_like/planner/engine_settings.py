@@ -17,6 +17,8 @@ class EngineSettings:
     dcp: int = 1  # ranks that share the tokens of a sequence
     flow_mla: tuple[str, ...] = ()  # projections that FlowMLA shards, keys of rollout.flow_mla.weights
     flow_slots: int | None = None  # buffers for whole layers; None: two of the article, without the rank's own part
+    remote_experts: int = 0  # routed experts of each layer in the memory of a worker
+    remote_copy: bool = False  # the engine has a copy of their weights in host memory
     weights: str = "bfloat16"
     kv_bytes: int = 2  # per element
     static: float | None = None  # SGLang's mem_fraction_static; None: SGLang's default

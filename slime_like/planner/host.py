@@ -50,6 +50,7 @@ def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> 
     The processes are measured constants; all other items follow from the model and ``pool``.
     """
     ranks, weights = settings.gpus, rank_weights(shape, settings)
+    remote = ranks * (rank_weights(shape, replace(settings, remote_experts=0)) - weights)
     states = (pool.slots + 1) * state_bytes(shape, settings) if pool.slots else 0.0
     return MemoryTable(
         (
@@ -57,6 +58,8 @@ def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> 
             *items(
                 ("weights", ranks * weights, ""),
                 ("packed weights", ranks * weights if weights <= MAX_PACKED_BYTES else 0.0, "for the C kernels"),
+                ("remote experts", remote, "in workers"),
+                ("copy of remote experts", remote * settings.remote_copy, "for workers that fail"),
                 ("KV cache", ranks * pool.tokens * token_bytes(shape, settings), f"{pool.tokens:,} tokens"),
                 ("recurrent states", ranks * states, f"{pool.slots:,} slots"),
             ),

@@ -135,6 +135,7 @@ def launch(
     dcp_comm: str = "ag_rs",
     dcp_replicate_q: bool = False,
     flow_mla: str = "",
+    remote_experts: str = "",
     max_running_requests: int | None = 64,
     routing: RoutingShape | None = None,
     server_type: type[EngineServer] = EngineServer,
@@ -159,6 +160,7 @@ def launch(
         dcp_comm=dcp_comm,
         dcp_replicate_q=dcp_replicate_q,
         flow_mla=flow_mla,
+        remote_experts=remote_experts,
         returns_experts=routing is not None,
         sglang={"max_total_tokens": 4096, **sglang},
     )

@@ -24,7 +24,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main, processes
-from slime_like.rollout.engine.plugins import ENTRY_POINTS
+from slime_like.rollout.engine.plugins import ENTRY_POINTS, OPTIONAL_ENTRY_POINTS
 from slime_like.rollout.engine.replies import completions, error_text, scores
 from slime_like.rollout.engine.server import derived_ports
 from slime_like_plugins import dcp, sglang_hooks
@@ -295,11 +295,11 @@ def test_a_plugin_that_fails_to_load_is_not_recorded(monkeypatch: pytest.MonkeyP
 def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", user)
     allowed = engine_environment.child_environment(SPEC, "/scratch")["SGLANG_PLUGINS"]
-    points = ENTRY_POINTS["sglang.srt.plugins"]
+    points = (*ENTRY_POINTS["sglang.srt.plugins"], *OPTIONAL_ENTRY_POINTS)
     assert allowed == (",".join([user, *points]) if user else "")
     setup = (Path(__file__).parents[2] / "setup.py").read_text()
     assert all(f'"{name} = ' in setup for name in points)
-    assert setup.count(":load") + setup.count(":activate") == sum(map(len, ENTRY_POINTS.values()))
+    assert setup.count(":load") + setup.count(":activate") == len(points) + len(ENTRY_POINTS["sglang.srt.platforms"])
 
 
 @pytest.fixture

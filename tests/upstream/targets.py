@@ -36,6 +36,7 @@ HOOK_SETS = (
     "dcp",
     "kv_capacity",
     "flow_mla",
+    "remote_experts",
 )
 WRAPPERS = ("wrapper", "release")
 POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
@@ -68,7 +69,8 @@ def sglang() -> dict[str, str | None]:
             commit.install,
             dequantise.install,
         )
-        installers += (hybrid, latent, data_parallel.replace, expert_parallel.replace, dcp, kv_capacity, flow_mla)
+        installers += (hybrid, latent, data_parallel.replace, expert_parallel.replace)
+        installers += (dcp, kv_capacity, flow_mla, remote_experts)
         return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
 
 
@@ -166,6 +168,23 @@ def flow_mla() -> None:
         weight: Any = parameter(data=torch.empty(2, 2), input_dim=1, output_dim=0, weight_loader=len)
         weight._weight_loader = max
         assert weight.weight_loader is max
+
+
+def remote_experts() -> None:
+    """Install the hooks and flags of remote experts, and check the fields and functions that they use."""
+    from slime_like.config.schema.remote_experts import UNSUPPORTED_FIELDS
+    from slime_like_plugins.remote_experts import hooks
+
+    flags = pkgutil.resolve_name("slime_like_plugins.remote_experts.flags")
+    flags.install(hooks.NAME)
+    hooks.install()
+    fields = pkgutil.resolve_name("sglang.srt.server_args:ServerArgs").__struct_fields__
+    missing = sorted({*UNSUPPORTED_FIELDS, "moe_runner_backend", "disable_cuda_graph"} - {*fields})
+    assert not missing, f"ServerArgs has no {', '.join(missing)}"
+    layer = pkgutil.resolve_name("sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE")
+    parameters = list(inspect.signature(layer._weight_loader_impl).parameters)
+    assert parameters == ["self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"]
+    assert list(inspect.signature(layer.weight_loader).parameters) == parameters
 
 
 def unused_libraries() -> None:

@@ -2,9 +2,28 @@
 
 An engine sends a worker the hidden states of the tokens that were routed to its experts, computes the other experts meanwhile, and
 adds both sums. After the remote expert compute of Luce-Org/lucebox (pull request 388): tokens are grouped by their number of
-remote experts, and a prefill chunk takes a few large requests instead of many small ones.
+remote experts, and a prefill chunk takes a few large requests instead of many small ones. Inactive unless ``SLIME_LIKE_SGLANG``
+names ``remote_experts`` or the server has a flag ``--remote-experts-...``.
 """
 
 from __future__ import annotations
 
+import sys
+
+from slime_like_plugins.sglang_hooks import enabled, record_loaded
+
 NAME = "remote_experts"
+
+
+def load() -> None:
+    """Entry point ``sglang.srt.plugins``. A server that is started by hand enables the plugin by a flag."""
+    from slime_like_plugins.remote_experts import flags
+
+    if flags.is_used(sys.argv[1:]):
+        flags.enable(sys.argv[1:], NAME)
+        flags.install(NAME)
+    if enabled(NAME):
+        from slime_like_plugins.remote_experts import hooks
+
+        hooks.install()
+        record_loaded(NAME)

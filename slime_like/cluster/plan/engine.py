@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
+from slime_like.config.schema import remote_experts
 from slime_like.config.schema.flow_mla import from_json
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
@@ -86,8 +87,11 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
     sizes = options.get("cuda_graph_bs_decode")
     wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
     flow_mla = from_json(spec.flow_mla) if spec.flow_mla else None
+    remote = remote_experts.from_json(spec.remote_experts) if spec.remote_experts else remote_experts.RemoteOptions()
     return EngineSettings(
         gpus=spec.tp,
+        remote_experts=remote.count or len(remote.experts),
+        remote_copy=remote.policy != "required",
         dcp=spec.dcp,
         dp_attention=spec.dp_attention,
         flow_mla=flow_mla.weights if flow_mla else (),

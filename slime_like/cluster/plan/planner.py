@@ -25,6 +25,7 @@ from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.flow_mla import FlowMlaConfig, FlowOptions
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.remote_experts import RemoteExpertsConfig, RemoteOptions
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec, TransportSpec
 from slime_like.config.schema.rollout import AUTO
 from slime_like.config.schema.root import TrainConfig
@@ -181,6 +182,7 @@ def _engines(
             tp=rollout.tp,
             dp_attention=rollout.dp_attention,
             flow_mla=_flow_mla(rollout.flow_mla),
+            remote_experts=_remote_experts(rollout.remote_experts),
             context_length=context,
             seed=cfg.run.seed + index,
             log_path=str(logs / f"engine_{index}.log"),
@@ -205,6 +207,28 @@ def _flow_mla(settings: FlowMlaConfig) -> str:
         return ""
     distance, transport, max_ctas = settings.prefetch_distance, settings.transport, settings.max_ctas
     return FlowOptions(tuple(settings.weights), distance, transport, max_ctas).to_json()
+
+
+def _remote_experts(remote: RemoteExpertsConfig) -> str:
+    """Return the settings of an engine as text; empty if it has all experts."""
+    options = RemoteOptions(
+        experts=tuple(remote.experts),
+        workers=tuple(remote.workers),
+        count=remote.count,
+        load_file=remote.load_file or "",
+        record_load=remote.record_load or "",
+        mode=remote.mode,
+        transport=remote.transport,
+        capacity=remote.capacity,
+        payload_dtype=remote.payload_dtype,
+        policy=remote.policy,
+        deadline_s=remote.deadline_s,
+        key_file=remote.key_file or "",
+        threads=remote.threads,
+        device=remote.device,
+        shared_bytes=remote.shared_bytes,
+    )
+    return options.to_json() if remote.enabled else ""
 
 
 def _transport(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> TransportSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from slime_like.cluster.start.identity import DATA, changed_inputs, flatten, run
 from slime_like.config.load.loader import read_config, saved_settings
 from slime_like.config.rules.roles import check_critic
 from slime_like.config.rules.saved_model import check_saved_model
+from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
@@ -24,6 +25,7 @@ from slime_like.printable import visible
 # Keys that may change at a resume without making it another experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
 FIXED_KEYS = ("run.seed", "run.deterministic")
+REMOTE_EXPERTS = tuple(item.name for item in fields(RemoteOptions))
 FREE_KEYS = (
     "loop.num_rollout",
     "loop.num_epoch",
@@ -36,6 +38,7 @@ FREE_KEYS = (
     "rollout.flow_mla.prefetch_distance",
     "rollout.flow_mla.transport",
     "rollout.flow_mla.max_ctas",
+    *(f"rollout.remote_experts.{name}" for name in REMOTE_EXPERTS),
     "rollout.dcp",
     "rollout.dcp_comm",
     "rollout.dcp_replicate_q",

@@ -12,6 +12,7 @@ from slime_like.config.rules.flow_mla import check_flow_mla_model
 from slime_like.config.rules.gdn import check_has_gdn
 from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config, rope_type
 from slime_like.config.rules.pipeline import segments
+from slime_like.config.rules.remote_experts import check_remote_experts_model
 from slime_like.config.rules.roles import check_role_files, contradiction
 from slime_like.config.rules.routing_replay import check_replayed_model
 from slime_like.config.rules.trained_sampling import check_replayed_sampling
@@ -105,6 +106,7 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
         )
     check_dcp_model(cfg, model)
     check_flow_mla_model(cfg.rollout, model)
+    check_remote_experts_model(cfg, model)
 
 
 def _check_engine_support(cfg: TrainConfig, model: HfConfig) -> None:

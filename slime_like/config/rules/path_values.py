@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 from slime_like.config.schema.root import TrainConfig
@@ -15,6 +16,9 @@ PATHS = (
     "model.hf_checkpoint",
     "model.megatron_checkpoint",
     "model.ref_checkpoint",
+    "rollout.remote_experts.key_file",
+    "rollout.remote_experts.load_file",
+    "rollout.remote_experts.record_load",
     "run.dir",
     "run.replay_from",
     "run.resume",
@@ -40,10 +44,11 @@ def resolve_paths(cfg: TrainConfig) -> None:
     the key if a path is empty or names an unknown user.
     """
     for key in PATHS:
-        group, _, name = key.partition(".")
-        value: str | None = getattr(getattr(cfg, group), name)
+        group, _, name = key.rpartition(".")
+        owner = attrgetter(group)(cfg)
+        value: str | None = getattr(owner, name)
         if value is not None:
-            setattr(getattr(cfg, group), name, _expand_path(key, value))
+            setattr(owner, name, _expand_path(key, value))
     for key in USER_CODE:
         group, _, name = key.partition(".")
         value = getattr(getattr(cfg, group), name, None)  # an algorithm has some of the keys

@@ -18,6 +18,7 @@ from slime_like.config.rules.names import check_names
 from slime_like.config.rules.no_token import OFF, refuse_no_token
 from slime_like.config.rules.over_sampling import check_over_sampling
 from slime_like.config.rules.pipeline import check_pipeline
+from slime_like.config.rules.remote_experts import check_remote_experts
 from slime_like.config.rules.roles import check_roles
 from slime_like.config.rules.routing_replay import check_routing_replay
 from slime_like.config.rules.schedule import actor_steps, resolve_schedule
@@ -68,6 +69,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     check_engine_sizes(cfg.rollout)
     check_dcp(cfg)
     check_flow_mla(cfg.rollout)
+    check_remote_experts(cfg)
     check_routing_replay(cfg)
     check_seeds(cfg)
 

@@ -27,7 +27,7 @@ class RemoteExpertsConfig(Config):
     count: int = key(
         0,
         "Routed experts per layer in the memory of a worker process: the last ones, or with load_file those with the least load; "
-        "0: none.",
+        "0: none (docs/remote_experts.md).",
     )
     experts: list[int] = key([], "Ids of the remote experts of every layer, instead of count.")
     load_file: str | None = key(None, "JSON file with the tokens of each expert, as record_load writes it, for count.")

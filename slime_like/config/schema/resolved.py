@@ -126,6 +126,7 @@ class EngineSpec:
     dcp_comm: str = "ag_rs"  # exchange of partial attention between them: ag_rs | a2a
     dcp_replicate_q: bool = False  # each of them computes the queries of all
     flow_mla: str = ""  # settings of FlowMLA (FlowOptions.to_json); empty: every rank holds all attention weights
+    remote_experts: str = ""  # settings of remote experts (RemoteOptions.to_json); empty: the engine has all experts
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     latent: bool = False  # the model has latent attention
     returns_experts: bool = False  # replies have the routed experts of each token

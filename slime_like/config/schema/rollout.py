@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from slime_like.config.schema.base import MISSING, Config, key, positive, within
 from slime_like.config.schema.flow_mla import FlowMlaConfig
+from slime_like.config.schema.remote_experts import RemoteExpertsConfig
 from slime_like.config.schema.reward_names import REMOTE, ROW, split_prefix
 from slime_like.errors import ConfigError
 
@@ -37,6 +38,9 @@ class RolloutConfig(Config):
         "(slime: --sglang-dp-size with --sglang-enable-dp-attention).",
     )
     flow_mla: FlowMlaConfig = key(FlowMlaConfig, "Attention weights sharded over the ranks of rollout.dp_attention.")
+    remote_experts: RemoteExpertsConfig = key(
+        RemoteExpertsConfig, "Part of the experts of each layer in the memory of a worker process."
+    )
     dcp: int | str = key(
         1,
         "Decode context parallel size: groups of this many ranks of an engine each store a part of the KV cache of every "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from slime_like.config.schema import flow_mla
+from slime_like.config.schema import flow_mla, remote_experts
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
@@ -36,6 +36,9 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
     if spec.flow_mla:
         plugins.append("flow_mla")
         environment[flow_mla.VARIABLE] = spec.flow_mla
+    if spec.remote_experts:
+        plugins.append("remote_experts")
+        environment[remote_experts.VARIABLE] = spec.remote_experts
     if spec.admits_by_kv:
         plugins.append("kv_admission")
         environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(spec.context_length)  # else it reserves at most 4096

@@ -66,8 +66,8 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         arguments["attention_backend"] = default_backend(spec.device, latent=spec.latent)  # SGLang's may ignore DCP
         if spec.dcp_replicate_q:
             arguments["dcp_replicate_q_proj"] = True
-    if spec.flow_mla and spec.device == "cuda":
-        arguments["cuda_graph_backend_prefill"] = "disabled"  # gathers were not tested within such graphs
+    if spec.device == "cuda":
+        arguments |= dict.fromkeys(uncaptured(spec), "disabled")
     if spec.returns_experts:
         arguments["enable_return_routed_experts"] = True
     if spec.symmetric_memory:
@@ -99,6 +99,13 @@ def _device_arguments(spec: EngineSpec) -> dict[str, Any]:
     if spec.dtype == "float32":
         arguments["attention_backend"] = "triton"  # SGLang's choice on Hopper, FlashAttention 3, has no float32
     return arguments
+
+
+def uncaptured(spec: EngineSpec) -> tuple[str, ...]:
+    """Return the fields of the phases of which SGLang may not capture CUDA graphs."""
+    if spec.remote_experts:
+        return "cuda_graph_backend_prefill", "cuda_graph_backend_decode"  # a request to a worker cannot be captured
+    return ("cuda_graph_backend_prefill",) if spec.flow_mla else ()  # gathers were not tested within such graphs
 
 
 def die_with_parent() -> None:

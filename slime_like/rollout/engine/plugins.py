@@ -21,6 +21,8 @@ ENTRY_POINTS = {
     ),
 }
 """Group -> names, as in setup.py."""
+OPTIONAL_ENTRY_POINTS = ("slime_like_remote_experts",)
+"""Entry points of ``PLUGINS_GROUP`` that only some engines need; such an engine stops if its own is not registered."""
 WHITELIST = "SGLANG_PLUGINS"  # comma-separated entry points that SGLang may load; empty or unset: all
 
 
@@ -48,4 +50,4 @@ def check_entry_points() -> None:
 def extended_whitelist(whitelist: str) -> str:
     """Return the user's ``SGLANG_PLUGINS`` with the entry points of this project, or an empty text if it is empty."""
     names = [name for name in map(str.strip, whitelist.split(",")) if name]
-    return ",".join(dict.fromkeys([*names, *ENTRY_POINTS[PLUGINS_GROUP]])) if names else ""
+    return ",".join(dict.fromkeys([*names, *ENTRY_POINTS[PLUGINS_GROUP], *OPTIONAL_ENTRY_POINTS])) if names else ""

@@ -1,0 +1,63 @@
+"""Flags of SGLang's command line that give a server without slime_like remote experts: ``--remote-experts-count 64``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from slime_like.config.schema.remote_experts import VARIABLE, RemoteExpertsConfig, RemoteOptions
+from slime_like.errors import ConfigError
+from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE, Hook
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+PREFIX = "--remote-experts-"
+
+
+def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    """Hook after ``ServerArgs.add_cli_args``: add a flag for each key of ``rollout.remote_experts``."""
+    group = parser.add_argument_group("remote experts")
+    for item in fields(RemoteExpertsConfig):
+        default: Any = item.default_factory() if item.default is MISSING else item.default  # pyright: ignore[reportCallIssue]
+        kind: Any = str if default is None else type(default)
+        extra: dict[str, Any] = {"type": kind}
+        if kind is list:
+            extra = {"nargs": "+", "type": str if item.name == "workers" else int}
+        text = str(item.metadata["help"]).replace("%", "%%")
+        choices = item.metadata["choices"] or None
+        group.add_argument(flag_of(item.name), default=default, choices=choices, help=text, **extra)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a key."""
+    return PREFIX + name.replace("_", "-")
+
+
+def is_used(argv: Sequence[str]) -> bool:
+    """Return whether the command line sets a flag of remote experts."""
+    return any(argument.startswith(PREFIX) for argument in argv)
+
+
+def enable(argv: Sequence[str], name: str) -> None:
+    """Enable plugin ``name`` in this process and its children with the settings of the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(None, parser)
+    arguments, _ = parser.parse_known_args(argv)
+    names = [item.name for item in fields(RemoteOptions)]
+    config = RemoteExpertsConfig(**{key: getattr(arguments, f"remote_experts_{key}") for key in names})
+    try:
+        config.check(PREFIX)
+    except ConfigError as error:
+        raise SystemExit(f"slime_like plugin {name!r}: {error}") from error
+    values: dict[str, Any] = {key: value for key in names if (value := getattr(config, key)) is not None}
+    lists: dict[str, Any] = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    options = RemoteOptions(**(values | lists))
+    os.environ[VARIABLE] = options.to_json()
+    os.environ[PLUGINS_VARIABLE] = ",".join(filter(None, (os.environ.get(PLUGINS_VARIABLE), name)))
+
+
+def install(name: str) -> None:
+    """Let SGLang's parser accept the flags."""
+    install_hooks(name, (Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", add_flags),))

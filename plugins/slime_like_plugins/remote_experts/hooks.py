@@ -1,0 +1,231 @@
+"""Hooks that let a worker have part of the experts, follow weight updates, and refuse arguments that do not support it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime_like.config.schema.remote_experts import UNSUPPORTED_FIELDS as FIELDS
+from slime_like.config.schema.remote_experts import VARIABLE, RemoteOptions, field_obstacle, from_json
+from slime_like.errors import ConfigError
+from slime_like_plugins.remote_experts import NAME
+from slime_like_plugins.remote_experts.client import FAILURES
+from slime_like_plugins.remote_experts.experts import FIX, RemoteExpertsLost
+from slime_like_plugins.remote_experts.model import ROWS, UNREADABLE, RemoteModel
+from slime_like_plugins.sglang_hooks import Hook, stop_on
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+logger = logging.getLogger(__name__)
+MAX_NAMED = 3
+RUNNER_BACKENDS = ("auto", "triton")
+_models: list[RemoteModel] = []
+"""The model of this process with remote experts, once its first MoE layer has been built."""
+
+
+def options() -> RemoteOptions:
+    """Return the settings of this process."""
+    return from_json(os.environ.get(VARIABLE, "{}"))
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+def check_resolved(result: None, server_args: Any) -> None:
+    """Hook after ``ServerArgs.resolve_once``: stop the engine if remote experts do not support its arguments."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    if problem := obstacle(resolved_view(server_args), options()):
+        raise SystemExit(f"slime_like plugin {NAME!r}: {problem}")
+
+
+def obstacle(view: Any, settings: RemoteOptions) -> str | None:
+    """Return the reason why an engine with the resolved arguments ``view`` cannot have remote experts, or None."""
+    for field in FIELDS:
+        value = getattr(view, field)
+        if reason := field_obstacle(field, value):
+            return f"SGLang resolved {field}={value!r}, which is not allowed with remote experts: {reason}"
+    if view.moe_runner_backend not in RUNNER_BACKENDS:
+        return f"moe_runner_backend={view.moe_runner_backend!r} has another layout of weights: use one of {RUNNER_BACKENDS}"
+    graphs = [phase for phase in ("prefill", "decode") if getattr(view, f"cuda_graph_backend_{phase}") != "disabled"]
+    if str(view.device).startswith("cuda") and graphs and not view.disable_cuda_graph:
+        return f"a request to a worker cannot be captured in a CUDA graph: set cuda_graph_backend_{graphs[0]}=disabled"
+    if settings.workers and len(settings.workers) != view.tp_size:
+        return f"{len(settings.workers)} workers for tp_size={view.tp_size}: name one worker for each rank"
+    return None
+
+
+def create_weights(original: Callable[..., None], method: Any, layer: Any, num_experts: int, **arguments: Any) -> None:
+    """Hook around ``UnquantizedFusedMoEMethod.create_weights``: allocate the local experts of a layer."""
+    if layer.is_draft or layer.is_shared_fused_moe:
+        original(method, layer=layer, num_experts=num_experts, **arguments)
+        return
+
+    def create(num_local: int) -> None:
+        original(method, layer=layer, num_experts=num_local, **arguments)
+
+    sizes = arguments["hidden_size"], arguments["intermediate_size_per_partition"], arguments["params_dtype"]
+    try:
+        _model().add(layer, create, sizes)
+    except (ConfigError, ValueError) as error:
+        raise SystemExit(f"slime_like plugin {NAME!r}: {error}") from error
+
+
+def _model() -> RemoteModel:
+    """Return the model of this process, which its first layer creates."""
+    if not _models:
+        from sglang.srt.runtime_context import get_parallel, process_model_config
+
+        top_k = getattr(process_model_config().hf_text_config, "num_experts_per_tok", None)
+        _models.append(RemoteModel(options(), int(get_parallel().tp_rank), top_k))
+    return _models[0]
+
+
+def commit_loaded(result: Any, runner: Any) -> Any:
+    """Hook after ``ModelRunner.load_model``: stop the engine if an expert was not loaded; otherwise commit the first version."""
+    if not _models:
+        raise SystemExit(f"slime_like plugin {NAME!r}: the model has no experts; set rollout.remote_experts.count=0")
+    (model,) = _models
+    try:
+        model.open()
+    except (*FAILURES, ConfigError) as error:
+        raise SystemExit(f"slime_like plugin {NAME!r}: {error}") from error
+    incomplete, failure = model.experts.unwritten()
+    if incomplete or (failure := failure or model.experts.commit()):
+        stop_on(NAME, [failure] if failure else [f"{name} was not loaded" for name, _, _ in incomplete[:MAX_NAMED]])
+    return result
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+def apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Hook around ``UnquantizedFusedMoEMethod.apply``: add the sums of local and remote experts."""
+    if not hasattr(layer, ROWS):
+        return original(method, layer=layer, dispatch_output=dispatch_output)
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    topk = dispatch_output.topk_output
+
+    def compute(local_ids: torch.Tensor) -> torch.Tensor:
+        output = dispatch_output._replace(topk_output=topk._replace(topk_ids=local_ids))
+        return original(method, layer=layer, dispatch_output=output).hidden_states
+
+    (model,) = _models
+    with torch.no_grad():
+        return StandardCombineInput(hidden_states=model.forward(layer, dispatch_output.hidden_states, topk, compute))
+
+
+# ---- weight updates --------------------------------------------------------------------------------------------------
+def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Hook around ``begin_weight_update``: let the worker forget its weights."""
+    output = original(manager, request)
+    if output.success and _selects_target(manager, request.selector):
+        _models[0].experts.begin()
+    return output
+
+
+def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Hook around ``end_weight_update``: check the workers of all ranks, then the rest of the model, then commit.
+
+    Every rank takes part in every exchange, whatever happened to its worker, so that none waits for another.
+    """
+    session = manager._session
+    if session is None or not _selects_target(manager, session.selector):
+        return original(manager, request)
+    if message := check(manager):
+        manager._session = None
+        return _failed(message)
+    output = original(manager, request)
+    message = commit(manager) if output.success else ""
+    return _failed(message) if message else output
+
+
+def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Hook around updates that are one call, from a disk or by IPC: commit the weights that the worker received."""
+    output = original(manager, request)
+    if output.success and (message := check(manager) or commit(manager)):
+        return type(output)(success=False, message=message)
+    return output
+
+
+def check(manager: Any) -> str:
+    """Return why the weights of the workers of all ranks cannot be committed, or an empty text.
+
+    Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy requires it.
+    """
+    incomplete, failure = _models[0].experts.unwritten()
+    names = ", ".join(f"{name} ({missing} of {total} elements)" for name, missing, total in incomplete[:MAX_NAMED])
+    text = f"{len(incomplete)} matrices: {names}" if incomplete else ""
+    problem = _joined(manager, text, failure)
+    if problem:
+        return f"weight update is not complete; remote experts were missing, partly sent or sent as NaN: {problem}"
+    return ""
+
+
+def commit(manager: Any) -> str:
+    """Commit on every rank. Returns the failures, or an empty text."""
+    failure = _models[0].experts.commit()
+    _models[0].record_load()
+    return _joined(manager, failure, failure)
+
+
+def _joined(manager: Any, text: str, failure: str) -> str:
+    """Return the texts of all ranks in one line."""
+    per_rank: list[Any] = [None] * dist.get_world_size(manager.tp_cpu_group)
+    dist.all_gather_object(per_rank, (text, failure), group=manager.tp_cpu_group)
+    if options().policy == "required" and (failures := [failed for _, failed in per_rank if failed]):
+        raise RemoteExpertsLost(f"remote experts are lost in a weight update: {'; '.join(failures)}; {FIX}")
+    parts = (f"rank {rank}: {text or failed}" for rank, (text, failed) in enumerate(per_rank) if text or failed)
+    return "; ".join(parts)
+
+
+def _selects_target(manager: Any, selector: str) -> bool:
+    return any(role == "target" for role, _ in manager._select_runners(selector))
+
+
+def _failed(message: str) -> Any:
+    from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
+
+    return EndWeightUpdateReqOutput(success=False, message=message)
+
+
+def load_tensors(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+    """Hook around ``WeightUpdater.update_weights_from_tensor``: refuse formats that do not use the model's loaders."""
+    if load_format not in (None, "flattened_bucket"):
+        return False, (
+            f"load_format={load_format!r} writes weights without the model's loaders, so that a worker of remote experts would "
+            "miss them; use the default or flattened_bucket"
+        )
+    return original(updater, named_tensors, load_format)
+
+
+def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``ModelRunner.check_weights``: its checksums would lack the remote experts."""
+    raise NotImplementedError(UNREADABLE)
+
+
+METHOD = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+HOOKS = (
+    Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_resolved),
+    Hook(f"{METHOD}.create_weights", "around", create_weights),
+    Hook(f"{METHOD}.apply", "around", apply),
+    Hook(f"{RUNNER}.load_model", "after", commit_loaded),
+    Hook(f"{RUNNER}.check_weights", "replace", refuse_checks),
+    Hook(f"{MANAGER}.begin_weight_update", "around", begin),
+    Hook(f"{MANAGER}.end_weight_update", "around", end),
+    Hook(f"{MANAGER}.update_weights_from_disk", "around", update_at_once),
+    Hook(f"{MANAGER}.update_weights_from_ipc", "around", update_at_once),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
+        "around",
+        load_tensors,
+    ),
+)
+
+
+def install() -> None:
+    """Apply the hooks in this process."""
+    install_hooks(NAME, HOOKS)

@@ -1,0 +1,154 @@
+"""The MoE layers of an SGLang model with remote experts: their parameters have the local experts only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.config.schema.remote_experts import RemoteOptions
+from slime_like_plugins.remote_experts.compute import expert_sums, nothing
+from slime_like_plugins.remote_experts.experts import RemoteExperts
+from slime_like_plugins.remote_experts.placement import LoadRecord, remote_ids
+from slime_like_plugins.remote_experts.routing import ExpertRows, TokenBucket, split
+from slime_like_plugins.remote_experts.shapes import ExpertShapes
+
+ROWS = "_slime_like_expert_rows"
+"""Attribute of a layer: the rows of its experts."""
+UNREADABLE = "part of the experts is in a worker of remote experts, and SGLang would not read them"
+HALVES = {"w1": 0, "w3": 1}
+"""Shard of SGLang's loaders -> half of the rows of w13."""
+
+
+class RemoteModel:
+    """Layers of the model of this process."""
+
+    def __init__(self, options: RemoteOptions, rank: int, top_k: int | None) -> None:
+        self.options = options
+        self.experts = RemoteExperts(options, rank)
+        self._top_k = top_k
+        self._layers: list[Any] = []
+        self._sizes: tuple[int, int, torch.dtype] | None = None  # hidden, intermediate, dtype
+        self._load = LoadRecord() if options.record_load and rank == 0 else None
+        self._lock = threading.Lock()  # SGLang's loaders write from several threads
+
+    def add(self, layer: Any, create: Callable[[int], None], sizes: tuple[int, int, torch.dtype]) -> None:
+        """Let ``create`` allocate the local experts of a layer, and its loaders send the others to the worker.
+
+        Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if the layer's maths is not supported.
+        """
+        if problem := obstacle(layer):
+            raise ValueError(f"layer {layer.layer_id}: {problem}")
+        if self._sizes not in (None, sizes):
+            raise ValueError(f"layer {layer.layer_id} has experts of another size than earlier layers")
+        self._sizes = sizes
+        routed = int(layer.num_global_routed_experts)
+        rows = ExpertRows(int(layer.num_experts), remote_ids(self.options, int(layer.layer_id), routed))
+        create(rows.num_local)
+        setattr(layer, ROWS, rows)
+        vars(layer)["_weight_export_error"] = UNREADABLE  # SGLang then refuses to read or save weights
+        config = layer.moe_runner_config
+        config.num_local_experts = rows.num_local  # so that kernels skip pairs of id -1
+        config.inplace = False  # hidden states are sent while the local experts are computed
+        for name in ("w13_weight", "w2_weight"):
+            getattr(layer, name).weight_loader = self._loader(layer, rows)
+        self._layers.append(layer)
+        if len(self._layers) == 1:
+            self.experts.start()
+
+    def open(self) -> None:
+        """Connect to the worker, unless that has been done. All layers have been added."""
+        with self._lock:
+            self._open()
+
+    def _open(self) -> None:
+        if self.experts.is_open:
+            return
+        assert self._sizes is not None
+        hidden, intermediate, dtype = self._sizes
+        counts = [len(getattr(layer, ROWS).remote) for layer in self._layers]
+        selected = min(self._top_k or max(counts), max(counts))
+        names = tuple(int(layer.layer_id) for layer in self._layers)
+        dtype_name = str(dtype).removeprefix("torch.")
+        shapes = ExpertShapes(names, tuple(counts), hidden, intermediate, dtype_name, self.options.capacity, selected)
+        self.experts.open(shapes)
+
+    def _loader(self, layer: Any, rows: ExpertRows) -> Callable[..., None]:
+        """Return the loader of a layer's parameters, with the arguments of SGLang's."""
+
+        def load(parameter: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
+            local = int(rows.local_rows[expert_id])
+            if local >= 0:
+                layer._weight_loader_impl(parameter, loaded_weight, weight_name, shard_id, local)
+                return
+            # SGLang's own loader writes this rank's part of the expert to a matrix of one row, in the layout of the parameter.
+            matrix = torch.nn.Parameter(
+                torch.empty((1, *parameter.shape[1:]), dtype=parameter.dtype, device="cpu"), requires_grad=False
+            )
+            vars(matrix).update(vars(parameter))
+            layer._weight_loader_impl(matrix, loaded_weight, weight_name, shard_id, 0)
+            name, data, start = "w2", matrix.data[0], 0
+            if shard_id in HALVES:
+                size = len(data) // 2
+                name, start = "w13", HALVES[shard_id] * size
+                data = data[start : start + size]
+            with self._lock:
+                self._open()
+                self.experts.write(int(layer.layer_id), name, int(rows.remote_rows[expert_id]), start, data)
+
+        return load
+
+    def forward(self, layer: Any, x_TH: Tensor, topk: Any, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the hidden states after the experts. ``compute`` runs SGLang's kernels on a GPU, with local expert ids."""
+        rows: ExpertRows = getattr(layer, ROWS)
+        ids = topk.topk_ids.to("cpu", torch.int32).numpy()
+        weights = topk.topk_weights.to("cpu", torch.float32).numpy()
+        if self._load is not None:
+            self._load.add(int(layer.layer_id), ids, int(layer.num_experts))
+        local, buckets = split(ids, weights, rows)
+
+        def compute_local(feed: Callable[[], None]) -> Tensor:
+            if x_TH.device.type == "cpu":
+                return expert_sums(x_TH, local, weights, layer.w13_weight, layer.w2_weight, feed)
+            return compute(torch.from_numpy(local).to(topk.topk_ids)).float()
+
+        if (
+            x_TH.device.type != "cpu"
+        ):  # SGLang's kernels multiply their sums by this factor, and its CPU code does later
+            buckets = [_scaled(bucket, layer.moe_runner_config.routed_scaling_factor) for bucket in buckets]
+        if buckets:
+            sums = self.experts.add_sums(int(layer.layer_id), x_TH, buckets, compute_local)
+        else:
+            sums = compute_local(nothing)
+        return sums.to(x_TH.dtype)
+
+    def record_load(self) -> None:
+        """Write the tokens of each expert so far, if a file was named."""
+        if self._load is not None:
+            self._load.write(Path(self.options.record_load))
+
+
+def obstacle(layer: Any) -> str | None:
+    """Return the reason why a layer cannot have remote experts, or None."""
+    config = layer.moe_runner_config
+    if config.activation != "silu" or not config.is_gated or layer.with_bias:
+        return f"experts with activation {config.activation}, without a gate or with biases are not supported"
+    limits = (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit)
+    if any(limit is not None for limit in limits):
+        return "experts with a clamped or scaled activation are not supported"
+    if config.apply_router_weight_on_input or config.no_combine:
+        return "router weights on the input, or experts that are not added, are not supported"
+    if layer.moe_ep_size > 1:
+        return "experts are divided over ranks already (ep_size)"
+    return None
+
+
+def _scaled(bucket: TokenBucket, factor: float | None) -> TokenBucket:
+    if factor is None or factor == 1.0:
+        return bucket
+    return TokenBucket(bucket.tokens, bucket.ids, (bucket.weights * factor).astype(np.float32))

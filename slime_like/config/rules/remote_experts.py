@@ -1,0 +1,75 @@
+"""Rules of ``rollout.remote_experts``. The engine applies the same conditions to the values that SGLang resolves
+(``slime_like_plugins.remote_experts``).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.remote_experts import UNSUPPORTED_FIELDS, field_obstacle
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.util.reading import InputFile
+
+KEY = "rollout.remote_experts"
+OFF = f"set {KEY}.count=0"
+
+
+def check_remote_experts(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if ``rollout.remote_experts`` does not fit other keys."""
+    rollout, remote = cfg.rollout, cfg.rollout.remote_experts
+    if not remote.enabled:
+        return
+    if cfg.run.deterministic:
+        raise ConfigError(
+            f"{KEY}.count={remote.count} with run.deterministic=true: products of a worker depend on the tokens that were sent "
+            f"together; {OFF}, or run.deterministic=false"
+        )
+    for field in UNSUPPORTED_FIELDS:
+        value = rollout.sglang.get(field)
+        if reason := field_obstacle(field, value):
+            raise ConfigError(f"rollout.sglang.{field}={value!r} with {KEY}: {reason}; remove it, or {OFF}")
+    if rollout.dp_attention > 1 or rollout.flow_mla.enabled:
+        raise ConfigError(
+            f"{KEY} with rollout.dp_attention={rollout.dp_attention} has not been tested: set rollout.dp_attention=1 and "
+            f"rollout.flow_mla.enabled=false, or {OFF}"
+        )
+    if remote.workers and (len(remote.workers) != rollout.tp or rollout.num_engines > 1):
+        raise ConfigError(
+            f"{KEY}.workers has {len(remote.workers)} addresses for {rollout.num_engines} engines of {rollout.tp} ranks: a "
+            "worker serves one rank; name one for each rank of a single engine, or leave workers empty"
+        )
+
+
+def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` if the experts do not fit ``model``, or a file of ``rollout.remote_experts`` is unsuitable."""
+    remote = cfg.rollout.remote_experts
+    if not remote.enabled:
+        return
+    num = remote.count or max(remote.experts) + 1
+    most = model.num_experts - (1 if remote.count else 0)
+    if not model.num_experts or num > most or len(remote.experts) == model.num_experts:
+        name = f"experts={remote.experts}" if remote.experts else f"count={remote.count}"
+        raise ConfigError(
+            f"{KEY}.{name}: the model in {model.folder} has {model.num_experts} experts per layer, of which at least one has to "
+            "stay in the engine"
+        )
+    if remote.load_file:
+        path = Path(remote.load_file)
+        file = InputFile(path, ConfigError, f"record it again with {KEY}.record_load", key=f"{KEY}.load_file")
+        if "tokens" not in file.json_object():
+            raise file.refused("has no object 'tokens'")
+    if remote.record_load and not Path(remote.record_load).absolute().parent.is_dir():
+        raise ConfigError(f"{KEY}.record_load={remote.record_load!r} is in no folder: create it")
+    if remote.key_file:
+        _check_key(Path(remote.key_file))
+
+
+def _check_key(path: Path) -> None:
+    InputFile(path, ConfigError, "create it with e.g. `openssl rand -hex 32`", key=f"{KEY}.key_file").data()
+    state = path.stat()
+    if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or state.st_uid != os.getuid():
+        raise ConfigError(f"{KEY}.key_file={path} can be read by other users: run `chmod 600 {path}` as its owner")

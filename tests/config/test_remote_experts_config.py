@@ -1,0 +1,175 @@
+"""Combinations of ``rollout.remote_experts`` that an engine would refuse are refused at load, and engines receive the others."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.cluster.plan.engine import engine_settings
+from slime_like.cluster.plan.planner import Plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.remote_experts import check_remote_experts_model
+from slime_like.config.schema.remote_experts import VARIABLE, RemoteOptions, from_json
+from slime_like.errors import ConfigError
+from slime_like.planner.host import host_engine, host_pool, rank_weights
+from slime_like.planner.models import find_shape
+from slime_like.rollout.engine.environment import child_environment
+from slime_like.rollout.engine.main import EngineLaunch, server_arguments
+from slime_like_plugins.remote_experts.placement import LoadRecord, read_load, remote_ids
+from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE
+from tests.config.bad_input import each_rule, one_message
+from tests.config.machines import SERVER
+
+ON = "rollout.remote_experts.count=4"
+KEY = "rollout.remote_experts"
+# extra arguments, then words that the message must contain
+RULES = {
+    "settings without it": (f"{KEY}.mode=stream", "has no effect", f"set {KEY}.count"),
+    "two placements": (f"{ON} {KEY}.experts=[1]", "excludes count", "remove one"),
+    "load without count": (f"{KEY}.load_file=a.json", "needs count"),
+    "negative count": (f"{KEY}.count=-1", f"{KEY}.count=-1", "at least 0"),
+    "expert twice": (f"{KEY}.experts=[1,1]", "one twice"),
+    "negative expert": (f"{KEY}.experts=[-1]", "negative id"),
+    "mode": (f"{ON} {KEY}.mode=fast", f"{KEY}.mode='fast'", "auto, batched, stream"),
+    "transport": (f"{ON} {KEY}.transport=tcp", "auto, shared, socket"),
+    "policy": (f"{ON} {KEY}.policy=ignore", "required, fallback, respawn"),
+    "payload": (f"{ON} {KEY}.payload_dtype=int8", "float32, float16, bfloat16"),
+    "no capacity": (f"{ON} {KEY}.capacity=0", f"{KEY}.capacity=0", "[1, 4096]"),
+    "capacity": (f"{ON} {KEY}.capacity=4097", "[1, 4096]"),
+    "deadline": (f"{ON} {KEY}.deadline_s=0", f"{KEY}.deadline_s=0", "above 0"),
+    "threads": (f"{ON} {KEY}.threads=0", f"{KEY}.threads=0", "above 0"),
+    "region": (f"{ON} {KEY}.shared_bytes=-1", f"{KEY}.shared_bytes=-1"),
+    "no key": (f"{ON} {KEY}.workers=[127.0.0.1:7100]", "key_file=None", "set both or neither"),
+    "ranks": (
+        f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file=k rollout.tp=2",
+        "1 addresses for 1 engines of 2 ranks",
+        "one for each rank",
+    ),
+    "engines": (
+        f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file=k rollout.num_engines=2",
+        "a worker serves one rank",
+    ),
+    "deterministic": (f"{ON} run.deterministic=true", "run.deterministic=true", f"set {KEY}.count=0"),
+    "attention groups": (f"{ON} rollout.tp=2 rollout.dp_attention=2", "not been tested", "rollout.dp_attention=1"),
+    "balancer": (f"{ON} rollout.sglang.enable_eplb=true", "enable_eplb=True", "between ranks", "remove it"),
+    "expert parallel": (f"{ON} rollout.sglang.ep_size=2", "ep_size=2", "remove it"),
+    "format": (f"{ON} rollout.sglang.load_format=dummy", "load_format='dummy'", "would miss them"),
+}
+
+
+@each_rule(RULES)
+def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[str]) -> None:
+    one_message(case, argv)
+
+
+def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_path: Path) -> None:
+    def check(keys: str, num_experts: int = 8) -> None:
+        model: Any = SimpleNamespace(num_experts=num_experts, folder="models/M")
+        check_remote_experts_model(load_config([*argv, *keys.split()], files=False), model)
+
+    for keys in (f"{KEY}.count=7", f"{KEY}.experts=[0,7]", ""):
+        check(keys)
+    for keys in (f"{KEY}.count=8", f"{KEY}.experts=[8]", f"{KEY}.experts=[0,1,2,3,4,5,6,7]"):
+        with pytest.raises(ConfigError, match=r"models/M has 8 experts per layer.*at least one"):
+            check(keys)
+    with pytest.raises(ConfigError, match="has 0 experts"):
+        check(ON, 0)
+    load, key = tmp_path / "load.json", tmp_path / "key"
+    for text, message in ((None, "is missing"), ("{", "cannot be read as JSON"), ("{}", "no object 'tokens'")):
+        if text is not None:
+            load.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            check(f"{ON} {KEY}.load_file={load}")
+    with pytest.raises(ConfigError, match="is in no folder: create it"):
+        check(f"{ON} {KEY}.record_load={tmp_path}/missing/load.json")
+    settings = f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file={key}"
+    with pytest.raises(ConfigError, match="openssl rand"):
+        check(settings)
+    key.write_text("0" * 32)
+    key.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        check(settings)
+    key.chmod(0o600)
+    check(settings)
+
+
+def test_the_engine_receives_the_settings(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime_like.config.rules.files.check_remote_experts_model", lambda *_: None)  # a dense model
+    keys = f"{KEY}.experts=[1,2] {KEY}.mode=batched {KEY}.policy=respawn {KEY}.capacity=64 {KEY}.deadline_s=5"
+    expected = RemoteOptions(experts=(1, 2), mode="batched", policy="respawn", capacity=64, deadline_s=5.0)
+    split = ("placement.mode=split", "rollout.num_engines=1", "rollout.tp=4")
+    for extra, options in (("", None), (keys, expected)):
+        engine = plan(*split, *extra.split(), machine=SERVER).engines[0]
+        environment = child_environment(engine, "/scratch")
+        arguments = server_arguments(EngineLaunch(engine, "key", "127.0.0.1", 1))
+        assert ("remote_experts" in environment[PLUGINS_VARIABLE].split(",")) == (options is not None)
+        assert ("cuda_graph_backend_decode" in arguments) == (options is not None and engine.device == "cuda")
+        assert engine_settings(engine).remote_experts == (2 if options else 0)
+        assert options is None or from_json(environment[VARIABLE]) == options
+    assert from_json("{}") == RemoteOptions()
+
+
+def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_like_plugins.remote_experts import flags
+
+    monkeypatch.setenv(PLUGINS_VARIABLE, "cpu")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    text = "--remote-experts-ids 1 --model-path m".replace("ids 1", "experts 3 1") + " --remote-experts-policy fallback"
+    assert flags.is_used(text.split()) and not flags.is_used(["--model-path", "m"])
+    flags.enable([*text.split(), "--remote-experts-deadline-s", "7"], "remote_experts")
+    assert os.environ[PLUGINS_VARIABLE] == "cpu,remote_experts"
+    assert from_json(os.environ[VARIABLE]) == RemoteOptions(experts=(3, 1), policy="fallback", deadline_s=7.0)
+    with pytest.raises(SystemExit, match="--remote-experts-capacity=0 must lie in"):
+        flags.enable(["--remote-experts-count", "2", "--remote-experts-capacity", "0"], "remote_experts")
+
+
+def test_placement_by_count_list_and_measured_load(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    record = LoadRecord()
+    for ids in ([[0, 1], [0, -1]], [[3, 0], [1, 3]]):
+        record.add(5, np.array(ids, np.int32), 4)
+    record.write(path)
+    assert json.loads(path.read_text()) == {"tokens": {"5": [3, 2, 0, 2]}} and len([*tmp_path.iterdir()]) == 1
+    assert read_load(path) == {5: [3, 2, 0, 2]}
+    assert remote_ids(RemoteOptions(count=2), 5, 4) == (2, 3)
+    assert remote_ids(RemoteOptions(experts=(3, 0)), 5, 4) == (0, 3)
+    assert remote_ids(RemoteOptions(count=2, load_file=str(path)), 5, 4) == (1, 2)
+    for options, layer, message in (
+        (RemoteOptions(count=2, load_file=str(path)), 6, "has no experts of layer 6"),
+        (RemoteOptions(count=4), 5, "leave at least one"),
+        (RemoteOptions(experts=(4,)), 5, "layer 5 has 4 experts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            remote_ids(options, layer, 4)
+    path.write_text('{"tokens": {"5": [1, -1, 0, 0]}}')
+    with pytest.raises(ConfigError, match="no list of counts"):
+        read_load(path)
+
+
+def test_updates_that_bypass_the_loaders_are_refused() -> None:
+    from slime_like_plugins.remote_experts import hooks
+
+    for load_format in (None, "flattened_bucket"):
+        assert hooks.load_tensors(lambda *_: (True, "written"), None, [], load_format) == (True, "written")
+    result, message = hooks.load_tensors(lambda *_: (True, "written"), None, [], "direct")
+    assert result is False and "load_format='direct'" in message and "use the default" in message
+
+
+def test_the_plan_has_the_experts_of_workers(plan: Callable[..., Plan]) -> None:
+    """Weights of a rank shrink by the remote experts, which workers have, and host memory a copy of them."""
+    engine = plan("placement.mode=split", "rollout.num_engines=1").engines[0]
+    shape = find_shape("--model", "Qwen3-30B-A3B")
+    assert shape.experts is not None
+    plain = engine_settings(engine)
+    remote = replace(plain, remote_experts=shape.experts.count // 2, remote_copy=True)
+    saved = rank_weights(shape, plain) - rank_weights(shape, remote)
+    names = {item.name: item.num_bytes for item in host_engine(shape, remote, host_pool(shape, remote, 1e12)).items}
+    assert saved > 0 and names["remote experts"] == names["copy of remote experts"] == pytest.approx(saved)

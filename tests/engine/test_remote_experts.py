@@ -1,0 +1,179 @@
+"""Engines whose experts are partly in a worker return what engines with all experts return, over pushes and failures of the worker."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from slime_like.config.schema.remote_experts import RemoteOptions
+from slime_like.errors import EngineError, EngineLost
+from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
+from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
+from tests.engine.latent_models import build as build_latent
+from tests.engine.test_families import build
+from tests.engine.test_latent import push
+
+pytestmark = pytest.mark.engine
+TOLERANCE = 1e-5  # of an engine with all experts
+OF_HF = 1e-4  # of transformers
+WORKER = "slime_like_plugins.remote_experts.worker"
+DEADLINE_S = 5.0
+HALF = RemoteOptions(count=4, capacity=64, deadline_s=DEADLINE_S)
+
+
+@dataclass(frozen=True)
+class ExpertArm:
+    """An engine, and the models whose weights it serves in turn."""
+
+    models: Models
+    engine: RunningEngine
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """Workers of the engine's ranks."""
+        children = psutil.Process(self.engine.server.pid).children(recursive=True)
+        return [child for child in children if WORKER in " ".join(child.cmdline())]
+
+    @property
+    def log(self) -> str:
+        """The engine's log."""
+        return Path(self.engine.server._spec.log_path).read_text()
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "all local": {},
+    "batched shared": {"mode": "batched", "transport": "shared", "policy": "respawn"},
+    "stream socket tp2": {
+        "mode": "stream",
+        "transport": "socket",
+        "policy": "respawn",
+        "experts": (0, 3, 5),
+        "count": 0,
+    },
+    "float16": {"payload_dtype": "float16", "policy": "required"},
+    "bfloat16 latent": {"payload_dtype": "bfloat16", "policy": "fallback"},
+}
+BOUNDS = {"float16": 2e-3, "bfloat16 latent": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, ExpertArm]]:
+    """Return the engine of each arm; the engines start at the same time."""
+    start_fork_server()
+    qwen = build(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
+    latent = build_latent(tmp_path_factory.mktemp("latent"), "deepseek_v3")
+    with contextlib.ExitStack() as stack:
+        launching: dict[str, tuple[Models, Any]] = {}
+        for name, options in ARMS.items():
+            models = latent if "latent" in name else qwen
+            remote = replace(HALF, **options).to_json() if options else ""
+            settings: dict[str, Any] = {"chunked_prefill_size": 48, "server_type": ForkedEngineServer}
+            run = launch(
+                models,
+                tmp_path_factory.mktemp("run"),
+                2 if "tp2" in name else 1,
+                remote_experts=remote,
+                **settings,
+            )
+            stack.enter_context(contextlib.closing(run))
+            assert next(run) is None
+            launching[name] = models, run
+        yield {name: ExpertArm(models, next(run)) for name, (models, run) in launching.items()}
+
+
+def compare(arm: ExpertArm, weights: str, bound: float, seed: int, plain: ExpertArm | None = None) -> None:
+    """Assert that scores and samples agree with transformers, and greedy tokens with an engine that has all experts."""
+    ids = prompt(100, seed=seed)
+    (scores,) = arm.engine.run(arm.engine.client.score([ids], 1.0))
+    np.testing.assert_allclose(scores, arm.models.logprobs(weights, ids, 1.0), rtol=0, atol=max(bound, OF_HF))
+    for completion in arm.engine.run(arm.engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, tokens=24))):
+        sequence, num_sampled = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
+        expected = arm.models.logprobs(weights, sequence, 0.8)[-num_sampled:]
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=max(bound, OF_HF))
+    if plain is None:
+        return
+    (plain_scores,) = plain.engine.run(plain.engine.client.score([ids], 1.0))
+    np.testing.assert_allclose(scores, plain_scores, rtol=0, atol=bound)
+    sampling = make_sampling(0.0, tokens=24)
+    expected, greedy = (run.engine.run(run.engine.client.generate(ids, [4], sampling))[0] for run in (plain, arm))
+    np.testing.assert_array_equal(greedy.token_ids, expected.token_ids)
+    np.testing.assert_allclose(greedy.logprobs, expected.logprobs, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", [name for name in ARMS if name != "all local"])
+def test_results_are_those_of_an_engine_with_all_experts(name: str, arms: Mapping[str, ExpertArm]) -> None:
+    """At the start, after pushes over shared memory and a process group in buckets of one tensor."""
+    arm, plain = arms[name], arms["all local"] if name not in BOUNDS else None
+    assert len(arm.workers) == (2 if "tp2" in name else 1)
+    assert len(re.findall("slime_like remote experts: ", arm.log)) == len(arm.workers)
+    for version, weights in enumerate("ABA"):
+        for run in filter(None, (arm, plain)):
+            if version:
+                run.engine.run(push(run.engine, run.models.tensors(weights), version))
+        compare(arm, weights, BOUNDS.get(name, TOLERANCE), seed=5 + version, plain=plain)
+
+
+def test_a_partial_update_is_refused(arms: Mapping[str, ExpertArm]) -> None:
+    """A matrix of a remote expert is missing on both ranks, or NaN. A complete update follows."""
+    arm = arms["stream socket tp2"]
+    tensors = arm.models.tensors("A")
+    missing = "model.layers.1.mlp.experts.3.up_proj.weight"
+    part = {name: tensor for name, tensor in tensors.items() if name != missing}
+    message = r"rank 0: 1 matrices: layer 1 w13 of remote expert 1 \(1536 of 3072 elements\); rank 1: 1 matrices"
+    with pytest.raises(EngineError, match=message):
+        arm.engine.run(arm.engine.push(part, 11))
+    with pytest.raises(EngineError, match=message):
+        arm.engine.run(arm.engine.push(tensors | {missing: tensors[missing] * float("nan")}, 12))
+    arm.engine.run(arm.engine.push(tensors, 13))
+    compare(arm, "A", TOLERANCE, seed=20)
+
+
+def test_a_worker_that_is_killed_is_replaced(arms: Mapping[str, ExpertArm]) -> None:
+    """Between requests and within an update, of one of two ranks; the other rank waits for neither."""
+    arm = arms["stream socket tp2"]
+    first, last = (worker.pid for worker in arm.workers)
+    psutil.Process(last).send_signal(signal.SIGKILL)
+    compare(arm, "A", TOLERANCE, seed=21)
+    assert first in {worker.pid for worker in arm.workers} and last not in {worker.pid for worker in arm.workers}
+    tensors = arm.models.tensors("B")
+
+    async def send() -> None:
+        names = [*tensors]
+        half = len(names) // 2
+        for part, victim in ((names[:half], first), (names[half:], None)):
+            await arm.engine.client.update_from_tensors(payload({name: tensors[name] for name in part}))
+            if victim is not None:
+                psutil.Process(victim).send_signal(signal.SIGKILL)
+
+    arm.engine.run(arm.engine.update(send(), 14))
+    compare(arm, "B", TOLERANCE, seed=22)
+
+
+def test_a_worker_that_is_stopped_is_replaced_by_the_engine(arms: Mapping[str, ExpertArm]) -> None:
+    arm = arms["bfloat16 latent"]
+    (worker,) = arm.workers
+    worker.send_signal(signal.SIGSTOP)
+    for version, weights in enumerate("AB", start=20):
+        compare(arm, weights, BOUNDS["bfloat16 latent"], seed=version)
+        if version == 20:
+            assert not arm.workers
+            assert "the engine computes its experts itself" in arm.log
+            arm.engine.run(push(arm.engine, arm.models.tensors("B"), 21))
+
+
+def test_an_engine_ends_with_a_required_worker(arms: Mapping[str, ExpertArm]) -> None:
+    """The last test, as the engine is lost."""
+    arm = arms["float16"]
+    arm.workers[0].send_signal(signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        arm.engine.run(arm.engine.client.generate(prompt(9), [0], make_sampling(tokens=4)))
+    assert "remote experts are lost" in arm.engine.server.cause_of_death() + arm.log
