@@ -228,6 +228,18 @@ def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch) ->
     assert not process.is_running()
 
 
+def test_a_worker_that_ends_before_the_check_of_an_incomplete_update() -> None:
+    """With fallback, the engine's copy is checked instead: rows that were not sent are not served."""
+    with experts_of(replace(OPTIONS, policy="fallback")) as experts:
+        experts.begin()
+        kill(worker_of(experts))
+        incomplete, failure = experts.unwritten()
+        assert experts.state.is_replaced and not failure
+        assert len(incomplete) == 2 * sum(SHAPES.num_experts) and all(
+            missing == total for _, missing, total in incomplete
+        )
+
+
 @pytest.mark.slow
 def test_a_worker_ends_with_its_engine() -> None:
     """The engine is killed before it can send a message; its worker reads end-of-file."""

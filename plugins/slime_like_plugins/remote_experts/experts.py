@@ -111,14 +111,14 @@ class RemoteExperts:
 
     def unwritten(self) -> tuple[list[tuple[str, int, int]], str]:
         """Return the incomplete matrices (name, missing elements, elements), and the failure of the worker, if any."""
-        if self._is_replaced:
-            assert self._copy is not None
-            return self._copy.unwritten(), ""
         report: list[tuple[str, int, int]] = []
         self._restore()
         self._try(lambda: report.extend(self._link.client.unwritten()))
         if self._failure and self._restore():
             self._try(lambda: report.extend(self._link.client.unwritten()))
+        if self._is_replaced:  # before this update, or by the failure of its worker
+            assert self._copy is not None
+            return self._copy.unwritten(), ""
         return report, self._failure
 
     def commit(self) -> str:

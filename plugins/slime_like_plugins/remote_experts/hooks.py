@@ -17,7 +17,7 @@ from slime_like_plugins.remote_experts import NAME
 from slime_like_plugins.remote_experts.client import FAILURES
 from slime_like_plugins.remote_experts.experts import FIX, RemoteExpertsLost
 from slime_like_plugins.remote_experts.model import ROWS, UNREADABLE, RemoteModel
-from slime_like_plugins.sglang_hooks import Hook, stop_on
+from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 logger = logging.getLogger(__name__)
@@ -86,15 +86,23 @@ def _model() -> RemoteModel:
 def commit_loaded(result: Any, runner: Any) -> Any:
     """Hook after ``ModelRunner.load_model``: stop the engine if an expert was not loaded; otherwise commit the first version."""
     if not _models:
-        raise SystemExit(f"slime_like plugin {NAME!r}: the model has no experts; set rollout.remote_experts.count=0")
+        raise SystemExit(
+            f"slime_like plugin {NAME!r}: the model has no experts, or quantised ones, which a worker cannot compute; serve a "
+            "checkpoint that is not quantised, or set rollout.remote_experts.count=0"
+        )
     (model,) = _models
     try:
         model.open()
     except (*FAILURES, ConfigError) as error:
         raise SystemExit(f"slime_like plugin {NAME!r}: {error}") from error
     incomplete, failure = model.experts.unwritten()
-    if incomplete or (failure := failure or model.experts.commit()):
-        stop_on(NAME, [failure] if failure else [f"{name} was not loaded" for name, _, _ in incomplete[:MAX_NAMED]])
+    if incomplete and not failure:
+        names = ", ".join(name for name, _, _ in incomplete[:MAX_NAMED])
+        failure = (
+            f"the checkpoint in {runner.model_config.model_path} lacks weights: {names}; use a complete checkpoint"
+        )
+    if failure := failure or model.experts.commit():
+        raise SystemExit(f"slime_like plugin {NAME!r}: {failure}")
     return result
 
 
@@ -142,11 +150,13 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around updates that are one call, from a disk or by IPC: commit the weights that the worker received."""
+    """Hook around updates that are one call, from a disk or by IPC: commit the weights that the worker received.
+
+    If the update fails on one rank, it fails on every rank: a rank that alone went on to the checks would wait for the others.
+    """
     output = original(manager, request)
-    if output.success and (message := check(manager) or commit(manager)):
-        return type(output)(success=False, message=message)
-    return output
+    message = _joined(manager, "" if output.success else output.message) or check(manager) or commit(manager)
+    return type(output)(success=False, message=message) if message else output
 
 
 def check(manager: Any) -> str:
@@ -170,8 +180,11 @@ def commit(manager: Any) -> str:
     return _joined(manager, failure, failure)
 
 
-def _joined(manager: Any, text: str, failure: str) -> str:
-    """Return the texts of all ranks in one line."""
+def _joined(manager: Any, text: str, failure: str = "") -> str:
+    """Return the texts of all ranks, and the failures of their workers, in one line.
+
+    Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy requires it.
+    """
     per_rank: list[Any] = [None] * dist.get_world_size(manager.tp_cpu_group)
     dist.all_gather_object(per_rank, (text, failure), group=manager.tp_cpu_group)
     if options().policy == "required" and (failures := [failed for _, failed in per_rank if failed]):

@@ -1,0 +1,128 @@
+"""Weight updates of engines with several ranks: refused or committed on all of them, and no rank waits for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_like.config.schema.remote_experts import VARIABLE, RemoteOptions
+from slime_like_plugins.remote_experts import hooks
+from slime_like_plugins.remote_experts.experts import RemoteExpertsLost
+
+MISSING = ("layer 1 w2 of remote expert 0", 3, 6)
+
+
+@dataclass
+class RankUpdate:
+    """An update on one of two ranks."""
+
+    monkeypatch: pytest.MonkeyPatch
+    incomplete: list[tuple[str, int, int]] = field(default_factory=list)  # matrices of this rank's worker
+    failure: str = ""  # of this rank's worker
+    commit_failure: str = ""
+    of_other_rank: list[tuple[str, str]] = field(default_factory=list)  # its part in each exchange; then nothing
+    calls: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        experts = SimpleNamespace(
+            begin=lambda: self.calls.append("begin"),
+            unwritten=lambda: (self.incomplete, self.failure),
+            commit=lambda: self.calls.append("commit") or self.commit_failure,
+        )
+        self.monkeypatch.setattr(hooks, "_models", [SimpleNamespace(experts=experts, record_load=lambda: None)])
+        self.monkeypatch.setattr(hooks.dist, "get_world_size", lambda group: 2)
+        self.monkeypatch.setattr(hooks.dist, "all_gather_object", self.exchange)
+        self.monkeypatch.setattr(hooks, "_failed", lambda message: SimpleNamespace(success=False, message=message))
+
+    def exchange(self, per_rank: list[Any], own: object, group: object) -> None:
+        """Receive the other rank's part."""
+        self.calls.append("exchange")
+        per_rank[:] = [own, self.of_other_rank.pop(0) if self.of_other_rank else ("", "")]
+
+    def original(self, success: bool = True, message: str = "") -> Any:
+        """Return SGLang's function."""
+
+        def call(manager: object, request: object) -> Any:
+            self.calls.append("original")
+            return SimpleNamespace(success=success, message=message)
+
+        return call
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's manager with an open session."""
+        roles = {"target": ["target"], "draft": ["draft"], "all": ["target", "draft"]}
+        return SimpleNamespace(
+            _session=SimpleNamespace(selector="all"),
+            tp_cpu_group=None,
+            _select_runners=lambda selector: [(role, None) for role in roles[selector]],
+        )
+
+
+@pytest.fixture(autouse=True)
+def respawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, RemoteOptions(count=1, policy="respawn").to_json())
+
+
+def test_an_update_is_committed_after_every_rank_has_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = RankUpdate(monkeypatch)
+    assert hooks.end(update.original(), update.manager, None).success
+    assert update.calls == ["exchange", "original", "commit", "exchange"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_that_is_not_complete_on_one_rank_is_refused_on_both(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = RankUpdate(monkeypatch)
+    if rank:
+        update.of_other_rank = [("1 matrices: x", "")]
+    else:
+        update.incomplete = [MISSING]
+    manager = update.manager
+    output = hooks.end(update.original(), manager, None)
+    assert not output.success and f"rank {rank}: 1 matrices" in output.message and manager._session is None
+    assert update.calls == ["exchange"]
+
+
+def test_nothing_is_committed_if_the_engine_refuses_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = RankUpdate(monkeypatch)
+    assert hooks.end(update.original(False, "NaN"), update.manager, None).message == "NaN"
+    assert "commit" not in update.calls
+
+
+@pytest.mark.parametrize("commit_failure", [("", ""), ("", "its worker ended")])
+def test_a_failed_commit_of_one_rank_fails_on_both(
+    commit_failure: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = RankUpdate(monkeypatch, of_other_rank=[("", ""), commit_failure])
+    update.commit_failure = "" if commit_failure[1] else "its worker ended"
+    output = hooks.end(update.original(), update.manager, None)
+    assert not output.success and output.message == f"rank {int(bool(commit_failure[1]))}: its worker ended"
+
+
+def test_a_required_worker_of_one_rank_ends_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, RemoteOptions(count=1).to_json())
+    for of_other_rank, failure in (([("", "it ended")], ""), ([], "it ended")):
+        update = RankUpdate(monkeypatch, failure=failure, of_other_rank=of_other_rank)
+        with pytest.raises(RemoteExpertsLost, match="lost in a weight update: it ended"):
+            hooks.end(update.original(), update.manager, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_of_one_call_that_fails_on_one_rank_fails_on_both(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that failed takes part in the exchange, for which the other one waits."""
+    update = RankUpdate(monkeypatch, of_other_rank=[("no such file", "")] if rank else [])
+    output = hooks.update_at_once(update.original(bool(rank), "no such file"), update.manager, None)
+    assert not output.success and output.message == f"rank {rank}: no such file"
+    assert update.calls == ["original", "exchange"]
+
+
+def test_an_update_of_the_draft_model_leaves_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for selector, calls in (("draft", ["original"]), ("target", ["original", "begin"])):
+        update = RankUpdate(monkeypatch)
+        hooks.begin(update.original(), update.manager, SimpleNamespace(selector=selector))
+        assert update.calls == calls
