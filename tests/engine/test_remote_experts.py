@@ -16,6 +16,7 @@ import pytest
 
 from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import EngineError, EngineLost
+from slime_like.types import F32
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
 from tests.engine.latent_models import build as build_latent
@@ -90,15 +91,21 @@ def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Expe
         yield {name: ExpertArm(models, next(run)) for name, (models, run) in launching.items()}
 
 
+def assert_close(logprobs: F32, expected: F32, bound: float) -> None:
+    """Assert a bound of every difference; if payloads are rounded, of nine in ten, as a token may get another expert."""
+    differences = np.abs(logprobs - expected)
+    assert np.quantile(differences, 1.0 if bound <= OF_HF else 0.9) <= bound, differences
+
+
 def compare(arm: ExpertArm, weights: str, bound: float, seed: int, plain: ExpertArm | None = None) -> None:
     """Assert that scores and samples agree with transformers, and greedy tokens with an engine that has all experts."""
     ids = prompt(100, seed=seed)
     (scores,) = arm.engine.run(arm.engine.client.score([ids], 1.0))
-    np.testing.assert_allclose(scores, arm.models.logprobs(weights, ids, 1.0), rtol=0, atol=max(bound, OF_HF))
+    assert_close(scores, arm.models.logprobs(weights, ids, 1.0), max(bound, OF_HF))
     for completion in arm.engine.run(arm.engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, tokens=24))):
         sequence, num_sampled = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
         expected = arm.models.logprobs(weights, sequence, 0.8)[-num_sampled:]
-        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=max(bound, OF_HF))
+        assert_close(completion.logprobs, expected, max(bound, OF_HF))
     if plain is None:
         return
     (plain_scores,) = plain.engine.run(plain.engine.client.score([ids], 1.0))
