@@ -45,7 +45,10 @@ def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
 
 def type_of(item: Field[Any]) -> str:
     """Return the field's annotation as written, such as ``int | None``."""
-    return item.type if isinstance(item.type, str) else item.type.__name__
+    if isinstance(item.type, str):
+        return item.type
+    # A module without "from __future__ import annotations" has the types themselves: list[int] and float | None as they print.
+    return item.type.__name__ if type(item.type) is type else str(item.type)
 
 
 @functools.cache
