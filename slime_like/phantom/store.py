@@ -15,7 +15,7 @@ _stores: list[dist.Store] = []  # torch keeps the C++ part of a store alone, whi
 class SoloStore(dist.Store):
     """Key-value store in which every absent rank has already done its part.
 
-    A key that another rank would set has zeros of the size of an NCCL id as its value, and no wait blocks.
+    A key that another rank would set has zeros as its value, as many as an NCCL id has bytes. No wait blocks.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class DifferenceCause:
 
 
 def attribute(record: RunRecord, tables: Sequence[TokenTable]) -> list[DifferenceCause]:
-    """Return staleness, temperature, precision and kernel, each with a measurement or with the option that would measure it."""
+    """Return the causes staleness, temperature, precision and kernel, each with a measurement or the option that measures it."""
     return [_overall(record), _staleness(record, tables), _temperature(record, tables), *_rounding(record)]
 
 

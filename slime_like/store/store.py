@@ -251,7 +251,10 @@ class SampleStore:
         return key
 
     def _drop_references(self, extents: Sequence[int]) -> int:
-        """Remove a reference to each extent. Return the number of references that were not the last one."""
+        """Remove a reference to each of ``extents``; the last one frees the extent.
+
+        Returns the number of removed references that were not the last one.
+        """
         num_shared = 0
         for extent, count in Counter(extents).items():
             remaining = int(self._extents.num_rows[extent]) - count

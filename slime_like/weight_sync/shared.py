@@ -70,7 +70,7 @@ class SharedBucketMemory:
             self._bytes, self._fd = None, -1
 
     def _memory_of(self, size: int) -> Tensor:
-        """Return memory of at least ``size`` bytes, which is allocated again if it is smaller."""
+        """Return memory of at least ``size`` bytes. Memory that is too small is replaced."""
         if self._bytes is None or len(self._bytes) < size:
             self.close()
             self._fd, memory = create_sealed("slime_like-weights", size)

@@ -30,9 +30,9 @@ def compute_by_layer(
     model: Any,
     names: Iterable[str],
 ) -> None:
-    """Call ``compute``, SGLang's computation for the layers of some names, for one layer at a time within ``update``."""
-    loaded = {int(name.split(".")[2]) for name in names if SOURCE in name}
-    for index in sorted(loaded):
+    """Call ``compute``, which derives weights of the layers with given names in SGLang, once per layer, within ``update``."""
+    layers = {int(name.split(".")[2]) for name in names if SOURCE in name}
+    for index in sorted(layers):
         if model.start_layer <= index < model.end_layer:
             update(model.layers[index], lambda index=index: compute([source_name(index)]))
 

@@ -49,7 +49,7 @@ class GatherPipeline:
     def begin(self) -> None:
         """Gather the first layers unless the slots hold them. All ranks call it before each forward.
 
-        On a GPU, the current stream then waits for these gathers: a CUDA graph of the model waits only for its own ones.
+        On a GPU, the current stream then waits for these gathers: a CUDA graph of the model waits only for the gathers that it contains.
         """
         missing = [layer for layer, slot in enumerate(self.slots) if slot.layer != layer]
         if missing:

@@ -73,7 +73,7 @@ class ShardedWeights:
 
     @property
     def pipeline(self) -> GatherPipeline:
-        """The slots and gathers, once all layers have been added."""
+        """Slots and gathers of the layers. Requires ``bind``."""
         assert self._pipeline is not None, "bind has not been called"
         return self._pipeline
 

@@ -73,7 +73,7 @@ def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> I
 
 
 def _largest(cfg: TrainConfig, model: HfConfig | None, shapes: RoleShapes, engine: EngineSpec) -> tuple[int, str]:
-    """Return the largest size that adds KV capacity and that settings, device and model allow; if 1, with the reason."""
+    """Return the largest size that adds KV capacity and that settings, device and model allow, and the reason if it is 1."""
     if shapes.actor is None:
         return 1, f"the KV heads of the model are not known: {shapes.unknown}"
     settings = engine_settings(engine)

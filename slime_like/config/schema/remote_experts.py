@@ -161,7 +161,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
 
 
 def field_obstacle(field: str, value: object) -> str | None:
-    """Return the reason why remote experts exclude ``value`` of a field of ServerArgs, or None. None is SGLang's default."""
+    """Return the reason why remote experts exclude ``value`` of a field of ServerArgs, or None. A ``value`` of None is SGLang's default."""
     if field not in UNSUPPORTED_FIELDS:
         return None
     required, reason = UNSUPPORTED_FIELDS[field]

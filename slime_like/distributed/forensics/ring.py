@@ -128,7 +128,7 @@ class Ring:
         self._write_description()
 
     def phase_number(self, name: str) -> int:
-        """Return the number of a phase, and describe the phase to readers."""
+        """Return the number of a phase, after publishing the name of a new phase to readers."""
         if name not in self._phases:
             self._phases[name] = len(self._phases) % (1 << PHASE_BITS)
             self._write_description()
