@@ -36,7 +36,7 @@ class GatherPipeline:
     def __init__(
         self, layouts: Sequence[LayerLayout], num_slots: int, gather: Gather, device: torch.device | None = None
     ) -> None:
-        """``gather`` has this rank's part of each layer. ``device``: of the slots, by default the CPU."""
+        """``gather`` has this rank's part of each layer. The slots are on ``device``, by default the CPU."""
         self._layouts, self._gather, self._device = layouts, gather, device or torch.device("cpu")
         num_slots = min(num_slots, len(layouts))
         sizes = [max(layout.num_bytes for layout in layouts[slot::num_slots]) for slot in range(num_slots)]

@@ -56,7 +56,7 @@ def check_files(cfg: TrainConfig) -> None:
 
 
 def check_model(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` or ``ConfigError`` on a model that cannot run with this config: rules without weights."""
+    """Raise ``CheckpointError`` or ``ConfigError`` on a model that cannot run with this config. Reads no weights."""
     family_of(cfg, model)
     check_has_gdn(cfg.model.gdn, model)
     check_rope("model.hf_checkpoint", model)
