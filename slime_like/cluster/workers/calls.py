@@ -6,7 +6,7 @@ its arguments and its result, and an editor finds its definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Concatenate, cast, overload
 
 import ray
@@ -18,7 +18,8 @@ from slime_like.cluster.supervise.crash import one_line
 from slime_like.errors import SlimeLikeError, WorkerError
 from slime_like.util.deadline import Deadline
 
-POLL_S = 1.0
+FIRST_POLL_S = 0.01
+POLL_S = 1.0  # the longest wait
 GRACE_S = 2.0  # for peers of a failed process to report their errors
 
 
@@ -55,39 +56,66 @@ def put[T](value: T) -> T:
 def wait_all[R](
     refs: Mapping[str, ObjectRef[R]], deadline: Deadline, waiting: Callable[[str], None] | None = None
 ) -> dict[str, R]:
-    """Return the results of all ``refs`` by name; call ``waiting`` with the pending names after each second without a result.
+    """Return the results of all ``refs`` by name; call ``waiting`` with the pending names after each wait without a result.
 
     Raises the error of a remote call with its type; ``WorkerError`` naming a process that died; ``DeadlineExceeded``
-    naming the processes that have not responded.
+    naming the processes that have not responded. An error is raised within ``POLL_S``, also while other calls are pending.
+    A wait takes every result that is available, and the waits become longer: their number does not depend on the number of ``refs``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}
+    seconds = FIRST_POLL_S
     while pending:
-        waits_for = ", ".join(sorted(pending.values()))
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(POLL_S, deadline.remaining(waits_for)))
+        ready, _ = ray.wait(
+            list(pending), num_returns=len(pending), timeout=min(seconds, _remaining(deadline, pending))
+        )
         if waiting is not None and not ready:
-            waiting(waits_for)
+            waiting(_names(pending))
+        errors: list[SlimeLikeError] = []
         for ref in ready:
             name = pending.pop(ref)
             try:
                 results[name] = _get(name, ref, deadline)
-            except WorkerError as error:
-                raise _root_cause(error, pending, deadline) from error
+            except SlimeLikeError as error:
+                errors.append(error)
+        if errors:
+            raise _root_cause(errors, pending, deadline)
+        seconds = min(2 * seconds, POLL_S)
     return {name: results[name] for name in refs}
 
 
-def _root_cause(error: WorkerError, pending: Mapping[ObjectRef[Any], str], deadline: Deadline) -> SlimeLikeError:
-    """Return the root cause: one rank's failure breaks its peers' connections, so prefer a death or a specific error."""
-    if error.died:
-        return error
-    ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
-    errors: list[SlimeLikeError] = [error]
+def _names(pending: Mapping[ObjectRef[Any], str]) -> str:
+    return ", ".join(sorted(pending.values()))
+
+
+def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> float:
+    if deadline.elapsed() >= deadline.limit:
+        raise deadline.exceeded(_names(pending))
+    return deadline.limit - deadline.elapsed()
+
+
+def _root_cause(
+    errors: Sequence[SlimeLikeError], pending: Mapping[ObjectRef[Any], str], deadline: Deadline
+) -> SlimeLikeError:
+    """Return the root cause: one rank's failure breaks its peers' connections, so prefer a death, then a specific error."""
+    if not any(_died(error) or not isinstance(error, WorkerError) for error in errors) and pending:
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S)
+        errors = [*errors, *_errors(ready, pending, deadline)]
+    return min(errors, key=lambda error: (not _died(error), isinstance(error, WorkerError)))
+
+
+def _died(error: SlimeLikeError) -> bool:
+    return isinstance(error, WorkerError) and error.died
+
+
+def _errors(
+    ready: Sequence[ObjectRef[Any]], names: Mapping[ObjectRef[Any], str], deadline: Deadline
+) -> Generator[SlimeLikeError]:
     for ref in ready:
         try:
-            _get(pending[ref], ref, deadline)
-        except SlimeLikeError as peer_error:
-            errors.append(peer_error)
-    return next((e for e in errors if not isinstance(e, WorkerError) or e.died), error)
+            _get(names[ref], ref, deadline)
+        except SlimeLikeError as error:
+            yield error
 
 
 def wait_first[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> tuple[str, R]:

@@ -1,0 +1,113 @@
+"""Waits for calls of Ray actors: their number, and the error that is raised when several ranks fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from slime_like.cluster.workers import calls
+from slime_like.errors import CheckpointError, DeadlineExceeded, WorkerError
+from slime_like.util.deadline import Deadline, scale
+
+LIMIT_S = 1000.0
+
+
+class SimulatedRay:
+    """``ray.wait`` and ``ray.get`` of calls that end at given seconds, on a clock of its own."""
+
+    def __init__(self, seconds: Mapping[str, float], errors: Mapping[str, Exception] | None = None) -> None:
+        self._seconds, self._errors = seconds, errors or {}
+        self.now, self.num_refs = 0.0, 0
+
+    def wait(self, refs: Sequence[str], *, num_returns: int = 1, timeout: float) -> tuple[list[str], list[str]]:
+        """Advance the clock until ``num_returns`` calls have ended, at most by ``timeout``; count the refs."""
+        self.num_refs += len(refs)
+        enough = sorted(self._seconds[ref] for ref in refs)[num_returns - 1]
+        self.now = max(self.now, min(self.now + timeout, enough))
+        ready = [ref for ref in refs if self._seconds[ref] <= self.now][:num_returns]
+        return ready, [ref for ref in refs if ref not in set(ready)]
+
+    def get(self, ref: str, *, timeout: float) -> str:
+        """Return or raise the result of a call that has ended."""
+        assert self._seconds[ref] <= self.now and timeout > 0
+        if ref in self._errors:
+            raise self._errors[ref]
+        return ref.upper()
+
+
+def simulate(
+    monkeypatch: pytest.MonkeyPatch, seconds: Mapping[str, float], errors: Mapping[str, Exception] | None = None
+) -> SimulatedRay:
+    simulated = SimulatedRay(seconds, errors)
+    monkeypatch.setattr(calls, "ray", simulated)
+    monkeypatch.setattr(Deadline, "elapsed", lambda deadline: simulated.now)
+    return simulated
+
+
+def wait(seconds: Mapping[str, float], limit: float = LIMIT_S, waiting: Any = None) -> dict[str, Any]:
+    refs: Any = {f"rank {ref}": ref for ref in seconds}
+    return calls.wait_all(refs, Deadline("driver", "step", limit), waiting)
+
+
+def failed(cause: Exception) -> Exception:
+    """Return the error that Ray raises for a call that raised ``cause``."""
+    return RayTaskError("step", str(cause), cause)
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.001, 0.01])
+@pytest.mark.parametrize("num_ranks", [16, 256, 4096])
+def test_the_number_of_refs_passed_to_ray_grows_linearly_with_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, interval: float
+) -> None:
+    seconds = {str(rank): interval * (num_ranks - rank) for rank in range(num_ranks)}
+    simulated = simulate(monkeypatch, seconds)
+    assert list(wait(seconds)) == [f"rank {rank}" for rank in range(num_ranks)]
+    num_waits = 8 + interval * num_ranks / calls.POLL_S  # while they become longer, then one per POLL_S
+    assert simulated.num_refs <= num_ranks * num_waits
+    assert simulated.now == interval * num_ranks, "it returns as soon as the last result is available"
+
+
+def test_an_error_is_raised_while_other_calls_are_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"0": 900.0, "1": 900.0, "2": 30.0}
+    simulated = simulate(monkeypatch, seconds, {"2": ActorDiedError()})
+    with pytest.raises(WorkerError, match="rank 2 died in phase 'step'"):
+        wait(seconds)
+    assert simulated.now <= 30.0 + calls.POLL_S
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5, 1.5])
+def test_a_death_is_the_cause_of_errors_of_its_peers(monkeypatch: pytest.MonkeyPatch, later: float) -> None:
+    seconds = {"0": 5.0, "1": 5.0 + later, "2": 900.0}
+    errors = {"0": failed(RuntimeError("connection closed by peer")), "1": ActorDiedError()}
+    simulate(monkeypatch, seconds, errors)
+    with pytest.raises(WorkerError, match="rank 1 died") as raised:
+        wait(seconds)
+    assert raised.value.died
+
+
+def test_an_error_with_a_type_of_the_project_is_preferred_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"0": 5.0, "1": 6.0}
+    errors = {"0": failed(RuntimeError("connection closed")), "1": failed(CheckpointError("no space"))}
+    simulate(monkeypatch, seconds, errors)
+    with pytest.raises(CheckpointError, match=r"^no space$"):
+        wait(seconds)
+
+
+def test_without_a_cause_the_first_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"0": 900.0, "1": 5.0}
+    simulated = simulate(monkeypatch, seconds, {"1": failed(RuntimeError("bad shape"))})
+    with pytest.raises(WorkerError, match=r"rank 1 failed in phase 'step': .*bad shape"):
+        wait(seconds)
+    assert simulated.now <= 5.0 + calls.POLL_S + calls.GRACE_S
+
+
+def test_pending_ranks_are_reported_and_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"1": 900.0, "0": 900.0, "2": 0.0}
+    simulated, reports = simulate(monkeypatch, seconds), list[str]()
+    with pytest.raises(DeadlineExceeded, match="rank 0, rank 1"):
+        wait(seconds, limit=20.0, waiting=reports.append)
+    assert set(reports) == {"rank 0, rank 1"} and len(reports) >= 20
+    assert simulated.now == 20.0 * scale()
