@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from slime_like.config.schema.flow_mla import FlowOptions
-from slime_like_plugins.flow_mla import pull
+from slime_like_plugins.flow_mla import host_parts, pull
 from slime_like_plugins.flow_mla.host_parts import HostParts
 from slime_like_plugins.flow_mla.pull import PullGather
 from slime_like_plugins.flow_mla.sharding import ShardedWeights
@@ -82,6 +84,14 @@ def test_a_rank_does_not_write_its_part_while_another_one_reads_it() -> None:
         assert torch.equal(outputs(layers, 7), outputs(reference(2), 7))
 
     group.run(work)
+
+
+def test_a_copy_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_parts, "DEADLINE", timedelta(milliseconds=1))
+    with pytest.raises(
+        TimeoutError, match="a copy of attention weights from the memory of other ranks took more than 0 s"
+    ):
+        host_parts.ThreadCopy(Future()).wait()
 
 
 class UnreadableMemory(HostParts):

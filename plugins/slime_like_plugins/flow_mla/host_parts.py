@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,13 @@ class ThreadCopy:
         self._future = future
 
     def wait(self) -> None:
-        """Wait for the copy, or raise its error."""
-        self._future.result(DEADLINE.total_seconds())
+        """Wait for the copy, or raise its error; ``TimeoutError`` after ``DEADLINE``."""
+        seconds = DEADLINE.total_seconds()
+        if not wait((self._future,), seconds).done:
+            raise TimeoutError(
+                f"FlowMLA: a copy of attention weights from the memory of other ranks took more than {seconds:.0f} s"
+            )
+        self._future.result()
 
 
 class HostParts:
