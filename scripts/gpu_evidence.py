@@ -108,6 +108,9 @@ PARTS: tuple[EvidencePart, ...] = (
     ),
     EvidencePart("one_gpu", "Small hybrid model in bfloat16", (*TRAIN, "+recipe=one_gpu"), 20, ENGINE),
     EvidencePart("engine_dcp", "Decode context parallelism, engines", (*PYTEST, "tests/engine/test_dcp_gpu.py"), 15, ENGINE, 2),
+    EvidencePart(
+        "engine_flow_mla", "FlowMLA, engines", (*PYTEST, "tests/engine/test_flow_mla_gpu_engines.py"), 15, ENGINE, 2
+    ),
 )  # fmt: skip
 
 
