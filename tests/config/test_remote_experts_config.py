@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from slime_like.cluster.plan.engine import engine_settings
@@ -23,7 +21,6 @@ from slime_like.planner.host import host_engine, host_pool, rank_weights
 from slime_like.planner.models import find_shape
 from slime_like.rollout.engine.environment import child_environment
 from slime_like.rollout.engine.main import EngineLaunch, server_arguments
-from slime_like_plugins.remote_experts.placement import LoadRecord, read_load, remote_ids
 from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE
 from tests.config.bad_input import each_rule, one_message
 from tests.config.machines import SERVER
@@ -129,29 +126,6 @@ def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPat
     assert from_json(os.environ[VARIABLE]) == RemoteOptions(experts=(3, 1), policy="fallback", deadline_s=7.0)
     with pytest.raises(SystemExit, match="--remote-experts-capacity=0 must lie in"):
         flags.enable(["--remote-experts-count", "2", "--remote-experts-capacity", "0"], "remote_experts")
-
-
-def test_placement_by_count_list_and_measured_load(tmp_path: Path) -> None:
-    path = tmp_path / "load.json"
-    record = LoadRecord()
-    for ids in ([[0, 1], [0, -1]], [[3, 0], [1, 3]]):
-        record.add(5, np.array(ids, np.int32), 4)
-    record.write(path)
-    assert json.loads(path.read_text()) == {"tokens": {"5": [3, 2, 0, 2]}} and len([*tmp_path.iterdir()]) == 1
-    assert read_load(path) == {5: [3, 2, 0, 2]}
-    assert remote_ids(RemoteOptions(count=2), 5, 4) == (2, 3)
-    assert remote_ids(RemoteOptions(experts=(3, 0)), 5, 4) == (0, 3)
-    assert remote_ids(RemoteOptions(count=2, load_file=str(path)), 5, 4) == (1, 2)
-    for options, layer, message in (
-        (RemoteOptions(count=2, load_file=str(path)), 6, "has no experts of layer 6"),
-        (RemoteOptions(count=4), 5, "leave at least one"),
-        (RemoteOptions(experts=(4,)), 5, "layer 5 has 4 experts"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            remote_ids(options, layer, 4)
-    path.write_text('{"tokens": {"5": [1, -1, 0, 0]}}')
-    with pytest.raises(ConfigError, match="no list of counts"):
-        read_load(path)
 
 
 def test_updates_that_bypass_the_loaders_are_refused() -> None:
