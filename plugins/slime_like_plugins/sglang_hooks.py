@@ -124,6 +124,19 @@ def _search_for_functions(owner: str) -> Generator[None]:
         setattr(hook_registry, SEARCH, search)
 
 
+def through_loaders(reason: str) -> Callable[..., Any]:
+    """Return a hook around ``WeightUpdater.update_weights_from_tensor`` that refuses formats without the model's loaders, for ``reason``."""
+
+    def load_tensors(
+        original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
+    ) -> Any:
+        if load_format not in (None, "flattened_bucket"):
+            return False, f"load_format={load_format!r} {reason}; use the default or flattened_bucket"
+        return original(updater, named_tensors, load_format)
+
+    return load_tensors
+
+
 def stop_on(owner: str, problems: Sequence[str]) -> None:
     """Stop the engine if there are ``problems``, naming each."""
     if problems:

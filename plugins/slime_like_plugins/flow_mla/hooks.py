@@ -21,7 +21,7 @@ from slime_like_plugins.flow_mla import NAME, absorbed
 from slime_like_plugins.flow_mla.gather import Gather, GroupGather, create_groups
 from slime_like_plugins.flow_mla.pull import GroupExchange, PullGather, part_memory
 from slime_like_plugins.flow_mla.sharding import UNREADABLE, ShardedWeights
-from slime_like_plugins.sglang_hooks import Hook, stop_on
+from slime_like_plugins.sglang_hooks import Hook, stop_on, through_loaders
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 logger = logging.getLogger(__name__)
@@ -176,14 +176,9 @@ def open_update(original: Callable[..., Any], updater: Any) -> Any:
     return original(updater)
 
 
-def load_tensors(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
-    """Hook around ``WeightUpdater.update_weights_from_tensor``: refuse formats that do not use the model's loaders."""
-    if load_format not in (None, "flattened_bucket"):
-        return False, (
-            f"load_format={load_format!r} bypasses the model's loaders and would write to a slot of FlowMLA instead of this rank's "
-            "part; use the default or flattened_bucket"
-        )
-    return original(updater, named_tensors, load_format)
+load_tensors = through_loaders(
+    "bypasses the model's loaders and would write to a slot of FlowMLA instead of this rank's part"
+)
 
 
 def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from slime_like_plugins.remote_experts import NAME
 from slime_like_plugins.remote_experts.client import FAILURES
 from slime_like_plugins.remote_experts.experts import FIX, RemoteExpertsLost
 from slime_like_plugins.remote_experts.model import ROWS, UNREADABLE, RemoteModel
-from slime_like_plugins.sglang_hooks import Hook
+from slime_like_plugins.sglang_hooks import Hook, through_loaders
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 logger = logging.getLogger(__name__)
@@ -203,14 +203,9 @@ def _failed(message: str) -> Any:
     return EndWeightUpdateReqOutput(success=False, message=message)
 
 
-def load_tensors(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
-    """Hook around ``WeightUpdater.update_weights_from_tensor``: refuse formats that do not use the model's loaders."""
-    if load_format not in (None, "flattened_bucket"):
-        return False, (
-            f"load_format={load_format!r} writes weights without the model's loaders, so that a worker of remote experts would "
-            "miss them; use the default or flattened_bucket"
-        )
-    return original(updater, named_tensors, load_format)
+load_tensors = through_loaders(
+    "writes weights without the model's loaders, so that a worker of remote experts would miss them"
+)
 
 
 def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:
