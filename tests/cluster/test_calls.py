@@ -24,6 +24,7 @@ class SimulatedRay:
 
     def wait(self, refs: Sequence[str], *, num_returns: int = 1, timeout: float) -> tuple[list[str], list[str]]:
         """Advance the clock until ``num_returns`` calls have ended, at most by ``timeout``; count the refs."""
+        assert timeout >= 0
         self.num_refs += len(refs)
         enough = sorted(self._seconds[ref] for ref in refs)[num_returns - 1]
         self.now = max(self.now, min(self.now + timeout, enough))
@@ -111,3 +112,16 @@ def test_pending_ranks_are_reported_and_named_at_the_deadline(monkeypatch: pytes
         wait(seconds, limit=20.0, waiting=reports.append)
     assert set(reports) == {"rank 0, rank 1"} and len(reports) >= 20
     assert simulated.now == 20.0 * scale()
+
+
+def test_a_wait_that_begins_at_the_deadline_has_no_negative_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances between two readings of it; Ray refuses a negative timeout."""
+    simulated = simulate(monkeypatch, {"0": 900.0})
+
+    def elapsed(deadline: Deadline) -> float:
+        simulated.now += 0.001
+        return simulated.now
+
+    monkeypatch.setattr(Deadline, "elapsed", elapsed)
+    with pytest.raises(DeadlineExceeded, match="rank 0"):
+        wait({"0": 900.0}, limit=0.0015 / scale())

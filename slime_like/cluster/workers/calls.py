@@ -89,9 +89,10 @@ def _names(pending: Mapping[ObjectRef[Any], str]) -> str:
 
 
 def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> float:
-    if deadline.elapsed() >= deadline.limit:
+    seconds = deadline.limit - deadline.elapsed()
+    if seconds <= 0:
         raise deadline.exceeded(_names(pending))
-    return deadline.limit - deadline.elapsed()
+    return seconds
 
 
 def _root_cause(
