@@ -14,7 +14,7 @@ class SlimeLikeError(Exception):
     printed = False
 
     def say(self) -> None:
-        """Print the error, unless it has been printed: the run prints it before it stops its processes, its caller otherwise."""
+        """Print the error unless it has been printed: a run prints its error before it stops its processes."""
         if not self.printed:
             self.printed = True
             sys.stderr.write(complaint(self))

@@ -249,7 +249,7 @@ class LossView:
     entropy: Tensor | None  # F32 [T], carries the gradient; present if the loss sets needs_entropy
     loss_weight: Tensor  # F32 [T]
     advantages: Tensor | None  # F32 [T]
-    # F32 [T]; unless algo.kl_coef > 0, None with one optimizer step per rollout and with algo.use_rollout_logprobs
+    # F32 [T]; if algo.kl_coef is 0, None with one optimizer step per rollout or with algo.use_rollout_logprobs
     old_logprobs: Tensor | None
     rollout_logprobs: Tensor  # F32 [T]
     ref_logprobs: Tensor | None  # F32 [T]

@@ -16,7 +16,7 @@ from slime_like.metrics.types import Max, Mean, Metric
 from slime_like.types import UNTRAINED, RoutedExperts, Sample, SampleGroup, Source
 
 ROUTED_EXPERTS = "routed_experts"  # name in ``extras`` of samples and batches
-OWN_EXPERTS = "own_experts"  # end of metrics of log-probabilities without replay
+OWN_EXPERTS = "own_experts"  # suffix of metrics of log-probabilities without replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Text of token ids, from a table of the bytes of each token for tokenizers in which a text is the bytes of its tokens.
+"""Text of token ids, from a table of each token's bytes, for tokenizers whose texts are concatenated bytes of tokens.
 
 ``tokenizers`` and transformers look each token up by name and convert its characters to bytes, at several hundred nanoseconds per
-token. That was the largest part of the rollout manager's work. Byte-level BPE (GPT-2's, as of Qwen, Llama 3, DeepSeek, GLM) needs
+token. That was the largest part of the rollout manager's work. Byte-level BPE (GPT-2, Qwen, Llama 3, DeepSeek, GLM) needs
 only the bytes.
 """
 
@@ -21,7 +21,7 @@ from slime_like.types import I32
 def text_decoder(tokenizer: Tokenizer) -> Callable[[TokenIds], str]:
     """Return a function that gives the same text as ``tokenizer.decode`` without special tokens.
 
-    The table is used only if the text of its whole vocabulary, in both directions, is that of the tokenizer.
+    The table is used only if it gives the tokenizer's text for the entire vocabulary, in ascending and descending order.
     """
 
     def decode(token_ids: TokenIds) -> str:
@@ -35,7 +35,7 @@ def text_decoder(tokenizer: Tokenizer) -> Callable[[TokenIds], str]:
     def decode_bytes(token_ids: TokenIds) -> str:
         try:
             return table.text(np.asarray(token_ids, dtype=np.int32))
-        except IndexError:  # an id beyond the vocabulary, of a padded embedding
+        except IndexError:  # an id of a padded embedding, beyond the vocabulary
             return decode(token_ids)
 
     ids = np.arange(len(table.lengths), dtype=np.int32)

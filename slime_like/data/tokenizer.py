@@ -103,7 +103,7 @@ class PlainTokenizer:
 
     @property
     def backend_tokenizer(self) -> Any:
-        """The ``tokenizers.Tokenizer``, as of transformers' tokenizers."""
+        """The ``tokenizers.Tokenizer``, under the name that transformers gives it."""
         return self._backend
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -142,7 +142,7 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _static(text: str) -> tuple[float | None, bool]:
-    """Return SGLang's static fraction and whether it is as high as the engine starts with."""
+    """Return SGLang's static fraction, and True if it is the highest with which the engine starts."""
     if text in ("default", "most"):
         return None, text == "most"
     try:

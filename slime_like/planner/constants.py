@@ -23,7 +23,7 @@ CUDA_CONTEXT = Constant(
     "CUDA context",
     0.5 * GIB,
     "bytes per process",
-    "assumption: about what nvidia-smi shows for a process on Hopper that has loaded torch's kernels; not measured here",
+    "assumption: about the memory that nvidia-smi shows for a process on Hopper that has loaded torch's kernels; not measured here",
 )
 NCCL_BUFFERS = Constant(
     "communicator buffers",

@@ -1,4 +1,4 @@
-"""Memory of one rank of an SGLang engine, and the KV cache that it leaves."""
+"""Memory of one rank of an SGLang engine, and the KV cache that fits in the rest."""
 
 from __future__ import annotations
 

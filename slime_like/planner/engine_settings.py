@@ -16,7 +16,7 @@ class EngineSettings:
     dp_attention: int = 1  # ranks hold different sequences; attention is tensor parallel over gpus / dp_attention
     dcp: int = 1  # ranks that share the tokens of a sequence
     flow_mla: tuple[str, ...] = ()  # projections that FlowMLA shards, keys of rollout.flow_mla.weights
-    flow_slots: int | None = None  # buffers for whole layers; None: two of the article, without the rank's own part
+    flow_slots: int | None = None  # number of buffers for whole layers; None: two, less the rank's own part (article)
     remote_experts: int = 0  # routed experts of each layer in the memory of a worker
     remote_copy: bool = False  # the engine has a copy of their weights in host memory
     weights: str = "bfloat16"

@@ -1,4 +1,4 @@
-"""Hardware that the planner knows: GPUs with their memory, bandwidth and arithmetic, and machines built of them."""
+"""Hardware that the planner knows: GPUs with their memory, bandwidth and arithmetic, and machines with several of them."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def refused_type(name: str) -> str | None:
 
 
 def table_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json fields of the public model whose name ends ``name`` (a path or owner/name); None if unknown.
+    """Return the config.json fields of the public model with which ``name`` (a path or owner/name) ends; None if unknown.
 
     Names with a suffix such as ``-Instruct-2507`` have the shape of their base.
     """

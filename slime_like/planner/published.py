@@ -24,7 +24,7 @@ DCP_SOURCE = "SGLang pull request #14982"
 LATENT_SOURCE = "SGLang pull request #5001"
 H20, H800, QWEN = "DeepSeek-R1 FP8, 8xH20", "DeepSeek-R1 BF16, 32xH800", "Qwen3-235B BF16, 8xH20"
 THIRD, QUARTER, POINTS = 1 / 3, 1 / 4, 2.0
-REQUESTS_PER_CLIENT = 10  # of pull request #14982's run with one client, whose token totals these requests reproduce
+REQUESTS_PER_CLIENT = 10  # reproduces the token totals of pull request #14982's run with one client
 
 
 @dataclass(frozen=True, slots=True)

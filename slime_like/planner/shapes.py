@@ -54,7 +54,7 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Channels that pass the causal convolution."""
+        """Channels of the causal convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property

@@ -14,8 +14,8 @@ from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import GpuKind
 from slime_like.planner.shapes import ModelShape
 
-LARGE_GPU = 60 * GIB  # SGLang has a smallest reserve above it
-LARGE_GRAPH = 300  # requests, above which data-parallel attention takes more per request
+LARGE_GPU = 60 * GIB  # on larger GPUs, SGLang has a minimum reserve
+LARGE_GRAPH = 300  # requests; for larger graphs, data-parallel attention takes more per request
 LATENT_GRAPH_TOKENS = 8_192  # of the largest prefill graph of latent attention
 DEEPEP_GRAPH_TOKENS = 2_048  # of the largest prefill graph with DeepEP, whose graphs have multiples of 8 tokens
 MIN_PREFILL_TOKENS = 2_048

@@ -66,9 +66,9 @@ def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[
         return
     half_dp = replace(s, dp=s.dp // 2, num_micro_batches=s.num_micro_batches and 2 * s.num_micro_batches)
     if shape.heads % (2 * s.tp) == 0 and shape.kv_heads % (2 * s.tp) == 0:
-        # With tp 1 a run has no sequence parallelism; its default is on.
+        # With tp=1 a run has no sequence parallelism; with a larger tp it is on by default.
         yield _change(replace(half_dp, sequence_parallel=s.sequence_parallel or s.tp == 1), tp=2 * s.tp)
-    if s.tokens > 1:  # the cp ranks share a micro-batch: with half the tokens each, it is as long as before
+    if s.tokens > 1:  # with half the tokens on each cp rank, a micro-batch is as long as before
         yield _change(half_dp, cp=2 * s.cp, tokens=s.tokens // 2)
     num_segments = 2 * max(len(s.segments), s.pp)  # as many per rank as before
     if num_segments <= len(shape.layers) and s.tp * s.cp * half_dp.dp % (s.ep * s.etp) == 0:

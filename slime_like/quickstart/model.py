@@ -102,7 +102,7 @@ LATENT = ModelSpec(  # head_dim is the rotated part of a head
     latent=LatentSpec(),
     experts=GroupedExpertSpec(),
 )
-MOE = ModelSpec(  # nor does its Qwen3-MoE, whose published models normalise the weights of a token's experts
+MOE = ModelSpec(  # untied as NEXT; published models normalise the weights of a token's experts
     model_type="qwen3_moe",
     tie_word_embeddings=False,
     initializer_range=0.08,

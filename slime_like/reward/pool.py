@@ -23,7 +23,7 @@ from slime_like.types import UNTRAINED, Prompt, Reward, Sample, SampleGroup, Sta
 from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.deadline import Deadline
 
-LOAD_TRIES = 3  # imports of a reward whose process is killed during the import
+LOAD_TRIES = 3  # if a process is killed while it imports a reward
 COUNTS = ("calls", "timeouts", "killed", "remote_failures", "remote_retries", "fallbacks")
 
 

@@ -246,7 +246,7 @@ class RolloutManager:
         return 0 if self._resizer is None else self._resizer.num_unproven()
 
     async def admit_proven(self) -> None:
-        """Let the added engines serve that the probe has compared with the trainer."""
+        """Let added engines serve once the probe has compared them with the trainer."""
         if self._resizer is not None:
             self._resizer.admit_proven(self._version)
 
@@ -267,7 +267,7 @@ class RolloutManager:
         await self._update.abort()
 
     async def wait_until_push_needed(self) -> None:
-        """Return when no engine serves and a restarted engine is up, which a push has to give its weights."""
+        """Return once no engine serves and a restarted engine waits for a push of weights."""
         await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:

@@ -24,7 +24,7 @@ def cache_folder(name: str) -> Path:
     if base is not None and not is_replaceable(base):
         folder = base / "slime_like" / name
         try:
-            for part in (folder.parent, folder):  # who can write to the first can replace the second
+            for part in (folder.parent, folder):  # a user who can write to the first could replace the second
                 part.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             pass

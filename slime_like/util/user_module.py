@@ -55,9 +55,8 @@ def _of_file(key: str, value: str, name: str) -> ModuleType:
     file = _file(name)
     if file is None:
         raise ConfigError(f"{key}={value!r}: there is no file {name} in {Path.cwd()}: correct the path")
-    module_name = (
-        f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # another name than any installed module
-    )
+    # The hash distinguishes the name from those of installed modules.
+    module_name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)

@@ -111,7 +111,7 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
     finally:
         actor.stop()
     limit = START_S * scale()
-    assert "engine 0 was lost once more than health.max_restarts=2 within a rollout, the last time by" in message
+    assert "engine 0 was lost more than health.max_restarts=2 times within a rollout, the last time by" in message
     match = re.search(
         r"rollout waited (\d+) s for engine at http://\S+ \(log: \S+engine.log\) in phase 'engine start'", message
     )

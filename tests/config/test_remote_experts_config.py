@@ -85,7 +85,7 @@ def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_p
             load.write_text(text)
         with pytest.raises(ConfigError, match=message):
             check(f"{ON} {KEY}.load_file={load}")
-    with pytest.raises(ConfigError, match="is in no folder: create it"):
+    with pytest.raises(ConfigError, match="is in a folder that does not exist: create it"):
         check(f"{ON} {KEY}.record_load={tmp_path}/missing/load.json")
     settings = f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file={key}"
     with pytest.raises(ConfigError, match="openssl rand"):

@@ -56,8 +56,8 @@ def _files(repository: Path) -> list[str]:
         output = subprocess.run(command, cwd=repository, capture_output=True, check=True, timeout=LIST_S).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"--upload: git cannot list the files of {repository} ({error}): run it in a git checkout, or without --upload, "
-            "with which the nodes run the code at --code"
+            f"--upload: git cannot list the files of {repository} ({error}): run it in a git checkout, or omit --upload, "
+            "so that the nodes run the code at --code"
         ) from error
     paths = sorted({os.fsdecode(name) for name in output.split(b"\0") if name})
     return [path for path in paths if (repository / path).is_file() and not (repository / path).is_symlink()]

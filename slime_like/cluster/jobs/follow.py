@@ -64,7 +64,7 @@ async def wait_for_nodes(server: JobServer, count: int, seconds: float) -> tuple
 
 
 async def _patient[T](call: Callable[[], Awaitable[T]], waits_for: str) -> T:
-    """Return the result of ``call``, which is repeated while the connection is lost."""
+    """Return the result of ``call``; repeat the call while the connection is lost."""
     deadline = Deadline("scripts/submit.py", "follow", LOST_S)
     while True:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from slime_like.errors import WorkerError
 
 MARK = "slime_like"
-"""Key of the metadata of every job that this project submits; its value is ``FORMAT``."""
+"""Metadata key of every job that this project submits; its value is ``FORMAT``."""
 FORMAT = "1"
 RUN_NAME, RUN_DIR, USER = "run_name", "run_dir", "user"
 CODE, PYTHON, PACKAGE = "code", "python", "package"  # of ``NodePaths``

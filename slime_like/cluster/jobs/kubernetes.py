@@ -18,7 +18,7 @@ from slime_like.errors import ConfigError
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?([KMGT]i?)?")
 IMAGE = re.compile(r"[\w][\w./:@-]*")
-MAX_NAME = 47  # KubeRay appends to the name of a RayJob, and a label has 63 characters
+MAX_NAME = 47  # KubeRay appends a suffix to the name of a RayJob, and a label has at most 63 characters
 STOP_S = 900  # between SIGTERM, on which a run saves, and SIGKILL
 CODE = "/slime_like"  # in the image of docker/Dockerfile
 RAY_VERSION = "2.60.0"
@@ -34,7 +34,7 @@ class KubernetesOptions:
     cpus: int = 64
     memory: str = "512Gi"
     shared_memory: str = "64Gi"
-    secret: str | None = None  # whose entries become environment variables, such as WANDB_API_KEY
+    secret: str | None = None  # name; its entries become environment variables, such as WANDB_API_KEY
     hours: int = 24
 
 

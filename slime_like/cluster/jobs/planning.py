@@ -29,8 +29,9 @@ class JobPlan:
 def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode]) -> JobPlan:
     """Load the config of ``arguments`` and plan it on ``nodes``.
 
-    Weights, tokenizer and data are on the cluster, where the run checks them when it starts. Without config.json here, and if
-    the planner's table does not have the model, only the config is checked. Raises ``ConfigError`` if the run does not fit.
+    Weights, tokenizer and data are on the cluster, where the run checks them when it starts. If there is
+    no config.json here and the planner's table does not have the model, only the config is checked.
+    Raises ``ConfigError`` if the run does not fit.
     """
     command = translate(arguments)
     if command.action != "train":

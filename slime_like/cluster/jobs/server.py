@@ -129,7 +129,10 @@ class JobServer:
         return str((await self._request("GET", f"/api/jobs/{_quote(job_id)}/logs")).get("logs", ""))
 
     async def log(self, job_id: str) -> AsyncGenerator[str]:
-        """Yield the job's output from its beginning, as it appears. Ends with the job; raises ``ProcessLost`` before."""
+        """Yield the job's output from its beginning, as it appears.
+
+        Raises ``ProcessLost`` if the connection breaks before the job ends.
+        """
         path = f"/api/jobs/{_quote(job_id)}/logs/tail"
         try:
             async with self._http().ws_connect(self.address.url + path, heartbeat=HEARTBEAT_S) as socket:

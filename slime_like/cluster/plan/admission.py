@@ -1,4 +1,4 @@
-"""Concurrent requests of an engine: those that a rollout sends, and ``rollout.max_running_requests``."""
+"""Concurrent requests of an engine: the load of a rollout, and the limit ``rollout.max_running_requests``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EngineLoad:
 
 
 def engine_load(cfg: TrainConfig, context: int) -> EngineLoad:
-    """Return the load of one engine. A prompt of unknown length may fill the ``context`` up to the longest response."""
+    """Return the load of one engine. Without ``data.max_prompt_len``, prompt and response may fill the ``context``."""
     rollout = cfg.rollout
     groups = max(rollout.batch_size, rollout.over_sampling_batch_size or 0)
     prompt = cfg.data.max_prompt_len or max(0, context - rollout.max_response_len)

@@ -126,7 +126,7 @@ class Demand:
 
 
 def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> TrainerSettings:
-    """Return the planner's settings of a Megatron rank, with one sample per micro-batch, which is the largest number of micro-batches."""
+    """Return the planner's settings of a Megatron rank, with one sample per micro-batch, as this gives the most micro-batches."""
     layout, model = spec.layout, spec.model
     return TrainerSettings(
         tp=layout.tp,

@@ -35,7 +35,9 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
         overrides=() if guard.profile else overrides("guard.", default, guard.ops, guard.groups),
         memory=guard.memory,
         symmetric=guard.symmetric,
-        nodes=max(cfg.placement.actor_num_nodes, 2 if cfg.placement.ray_address else 1),  # Ray may spread a group
+        nodes=max(
+            cfg.placement.actor_num_nodes, 2 if cfg.placement.ray_address else 1
+        ),  # Ray may spread a group over nodes
         deadline_s=guard.deadline_s or cfg.loop.step_deadline_s,
         ring=guard.ring,
         release=release,

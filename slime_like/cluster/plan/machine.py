@@ -53,7 +53,7 @@ def described_machine(text: str) -> Machine:
     Each has 8 cores per GPU and unlimited main memory. Raises ``ConfigError`` if the text is malformed.
     """
     match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,4})(?:x([^\dx].*))?", text)
-    if match is None or (match[1] and len(match[2]) > 3):  # 8x3090 names a GPU, not 3090 GPUs of each node
+    if match is None or (match[1] and len(match[2]) > 3):  # 8x3090 names a GPU, not 3090 GPUs per node
         raise ConfigError(
             f"--plan-for {text}: write the number of GPUs, optionally with their name: --plan-for 8xH200, or 4x8xH200 for "
             "four nodes; the name begins with a letter"

@@ -33,7 +33,7 @@ SIGNALS = {
     "terminate": "SIGTERM",
     "hangup": "SIGHUP",
 }
-VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # prefixes of the other kinds
+VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # prefix of the other kinds, as in kill_rank -> signal
 # Kinds that affect one process of an engine; the others affect all of them.
 ENGINE_PARTS = {
     "kill_http_server": "http server",

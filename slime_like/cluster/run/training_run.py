@@ -246,7 +246,7 @@ class Run:
     def _log(self, num_trained: int, metrics: list[Metric]) -> None:
         spans = self.spans.drain()
         metrics += [Last(f"perf/{name}_time", stop - start) for name, (start, stop) in spans.items()]
-        # Generation may have begun in an earlier step.
+        # Not the rollout's span: its generation may have begun in an earlier step.
         loop_spans = [span for name, span in spans.items() if name != "rollout"]
         if loop_spans:
             metrics.append(

@@ -256,7 +256,7 @@ def _end_before_retry(_: RetryCallState) -> None:
 def _stay_on_loopback() -> None:
     """Make Ray's servers bind to 127.0.0.1.
 
-    Ray 2.60 replaces a loopback address given to ``ray.init`` by the machine's outward one and listens on every
+    Ray 2.60 replaces a loopback address given to ``ray.init`` by the machine's external one and listens on every
     interface. Its constant for machines without clusters keeps it on loopback; the environment variable does the same
     for Ray's daemons. Remove when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
     """

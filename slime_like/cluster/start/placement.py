@@ -42,7 +42,7 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the bundle of each GPU of the plan: Ray numbers the GPUs of a node's bundles in any order.
+    """Return the bundle of each GPU of the plan, as Ray assigns the GPUs of a node to bundles in any order.
 
     ``locations`` are node id and GPU id of each bundle. The bundles of a node are sorted by GPU and keep the positions of that
     node, so that adjacent ranks are on adjacent GPUs.

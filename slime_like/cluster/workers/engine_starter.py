@@ -54,7 +54,9 @@ class EngineTemplate:
     env: Mapping[str, str]
     restarts: bool  # Ray restarts an actor that died, while its node lives
     wait_s: float  # for free GPUs
-    trainer_nodes: frozenset[str] = frozenset()  # addresses: on CPUs, used for an engine only if there is no other node
+    trainer_nodes: frozenset[str] = (
+        frozenset()
+    )  # addresses; on CPUs, an engine starts there only if there is no other node
 
     def start(self, index: int, options: Mapping[str, Any], gpus: str = "") -> ActorHandle[EngineActor]:
         """Start the actor of an engine with Ray's ``options``; its server sees ``gpus``, a list of GPU ids of the node."""
@@ -143,10 +145,10 @@ def gpu_order(gpu: str) -> tuple[int, str]:
 
 
 async def end_engine(actor: ActorHandle[EngineActor]) -> None:
-    """Stop an engine's processes and kill its actor. An actor that does not answer is on a lost node, or killed."""
+    """Stop an engine's processes and kill its actor. An actor that does not answer is killed without a stop."""
     try:
         async with asyncio.timeout(STOP_S * scale()):
             await call(actor, EngineActor.stop)
-    except Exception:  # noqa: BLE001  Ray raises errors of several bases for a dead actor; a kill is all that is left
+    except Exception:  # noqa: BLE001  Ray raises errors of several base classes for a dead actor
         pass
     ray.kill(actor)

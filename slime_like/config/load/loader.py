@@ -80,7 +80,7 @@ def unchecked_config(argv: Sequence[str]) -> TrainConfig:
 def read_override(text: str) -> tuple[str, Any]:
     """Return the key and value of ``key=value`` in Hydra's grammar, without a leading ``+`` or ``++``.
 
-    Raises ``ConfigError`` if Hydra cannot parse the text, and on ``~key`` and sweeps, which set no value.
+    Raises ``ConfigError`` if Hydra cannot parse the text, and on ``~key`` and sweeps, which do not set one value.
     """
     try:
         parsed = _parser().parse_override(text)

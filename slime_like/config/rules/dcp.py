@@ -162,7 +162,9 @@ def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> I
             yield DcpObstacle(f"rollout.sglang.{field}={value}", reasons[0], fix)
         paged = os.environ.get(PAGED_VARIABLE, "").lower() in ("1", "true", "yes", "y")
         if names == [SHARDED_FLASHINFER] and paged:
-            reason = f"{SHARDED_FLASHINFER} would read new tokens from the cache, where a rank has a part of them"
+            reason = (
+                f"{SHARDED_FLASHINFER} would read new tokens from the cache, where each rank has only a part of them"
+            )
             yield DcpObstacle(f"the environment variable {PAGED_VARIABLE}", reason, "unset it")
 
 

@@ -63,7 +63,7 @@ def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
         if "tokens" not in file.json_object():
             raise file.refused("has no object 'tokens'")
     if remote.record_load and not Path(remote.record_load).absolute().parent.is_dir():
-        raise ConfigError(f"{KEY}.record_load={remote.record_load!r} is in no folder: create it")
+        raise ConfigError(f"{KEY}.record_load={remote.record_load!r} is in a folder that does not exist: create it")
     if remote.key_file:
         _check_key(Path(remote.key_file))
 

@@ -62,7 +62,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
 """Field of ServerArgs -> the value that DCP requires, and the reason."""
 QUANTISED = ("fp4", "mxfp")  # prefixes of the KV cache's dtypes that are refused
 PAGED_VARIABLE = "SGLANG_FLASHINFER_USE_PAGED"
-"""Environment variable with which FlashInfer reads new tokens from the cache, of which a rank has a part."""
+"""Environment variable that makes FlashInfer read new tokens from the cache, where each rank has only a part of them."""
 
 
 def field_obstacle(field: str, value: object) -> str | None:

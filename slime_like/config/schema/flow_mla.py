@@ -23,7 +23,7 @@ weights that SGLang computes from it) and a_proj; other attention has o_proj and
 DEFAULT_WEIGHTS = ("o_proj",)
 TRANSPORTS = ("collective", "p2p")
 PREFETCH_DISTANCE = 2
-"""Layers between the end of one that frees a slot and the one whose weights it then receives; the number of slots."""
+"""Number of slots: the slot that layer i frees then receives the weights of layer i + PREFETCH_DISTANCE."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class FlowMlaConfig(Config):
     )
     max_ctas: int | None = key(
         None,
-        "Most thread blocks, and so multiprocessors, that a collective gather takes from the computation on a GPU. null: NCCL decides.",
+        "Maximum thread blocks of a collective gather, each of which occupies a multiprocessor of the GPU; null: NCCL decides.",
     )
 
     def check(self, prefix: str) -> None:
@@ -96,7 +96,10 @@ def from_json(text: str) -> FlowOptions:
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "attn_cp_size": (1, "not tested: its ranks would split a sequence"),
-    "cpu_offload_gb": (0, "SGLang would copy weights between the host and the GPU that a slot holds for other layers"),
+    "cpu_offload_gb": (
+        0,
+        "SGLang would copy a layer's weights between host and GPU, but a slot holds the weights of several layers in turn",
+    ),
     "cuda_graph_backend_prefill": ("disabled", "not tested; graphs of decode steps are captured"),
     "custom_weight_loader": (
         None,
@@ -104,7 +107,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     ),
     "dwdp_size": (1, "its ranks run forwards on their own, and a gather needs all of them"),
     "elastic_ep_backend": (None, "a gather needs all ranks of the engine"),
-    "enable_lora": (False, "adapters would be merged into or read from weights of which a rank holds a part"),
+    "enable_lora": (False, "adapters would be merged into weights, or read from them, and each rank holds only a part"),
     "enable_pdmux": (False, "prefill and decode would use the slots at the same time"),
     "enable_torch_compile": (False, "a compiled model runs without the hooks of its layers"),
     "enable_two_batch_overlap": (False, "SGLang runs the parts of a layer one by one, without the hooks of the layer"),
@@ -116,11 +119,11 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "pp_size": (1, "not tested: each stage would have its own slots"),
     "quantization": (
         None,
-        "SGLang quantises or repacks weights after a load; of a checkpoint in FP8 blocks, which needs no such option, it need not",
+        "SGLang quantises or repacks weights after a load, except with a checkpoint in FP8 blocks, which needs no such option",
     ),
     "speculative_algorithm": (None, "the layers of the draft model would need slots of their own"),
     "startup_weight_load_mode": ("serial", "SGLang would capture graphs before the weights are loaded"),
-    "weight_cache_mode": ("off", "processes would share weights of which each rank holds another part"),
+    "weight_cache_mode": ("off", "processes would share weights, but each rank holds a different part"),
 }
 """Field of ServerArgs -> the value that FlowMLA requires, and the reason."""
 P2P_FIELDS: Mapping[str, tuple[object, str]] = {
@@ -129,7 +132,7 @@ P2P_FIELDS: Mapping[str, tuple[object, str]] = {
 }
 """Fields of ServerArgs that ``transport=p2p`` requires besides ``UNSUPPORTED_FIELDS``."""
 SKIP_VARIABLE = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
-"""Environment variable with which ranks skip forwards in which only others have tokens."""
+"""Environment variable that makes ranks skip forwards in which only other ranks have tokens."""
 
 
 def required_fields(transport: str) -> Mapping[str, tuple[object, str]]:

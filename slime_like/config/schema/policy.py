@@ -70,7 +70,7 @@ class PolicyConfig(AlgoConfig):
 
     routing_replay: str = key(
         "off",
-        "Experts that passes of the policy replay: rollout (those of the engine) or old (those of the pass for old log-probabilities).",
+        "Experts that the policy's passes replay: rollout (the engine's), old (those of the old-log-probability pass) or off.",
         choices=ROUTING_REPLAYS,
     )
     routing_replay_reference: bool = key(

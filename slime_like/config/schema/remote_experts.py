@@ -46,20 +46,20 @@ class RemoteExpertsConfig(Config):
         "possible.",
         choices=TRANSPORTS,
     )
-    capacity: int = key(CAPACITY, "Most tokens of a request, 1 to 4096.")
+    capacity: int = key(CAPACITY, "Maximum tokens of a request, 1 to 4096.")
     payload_dtype: str = key("float32", "Number format of hidden states and results.", choices=PAYLOAD_DTYPES)
     policy: str = key(
         "required",
-        "If a worker ends or misses a deadline. required: the engine ends, and is restarted as any lost engine; fallback: the "
+        "If a worker ends or misses a deadline. required: the engine ends, and is restarted like any lost engine; fallback: the "
         "engine computes the experts itself; respawn: a new worker gets the weights. The last two keep a copy of the weights in "
         "host memory.",
         choices=POLICIES,
     )
-    deadline_s: float = key(DEADLINE_S, "Longest time of a request in seconds.")
+    deadline_s: float = key(DEADLINE_S, "Time limit of a request in seconds.")
     workers: list[str] = key(
         [], "Addresses HOST:PORT of running workers, one per rank of every engine; empty: each rank starts one."
     )
-    key_file: str | None = key(None, "File with the key of the running workers, which only you can read.")
+    key_file: str | None = key(None, "File with the key of the running workers; no other user may be able to read it.")
     threads: int = key(1, "Threads of a worker that a rank starts.")
     device: str = key("cpu", "Device of a worker that a rank starts, such as cpu or cuda:1.")
     shared_bytes: int = key(0, "Size of the memory shared with each worker in bytes; 0: enough for 4 requests.")

@@ -108,7 +108,7 @@ class EngineCall:
         self._store.release(self._rows)
 
     def repeats(self, token_ids: I32, seeds: Sequence[int]) -> bool:
-        """Return whether a call with these arguments is the same."""
+        """Return whether these are the arguments of this call."""
         return (
             self.seeds == tuple(seeds)
             and self.num_prompt_tokens == len(token_ids)

@@ -66,7 +66,7 @@ class EngineConnection:
         return f"{self._address.name} at {self._address.url}{path}"
 
     def _pool(self) -> aiohttp.ClientSession:
-        """Connection pool, created in the event loop that uses it. It has no limit, as a request waits for its group."""
+        """Connection pool, created in the event loop that uses it. Unlimited, since a waiting request would delay its group."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)

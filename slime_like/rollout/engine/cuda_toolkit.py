@@ -1,4 +1,4 @@
-"""CUDA toolkit for the kernels that SGLang compiles when it first uses them, made of NVIDIA's wheels if no toolkit is installed.
+"""CUDA toolkit made of NVIDIA's wheels, with which SGLang compiles kernels at their first use if no toolkit is installed.
 
 SGLang and tvm_ffi look for nvcc in CUDA_HOME, CUDA_PATH, on PATH and in /usr/local/cuda, and link with ``lib64/libcudart.so``. The
 wheels have neither that folder nor a library without a version in its name.

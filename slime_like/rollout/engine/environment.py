@@ -41,7 +41,9 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         environment[remote_experts.VARIABLE] = spec.remote_experts
     if spec.admits_by_kv:
         plugins.append("kv_admission")
-        environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(spec.context_length)  # else it reserves at most 4096
+        environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(
+            spec.context_length
+        )  # SGLang's default reserves at most 4096
     if spec.device == "cpu":
         plugins.insert(0, "cpu")
         if spec.deterministic:
@@ -59,7 +61,7 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),
-        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
+        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of hybrid models; SGLang's default is bfloat16
         "TMPDIR": scratch,
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token

@@ -1,6 +1,6 @@
 """Entry point of an engine's process: ``python -m slime_like.rollout.engine.main`` runs an SGLang HTTP server.
 
-No other module of slime_like imports sglang; the SGLang plugins do too.
+In slime_like only this module imports sglang; the plugins in slime_like_plugins import it too.
 
 The parent (``EngineServer``) sends one line of JSON on stdin, since ``ps`` would show a key on the command line, and keeps
 the pipe open. When the parent ends, this process reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire
@@ -63,7 +63,9 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         arguments["attn_dp_size"] = spec.dp_attention
     if spec.dcp > 1:
         arguments |= {"dcp_size": spec.dcp, "dcp_comm_backend": spec.dcp_comm}
-        arguments["attention_backend"] = default_backend(spec.device, latent=spec.latent)  # SGLang's may ignore DCP
+        arguments["attention_backend"] = default_backend(
+            spec.device, latent=spec.latent
+        )  # SGLang's default may ignore DCP
         if spec.dcp_replicate_q:
             arguments["dcp_replicate_q_proj"] = True
     if spec.device == "cuda":

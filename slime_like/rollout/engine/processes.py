@@ -15,8 +15,8 @@ from pathlib import Path
 
 LOG_LINES = 12
 SHARED = Path("/dev/shm")
-# Load figures, messages between tensor parallel ranks, semaphores of multiprocessing, CUDA's and NCCL's own. Nothing else:
-# a user may store a model there.
+# Load statistics, messages between tensor parallel ranks, semaphores of multiprocessing, segments of CUDA and NCCL. Other files
+# may be a user's, such as a model.
 PREFIXES = ("sglang_loads_", "sgl_shm_", "sem.mp-", "cuda.shm.", "nccl-")
 SCRATCH_PREFIX = "slime_like-engine-"  # of an engine's temporary folder (its TMPDIR)
 
@@ -112,10 +112,10 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 
 
 def headline(lines: list[str]) -> str:
-    """Return the error message in the lines of a log, to be printed before its end.
+    """Return the error message among the lines of a log; callers print it before the log's last lines.
 
-    A plugin's message is the cause of every other error: if a worker stops with it, the server fails later. Without one, it is
-    the last printed line that looks like an error.
+    A plugin's message comes first, since a worker that stops with one makes the server fail later. Without a plugin's message,
+    return the last printed line that looks like an error.
     """
     plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
     errors = [line.strip() for line in lines[-LOG_LINES:] if re.match(r"\s*[\w.]+(Error|Exception|Exit)\b.*:", line)]

@@ -37,8 +37,8 @@ DECODE_LINE = "slime_like decodes with "
 
 
 def derived_ports(dp_attention: int) -> range:
-    """Return the distances of the ports that SGLang derives from an engine's port: under data-parallel attention, one for the rendezvous,
-    six for its processes, and one for each group.
+    """Return the offsets from an engine's port of the ports that SGLang derives from it. With data-parallel attention, these are one
+    for the rendezvous, six for its processes, and one for each group; otherwise none.
     """
     return range(DERIVED_PORTS, DERIVED_PORTS + 7 + dp_attention) if dp_attention > 1 else range(0)
 

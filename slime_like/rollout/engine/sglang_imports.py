@@ -28,12 +28,12 @@ def sglang_imports() -> Generator[None]:
 
 
 def block_megatron() -> None:
-    """Let imports of megatron fail in this process: SGLang's dumper takes a second to import it, and does without it."""
+    """Make imports of megatron fail in this process: SGLang's dumper takes a second to import it, and works without it."""
     sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  None blocks an import
 
 
 def import_gguf() -> None:
-    """Import gguf without mistral_common, which only its converters of tokenizers use.
+    """Import gguf without mistral_common, which only its tokenizer converters use.
 
     Needed until gguf imports it in these converters.
     """

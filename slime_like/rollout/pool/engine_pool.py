@@ -245,8 +245,8 @@ class EnginePool:
         while True:
             slot.num_restarts += 1
             if slot.num_restarts > self.health.max_restarts:
-                limit = f"health.max_restarts={self.health.max_restarts} within a rollout"
-                self._fail(EngineError(f"{name} was lost once more than {limit}, the last time by: {cause}"))
+                limit = f"more than health.max_restarts={self.health.max_restarts} times within a rollout"
+                self._fail(EngineError(f"{name} was lost {limit}, the last time by: {cause}"))
                 return
             try:
                 slot.client, exit_summary = await slot.supervisor.restart()
@@ -282,7 +282,7 @@ class EnginePool:
         self.wake()
 
     def wake(self) -> None:
-        """Let tasks that wait for a change of the engines look again."""
+        """Wake the tasks that wait for a change of the engines."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -46,6 +46,6 @@ class EngineSlot:
     lost_event: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine is lost: requests to it end
     is_removed: bool = False  # from the pool
     is_proven: bool = True  # False: added during the run, and no probe has compared it with the trainer yet
-    loaded_version: int = -1  # of an engine that is not proven: version of its weights
+    loaded_version: int = -1  # version of the weights of an engine that is not proven
     restart_task: asyncio.Task[None] | None = None
-    recovery_index: int = -1  # of its newest recovery in EnginePool.recoveries; -1: none
+    recovery_index: int = -1  # index of its newest recovery in EnginePool.recoveries; -1: none

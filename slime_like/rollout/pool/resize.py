@@ -49,7 +49,7 @@ class PoolResizer:
     async def resize(self, num_engines: int) -> str:
         """Start or remove engines until there are ``num_engines``; return a description. Added engines start in the background.
 
-        Those that are still starting are removed first, then those with the highest index.
+        Engines that are still starting are removed first, then those with the highest index.
         """
         if num_engines < 1:
             raise ConfigError(f"engines={num_engines}: a run needs at least one engine; to end it, request stop")
@@ -91,7 +91,7 @@ class PoolResizer:
         return sum(slot.loaded_version >= 0 and not slot.is_restarting for slot in self._pool.slots)
 
     def admit_proven(self, version: int) -> None:
-        """Let the added engines serve that the probe of ``version`` has compared with the trainer."""
+        """Let added engines serve if the probe of ``version`` has compared them with the trainer."""
         for slot in self._pool.slots:
             if slot.loaded_version == version and not slot.is_restarting:
                 self._admit(slot, version)
@@ -110,7 +110,7 @@ class PoolResizer:
         await self._factory.end(index)
 
     async def _withdraw(self, slot: EngineSlot) -> None:
-        """Withdraw an engine for good: requests to it end, and their groups continue elsewhere. Cancel its restart, if any."""
+        """Withdraw an engine permanently: requests to it end, and their groups continue elsewhere. Cancel its restart, if any."""
         self._pool.router.withdraw(slot.client)
         slot.is_removed = slot.is_restarting = True
         self._pool.slots.remove(slot)
