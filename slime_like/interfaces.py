@@ -43,7 +43,7 @@ class Completion:
     cached_tokens: int = 0  # tokens of the request that were in the prefix cache
     # [prompt + R - 1, layers, experts per token], see ``data.routing``; None unless algo.routing_replay=rollout
     routed_experts: RoutedExperts | None = None
-    row: StoreRow | None = None  # prompt and completion in the store of the group, of which the arrays are views
+    row: StoreRow | None = None  # row of the group's store with prompt and completion; the arrays are views of it
 
 
 class Engine(Protocol):
@@ -278,7 +278,7 @@ class LossFn(Protocol):
 
 # ---- trainer ---------------------------------------------------------------------------------------------------------
 class Trainer(Protocol):
-    """All trainer ranks, as the driver calls them."""
+    """Interface of all trainer ranks to the driver."""
 
     @property
     def version(self) -> int:

@@ -42,7 +42,7 @@ class Settings(TypedDict, total=False):
 def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
     """Return the tokenizer of ``transformers.AutoTokenizer``, or an equivalent one that loads in a hundredth of the time.
 
-    Raises ``ConfigError`` naming ``key``, the value of which is ``folder``, and the file that cannot be used.
+    Raises ``ConfigError`` naming ``key``, whose value is ``folder``, and the file that cannot be used.
     """
     if not Path(folder).is_dir():  # transformers would try to download it
         raise ConfigError(f"{key}={folder!r} is not a folder: set it to the path of a downloaded Hugging Face model")

@@ -223,7 +223,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m slime_like.planner",
         usage="%(prog)s MODEL --on [NODESx]GPUSxNAME [options]; --help lists them",
-        description="Memory of SGLang engines and Megatron ranks on GPUs, the batch that fits, what limits it, and the effect "
+        description="Memory of SGLang engines and Megatron ranks on GPUs, the batch that fits and its limit, and the effect "
         "of each change. Needs no weights. docs/planner.md compares it with published and traced runs.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -67,7 +67,7 @@ class _SimulatedEngine:
         return sum(request.context for request in self.running)
 
     def admit(self) -> list[_SimulatedRequest]:
-        """Start the first of the clients' requests that fit, with all tokens that they may generate; return them."""
+        """Start the clients' next requests that fit with all tokens that they may generate; return them."""
         reserve = constants.NEW_TOKENS.value * sum(request.remaining for request in self.running)
         free_tokens, new_requests = self.capacity - self.num_tokens - reserve, list[_SimulatedRequest]()
         while self.waiting and len(self.running) < self.clients:

@@ -125,7 +125,7 @@ NODE_HOP_SECONDS = Constant(
 EXCHANGE_SECONDS = Constant(
     "DCP's exchange",
     1.35e-6,
-    "s per request and layer, besides three kernels and the bytes over the links",
+    "s per request and layer, in addition to three kernels and the bytes over the links",
     "queries out, partial outputs and log-sum-exp back and merged",
     fitted_on="Qwen3-235B on 8xH20, 32k/4k, least largest relative error of the gains at concurrency 48 to 96",
 )

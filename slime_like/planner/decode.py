@@ -132,7 +132,7 @@ def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Har
 
 
 def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, other_seconds: float) -> float:
-    """Return the seconds that FlowMLA adds to a step of ``other_seconds`` without collectives, with which it shares the links.
+    """Return the seconds that FlowMLA adds to a step. ``other_seconds`` excludes collectives: they share the links with FlowMLA.
 
     A gathered layer is written to memory once, and read once for the next rank.
     """

@@ -73,7 +73,7 @@ def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
-    """Return the recurrent states of one attention group, besides one for padding, in a ``pool`` with ``slot`` bytes each."""
+    """Return the number of recurrent states of one attention group in a ``pool``, without the one for padding. A state has ``slot`` bytes."""
     s = settings
     if s.state_slots is not None:
         return s.state_slots // s.dp_attention

@@ -1,4 +1,4 @@
-"""Settings of one engine, as far as its memory and speed depend on them."""
+"""Settings of one engine that determine its memory and speed."""
 
 from __future__ import annotations
 

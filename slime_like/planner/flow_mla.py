@@ -9,7 +9,7 @@ from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.shapes import ATTENTION, LATENT, ModelShape, latent_parts
 
 FLOW_CHOICES = ("output", "all")
-"""Values of ``--flow-mla`` besides none."""
+"""Values of ``--flow-mla`` other than none."""
 ARTICLE_SLOTS = 2
 
 

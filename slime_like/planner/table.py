@@ -21,7 +21,7 @@ class MemoryTable:
     """Items whose sum is the memory of one GPU or process."""
 
     items: tuple[Item, ...]
-    place: str = ""  # of the process among those of its role, if they differ
+    place: str = ""  # such as the pipeline stage of the process, if the processes of a role differ
 
     @property
     def total(self) -> float:

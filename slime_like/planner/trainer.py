@@ -62,7 +62,7 @@ class RankParameters:
         return self.dense + self.experts
 
     def shard(self, settings: TrainerSettings) -> float:
-        """Return the parameters of which one rank keeps the optimizer's state."""
+        """Return the number of parameters whose optimizer state one rank keeps."""
         s = settings
         if not s.distributed_optimizer:
             return self.total
@@ -196,7 +196,7 @@ def _activation_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) 
 
 
 def _transient(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[Item, ...]:
-    """Return the tensors of the head or those of the layers that are recomputed in the backward pass, whichever are larger.
+    """Return the larger of two groups of tensors: the head's, and those of the layers recomputed in the backward pass.
 
     A rank that only scores has the tensors of one layer instead.
     """

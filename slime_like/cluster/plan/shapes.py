@@ -32,9 +32,9 @@ PREPARED = {
 def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
     """Return config.json of ``model.hf_checkpoint``.
 
-    If the folder is missing, return the one that ``run.prepare`` of a default job will write, and None for any other function;
-    for a described machine, the one of the planner's table of public models. Raises
-    ``CheckpointError`` if there is neither, and ``ConfigError`` if the name is that of an unsupported public model.
+    If the folder is missing, return the config that ``run.prepare`` of a default job will write (None for another function) or,
+    for a described machine, the config in the planner's table of public models. Raises ``CheckpointError`` without any of
+    these, and ``ConfigError`` if the name is that of an unsupported public model.
     """
     folder = cfg.model.hf_checkpoint
     if Path(folder).exists():

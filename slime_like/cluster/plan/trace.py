@@ -86,7 +86,7 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
 
 
 def _planned(plan: Plan, stage: int) -> MemoryTable | None:
-    """Return the planner's estimate of what torch allocates on this stage; None if it has none."""
+    """Return the planner's estimate of the memory that torch allocates on this stage; None if it has none."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None

@@ -57,7 +57,7 @@ def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
 
 
 def connect(line: socket.socket) -> None:
-    """Use ``line`` to the supervisor; if the supervisor dies, kill this process and its descendants."""
+    """Use ``line`` as the connection to the supervisor; if the supervisor dies, kill this process and its descendants."""
     global _line
     _line = line
     os.environ[process_tree.MARK] = secrets.token_hex(8)

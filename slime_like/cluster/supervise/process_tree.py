@@ -16,7 +16,7 @@ from slime_like.rollout.engine.processes import remove_segments, scratch_folders
 MARK = "SLIME_LIKE_RUN"  # inherited environment variable: also finds processes that left the tree
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 WAIT_S = 0.05
-END_S = 20.0  # for killed processes to exit; an uninterruptible wait lasts as long as its disk
+END_S = 20.0  # for killed processes to exit; a process that waits for a disk exits only when the disk responds
 
 RAY_AGENTS = {  # children of the raylet: name -> parts of the command line with and without a process title
     "dashboard agent": ("ray::DashboardAgent", "dashboard/agent.py"),

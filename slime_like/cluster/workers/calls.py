@@ -49,7 +49,7 @@ def call(actor: ActorHandle[Any], method: Callable[..., Any], *args: Any, **kwar
 
 
 def put[T](value: T) -> T:
-    """Store an argument of several calls once. Typed as the value, which is what Ray passes to the methods."""
+    """Store an argument of several calls once. Typed as the value, because Ray passes the value to the methods."""
     return cast(T, ray.put(value))
 
 

@@ -52,7 +52,7 @@ def _device_peak() -> float:
 
 
 def _reset_host() -> None:
-    with suppress(OSError):  # without permission the peak covers the process so far
+    with suppress(OSError):  # without permission, the peak is that since the start of the process
         (PROC / "clear_refs").write_text(HIGH_WATER)
 
 

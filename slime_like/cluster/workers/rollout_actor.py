@@ -23,7 +23,7 @@ from slime_like.util.printed import record_streams
 
 
 class RolloutActor(RolloutManager):
-    """A rollout manager in a process of its own, which starts while the engines do: ``connect`` completes it."""
+    """Rollout manager in a separate process. The process starts while the engines start; ``connect`` completes the manager."""
 
     def __init__(self, stacks_dir: str, env: Mapping[str, str], log_path: str) -> None:
         """Redirect the output of this process and its children, including user code, to ``log_path``."""

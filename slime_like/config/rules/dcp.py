@@ -169,7 +169,7 @@ def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> I
 
 
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the setting with which SGLang keeps states only at the last token of a sequence of a hybrid ``model``."""
+    """Yield the setting that makes SGLang keep states only at the last token of a sequence of a hybrid ``model``."""
     options = cfg.rollout.sglang
     strategy = options.get("mamba_radix_cache_strategy", "auto")
     if options.get("disable_radix_cache") or model is None or not model.gdn:

@@ -31,7 +31,7 @@ class Op:
     methods: tuple[str, ...] = ()
     functions: tuple[
         str, ...
-    ] = ()  # functions of torch.distributed besides ``name``; for a composite, the wrapped functions
+    ] = ()  # functions of torch.distributed in addition to ``name``; for a composite, the wrapped functions
     kind: Kind = Kind.COLLECTIVE
     payload: int | None = 0  # index of the argument whose bytes count; None: no payload
     equal_sizes: bool = True  # all ranks pass the same number of bytes

@@ -130,7 +130,7 @@ P2P_FIELDS: Mapping[str, tuple[object, str]] = {
     "enable_memory_saver": (False, "memory that other ranks have mapped cannot be released"),
     "nnodes": (1, "ranks cannot read the memory of another machine"),
 }
-"""Fields of ServerArgs that ``transport=p2p`` requires besides ``UNSUPPORTED_FIELDS``."""
+"""Fields of ServerArgs that ``transport=p2p`` requires in addition to ``UNSUPPORTED_FIELDS``."""
 SKIP_VARIABLE = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 """Environment variable that makes ranks skip forwards in which only other ranks have tokens."""
 

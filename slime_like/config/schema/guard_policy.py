@@ -1,4 +1,4 @@
-"""Policies of the memory guard, which set per op and group when free memory is queried and what happens when it is low."""
+"""Policies of the memory guard, per op and group: when free memory is queried, and the action if it is low."""
 
 from __future__ import annotations
 

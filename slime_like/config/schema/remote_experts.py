@@ -26,7 +26,7 @@ class RemoteExpertsConfig(Config):
 
     count: int = key(
         0,
-        "Routed experts per layer in the memory of a worker process: the last ones, or with load_file those with the least load; "
+        "Number of routed experts per layer in a worker process: the last ones, or with load_file the ones with the least load; "
         "0: none (docs/remote_experts.md).",
     )
     experts: list[int] = key([], "Ids of the remote experts of every layer, instead of count.")
@@ -140,7 +140,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "dwdp_size": (1, "its ranks exchange whole layers of experts"),
     "elastic_ep_backend": (None, "it moves experts between ranks"),
     "enable_eplb": (False, "it moves experts between ranks"),
-    "enable_lora": (False, "adapters would be merged into weights of which the worker has a part"),
+    "enable_lora": (False, "adapters would be merged into weights, but the worker has a part of them"),
     "enable_paged_experts": (False, "it replaces the same function"),
     "enable_pdmux": (False, "prefill and decode would use the connection at the same time"),
     "enable_torch_compile": (False, "a request to a worker cannot be compiled"),
@@ -155,7 +155,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "quantization": (None, "a worker computes with weights that are not quantised"),
     "speculative_algorithm": (None, "the experts of the draft model would need a worker of their own"),
     "startup_weight_load_mode": ("serial", "SGLang would start before the worker has the weights"),
-    "weight_cache_mode": ("off", "processes would share weights of which each lacks a part"),
+    "weight_cache_mode": ("off", "processes would share weights, but each lacks a part of them"),
 }
 """Field of ServerArgs -> the value that remote experts require, and the reason."""
 

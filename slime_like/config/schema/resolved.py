@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Settings of an actor rank; those of a critic or teacher rank have other values."""
+    """Settings of an actor rank, or with other values of a critic or teacher rank."""
 
     model: ModelConfig
     optim: OptimConfig

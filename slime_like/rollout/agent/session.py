@@ -1,4 +1,4 @@
-"""One run of an agent: its calls, joined into conversations, each of which is a sample of the tokens as sampled.
+"""One run of an agent: its calls, joined into conversations. Each conversation is a sample with the tokens as sampled.
 
 A call whose messages begin with the messages and the answer of an earlier call continues from that call's tokens. Any
 other call (a new conversation, or a history that the agent rewrote) starts a new sample. So does a second continuation

@@ -33,9 +33,9 @@ ABORT_AGAIN_S = 0.2  # an abort misses a request that has not reached the schedu
 def drop_last_token(part: Completion) -> Completion:
     """Return an interrupted completion without its last token, which is sampled again.
 
-    SGLang reports a request as aborted even if the abort comes in the step of its end-of-sequence token (or its last allowed
-    token). Continued after that token, it would never end. The same seed at the same position draws the same token under the same
-    weights.
+    SGLang reports a request as aborted even if the abort arrives in the step that samples its end-of-sequence token (or its last
+    allowed token). A request continued after that token would never end. Under the same weights, the same seed draws the same
+    token at the same position.
     """
     if part.finish != ABORT or not len(part.token_ids):
         return part

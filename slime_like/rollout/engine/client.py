@@ -91,7 +91,7 @@ class EngineClient:
 
         Without ``for_training``, no routed experts are returned.
 
-        A seed draws the same token at the same position of a sequence, wherever its request began.
+        A seed draws the same token at the same position of a sequence, regardless of the position at which the request begins.
         """
         base = {
             "temperature": sampling.temperature,

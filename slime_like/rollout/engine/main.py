@@ -104,7 +104,7 @@ def _device_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def uncaptured(spec: EngineSpec) -> tuple[str, ...]:
-    """Return the fields of the phases of which SGLang may not capture CUDA graphs."""
+    """Return the fields of ServerArgs for the phases that SGLang may not capture as CUDA graphs."""
     if spec.remote_experts:
         return "cuda_graph_backend_prefill", "cuda_graph_backend_decode"  # a request to a worker cannot be captured
     return ("cuda_graph_backend_prefill",) if spec.flow_mla else ()  # gathers were not tested within such graphs

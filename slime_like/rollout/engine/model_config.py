@@ -27,7 +27,7 @@ def override_args(model_path: str) -> dict[str, Any]:
     - A model with a vision part is served as a text model, since only the text part is trained and pushed.
     - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``. The
       plugin ``dequantise`` multiplies the weights that SGLang reads by their scales.
-    - SGLang's DeepSeek models choose experts within groups, also with ``topk_method`` greedy, which is without groups.
+    - SGLang's DeepSeek models choose experts within groups, even with ``topk_method`` greedy, which has no groups.
     - ``FamilyEntry.engine_fields``, and ``rotary_dim`` for families with ``FamilyEntry.engine_rotary_dim``.
 
     Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
