@@ -120,7 +120,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
 
 
 def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
-    """Raise ``ConfigError`` if the share ``--static`` is too small for weights that fit the GPU, or too large for the other memory."""
+    """Raise ``ConfigError`` if ``--static`` is too small for weights that fit the GPU, or leaves too little for other memory."""
     if settings.static is None:
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))

@@ -54,7 +54,7 @@ TRAINER_REMAINDER = ("CUDA context", "communicators")
 
 
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
-    """Return the memory of a shared GPU if both roles stay, if the engine releases its memory for training, and if both do."""
+    """Return the memory of a shared GPU if both roles keep theirs, if the engine releases it for training, and if both release it."""
     fixed_bytes = engine.table.total - engine.table.of("KV cache")
     engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
     return tuple(

@@ -73,7 +73,7 @@ def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
-    """Return the number of recurrent states of one attention group in a ``pool``, without the one for padding. A state has ``slot`` bytes."""
+    """Return the number of recurrent states, of ``slot`` bytes each, in the ``pool`` of one attention group, without padding's."""
     s = settings
     if s.state_slots is not None:
         return s.state_slots // s.dp_attention

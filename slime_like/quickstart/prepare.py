@@ -84,7 +84,7 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 
 
 def check_folders(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` on a folder of inputs that has other files, which may belong to the user, or another name."""
+    """Raise ``ConfigError`` if a folder of inputs has an unexpected name, or other files, which may belong to the user."""
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
         return

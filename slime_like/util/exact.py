@@ -87,7 +87,7 @@ def log_softmax(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
 
 
 def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
-    """Return a message if products of these (output, input) sizes depend on their other rows on this machine, else None."""
+    """Return a message if, on this machine, a row of a product of these (output, input) sizes depends on others, else None."""
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in sorted({(min(outputs, MAX_CHECKED_COLUMNS), inputs) for outputs, inputs in shapes}):
         weight = torch.randn(outputs, inputs, generator=generator)

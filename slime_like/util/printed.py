@@ -1,4 +1,4 @@
-"""Recording of the output of user code. It still goes to the log of the process; error messages quote its end."""
+"""Recording of the output of user code, which still goes to the log of the process. Error messages quote its end."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Package:
 
 
 def make_package(repository: Path) -> Package:
-    """Return the files of ``PARTS`` in ``repository`` that git tracks or does not ignore, uncommitted changes included.
+    """Return a package of the files of ``PARTS`` that git tracks or does not ignore, with uncommitted changes.
 
     Raises ``ConfigError`` if the folder is not a git checkout or the package is too large.
     """

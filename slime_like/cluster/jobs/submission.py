@@ -49,7 +49,7 @@ def make_submission(
 ) -> Submission:
     """Return the submission of ``arguments``, whose config is ``cfg``.
 
-    Raises ``ConfigError`` on secrets, and on a relative ``run.dir`` with uploaded code, whose folder ends with the cluster.
+    Raises ``ConfigError`` on secrets, and on a relative ``run.dir`` with uploaded code, whose folder is removed with the cluster.
     """
     check_no_secrets(arguments, environment)
     run_dir = PurePosixPath(cfg.run.dir)
@@ -111,7 +111,7 @@ def control_request(job_id: str, metadata: Mapping[str, str], request: str, wait
 def _request(
     name: str, paths: NodePaths, words: Sequence[str], metadata: Mapping[str, str], variables: Mapping[str, str]
 ) -> JobRequest:
-    """Return a job that runs Python with ``words`` in the code's folder. It replaces the shell, so that signals reach it."""
+    """Return a job that runs Python with ``words`` in the code's folder. Python replaces the shell, so that signals reach it."""
     command = f"exec {shlex.join([paths.python, *words])}"
     job_metadata = {
         MARK: FORMAT,

@@ -65,7 +65,7 @@ def is_undecided(cfg: TrainConfig, machine: Machine) -> bool:
 
 
 def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> Iterator[str]:
-    """Yield the ``rollout.dcp`` with the largest KV cache, if the cache of ``engine`` limits its load and another size is set."""
+    """Yield the ``rollout.dcp`` with the largest KV cache, if another size is set and the cache of ``engine`` limits its load."""
     if engine is None or load.limit_on(engine) != KV_CACHE:
         return
     if plan.largest != plan.size and plan.largest_tokens > engine.tokens:

@@ -36,7 +36,7 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
 
 
 def plot_lines(plan: MemoryPlan) -> Iterator[str]:
-    """Plot the memory of each role and of all roles together, on the scale of a GPU's memory, or on a CPU of the machine's."""
+    """Plot the memory of each role and of all roles together, scaled to the memory of a GPU, or on a CPU of the machine."""
     if not plan.tables:
         return
     bars = [Bar(role, table) for role, table in plan.tables]

@@ -34,7 +34,7 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 def _check_unwritten(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if the model that ``run.prepare`` will write, or the engines' device, does not fit the config.
 
-    A folder that exists is not read, because ``run.prepare`` may write it again, or else returns quickly and all files are checked.
+    A folder that exists is not read, because ``run.prepare`` may write it again; if not, it returns quickly.
     """
     machine = probe_machine()
     if cfg.run.prepare in PREPARED:

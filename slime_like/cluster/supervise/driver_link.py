@@ -89,7 +89,7 @@ def report_ray(pids: dict[str, int], logs: Path | None) -> None:
 
 
 def confirm_ray() -> None:
-    """Wait until the supervisor confirms that Ray is alive; if a Ray process died, it ends the run with that cause.
+    """Wait until the supervisor confirms that Ray is alive; if a Ray process has died, the supervisor ends the run.
 
     When Ray dies, its actors die too: without this check the driver might blame the first lost actor.
     """

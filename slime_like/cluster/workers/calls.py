@@ -98,7 +98,7 @@ def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> flo
 def _root_cause(
     errors: Sequence[SlimeLikeError], pending: Mapping[ObjectRef[Any], str], deadline: Deadline
 ) -> SlimeLikeError:
-    """Return the root cause: one rank's failure breaks its peers' connections, so prefer a death, then a specific error."""
+    """Return the root cause: a death, or else a specific error, since one rank's failure breaks its peers' connections."""
     if not any(_died(error) or not isinstance(error, WorkerError) for error in errors) and pending:
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S)
         errors = [*errors, *_errors(ready, pending, deadline)]

@@ -85,7 +85,7 @@ def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> N
 
 
 def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None, model: HfConfig | None) -> None:
-    """Raise ``ConfigError`` if engines on this machine would attend by FlashInfer with DCP, and it is not installed.
+    """Raise ``ConfigError`` if engines on this machine would use FlashInfer attention with DCP, and it is not installed.
 
     ``kernels`` is None for a machine that was not probed.
     """
@@ -150,7 +150,7 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
 
 
 def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the attention backends that cannot serve ``model`` on ``device``, or no model at all if it is None."""
+    """Yield the attention backends that cannot serve ``model`` on ``device``; if ``model`` is None, those that can serve none."""
     kinds = _attention_kinds(model)
     for field in BACKEND_FIELDS:
         if (value := cfg.rollout.sglang.get(field)) is None:

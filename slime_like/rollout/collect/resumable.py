@@ -1,8 +1,8 @@
-"""The engine as one group sees it: interrupted answers are continued without the generate function noticing.
+"""Engine interface of one group: interrupted answers are continued without the generate function noticing.
 
 consumes  an assignment to one engine, so that a continuation finds its group's prefix in the cache; if that engine is lost,
           the group moves to another engine, which continues from the tokens already returned
-produces  complete answers, in which each token has the version and log-probability of its own sampling
+produces  complete answers, in which each token has the version and log-probability with which it was sampled
 waits for an engine that serves; for the gate, which is shut between rollouts while unfinished answers are retained
 
 A generate function does not notice an interruption: its calls just wait. If the process has ended, the function runs
@@ -109,7 +109,7 @@ class ResumableEngine:
         usage: RequestCounts,
         required_sampling: Sampling | None = None,
     ) -> None:
-        """``required_sampling`` is the sampling distribution required of answers that are trained on; None if they are not."""
+        """``required_sampling`` is the sampling distribution of answers that are trained on; None if answers are not."""
         self._pool, self._assignment = pool, assignment
         self._journal, self._gate, self._usage = journal, gate, usage
         self._required_sampling = required_sampling

@@ -133,7 +133,7 @@ class GroupSampler:
 
 
 def _problem(sample: Sample, group_id: int) -> str:
-    """Return the problem of a field of a user's sample that training would not notice; empty if there is none."""
+    """Describe an invalid field of a user's sample that training would not detect; empty if there is none."""
     name = f"sample {sample.sample_id}"
     if sample.group_id != group_id:
         return f"{name} has group_id {sample.group_id}: give it context.group_id, here {group_id}"
