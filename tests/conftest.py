@@ -36,9 +36,10 @@ def is_excluded(text: str, expression: str) -> bool:
 
 
 def pytest_configure() -> None:
-    """Let processes of tests be interrupted: a shell starts its background jobs with SIGINT ignored, which children inherit."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Restore signals that children would inherit as ignored: a shell's background jobs ignore SIGINT, ``nohup`` ignores SIGHUP."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
