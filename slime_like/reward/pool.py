@@ -206,7 +206,7 @@ class RewardPool:
         if (name, str(error)) not in self._warned_causes:
             self._warned_causes.add((name, str(error)))
             self._warnings.append(
-                f"{self._death(error)}, as it ran reward {name!r} for {_describe_samples(samples)} of prompt {prompt.prompt_id} "
+                f"{self._death(error)}, while it ran reward {name!r} for {_describe_samples(samples)} of prompt {prompt.prompt_id} "
                 f"({prompt.dataset}): it is replaced, and such samples {self._fallback()} (reward.fallback); "
                 "reward/killed counts them"
             )

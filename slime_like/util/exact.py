@@ -96,7 +96,7 @@ def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 33, 64):
             if not torch.equal(linear(x[-rows:], weight), expected[-rows:]):
                 return (
-                    f"a product of {rows} rows with a [{outputs}, {inputs}] matrix differs from the same rows among 67 "
+                    f"a product of {rows} rows with a [{outputs}, {inputs}] matrix differs from these rows in a product of 67 rows "
                     f"({torch.get_num_threads()} threads): in this machine's BLAS a row depends on other rows"
                 )
     return None

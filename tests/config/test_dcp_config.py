@@ -34,7 +34,11 @@ ON = "rollout.tp=8 rollout.dcp=2"
 # extra arguments, then words that the message must contain
 RULES = {
     "zero": ("rollout.dcp=0", "rollout.dcp=0", "above 0"),
-    "word": ("rollout.dcp=all", "rollout.dcp='all' is neither a number nor auto", "set a number of ranks, or auto"),
+    "word": (
+        "rollout.dcp=all",
+        "rollout.dcp='all' is neither a number nor auto",
+        "set a number of ranks, or auto to let the plan choose",
+    ),
     "fraction": ("rollout.dcp=1.5", "rollout.dcp"),
     "no divisor": ("rollout.tp=4 rollout.dcp=3", "rollout.dcp=3", "rollout.tp=4", "rollout.dcp=1 or 2 or 4"),
     "no divisor of the attention's ranks": (

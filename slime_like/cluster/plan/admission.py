@@ -70,8 +70,8 @@ def add_admission_decision(
     capacity = token_limit * dcp if isinstance(token_limit, int) else None
     if capacity is not None and capacity <= length:
         raise ConfigError(
-            f"rollout.sglang.max_total_tokens={token_limit} does not hold one response of rollout.max_response_len={length}, "
-            "which SGLang would shorten: raise the former, or lower the latter"
+            f"rollout.sglang.max_total_tokens={token_limit} does not hold one response of rollout.max_response_len={length}: "
+            "SGLang would shorten the response; raise the former, or lower the latter"
         )
     if capacity is None and predicted is not None:
         capacity, source = predicted.tokens, "predicted"

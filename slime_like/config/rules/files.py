@@ -206,8 +206,8 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
             )
     if name := contradiction(cfg.model.hf_checkpoint, folder):
         raise CheckpointError(
-            f"model.ref_checkpoint={folder!r}: its config.json has another {name} than that of model.hf_checkpoint, with which "
-            "the actor's ranks would compute the reference: use a reference with the same config.json"
+            f"model.ref_checkpoint={folder!r}: its config.json has another {name} than that of model.hf_checkpoint, which "
+            "the actor's ranks would use for the reference: use a reference with the same config.json"
         )
     check_shapes("model.ref_checkpoint", reference)
 

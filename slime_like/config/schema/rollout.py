@@ -139,8 +139,7 @@ class RolloutConfig(Config):
             return
         if isinstance(self.dcp, str):
             raise ConfigError(
-                f"{prefix}dcp={self.dcp!r} is neither a number nor {AUTO}: set a number of ranks, or {AUTO}, with which the plan "
-                "chooses"
+                f"{prefix}dcp={self.dcp!r} is neither a number nor {AUTO}: set a number of ranks, or {AUTO} to let the plan choose"
             )
         positive(prefix, self, "dcp")
 
@@ -149,7 +148,7 @@ class RolloutConfig(Config):
         if isinstance(limit, str) and limit != AUTO:
             raise ConfigError(
                 f"{prefix}max_running_requests={limit!r} is neither a number nor {AUTO}: set a number of requests, {AUTO}, or "
-                "null, with which SGLang chooses"
+                "null to let SGLang choose"
             )
         if limit is not None and not isinstance(limit, str) and limit <= 0:
             raise ConfigError(f"{prefix}max_running_requests={limit!r} must be above 0")
@@ -234,8 +233,8 @@ class RewardConfig(Config):
                 raise ConfigError(f"{prefix}weights.{name}={weight} must be a finite number other than 0")
         if self.weights and ROW not in self.weights and self.name != RewardConfig.name:
             raise ConfigError(
-                f"{prefix}name={self.name!r} has no effect with {prefix}weights of {', '.join(self.weights)}: give "
-                f"{prefix}weights.{ROW} its weight, which stands for {prefix}name and for a row's own reward, or remove it"
+                f"{prefix}name={self.name!r} has no effect with {prefix}weights of {', '.join(self.weights)}: set "
+                f"{prefix}weights.{ROW}, the weight of {prefix}name or of a row's own reward, or remove {prefix}name"
             )
 
     def _check_remote(self, prefix: str) -> None:
