@@ -135,7 +135,9 @@ def test_a_killed_process_costs_its_sample_and_is_replaced(by: str, tmp_path: Pa
         assert reduce_metrics(pool.metrics()) == counts(calls=4, killed=2, fallbacks=2)
         (warning,) = pool.warnings()
         end = "ran out of memory" if by == "memory" else f"was killed by {by}"
-        assert re.match(rf"a process of the reward pool {end} \(reward\.memory_gb, .*, is 0\.75\), as it ran ", warning)
+        assert re.match(
+            rf"a process of the reward pool {end} \(reward\.memory_gb, .*, is 0\.75\), while it ran ", warning
+        )
         for words in ("sample 1 of prompt 7", "it is replaced", "count as -0.5", "reward/killed"):
             assert words in warning
     finally:
