@@ -2,7 +2,7 @@
 
 Both begin with random weights. quickstart_gdn runs on two tensor parallel ranks, as the language part of a vision model,
 and its engine shards the weights of grouped queries over two data-parallel attention ranks (FlowMLA). quickstart_next runs on two
-context parallel ranks, which replay the experts of the engine.
+context parallel ranks, which replay the experts of the engine; half of the engine's experts are in a worker, which is killed once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from slime_like.quickstart.model import GDN, NEXT, LinearSpec, ModelSpec, write_
 from slime_like.util.deadline import Deadline
 from tests.e2e import checks
 from tests.e2e.conftest import SMALL_ROLLOUTS
+from tests.e2e.remote_workers import worker_killed_once, workers
 from tests.e2e.runs import REPOSITORY, metrics, train
 from tests.e2e.vision import add_vision, untrained_tensors
 
@@ -56,6 +58,7 @@ FLOW_MLA = (
     "rollout.flow_mla.enabled=true",
     "rollout.flow_mla.weights=[o_proj,qkv_proj]",
 )
+REMOTE_EXPERTS = ("rollout.remote_experts.count=4", "rollout.remote_experts.policy=respawn")
 CASES = {
     "quickstart_gdn tp2, a vision model": LayoutCase(
         "quickstart_gdn",
@@ -64,7 +67,7 @@ CASES = {
         vision=True,
     ),
     "quickstart_next cp2, experts replayed": LayoutCase(
-        "quickstart_next", NEXT, ("parallel.cp=2", "algo.routing_replay=rollout")
+        "quickstart_next", NEXT, ("parallel.cp=2", "algo.routing_replay=rollout", *REMOTE_EXPERTS)
     ),
 }
 
@@ -77,24 +80,26 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
     if case.vision:
         model = add_vision(model, tmp_path / "vision")
     ArithmeticSpec().write(tmp_path)
-    result = train(
-        f"+recipe={case.recipe}",
-        "run.prepare=null",
-        f"model.hf_checkpoint={model}",
-        f"data.train={tmp_path / 'train.jsonl'}",
-        "evaluation.datasets={}",
-        "evaluation.interval=null",
-        "reward.name=tests.e2e.custom:num_digits",
-        "algo.kl_loss_coef=0.1",  # a fifth of the recipe's
-        *SMALL_ROLLOUTS,
-        *SHAPE,
-        *case.layout,
-        f"run.dir={run_dir}",
-        f"loop.num_rollout={ROLLOUTS}",
-        "run.save_hf=true",
-        "run.dump_rollouts=true",
-        log=tmp_path / "log",
-    )
+    has_worker = REMOTE_EXPERTS[0] in case.layout
+    with worker_killed_once(run_dir) if has_worker else nullcontext([]) as killed:
+        result = train(
+            f"+recipe={case.recipe}",
+            "run.prepare=null",
+            f"model.hf_checkpoint={model}",
+            f"data.train={tmp_path / 'train.jsonl'}",
+            f"evaluation.datasets={{heldout: '{tmp_path / 'heldout.jsonl'}@[0:64]'}}",
+            f"evaluation.interval={ROLLOUTS}",
+            "reward.name=tests.e2e.custom:num_digits",
+            "algo.kl_loss_coef=0.1",  # a fifth of the recipe's
+            *SMALL_ROLLOUTS,
+            *SHAPE,
+            *case.layout,
+            f"run.dir={run_dir}",
+            f"loop.num_rollout={ROLLOUTS}",
+            "run.save_hf=true",
+            "run.dump_rollouts=true",
+            log=tmp_path / "log",
+        )
     assert result.code == 0, result.output
     assert f"Gated DeltaNet ran on torch: torch {torch.__version__}" in result.output
     log = (run_dir / "logs" / "engine_0.log").read_text()
@@ -107,6 +112,10 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
     checks.check_guard(rows)
     rewards = [row["rollout/raw_reward"] for row in rows[1:]]
     assert rewards[-1] > rewards[0] + MIN_RISE, rewards
+    scores = [row["eval/heldout"] for row in rows if "eval/heldout" in row]
+    assert len(scores) == 2 and scores[1] > scores[0] + MIN_RISE, scores
+    assert len(killed) == has_worker and not workers()
+    assert log.count("slime_like remote experts: ") >= 2 * has_worker, "no second worker"
     if "algo.routing_replay=rollout" in case.layout:
         assert "train/routed_experts_differ_max" in rows[1]
     for row in rows:

@@ -1,0 +1,51 @@
+"""Workers of remote experts of the runs of this process, and a thread that kills one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.runs import metrics
+
+WORKER = "slime_like_plugins.remote_experts.worker"
+
+
+def workers() -> list[psutil.Process]:
+    """Return the workers that descend from this process."""
+    running_workers: list[psutil.Process] = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if WORKER in process.cmdline():
+                running_workers.append(process)
+        except psutil.Error:
+            continue
+    return running_workers
+
+
+def kill_once(run_dir: Path, killed: list[int], ended: threading.Event) -> None:
+    """Kill the worker when the first rollout has been trained."""
+    while not ended.is_set():
+        trained = (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)) > 1
+        if trained and (running := workers()):
+            running[0].kill()
+            killed.append(running[0].pid)
+            return
+        ended.wait(0.2)
+
+
+@contextlib.contextmanager
+def worker_killed_once(run_dir: Path) -> Generator[list[int]]:
+    """Kill a worker of the run once, after its first training step. Yield the list of killed process ids."""
+    killed: list[int] = []
+    ended = threading.Event()
+    killer = threading.Thread(target=kill_once, args=(run_dir, killed, ended))
+    killer.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        killer.join()
