@@ -38,7 +38,7 @@ SHAPES = ("2048,4,4,64", "2048,8,8,128", "2048,4,16,128", "512,16,16,128", "64x3
 LONG = (512, 1024, 2048, 4096, 8192)  # tokens, of the plot
 LONG_SHAPE = (4, 4, 64)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-PARTS = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")  # as recurrence.errors has them
+PARTS = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")  # keys of recurrence.errors
 PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
 
 

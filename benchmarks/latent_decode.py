@@ -1,4 +1,4 @@
-"""Attention of a decode step over latents on this CPU: torch and the C kernel, on one thread, a layer of an engine.
+"""Benchmark of decode attention over latents on this CPU: one layer of an engine, in torch and in C, on one thread.
 
 python benchmarks/latent_decode.py [--batch 1 8 32] [--context 512 4096] [--latent 512] [--rounds 9]
 

@@ -1,4 +1,4 @@
-"""The rollout manager's CPU time and memory per token, with engines that reply from a record.
+"""The rollout manager's CPU time and memory per token, with engines that return recorded replies.
 
 python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists] [--group 8] [--profile 12]
 
@@ -81,7 +81,7 @@ class Prompts:
         ]
 
     def metrics(self) -> tuple[()]:
-        """Return none."""
+        """Return no metrics."""
         return ()
 
     def state(self) -> Mapping[str, object]:
@@ -181,7 +181,7 @@ async def _measure(size: tuple[int, int], url: str, folder: str, group: int, pro
         profiler.enable()
     rollout = await manager.collect(1)
     buffers: list[pickle.PickleBuffer] = []
-    pickle.dumps(rollout, protocol=5, buffer_callback=buffers.append)  # as Ray, which then copies the buffers
+    pickle.dumps(rollout, protocol=5, buffer_callback=buffers.append)  # as Ray does, which then copies the buffers
     profiler.disable()
     cpu_s, seconds = time.process_time() - cpu_start, time.perf_counter() - start
     peak = memory("VmHWM")

@@ -3,7 +3,7 @@
     python examples/flow_mla_server.py /models/DeepSeek-V2-Lite                          # two GPUs
     python examples/flow_mla_server.py /models/Qwen3-0.6B --device cpu                    # a CPU
 
-Nothing of slime_like runs but its SGLang plugins, which ``pip install`` registers. The script sends one request of token ids,
+Only slime_like's SGLang plugins are used, which ``pip install`` registers. The script sends one request of token ids,
 prints the response and stops the server.
 """
 

@@ -53,7 +53,7 @@ class MidRunRequests:
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, 1 if the run failed or a page complained, 2 if there is no browser."""
+    """Return the exit code: 0, 1 if the run failed or a page reported an error, 2 if there is no browser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--folder", type=Path, help="folder for the run, or of the run of an earlier call; default: temporary"

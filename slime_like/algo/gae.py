@@ -19,7 +19,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
 
-MIN_VARIANCE = 1e-12  # of returns; with a smaller variance they count as constant: the explained variance is 0
+MIN_VARIANCE = 1e-12  # returns with a smaller variance count as constant: the explained variance is 0
 
 
 class GeneralisedAdvantage:

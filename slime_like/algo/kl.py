@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # of importance ratios: exp(20) = 5e8 is finite in bfloat16 and float32
+MAX_LOG_RATIO = 20.0  # limit for importance ratios: exp(20) = 5e8 is finite in bfloat16 and float32
 MAX_KL_LOG_RATIO = 80.0  # exp(80) = 6e34 is finite in float32; infinity times a loss weight of 0 would be nan
 MAX_LOW_VAR_KL = 10.0
 

@@ -118,8 +118,8 @@ def other_iterations(folder: Path) -> str:
 def replacing(path: Path) -> Generator[Path]:
     """Yield a path to write to; at the end of the block, its file replaces ``path``.
 
-    After an error the incomplete file is removed, since it would keep a full disk full. An ``OSError`` that names no file, as
-    that of a write to a full disk, gets the name of ``path``.
+    After an error the incomplete file is removed, since it would keep a full disk full. An ``OSError`` that names no
+    file, such as that of a write to a full disk, gets the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + SCRATCH)

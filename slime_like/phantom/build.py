@@ -1,4 +1,4 @@
-"""Compilation of ``csrc`` into the library that stands in front of CUDA's. No torch."""
+"""Compilation of ``csrc`` into the library that replaces CUDA's. No torch."""
 
 from __future__ import annotations
 

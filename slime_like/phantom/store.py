@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 NCCL_ID_BYTES = 128
 ALL_RANKS = 1 << 20  # more than the ranks of any world, so that a barrier over the store passes
-_stores: list[dist.Store] = []  # torch keeps the C++ part of a store alone, which calls these objects
+_stores: list[dist.Store] = []  # torch keeps only the C++ part of a store alive, which calls these objects
 
 
 class SoloStore(dist.Store):
@@ -55,7 +55,7 @@ class SoloStore(dist.Store):
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Accept a limit that no wait reaches."""
+        """Ignore the timeout: no wait blocks."""
 
     def clone(self) -> Any:
         """Return this store."""

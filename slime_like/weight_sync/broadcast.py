@@ -39,7 +39,9 @@ class BroadcastSender:
         self._host = host
         self._store: dist.Store | None = None  # rendezvous of the group; must outlive the group
         self._group: dist.ProcessGroup | None = None
-        self._timeout = datetime.timedelta(seconds=transport.deadline_s * scale())  # of the store and of each broadcast
+        self._timeout = datetime.timedelta(
+            seconds=transport.deadline_s * scale()
+        )  # for the store and for each broadcast
         self._pending: set[asyncio.Task[None]] = set()  # unfinished calls of a bucket that failed on one engine
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
@@ -66,7 +68,7 @@ class BroadcastSender:
         ]
         broadcast = asyncio.create_task(asyncio.to_thread(_broadcast, group, bucket))
         done, self._pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
-        # An engine's own error comes before the error of the connection that it broke.
+        # Raise an engine's own error rather than the error of the connection that it broke.
         for task in sorted(done, key=lambda task: task is broadcast):
             task.result()
         assert not self._pending, "asyncio.wait returned before all tasks were done, but no task raised"
@@ -128,7 +130,7 @@ class BroadcastSender:
 
         Remove when torch can create a process group with another store than the default group's.
         """
-        # A client of its own: with the server's store object, this thread would keep the server alive.
+        # A separate client: with the server's store object, this thread would keep the server alive.
         store: Any = join_store(address, world, is_master=False, timeout=self._timeout)
         helper: Any = distributed_c10d._new_process_group_helper
         prefixed = dist.PrefixStore(self._name, store)

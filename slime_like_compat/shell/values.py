@@ -40,7 +40,7 @@ class Scope:
 
     user_values: Mapping[str, str]
     values: dict[str, tuple[Value, ...]] = field(default_factory=dict[str, tuple[Value, ...]])
-    unknown_reasons: dict[str, str] = field(default_factory=dict[str, str])  # name of an unknown variable -> why
+    unknown_reasons: dict[str, str] = field(default_factory=dict[str, str])  # name of an unknown variable -> reason
     incomplete: bool = False  # a skipped file may set more variables
 
     @contextmanager

@@ -64,7 +64,8 @@ class ShardedAttention(BatchedAttention):
         mode, size = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_idle():
             return
-        # A prefill of data-parallel attention is padded, and SGLang passes attention only the rows before the padding.
+        # A prefill of data-parallel attention is padded, and SGLang passes only the rows before the padding to
+        # attention.
         num_tokens = None if mode.is_decode() else sum(list(forward_batch.extend_seq_lens_cpu)[:size])
         slots_T = forward_batch.out_cache_loc[:num_tokens]
         stored_T = torch.nonzero(slots_T % self._size == self._rank)[:, 0]

@@ -98,7 +98,8 @@ class DeviceClock:
         return 1e-3 * STRIDE * (milliseconds + num_replays * per_replay)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
-        """Return the list for the next pair of events: that of the graph which is being captured, or of all other exchanges.
+        """Return the list for the next pair of events: the list of the graph being captured, or the list of other
+        exchanges.
 
         SGLang runs a batch before it captures it, so exchanges outside a capture separate two graphs.
         """

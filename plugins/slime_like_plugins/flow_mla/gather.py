@@ -34,7 +34,7 @@ class Gather(Protocol):
         ...
 
     def meet(self) -> None:
-        """Wait until the other ranks have ended what they did before: writes to their parts, and gathers. All ranks call it."""
+        """Wait until the other ranks have finished their earlier gathers and writes to their parts. All ranks call it."""
         ...
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:

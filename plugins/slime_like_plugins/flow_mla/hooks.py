@@ -64,7 +64,7 @@ def obstacle(view: Any) -> str | None:
 def shard_layers(
     original: Callable[..., Any], num_hidden_layers: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around ``make_layers``: shard each decoder layer when it has been built, and give it a slot when all have been."""
+    """Hook around ``make_layers``: shard each decoder layer once it is built, and assign slots once all layers are built."""
     weights = create_weights()
 
     def build(*arguments: Any, **options: Any) -> Any:

@@ -58,7 +58,7 @@ class HostParts:
             return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
     def settle(self) -> None:
-        """Return at once: writes on the host are synchronous, and every copy has been waited for."""
+        """Return at once: writes on the host are synchronous, and all copies have already been waited for."""
 
     def copy(self, slot: int, buffer: Tensor, parts: Sequence[Tensor]) -> ThreadCopy:
         return ThreadCopy(self._threads[slot].submit(_copy, buffer, parts))

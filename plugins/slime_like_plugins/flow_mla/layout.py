@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes to whose multiples matrices and ranks' parts are aligned."""
+"""Alignment of matrices and of ranks' parts, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

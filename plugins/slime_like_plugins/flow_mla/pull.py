@@ -1,6 +1,6 @@
 """Gathers by copies from the memory of the other ranks, which take no part in them: CUDA IPC on a GPU, shared memory on a CPU.
 
-The ranks meet only before and after a weight update, so that none copies a part while it is written.
+The ranks meet only before and after a weight update, so that no rank copies a part while it is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime_like_plugins.flow_mla.gather import Pending
 from slime_like_plugins.flow_mla.host_parts import HostParts
 
 type Address = Mapping[str, Any]
-"""Description of a part in memory, of JSON's types, with which another process finds it."""
+"""Description of a part in memory, made of JSON types, by which another process opens it."""
 
 
 class RankExchange(Protocol):
@@ -89,7 +89,7 @@ class PullGather:
 
     def share(self, parts: Sequence[Tensor]) -> None:
         """Exchange addresses. Raises ``SystemExit`` if a rank cannot open the memory of another one."""
-        addresses = [  # by the rank that opens them
+        addresses = [  # indexed by the rank that opens them
             [] if rank == self._rank else [dict(self._memory.address(part)) for part in parts]
             for rank in range(self._num_ranks)
         ]
@@ -130,7 +130,7 @@ class PullGather:
 
 
 def machine() -> str:
-    """Return a text that is equal on processes that can open each other's memory: kernel and namespace of process ids."""
+    """Return a string that is equal in processes that can open each other's memory: kernel and pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 

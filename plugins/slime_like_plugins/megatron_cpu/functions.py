@@ -38,7 +38,7 @@ class SwiGLUFunction(torch.autograd.Function):
         scale_N = None if scale_N is None else scale_N.contiguous()
         ctx.save_for_backward(rows, scale_N)
         ctx.kernels, ctx.shape = kernels, gate_up.shape
-        return kernels.swiglu(rows, scale_N).view(*gate_up.shape[:-1], rows.shape[1] // 2)  # also of no rows
+        return kernels.swiglu(rows, scale_N).view(*gate_up.shape[:-1], rows.shape[1] // 2)  # also works without rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

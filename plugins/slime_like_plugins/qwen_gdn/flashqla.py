@@ -19,8 +19,9 @@ from slime_like_plugins.qwen_gdn.fla import FlaGDN
 class FlashQLAGDN(FlaGDN):
     """FlashQLA for the rule, and fla for the convolution, which FlashQLA lacks.
 
-    ``model.gdn.auto_cp`` allows it to split long sequences within the GPU. The splits depend on the other sequences of the
-    micro-batch and on whether a backward follows, so the bits of a token may depend on them. Off, they do not.
+    ``model.gdn.auto_cp`` allows it to split long sequences within the GPU. The splits depend on the other sequences of
+    the micro-batch and on whether a backward follows, so the bits of a token may depend on them. With ``auto_cp`` off,
+    they do not.
     """
 
     name = "flashqla"

@@ -29,7 +29,7 @@ from slime_like_plugins.remote_experts.shapes import WRITE_BYTES, ExpertShapes, 
 
 IN_FLIGHT = 4  # requests that a worker has received and not answered; the slots of a shared region
 CLOSE_S = 2.0
-UPDATE_S = 120.0  # of requests about weights
+UPDATE_S = 120.0  # deadline of requests about weights
 
 
 class WorkerRefusal(SlimeLikeError, RuntimeError):
@@ -57,7 +57,7 @@ class Traffic:
 
     calls: int = 0
     rows: int = 0
-    payload_bytes: int = 0  # of requests and replies
+    payload_bytes: int = 0  # requests and replies
     wait_s: float = 0.0
     stale_replies: int = 0
 
@@ -94,7 +94,7 @@ class WorkerClient:
         self._free = [*range(IN_FLIGHT)]
         self._pending: dict[int, ExpertRequest] = {}
         self._sequence = 0
-        self.version = 0  # of the weights that the worker serves; 0: none
+        self.version = 0  # version of the weights that the worker serves; 0: none
         self.traffic = Traffic()
 
     # ---- start -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ type LocalSums = Callable[[Callable[[], None]], Tensor]
 
 
 class RemoteExpertsLost(SlimeLikeError, RuntimeError):
-    """A worker of remote experts that failed, under a policy that requires it."""
+    """Failure of a worker of remote experts under policy ``required``."""
 
 
 @dataclass(frozen=True, slots=True)

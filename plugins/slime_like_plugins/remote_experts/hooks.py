@@ -152,7 +152,8 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around updates that are one call, from a disk or by IPC: commit the weights that the worker received.
 
-    If the update fails on one rank, it fails on every rank: a rank that alone went on to the checks would wait for the others.
+    If the update fails on one rank, it fails on every rank: a single rank that continued to the checks would wait for
+    the others forever.
     """
     output = original(manager, request)
     message = _joined(manager, "" if output.success else output.message) or check(manager) or commit(manager)

@@ -70,7 +70,7 @@ class ExpertMemory:
         self.version = version
 
     def sums(self, layer: int, rows_NH: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` on an id of no expert."""
+        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` if an id is not that of an expert."""
         matrices = self._matrices(layer)
         num_experts = len(matrices["w13"])
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):

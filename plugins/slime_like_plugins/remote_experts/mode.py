@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
-STREAM_ROWS = 32  # most rows of a request in stream mode
+STREAM_ROWS = 32  # maximum rows of a request in stream mode
 SMOOTHING = 0.25  # weight of a new measurement
 PROBE_LENGTH = 2  # measurements of the other mode in a row; the first one warms up
 PROBE_INTERVAL = 128  # measurements between probes

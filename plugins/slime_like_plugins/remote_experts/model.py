@@ -62,7 +62,7 @@ class RemoteModel:
             self.experts.start()
 
     def open(self) -> None:
-        """Connect to the worker, unless that has been done. All layers have been added."""
+        """Connect to the worker if not connected. Requires that all layers have been added."""
         with self._lock:
             self._open()
 
@@ -79,7 +79,7 @@ class RemoteModel:
         self.experts.open(shapes)
 
     def _loader(self, layer: Any, rows: ExpertRows) -> Callable[..., None]:
-        """Return the loader of a layer's parameters, with the arguments of SGLang's."""
+        """Return the loader of a layer's parameters, with the arguments of SGLang's loader."""
 
         def load(parameter: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
             local = int(rows.local_rows[expert_id])
@@ -128,7 +128,7 @@ class RemoteModel:
         return sums.to(x_TH.dtype)
 
     def record_load(self) -> None:
-        """Write the tokens of each expert so far, if a file was named."""
+        """Write the tokens of each expert so far, if ``record_load`` is set."""
         if self._load is not None:
             self._load.write(Path(self.options.record_load))
 

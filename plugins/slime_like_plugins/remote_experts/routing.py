@@ -21,7 +21,7 @@ class ExpertRows:
         is_remote = np.zeros(num_experts, bool)
         is_remote[list(self.remote)] = True
         self.num_local = num_experts - len(self.remote)
-        # The last entry is for id -1, which indexes it: a pair of no expert.
+        # Id -1, a pair without an expert, indexes the last entry.
         self.local_rows = np.full(num_experts + 1, -1, np.int32)
         self.local_rows[:-1][~is_remote] = np.arange(self.num_local)
         self.remote_rows = np.full(num_experts + 1, -1, np.int32)
@@ -56,7 +56,7 @@ class TokenBucket:
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
     """Return the rows [T, K] of local experts, -1 for other pairs, and the buckets in ascending order of remote experts.
 
-    Pairs of weight 0 are computed nowhere, and a token without remote experts is in no bucket.
+    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket.
     """
     used = weights != 0
     local = np.where(used, rows.local_rows[ids], -1)

@@ -11,7 +11,7 @@ from slime_like_plugins.remote_experts.frames import FrameError, RowType, dump_j
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_CAPACITY = 4096
-WRITE_BYTES = 32 << 20  # of a piece of a matrix
+WRITE_BYTES = 32 << 20  # size of a piece of a matrix
 PAIR_BYTES = 8  # int32 id and float32 weight of a selected expert
 
 
@@ -24,8 +24,8 @@ class ExpertShapes:
     hidden: int
     intermediate: int
     dtype: str  # of the weights, a key of DTYPES
-    capacity: int  # most rows of a request
-    max_selected: int  # most experts of a row
+    capacity: int  # maximum rows of a request
+    max_selected: int  # maximum experts of a row
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -91,7 +91,7 @@ def sample_from_probs(
     """
     if info.sampling_seed is None:
         return original(sampler, probs_BV, info, positions_B, *args)
-    from sglang.srt.layers.sampler import _SamplingMaskCapture as Capture  # pyright: ignore[reportPrivateUsage]  what the sampler itself returns
+    from sglang.srt.layers.sampler import _SamplingMaskCapture as Capture  # pyright: ignore[reportPrivateUsage]  type that the sampler returns
 
     tokens_B = choose(probs_BV, lambda: probs_BV, info, positions_B).to(torch.int32)
     masked_rows = info.sampling_mask_batch_indices

@@ -32,7 +32,7 @@ def replace() -> None:
 
 
 def local_choices(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``forward`` of experts for choices [tokens, experts per token] of which some are -1: each other one is a token."""
+    """Wrap ``forward`` of experts to skip choices of -1: every other choice is passed as a token with a single expert."""
 
     @functools.wraps(forward)
     def wrapped(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:

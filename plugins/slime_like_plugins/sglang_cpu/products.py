@@ -68,7 +68,7 @@ class Products:
             choices.insert(0, (c, [*linears, *([] if head is None else [head])]))
         candidates = ((packing, weights) for packing, weights in choices if _fits(packing, weights))
         self._packing, self._linears = next(candidates, (None, []))
-        self.bytes = _bytes(self._linears)  # of the packed weights
+        self.bytes = _bytes(self._linears)  # size of the packed weights
         self._weights: list[Tensor] = []
         self._packed: dict[int, Tensor] = {}  # by id of the weight
         self._packed_state = -1

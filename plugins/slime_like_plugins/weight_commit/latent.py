@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 
-NORM_EPSILON = 1e-6  # of slime_like.train.megatron.model.latent
+NORM_EPSILON = 1e-6  # equal to slime_like.train.megatron.model.latent.NORM_EPSILON
 PARTS = ("q_a_proj", "kv_a_proj_with_mqa")
 DERIVED = ("w_kc", "w_vc")
 

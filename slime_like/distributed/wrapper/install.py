@@ -30,7 +30,8 @@ _watchdog: Watchdog | None = None
 def install(
     spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None, *, in_c: bool = True
 ) -> Wrapper | None:
-    """Wrap the collectives of this process as ``spec`` says, and return the wrapper; None if ``spec.wrap`` is False.
+    """Wrap the collectives of this process according to ``spec`` and return the wrapper; None if ``spec.wrap`` is
+    False.
 
     An earlier wrapper is replaced. Call this before the process's first collective. ``source`` replaces the memory source in
     tests. ``in_c=False``: the hot path is in Python, as on a machine without a compiler.

@@ -10,7 +10,8 @@ from slime_like.train.megatron.families.experts import Experts
 
 
 class GroupedExperts(Experts):
-    """Mix-in for a decoder family: experts after the first layers, with shared experts. A softmax over all experts weights the chosen.
+    """Mix-in for a decoder family: experts after the first layers, with shared experts. Weights are a softmax over all
+    experts.
 
     With topk_method=group_limited_greedy, a token's experts are in the topk_group groups with the highest scores.
     """

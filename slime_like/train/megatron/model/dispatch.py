@@ -94,7 +94,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class RowMoELayer(MoELayer):
-    """megatron's layer of experts with ``RowDispatcher`` in the place of the all-to-all dispatcher."""
+    """megatron's layer of experts with ``RowDispatcher`` instead of the all-to-all dispatcher."""
 
     def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)

@@ -21,7 +21,7 @@ class ChoiceCounts:
     """Comparison of replayed choices with the router's own, over the tokens of this rank."""
 
     num_tokens: Tensor | float = 0.0
-    num_different: Tensor | float = 0.0  # tokens for which another set of experts was replayed
+    num_different: Tensor | float = 0.0  # tokens whose replayed experts differ from the router's own
     max_gap: Tensor | float = 0.0  # largest score that separates two such sets, see ``ExpertChoice.gap``
 
     @torch.no_grad()
@@ -34,7 +34,7 @@ class ChoiceCounts:
 
 
 class ExpertChoice:
-    """Choice of one router. It takes the place of megatron's replay of choices, which is called for each choice.
+    """Expert choice of one router. It replaces megatron's object for router replay, which is called for each choice.
 
     The mask of padding is the only tensor of a micro-batch that reaches a router in forward passes and in all kinds of recompute.
     Its address therefore identifies the micro-batch.

@@ -18,7 +18,7 @@ from torch import Tensor
 from slime_like.train.megatron.model.norms import RMSNorm
 from slime_like.train.megatron.platform.device import current_device
 
-NORM_EPSILON = 1e-6  # of the latents' norms in transformers, whatever rms_norm_eps is
+NORM_EPSILON = 1e-6  # epsilon of the latents' norms in transformers, independent of rms_norm_eps
 
 
 class LatentSelfAttention(MLASelfAttention):

@@ -61,10 +61,10 @@ class NormedOutput(RowParallelLinear):
 
 
 class NormedQKV(ColumnParallelLinear):
-    """Projection to queries, keys and values, followed by a norm over all heads of the queries and one of the keys.
+    """Projection to queries, keys and values, followed by a norm over all query heads and another over all key heads.
 
-    The norms are not megatron's ``q_layernorm`` and ``k_layernorm``, whose gradients it sums over tensor parallel ranks as those of
-    weights that all heads share.
+    The norms are not megatron's ``q_layernorm`` and ``k_layernorm``: megatron sums the gradients of those over tensor
+    parallel ranks, as if all heads shared their weights.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:

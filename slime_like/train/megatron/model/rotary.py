@@ -14,7 +14,7 @@ from slime_like.errors import ConfigError
 class Rotary(torch.nn.Module):
     """Rotary angles at positions, for the first ``partial_rotary_factor`` of a head's channels.
 
-    ``scale`` multiplies their cosines and sines; only YaRN (https://arxiv.org/abs/2309.00071) has another than 1. Raises
+    ``scale`` multiplies their cosines and sines; it is 1 except with YaRN (https://arxiv.org/abs/2309.00071). Raises
     ``ConfigError`` on unsupported scaling.
     """
 

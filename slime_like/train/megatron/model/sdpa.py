@@ -18,7 +18,7 @@ from torch import Tensor
 from slime_like.types import I32, I64
 
 MIN_RUN = 4  # sequences keep their order if runs of equal length have at least this many sequences on average
-MAX_PADDING = 1 / 8  # of the length of a batch's longest sequence
+MAX_PADDING = 1 / 8  # relative to a batch's longest sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 class HFExport:
     """``WeightSource`` over the live parameters of one rank.
 
-    A tensor parallel group gathers each parameter, the ranks that share a copy of the experts gather their parameters. The
+    A tensor parallel group gathers each parameter; experts are gathered by the ranks that share a copy of them. The
     first rank of a pipeline stage is its sender. The first stage alone sends tied embeddings. Vocabulary padding is cut.
     """
 
@@ -96,7 +96,7 @@ class HFExport:
             parts = all_gather(local, sizes.tp if weights[0].is_split else 1, rank_info.tp_group)
         if not self.is_sender:
             return ()
-        shards = itertools.batched(parts, len(parts) // len(weights))  # of each weight
+        shards = itertools.batched(parts, len(parts) // len(weights))  # the shards of each weight
         merged = (tensor for weight, split in zip(weights, shards, strict=True) for tensor in weight.merge(split))
         return tuple(tensor.contiguous() for tensor in merged)
 

@@ -14,7 +14,7 @@ from slime_like.train.megatron.platform import patches
 
 
 def _rng(module: types.ModuleType) -> None:
-    """Replace access to RNG states: upstream reads them by torch.cuda.random and sets them by CUDA generators."""
+    """Replace access to RNG states: upstream reads them through torch.cuda.random and sets them through CUDA generators."""
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -81,7 +81,7 @@ def without_dynamo() -> None:
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method: Any = getattr(torch.optim.Optimizer, name)
         assert inspect.getclosurevars(method).nonlocals.get("fn") is method.__wrapped__, (
-            f"torch changed Optimizer.{name}: find whether it still imports torch._dynamo"
+            f"torch changed Optimizer.{name}: check whether it still imports torch._dynamo"
         )
         setattr(method.__wrapped__, "__dynamo_disable", method.__wrapped__)
 

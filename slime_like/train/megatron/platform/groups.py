@@ -41,7 +41,7 @@ class RankInfo:
     expert_group: Any  # ranks that share one copy of all experts: shards of the first range, of the second, and so on
 
     def shard(self, *, expert: bool) -> tuple[int, int]:
-        """Return the number of shards of a split parameter, and the index of this rank's."""
+        """Return the number of shards of a split parameter, and the index of this rank's shard."""
         return (self.layout.etp, self.etp_rank) if expert else (self.layout.tp, self.tp_rank)
 
     @property
@@ -56,7 +56,7 @@ class RankInfo:
 
     @property
     def is_shard_reporter(self) -> bool:
-        """True on the rank whose columns stand for its data parallel shard: tp and cp rank 0 of the last pipeline stage."""
+        """True on the rank whose columns represent its data parallel shard: tp and cp rank 0 of the last pipeline stage."""
         return self.is_last and self.tp_rank == self.cp_rank == 0
 
     @property

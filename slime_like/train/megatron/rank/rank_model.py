@@ -44,7 +44,7 @@ class RankModel:
         self.version = 0
         self._pending_save: PendingSave | None = None
         self._rollout: OpenRollout | None = None
-        self._own_weights: dict[str, Tensor] | None = None  # host memory for the weights that others replace
+        self._own_weights: dict[str, Tensor] | None = None  # host copies of the weights while others replace them
         self.folder = HFFolder(spec.model.hf_checkpoint, spec.model_key)
         self.family = choose_family(spec, kind.adapt_config(self.folder.config()))
         self.table = self.family.weights()

@@ -63,7 +63,7 @@ class RankTrainer(RankModel):
 
     # ---- experts ---------------------------------------------------------------------------------------------------
     def lay_out(self, batch: PackedBatch) -> MicroBatch:
-        """See ``RankModel.lay_out``; with the experts of the engine if they are replayed."""
+        """Lay out one micro-batch as ``RankModel.lay_out`` does, with the engine's experts if they are replayed."""
         return self.routing.attach(super().lay_out(batch))
 
     @install.phase("score")

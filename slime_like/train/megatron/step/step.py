@@ -177,7 +177,7 @@ class StepReport:
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # F64 []
     maxima: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     num_tokens: int = 0
-    _names: list[str] | None = None  # of means and maxima, the same for all micro-batches
+    _names: list[str] | None = None  # names of means and maxima, the same for all micro-batches
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:

@@ -1,1 +1,1 @@
-"""One rank of a trainer alone on a phantom GPU: its calls, its memory and its waits. Values mean nothing here."""
+"""Trace of one trainer rank on a phantom GPU: its calls, memory and host synchronisations. Tensor values are meaningless."""

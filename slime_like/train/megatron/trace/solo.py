@@ -88,7 +88,7 @@ def _adapt() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``wrapper``, whose first argument is the original; that of a method follows its object."""
+    """Replace ``owner.name`` by ``wrapper``, whose first argument is the original function or bound method."""
     stock = getattr(owner, name)
     if not isinstance(owner, type):
         setattr(owner, name, functools.partial(wrapper, stock))

@@ -1,4 +1,4 @@
-"""A policy rank with uninitialised weights. Imports megatron, so that ``solo.join`` comes first."""
+"""A policy rank with uninitialised weights. Imports megatron, so import it after ``solo.join``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slime_like.train.megatron.rank.trainer import RankTrainer
 
 
 class UnloadedTrainer(RankTrainer):
-    """A rank that reads config.json alone: no weights, no checkpoints."""
+    """A rank that reads only config.json: no weights, no checkpoints."""
 
     def _load_initial(self) -> None:
         """Keep the weights uninitialised."""
