@@ -134,7 +134,7 @@ main() {
     step "installing $(grep -c '==' "$LOCK") locked packages" install_locked
     [[ $# == 1 ]] || step "installing slime_like" install_package
     [[ $# == 1 || $DEVICE != cpu ]] || step "installing kernels for tests" install_test_kernels
-    step "compiling bytecode" compile_all
+    step "compiling bytecode of all packages (minutes, without output)" compile_all
     [[ $# == 1 || $DEVICE != cpu ]] || step "compiling CPU kernels" compile_kernels
     [[ $# == 1 ]] || printf '%s\n%s\n' "$(identity)" "$(contents)" >"$STAMP"
     say "done: $(seconds_since "$start") s"

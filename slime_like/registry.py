@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slime_like.errors import ConfigError
 from slime_like.util.user_module import user_module
 
-SHORT_NAME = 3  # characters; one different letter makes another name: gpu is not a misspelled cpu
+_WORDS = re.compile("[-_.:/ ]")
+SIMILAR = 0.8  # ratio of matching characters from which a name is a misspelling of another
+SIMILAR_WORD = 0.7  # the same for a single word of more than three letters
+SHORT_WORD = 3  # letters; one different letter makes another word: gpu is not a misspelled cpu
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return the known name that ``name`` probably stands for, or None if none is similar.
+
+    A name is similar if nearly all characters match, or if each word of ``name`` is a word of it: ``n_samples`` is
+    similar to ``n_samples_per_prompt``, but ``port`` is not similar to ``transport``. Of equals, the last is returned: ``qwen4``
+    gives ``qwen3``, not ``qwen2``.
+    """
+    scores = {option: _similarity(name.lstrip("-"), option.lstrip("-")) for option in sorted(names, reverse=True)}
+    best = max(scores, key=lambda option: scores[option], default=None)
+    return best if best is not None and scores[best] > 0 else None
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known name, or all known names if none is close."""
     options = sorted(names)
-    cutoff = 0.6 if len(name) > SHORT_NAME else 0.8
-    close = difflib.get_close_matches(name, options, n=1, cutoff=cutoff)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
+    close = closest(name, options)
+    return f"did you mean {close!r}?" if close is not None else f"known: {', '.join(options)}"
+
+
+def _similarity(name: str, option: str) -> float:
+    """Return a rank above 0 if ``option`` is similar to ``name``, else 0; names with the same letters have the highest."""
+    ratio = difflib.SequenceMatcher(None, option, name).ratio()
+    words, option_words = _WORDS.split(name), _WORDS.split(option)
+    same_words = 2 * len(words) >= len(option_words) and all(
+        any(_is_similar_word(word, other) for other in option_words) for word in words
+    )
+    return ratio + (sorted(name) == sorted(option)) if ratio >= SIMILAR or same_words else 0.0
+
+
+def _is_similar_word(word: str, other: str) -> bool:
+    if word == other or len(word) <= SHORT_WORD:
+        return word == other
+    return difflib.SequenceMatcher(None, other, word).ratio() >= SIMILAR_WORD
 
 
 def is_path(name: str | None) -> bool:
@@ -31,12 +62,25 @@ def metric_part(name: str) -> str:
     return name.rpartition("/")[2] if is_path(name) else name
 
 
-def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False) -> None:
-    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is a path."""
+def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False, table_name: str = "") -> None:
+    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is a path.
+
+    The message says how to use a part of one's own: by its path or, with ``table_name``, by an entry in that table.
+    """
     if name in table or (dotted and is_path(name)):
         return
-    extra = ", or a path such as my_package.my_module:my_function or my_file.py:my_function" if dotted else ""
-    raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}{extra}")
+    raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}{_own_part(name, dotted, table_name)}")
+
+
+def _own_part(name: str, dotted: bool, table_name: str) -> str:
+    if dotted:
+        module, _, function = name.rpartition(".")
+        likely = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}" if module else ""
+        example = likely or "my_package.my_module:my_function or my_file.py:my_function"
+        return f" (your own code: {example}, see docs/extending.md)"
+    if table_name:
+        return f" (your own: add it to {table_name} in slime_like/config/schema/names.py, see docs/extending.md)"
+    return ""
 
 
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:

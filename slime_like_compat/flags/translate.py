@@ -11,7 +11,7 @@ from slime_like.config.rules import foreign
 from slime_like.config.schema.render import render
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.registry import nearest
+from slime_like.registry import closest
 from slime_like.util.reading import parse_strict_json
 from slime_like_compat.flags.combined import NO_VALUE, SEVERAL_VALUES, combine
 from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES, one_of
@@ -162,8 +162,8 @@ def _simple_overrides(flag: str, tokens: _Tokens) -> list[str]:
 
 def nearest_flag(flag: str) -> str:
     """Return a hint for an unknown flag."""
-    hint = nearest(flag, [*known_flags(), *REFUSED])
-    return hint if hint.startswith("did you mean") else "python train.py --help lists flags and keys"
+    close = closest(flag, [*known_flags(), *REFUSED])
+    return f"did you mean {close!r}?" if close else "python train.py --help lists flags and keys"
 
 
 def _foreign_override(flag: str, name: str, root: str, tokens: _Tokens) -> str:
@@ -173,8 +173,8 @@ def _foreign_override(flag: str, name: str, root: str, tokens: _Tokens) -> str:
     key = aliases.get(f"--{name}", name.replace("-", "_"))
     key = SGLANG_RENAMED.get(key, key) if root == "rollout.sglang" else key
     if key not in table:
-        hint = nearest(f"--sglang-{name}", [f"--sglang-{field.replace('_', '-')}" for field in table])
-        hint = hint if hint.startswith("did you mean") else "no field has a similar name"
+        close = closest(name, [field.replace("_", "-") for field in table])
+        hint = f"did you mean '--sglang-{close}'?" if close else "no field has a similar name"
         raise ConfigError(f"{flag} is unknown: {foreign.source(foreign.ROOTS[root])} has no field {key}: {hint}")
     if key in foreign.OWNED[foreign.ROOTS[root]]:
         raise ConfigError(foreign.describe_owner(flag, foreign.OWNED[foreign.ROOTS[root]][key], "the flag"))

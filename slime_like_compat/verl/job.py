@@ -136,7 +136,8 @@ class Job:
         """Return the error that the value of ``key`` is wrong, with its place."""
         setting = self.settings.get(key)
         if setting is None:
-            return ConfigError(f"{key}={VALUES.get(key)!r} (verl's default) {reason}; give {key}=VALUE after the job")
+            default = VALUES.get(key)
+            return ConfigError(f"{key}={default!r} (verl's default) {reason}; add {key}=VALUE to the command line")
         return ConfigError(
             f"{setting.file_line}: {setting.name}={setting.text} {reason}; --drop {setting.name} leaves it out"
         )
@@ -195,7 +196,7 @@ class Job:
     def report_needed(self) -> None:
         """Replace the row of every needed but unknown value with a row that says how to give the value."""
         for setting in [setting for key, setting in self.settings.items() if key in self.needed]:
-            note = f"{setting.problem}; give {setting.name}=VALUE after the job, or --drop={setting.name}"
+            note = f"{setting.problem}; add {setting.name}=VALUE or --drop={setting.name} to the command line"
             row = Row(setting.name, setting.text, setting.file_line, "needed", note=note)
             self.rows = [item for item in self.rows if (item.flag, item.file_line) != (row.flag, row.file_line)] + [row]
 

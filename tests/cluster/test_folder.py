@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.start.folder import claim_folder
+from slime_like.cluster.start.folder import check_folder, claim_folder
 from slime_like.config.load.loader import from_yaml
 from slime_like.errors import ConfigError
 from tests.cluster.run_folder import config
@@ -30,3 +30,17 @@ def test_a_folder_that_cannot_be_written_names_the_key(tmp_path: Path) -> None:
         claim_folder(config(tmp_path), tmp_path / "file" / "x"),
     ):
         pass
+
+
+def test_a_check_leaves_no_folder_behind(tmp_path: Path) -> None:
+    check_folder(config(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    check_folder(config(tmp_path / "run"))
+    assert list(tmp_path.rglob("*")) == [tmp_path / "run"]
+
+
+@pytest.mark.parametrize("run_dir", ["/proc/run", "/proc/self", "/dev/null/run"])
+def test_a_place_without_folders_is_refused(run_dir: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.dir='{run_dir}' cannot be written \(.+\): choose another folder"):
+        check_folder(config(Path(run_dir)))

@@ -51,6 +51,16 @@ def test_an_error_of_prepare_names_the_key_and_the_line(tmp_path: Path, monkeypa
         load_prepared(argv)
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "calls.py").write_text("def make(cfg):\n    raise AssertionError('called')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=calls:make"]
+    with pytest.raises(ConfigError, match=r"run\.dir='/proc/run' cannot be written"):
+        load_prepared([*argv, "run.dir=/proc/run"])
+
+
 # recipe and keys, words of the message
 REFUSED = {
     "KV heads": ("quickstart rollout.tp=2 rollout.dcp=2", "rollout.dcp=2 for the model in", "the model has 2"),

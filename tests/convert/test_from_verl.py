@@ -132,7 +132,7 @@ def test_unknown_command_outputs_are_listed_in_one_error(tmp_path: Path) -> None
     for key in (f"{A}.optim.lr", f"{R}.n", "data.train_batch_size"):
         assert (
             f"  {key} ?: needed; is the output of $(" in conversion.problem
-            and f"give {key}=VALUE after the job" in conversion.problem
+            and f"add {key}=VALUE or --drop={key} to the command line" in conversion.problem
         )
     assert f"{A}.ppo_epochs 2: refused" in conversion.problem and "project_name" not in conversion.problem
     overrides = ("data.train_batch_size=64", f"{R}.n=4", f"{A}.optim.lr=1e-6", f"{A}.ppo_epochs=1")

@@ -6,7 +6,7 @@ import pytest
 
 from slime_like.config.schema import names
 from slime_like.errors import ConfigError
-from slime_like.registry import check, metric_part, nearest, resolve
+from slime_like.registry import check, closest, metric_part, nearest, resolve
 
 TABLE = {"grpo": "slime_like.algo.advantage:grpo"}
 
@@ -42,6 +42,42 @@ def test_a_metric_names_a_file_without_its_folder(name: str, part: str) -> None:
 
 def test_a_distant_name_lists_the_known_names() -> None:
     assert nearest("zzz", ["alpha", "beta"]) == "known: alpha, beta"
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("temprature", "temperature"),
+        ("n_samples", "n_samples_per_prompt"),
+        ("max_response_length", "max_response_len"),
+        ("--num-rollouts", "--num-rollout"),
+        ("gpro", "grpo"),  # as many letters in common with gspo
+        ("port", None),
+        ("--fancy-flag", None),
+        ("--print-config", None),
+        ("max", None),
+    ],
+)
+def test_only_a_similar_name_is_suggested(name: str, close: str | None) -> None:
+    options = [
+        "temperature",
+        "n_samples_per_prompt",
+        "max_response_len",
+        "transport",
+        "gspo",
+        "grpo",
+        "--num-rollout",
+        "--balance-by-flops",
+        "--sglang-config",
+    ]
+    assert closest(name, options) == close
+
+
+def test_a_table_without_paths_names_itself() -> None:
+    with pytest.raises(
+        ConfigError, match=r"\(your own: add it to FAMILIES in slime_like/config/schema/names.py, see docs"
+    ):
+        check("model.family", "mine", TABLE, table_name="FAMILIES")
 
 
 def test_another_short_name_is_not_a_misspelling() -> None:

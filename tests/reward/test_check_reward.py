@@ -34,7 +34,9 @@ def test_every_name_takes_the_prefix(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("maths", r"reward.name='maths' is unknown: did you mean 'math'\?, or a path such as"),
+        ("maths", r"reward.name='maths' is unknown: did you mean 'math'\? \(your own code: my_package"),
+        ("my_module.score", r"reward.name='my_module.score' is unknown: .*\(your own code: my_module:score, see docs"),
+        ("my_file.py", r"reward.name='my_file.py' is unknown: .*\(your own code: my_file.py:FUNCTION, see docs"),
         ("boxed_maths", r"reward.name='boxed_maths' is unknown: did you mean 'boxed_math'\?"),
         ("no.such.module:f", r"reward.name='no.such.module:f': cannot import 'no.such.module'"),
         (f"{USERS}:lenght", r"has no 'lenght'; did you mean 'length'\?"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slime_like.checkpoint.files import replacing
@@ -15,23 +16,35 @@ from slime_like.util.private import open_lock, owned_by_another_user
 from slime_like.util.reading import reason
 
 
+def check_folder(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if ``run.dir`` cannot be created and written; leave no folder behind."""
+    run_dir = Path(cfg.run.dir).resolve()
+    _check_owner(cfg, run_dir)
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise _unwritable(cfg, error) from error
+    finally:
+        with suppress(OSError):  # another run has created it, or written into it
+            for folder in missing:
+                folder.rmdir()
+
+
 @contextmanager
 def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
     """Lock ``run_dir`` for this run; the kernel releases the lock when the process ends.
 
     Raises ``ConfigError`` if it cannot be written or is locked by a live run.
     """
-    unresolved = Path(cfg.run.dir).absolute()  # a link in the path may belong to another user
-    if part := owned_by_another_user(unresolved) or owned_by_another_user(run_dir):
-        raise ConfigError(
-            f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder that others can write to: choose another "
-            f"run.dir"
-        )
+    _check_owner(cfg, run_dir)
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         lock = open_lock(run_dir / ".lock")
     except OSError as error:
-        raise ConfigError(f"run.dir={cfg.run.dir!r} cannot be written ({error}): choose another folder") from error
+        raise _unwritable(cfg, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,3 +58,16 @@ def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
         except OSError as error:
             raise ConfigError(f"{run_dir / 'config.yaml'} cannot be written ({reason(error)}): move it away") from error
         yield
+
+
+def _check_owner(cfg: TrainConfig, run_dir: Path) -> None:
+    unresolved = Path(cfg.run.dir).absolute()  # a link in the path may belong to another user
+    if part := owned_by_another_user(unresolved) or owned_by_another_user(run_dir):
+        raise ConfigError(
+            f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder that others can write to: choose another "
+            f"run.dir"
+        )
+
+
+def _unwritable(cfg: TrainConfig, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir={cfg.run.dir!r} cannot be written ({error}): choose another folder")

@@ -9,6 +9,7 @@ from slime_like.cluster.plan.device import resolve_device
 from slime_like.cluster.plan.machine import probe_machine
 from slime_like.cluster.plan.shapes import PREPARED, model_config
 from slime_like.cluster.plan.types import PlanDecisions
+from slime_like.cluster.start.folder import check_folder
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_files, check_model
 from slime_like.config.rules.user_functions import check_function
@@ -19,8 +20,12 @@ from slime_like.util.user_code import name_user_errors
 
 
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
-    """Load a config, calling ``run.prepare`` before files are checked. Raises ``UserCodeError`` if that raises."""
+    """Load a config, calling ``run.prepare`` after ``run.dir`` and before files are checked.
+
+    Raises ``UserCodeError`` if ``run.prepare`` raises.
+    """
     cfg = load_config(argv, files=False)
+    check_folder(cfg)
     if cfg.run.prepare is not None:
         check_function("run.prepare", cfg.run.prepare, {})
         _check_unwritten(cfg)

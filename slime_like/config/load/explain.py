@@ -57,5 +57,5 @@ def _unknown_option(group: str, name: str, text: str) -> ConfigError:
     options = [line.strip() for line in re.findall(r"^\s+([\w-]+)$", text, re.MULTILINE)]
     flag = "+recipe" if group == "recipe" else group
     hint = nearest(name, options) if options else f"there is no file in configs/{group}"
-    place = "table ALGORITHMS" if group == "algo" else f"files of configs/{group}"
+    place = "table ALGORITHMS of slime_like/config/schema/names.py" if group == "algo" else f"files of configs/{group}"
     return ConfigError(f"{flag}={name} is unknown: {hint} ({place})")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from slime_like.errors import ConfigError
-from slime_like.registry import nearest
+from slime_like.registry import closest
 
 FOLDER = Path(__file__).parent / "upstream"
 SGLANG = "sglang_server_args"
@@ -144,8 +144,8 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         dotted = f"{root}.{key}={value!r}"
         if key not in fields or key.startswith("_"):
-            hint = nearest(key, fields) if len(key) > 2 else "see its documentation"
-            hint = hint if hint.startswith("did you mean") else "no field has a similar name"
+            close = closest(key, fields)
+            hint = f"did you mean {close!r}?" if close else "no field has a similar name"
             raise ConfigError(f"{dotted}: {source(name)} has no such field: {hint}")
         if key in OWNED[name]:
             raise ConfigError(describe_owner(dotted, OWNED[name][key], "this key"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from slime_like.config.rules.user_functions import check_bound, check_function
 from slime_like.config.schema import names
@@ -17,8 +17,8 @@ type NameEntry = tuple[str, str, dict[str, str]]  # key, name, table
 
 def check_names(cfg: TrainConfig, *, code: bool) -> None:
     """Raise ``ConfigError`` on a name that is not in its table and, with ``code``, on a path that cannot be called."""
-    for key, name, table in _closed_names(cfg):
-        check(key, name, table)
+    for key, name, table_name in _closed_names(cfg):
+        check(key, name, getattr(names, table_name), table_name=table_name)
     check_reward_name("reward.name", cfg.reward.name, dotted=True)
     for key, name, table in _open_names(cfg):
         check(key, name, table, dotted=True)
@@ -35,15 +35,15 @@ def check_names(cfg: TrainConfig, *, code: bool) -> None:
         )
 
 
-def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, Mapping[str, object]]]:
-    """Yield key, name and table of the model's components, which must be table entries."""
-    for key, name, table in (
-        ("model.family", cfg.model.family, names.FAMILIES),
-        ("model.attention", cfg.model.attention, names.ATTENTIONS),
-        ("model.gdn.backend", cfg.model.gdn.backend, names.GDN_BACKENDS),
+def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield key, name and the table's name of the model's components, which must be table entries."""
+    for key, name, table_name in (
+        ("model.family", cfg.model.family, "FAMILIES"),
+        ("model.attention", cfg.model.attention, "ATTENTIONS"),
+        ("model.gdn.backend", cfg.model.gdn.backend, "GDN_BACKENDS"),
     ):
         if name != "auto":
-            yield key, name, table
+            yield key, name, table_name
 
 
 def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from slime_like.errors import ConfigError
-from slime_like.registry import nearest
+from slime_like.registry import closest
 
 
 class Kind(StrEnum):
@@ -136,7 +136,7 @@ def canonical(key: str, name: str) -> Op:
     """Return the op called ``name``. Raises ``ConfigError`` naming ``key`` and all ops if there is none."""
     ops_by_name = aliases()
     if name not in ops_by_name:
-        hint = nearest(name, ops_by_name)
-        near = f": {hint}" if hint.startswith("did you mean") else ""
-        raise ConfigError(f"{key}: there is no op {name!r}{near}. The ops are {', '.join(op.name for op in OPS)}")
+        close = closest(name, ops_by_name)
+        near = f": did you mean {close!r}?" if close else "."
+        raise ConfigError(f"{key}: there is no op {name!r}{near} The ops are {', '.join(op.name for op in OPS)}")
     return ops_by_name[name]

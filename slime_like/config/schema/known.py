@@ -12,10 +12,12 @@ from slime_like.config.schema import names
 from slime_like.config.schema.base import MISSING, keys
 from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.root import TrainConfig
-from slime_like.registry import nearest, resolve
+from slime_like.registry import closest, resolve
 
 ALGORITHMS: dict[str, type[AlgoConfig]] = {name: resolve("algo", name, names.ALGORITHMS) for name in names.ALGORITHMS}
 """``algo=<name>`` -> schema, the default first."""
+
+MAX_SUGGESTIONS = 2  # keys of other groups with the same last word; more would be a guess
 
 TYPE_WORDS = {
     "int": "a whole number",
@@ -119,18 +121,36 @@ def unknown(key: str, algo: str | None) -> str:
 
 
 def _nearest(key: str, candidates: Iterable[str]) -> str:
-    """Return a hint that names the nearest known key, by last word, in its group or in any; else the group's keys."""
+    """Return a hint: a similar or equally named key, else the keys of the group of ``key``, else all groups."""
     group, _, last = key.rpartition(".")
     options = list(candidates)
-    last_words = {k.rpartition(".")[2]: k for k in options if group and k.startswith(f"{group}.")}
-    hint = nearest(last, last_words) if last_words else ""
-    if hint.startswith("did you mean"):
-        return f"did you mean {last_words[hint.split("'")[1]]!r}?"
-    if same_word := [k for k in options if k.rpartition(".")[2] == last]:
+    in_group = [k for k in options if group and k.startswith(f"{group}.")]
+    in_group.sort(key=lambda k: -k.count("."))  # of keys with the same last word, the one that is not in a subgroup
+    last_words = {k.rpartition(".")[2]: k for k in in_group}
+    if close := closest(last, last_words):
+        return f"did you mean {last_words[close]!r}?"
+    same_word = [k for k in options if k.rpartition(".")[2] == last]
+    if 0 < len(same_word) <= MAX_SUGGESTIONS:
         return f"did you mean {' or '.join(repr(k) for k in same_word)}?"
-    if last_words:
-        return f"{group} has {', '.join(last_words)}"
-    hint = nearest(key, options)
-    return (
-        hint if hint.startswith("did you mean") else f"the groups are {', '.join(f.name for f in fields(TrainConfig))}"
-    )
+    if in_group:
+        return _keys_of(group, options) + _group_of(last)
+    if close := closest(key, options):
+        return f"did you mean {close!r}?"
+    return f"the groups are {', '.join(_groups())}; python train.py --help GROUP lists the keys of one"
+
+
+def _keys_of(group: str, options: Iterable[str]) -> str:
+    """Return the keys and subgroups of ``group``, and where their descriptions are."""
+    names_in_group = [k.removeprefix(f"{group}.").partition(".") for k in options if k.startswith(f"{group}.")]
+    children = dict.fromkeys(f"{name}.*" if rest else name for name, _, rest in names_in_group)
+    return f"{group} has {', '.join(children)} (python train.py --help {group.partition('.')[0]} describes them)"
+
+
+def _group_of(word: str) -> str:
+    """Return a hint at a group whose name begins with ``word``, such as evaluation for eval."""
+    name = next((name for name in _groups() if len(word) > 2 and name.startswith(word)), None)
+    return f"; there is also a group {name}" if name else ""
+
+
+def _groups() -> list[str]:
+    return [item.name for item in fields(TrainConfig)]
