@@ -189,6 +189,19 @@ def test_gathers_end_before_memory_is_released(monkeypatch: pytest.MonkeyPatch) 
     assert events == ["drain", "release"]
 
 
+def test_a_gather_in_flight_ends_before_an_update_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a forward, prefetches of the next one are in flight; the update empties the slots, which hold old weights."""
+    hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
+    layouts = [layer_layout([Matrix((16 * (1 + index),), (1,), torch.float32)], 1) for index in range(3)]
+    clock = RecordedGather([layout.num_bytes for layout in layouts])
+    pipeline = GatherPipeline(layouts, SLOTS, clock)  # pyright: ignore[reportArgumentType]
+    pipeline.begin()
+    monkeypatch.setattr(hooks, "_models", [SimpleNamespace(pipeline=pipeline)])
+    assert hooks.open_update(lambda updater: clock.events.append("update") or "begun", None) == "begun"
+    assert clock.events == ["meet", "start 0", "start 1", "wait 0", "wait 1", "meet", "update"]
+    assert [slot.layer for slot in pipeline.slots] == [None, None]
+
+
 class RecordedGather:
     """A gather of one rank that records when it starts and when it is waited for."""
 
