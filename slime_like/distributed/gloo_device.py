@@ -29,15 +29,16 @@ def share_gloo_device() -> None:
 
 
 def create_on_shared_device(request: Any, options: Any) -> Any:
-    """Return a gloo backend on the device of the first backend with the same network interface."""
+    """Return a gloo backend on the devices of ``options``, else on that of the first backend with the same network interface."""
     interface = os.environ.get(INTERFACE, "")
-    if interface not in _devices:
+    own_devices: list[Any] | None = getattr(options, "_devices", None)
+    if not own_devices and interface not in _devices:
         backend: Any = c10d._create_gloo_process_group(request, options)
         _devices[interface] = backend.options._devices
         return backend
     gloo: Any = ProcessGroupGloo
     shared = gloo._Options()
-    shared._devices = _devices[interface]
+    shared._devices = own_devices or _devices[interface]
     shared._threads = 2 * len(shared._devices)  # as torch sets it
     shared._timeout = request.timeout
     shared.enable_reconfigure = request.enable_reconfigure

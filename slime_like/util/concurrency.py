@@ -1,10 +1,12 @@
-"""Concurrent coroutines; the first failure cancels the others."""
+"""Concurrent coroutines, of which the first failure cancels the others, and threads for blocking calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
 
 
 def is_task_cancelled() -> bool:
@@ -36,3 +38,33 @@ async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_in_thread[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return the result of a blocking call in a thread of its own.
+
+    After a cancellation the thread continues, and its result is dropped. Unlike a thread of ``asyncio.to_thread``, it takes no
+    place in a pool, and the process does not wait for it at its exit.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[R] = loop.create_future()
+
+    def end(result: R | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("R", result))
+
+    def run() -> None:
+        result, raised = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 (fault boundary: the caller of run_in_thread gets every error)
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end, result, raised)
+
+    threading.Thread(target=run, name=getattr(function, "__name__", "blocking call"), daemon=True).start()
+    return await future

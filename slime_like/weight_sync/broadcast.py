@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slime_like.config.schema.resolved import TransportSpec
+from slime_like.distributed.gloo_connections import GlooConnections
 from slime_like.distributed.rendezvous import join_store, keep_to_interface
 from slime_like.distributed.wrapper import install
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.util.concurrency import run_in_thread
 from slime_like.util.deadline import scale
 from slime_like.util.ports import RendezvousAddress, open_rendezvous
 from slime_like.weight_sync.manifest import meta_of
@@ -39,10 +41,12 @@ class BroadcastSender:
         self._host = host
         self._store: dist.Store | None = None  # rendezvous of the group; must outlive the group
         self._group: dist.ProcessGroup | None = None
+        self._connections: GlooConnections | None = None  # of a group over gloo
         self._timeout = datetime.timedelta(
             seconds=transport.deadline_s * scale()
         )  # for the store and for each broadcast
-        self._pending: set[asyncio.Task[None]] = set()  # unfinished calls of a bucket that failed on one engine
+        self._members = list(receivers)  # engines of the group that are not known to be lost
+        self._pending: set[asyncio.Task[None]] = set()  # unfinished requests of a bucket that failed on one engine
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
@@ -66,12 +70,18 @@ class BroadcastSender:
         requests = [
             asyncio.create_task(receiver.update_from_broadcast(metas, self._name)) for receiver in self._receivers
         ]
-        broadcast = asyncio.create_task(asyncio.to_thread(_broadcast, group, bucket))
-        done, self._pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
+        broadcast = asyncio.create_task(run_in_thread(_broadcast, group, bucket))
+        done, pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
+        self._members = [
+            receiver for receiver, request in zip(self._receivers, requests, strict=True) if not _is_lost(request)
+        ]
+        self._pending = pending - {broadcast}
+        # The thread of a broadcast may wait for a lost engine until the timeout of the group: no call ends a send of gloo.
+        broadcast.cancel()
         # Raise an engine's own error rather than the error of the connection that it broke.
         for task in sorted(done, key=lambda task: task is broadcast):
             task.result()
-        assert not self._pending, "asyncio.wait returned before all tasks were done, but no task raised"
+        assert not pending, "asyncio.wait returned before all tasks were done, but no task raised"
         return metas
 
     async def _join(self) -> dist.ProcessGroup:
@@ -95,7 +105,7 @@ class BroadcastSender:
             )
             for receiver, offset in zip(self._receivers, offsets, strict=True)
         ]
-        group_task = asyncio.create_task(asyncio.to_thread(self._make_group, address, world))
+        group_task = asyncio.create_task(run_in_thread(self._make_group, address, world))
         tasks: list[asyncio.Task[Any]] = [*joins, group_task]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -116,6 +126,8 @@ class BroadcastSender:
                 while self._store is not None and self._store.num_keys() < self._expected_keys(joins):
                     await asyncio.sleep(POLL_S)
         self._store = None
+        if self._connections is not None:
+            self._connections.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S * scale()):
                 await asyncio.gather(*joins, group_task, return_exceptions=True)
@@ -133,8 +145,10 @@ class BroadcastSender:
         # A separate client: with the server's store object, this thread would keep the server alive.
         store: Any = join_store(address, world, is_master=False, timeout=self._timeout)
         helper: Any = distributed_c10d._new_process_group_helper
-        prefixed = dist.PrefixStore(self._name, store)
-        group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=self._timeout)
+        prefixed, backend = dist.PrefixStore(self._name, store), self._transport.backend
+        self._connections = GlooConnections() if backend == "gloo" else None
+        options = None if self._connections is None else self._connections.options
+        group, _ = helper(world, 0, [], backend, prefixed, self._name, options, self._timeout)
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         install.label_group(self._name, "weights")
         return group
@@ -142,17 +156,31 @@ class BroadcastSender:
     async def close(self) -> None:
         """Leave the group, so that the engines can join another one, and close the connections.
 
-        This rank leaves first, which releases an engine that waits in an unfinished broadcast.
+        This rank leaves first, which releases engines that wait in an unfinished broadcast.
         """
         if self._group is not None:
             group, self._group, self._store = self._group, None, None
-            await asyncio.to_thread(dist.destroy_process_group, group)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S * scale()):
+                    if self._pending:
+                        await run_in_thread(self._abort, group)
+                    await run_in_thread(dist.destroy_process_group, group)
                     await asyncio.gather(*self._pending, return_exceptions=True)
-                    leave = (receiver.destroy_broadcast_group(self._name) for receiver in self._receivers)
+                    leave = (receiver.destroy_broadcast_group(self._name) for receiver in self._members)
                     await asyncio.gather(*leave, return_exceptions=True)
         await asyncio.gather(*(receiver.close() for receiver in self._receivers))
+
+    def _abort(self, group: dist.ProcessGroup) -> None:
+        """Let the ops of the group fail that wait for an engine."""
+        if self._connections is not None:
+            self._connections.close()
+        else:
+            group.abort()
+
+
+def _is_lost(request: asyncio.Task[None]) -> bool:
+    """Return True if the request has failed because its engine is lost."""
+    return request.done() and isinstance(request.exception(), EngineLost)
 
 
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:

@@ -21,6 +21,7 @@ from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine import server
+from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.util.deadline import scale
 
@@ -39,6 +40,11 @@ if listens:
     print("was asked", flush=True)
 sys.stdin.read()
 """
+
+
+def connect(address: EngineAddress) -> EngineClient:
+    """Return a client of the engine."""
+    return EngineClient(address.url, admin_key=address.admin_key, name=address.name)
 
 
 class Handle:
@@ -94,7 +100,7 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
     async def lost() -> EngineError:
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)
         handle = Handle(actor, listens)
-        supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S), None)
+        supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S), connect)
         pool = EnginePool([supervisor], HealthConfig(max_restarts=2), receives_pushes=True)
         pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0: connection broke"))
         with pytest.raises(EngineError) as error_info:

@@ -17,6 +17,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import EngineAddress
+from slime_like.rollout.engine.client import EngineClient
 
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 3, "/run/logs/engine_0.log", 60.0)
 
@@ -93,6 +94,11 @@ class LostActor:
         return self._answer()
 
 
+def connect(address: EngineAddress) -> EngineClient:
+    """Return a client of the engine."""
+    return EngineClient(address.url, admin_key=address.admin_key, name=address.name)
+
+
 def test_an_engine_of_a_lost_node_gets_another_actor() -> None:
     address = EngineAddress("engine 0", "http://10.0.0.2:1", "key", 1)
     lost: Any = LostActor(lost=True)
@@ -105,7 +111,7 @@ def test_an_engine_of_a_lost_node_gets_another_actor() -> None:
         await client.close()
         return f"{client.url}: {ended}"
 
-    supervisor = RayEngineSupervisor(lost, address, RolloutConfig(), None, start)
+    supervisor = RayEngineSupervisor(lost, address, RolloutConfig(), connect, start)
     assert asyncio.run(restart(supervisor)) == "http://10.0.0.3:1: was lost with its node"
     with pytest.raises(EngineError, match=r"the actor of engine 0 died: .*the node is dead"):
-        asyncio.run(restart(RayEngineSupervisor(lost, address, RolloutConfig(), None)))
+        asyncio.run(restart(RayEngineSupervisor(lost, address, RolloutConfig(), connect)))

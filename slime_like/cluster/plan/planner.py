@@ -237,7 +237,8 @@ def _transport(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> Trans
         kind = next(iter(COLOCATED_TRANSPORTS if cfg.placement.mode == "colocated" else SPLIT_TRANSPORTS))
         decisions.add("weights.transport", kind, f"placement.mode is {cfg.placement.mode}")
     backend = "nccl" if device == "cuda" else "gloo"
-    return TransportSpec(kind, backend, int(cfg.weights.bucket_mb * 2**20), cfg.weights.push_deadline_s)
+    max_bytes = int(cfg.weights.bucket_mb * 2**20)
+    return TransportSpec(kind, backend, max_bytes, cfg.weights.push_deadline_s, cfg.health.timeout_s)
 
 
 def _threads(

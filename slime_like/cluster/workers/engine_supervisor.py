@@ -31,8 +31,11 @@ class _ActorLost(EngineError):
 class RayEngineFactory:
     """Starter of engines during a run: implements ``EngineFactory`` over Ray."""
 
-    def __init__(self, starter: EngineStarter, config: RolloutConfig, routing: RoutingShape | None) -> None:
-        self._starter, self._config, self._routing = starter, config, routing
+    def __init__(
+        self, starter: EngineStarter, config: RolloutConfig, routing: RoutingShape | None, peer_timeout_s: float
+    ) -> None:
+        """``routing`` and ``peer_timeout_s`` are those of ``EngineClient``."""
+        self._starter, self._config, self._routing, self._peer_timeout_s = starter, config, routing, peer_timeout_s
 
     async def create(self, index: int) -> RayEngineSupervisor:
         """Start an engine on a live node; return its supervisor once it responds."""
@@ -44,7 +47,19 @@ class RayEngineFactory:
     def supervisor(self, index: int, actor: ActorHandle[EngineActor], address: EngineAddress) -> RayEngineSupervisor:
         """Return the supervisor of an engine that responds."""
         start = partial(self._starter.start, index)
-        return RayEngineSupervisor(actor, address, self._config, self._routing, start)
+        return RayEngineSupervisor(actor, address, self._config, self._connect, start)
+
+    def _connect(self, address: EngineAddress) -> EngineClient:
+        """Return a client of an engine that responds."""
+        return EngineClient(
+            address.url,
+            admin_key=address.admin_key,
+            name=address.name,
+            tp=address.tp,
+            deadline_s=self._config.request_deadline_s,
+            peer_timeout_s=self._peer_timeout_s,
+            routing=self._routing,
+        )
 
     async def end(self, index: int) -> None:
         """Stop an engine, also one that is still starting."""
@@ -59,19 +74,19 @@ class RayEngineSupervisor:
         actor: ActorHandle[EngineActor],
         address: EngineAddress,
         config: RolloutConfig,
-        routing: RoutingShape | None,
+        connect: Callable[[EngineAddress], EngineClient],
         start: Callable[[], Awaitable[ActorHandle[EngineActor]]] | None = None,
     ) -> None:
-        """``routing`` is the shape of the routed experts that the engine returns; None if it returns none.
+        """``connect`` returns a client of the engine at an address.
 
         ``start`` starts another actor for the engine, on a live node; None if a lost node cannot be replaced.
         """
         self._start = start
         self._actor = actor
         self._config = config
-        self._routing = routing
+        self._connect = connect
         self.address = address
-        self.client = self._connect()
+        self.client = connect(address)
 
     async def restart(self) -> tuple[EngineClient, str]:
         """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended.
@@ -86,23 +101,12 @@ class RayEngineSupervisor:
                 raise
             self._actor = await self._start()
             self.address, exit_summary = await self._ask(EngineActor.ready, deadline), "was lost with its node"
-        self.client = self._connect()
+        self.client = self._connect(self.address)
         return self.client, exit_summary
 
     async def stopped_pids(self) -> tuple[int, ...]:
         """Return the ids of the server's processes that are stopped, as by SIGSTOP."""
         return await self._ask(EngineActor.stopped_pids, Deadline("rollout manager", "health", ANSWER_S))
-
-    def _connect(self) -> EngineClient:
-        e = self.address
-        return EngineClient(
-            e.url,
-            admin_key=e.admin_key,
-            name=e.name,
-            tp=e.tp,
-            deadline_s=self._config.request_deadline_s,
-            routing=self._routing,
-        )
 
     async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:
         return await ask(self._actor, f"the actor of {self.address.name}", method, deadline)

@@ -46,7 +46,7 @@ class RolloutActor(RolloutManager):
         actors = {index: actor for index, (actor, _) in enumerate(engines)}
         hosts = {index: str(urlsplit(address.url).hostname) for index, (_, address) in enumerate(engines)}
         self._starter = EngineStarter(template, actors, hosts)
-        factory = RayEngineFactory(self._starter, spec.rollout, spec.routing)
+        factory = RayEngineFactory(self._starter, spec.rollout, spec.routing, spec.health.timeout_s)
         supervisors = [factory.supervisor(index, *engine) for index, engine in enumerate(engines)]
         super().__init__(spec, source, heldout, supervisors, factory)
 

@@ -215,7 +215,14 @@ class RankSender:
         from slime_like.rollout.engine.client import EngineClient
 
         clients = [
-            EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=transport.deadline_s)
+            EngineClient(
+                e.url,
+                admin_key=e.admin_key,
+                name=e.name,
+                tp=e.tp,
+                deadline_s=transport.deadline_s,
+                peer_timeout_s=transport.peer_timeout_s,
+            )
             for e in engines
         ]
         self._num_groups += 1

@@ -142,3 +142,4 @@ class TransportSpec:
     backend: str  # backend of a broadcast group: gloo | nccl
     max_bytes: int  # maximum bucket size
     deadline_s: float
+    peer_timeout_s: float = 30.0  # after which an engine is lost whose machine acknowledges nothing

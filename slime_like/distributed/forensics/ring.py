@@ -32,6 +32,7 @@ RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequen
 REBUILDS, FREE, HELD, TOTAL, QUERIED = 5, 6, 7, 8, 9  # words of the head
 ENDED, FAILED = 2, -1  # position of the end time in a record; its value if the op failed
 OP_BITS, PHASE_BITS = 8, 8
+GROUP_SHIFT = OP_BITS + PHASE_BITS  # a code has the group's number above op and phase
 CODES = {op.name: number for number, op in enumerate(OPS)}
 
 
@@ -142,6 +143,18 @@ class Ring:
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(text)
         scratch.rename(self.path.with_suffix(".json"))
+
+    def fail_in_flight(self, group: int) -> None:
+        """Record the ops of group ``group`` that have not ended as failed."""
+        width = RECORD.size // 8
+        first = self.first_word(0)
+        for start in range(first, first + self.slots * width, width):
+            if (
+                self.words[start + 1]
+                and not self.words[start + ENDED]
+                and self.words[start + 4] >> GROUP_SHIFT == group
+            ):
+                self.words[start + ENDED] = FAILED
 
     def record_rebuild(self, number: int) -> None:
         """Record that this rank starts the ``number``-th rebuild of its communicators."""

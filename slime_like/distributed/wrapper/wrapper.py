@@ -26,7 +26,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.schema.collectives import GROUP_LABELS, OPS, Kind, Op
 from slime_like.config.schema.guard_policy import GuardSpec
-from slime_like.distributed.forensics.ring import CODES, ENDED, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
+from slime_like.distributed.forensics.ring import (
+    CODES,
+    ENDED,
+    FAILED,
+    GROUP_SHIFT,
+    OP_BITS,
+    PHASE_BITS,
+    GroupInfo,
+    Ring,
+)
 from slime_like.distributed.guard.counters import Counter, GroupRecord, counter_type, sequence_counter
 from slime_like.distributed.guard.memory_guard import Guard
 from slime_like.distributed.wrapper import op_wrappers, reload
@@ -146,7 +155,7 @@ class Wrapper:
                 f"{op.name} in group {record.info.label}, phase {self.phase_name}: its communicators are released "
                 "(guard.release=true); issue this op in a phase of slime_like.distributed.wrapper.install.phase"
             )
-        code = CODES[op.name] | self.phase | record.info.number << (OP_BITS + PHASE_BITS)
+        code = CODES[op.name] | self.phase | record.info.number << GROUP_SHIFT
         counter = self.counter_class(op, record, self.spec.policy(op.name, record.info.label), code)
         counter.target = reload.target(group)
         self.guard.add_counter(counter)
@@ -173,8 +182,12 @@ class Wrapper:
         return GroupInfo(self.ring.num_groups, name, label, order, foreign=name in self.labels)
 
     def drop_group(self, group: Any) -> None:
-        """Drop the counters of a destroyed group. Counts since the last drain are lost."""
-        self.groups.pop(group, None)
+        """Drop the counters of a destroyed group. Counts since the last drain are lost.
+
+        Its ops in flight count as failed: gloo may not end them, and the watchdog would end this process.
+        """
+        if (record := self.groups.pop(group, None)) is not None:
+            self.ring.fail_in_flight(record.info.number)
         reload.drop_destroyed_groups()
         for key in [key for key in self.released_counters if key[1] is group]:
             self.guard.remove_counter(self.released_counters.pop(key))

@@ -21,6 +21,7 @@ UPDATE_SELECTOR = {"selector": "target"}
 # Fields that ask for base64 columns instead of lists. Without the plugin ``rollout_sampling`` they have no effect, as SGLang reads
 # them for top log-probabilities only.
 COLUMNS = {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+PEER_TIMEOUT_S = 30.0  # the default of health.timeout_s
 
 
 class EngineClient:
@@ -38,15 +39,18 @@ class EngineClient:
         name: str = "engine",
         tp: int = 1,
         deadline_s: float = 600.0,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
         routing: RoutingShape | None = None,
     ) -> None:
-        """``routing`` is the shape of the routed experts that the engine returns; None if it returns none."""
+        """``peer_timeout_s``: see ``EngineConnection``. ``routing`` is the shape of the routed experts that the engine returns;
+        None if it returns none.
+        """
         self.name = name
         self.address = EngineAddress(name, url, admin_key, tp)
         self.num_aborts = 0  # calls of ``abort_all``
         self._aborting = 0  # calls in progress
         self._routing = routing
-        self._connection = EngineConnection(self.address, deadline_s)
+        self._connection = EngineConnection(self.address, deadline_s, peer_timeout_s)
 
     @property
     def tp(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +12,21 @@ import orjson
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.replies import error_text
-from slime_like.util.deadline import Deadline
+from slime_like.util.deadline import Deadline, scale
 
+NUM_PROBES = 3  # within ``peer_timeout_s``, on a connection on which nothing is sent
 KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
 
 
 class EngineConnection:
-    """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply."""
+    """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply.
 
-    def __init__(self, address: EngineAddress, deadline_s: float) -> None:
-        self._address, self._deadline_s = address, deadline_s
+    A node that loses power or its cable sends nothing that would end a request. The kernel therefore ends a connection whose
+    peer has acknowledged nothing for ``peer_timeout_s``; that of a process that is stopped or busy acknowledges.
+    """
+
+    def __init__(self, address: EngineAddress, deadline_s: float, peer_timeout_s: float) -> None:
+        self._address, self._deadline_s, self._peer_timeout_s = address, deadline_s, peer_timeout_s
         self._headers = {"Authorization": f"Bearer {address.admin_key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
 
@@ -68,6 +74,18 @@ class EngineConnection:
     def _pool(self) -> aiohttp.ClientSession:
         """Connection pool, created in the event loop that uses it. Unlimited, since a waiting request would delay its group."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=self._open_socket)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
+
+    def _open_socket(self, address: tuple[Any, ...]) -> socket.socket:
+        """Return a socket that fails once its peer has acknowledged neither data nor probes for ``peer_timeout_s``."""
+        family, kind, protocol, *_ = address
+        seconds = self._peer_timeout_s * scale()
+        opened = socket.socket(family, kind, protocol)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            opened.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / NUM_PROBES)))
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        return opened

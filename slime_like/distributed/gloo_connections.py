@@ -1,0 +1,66 @@
+"""Gloo devices of one process group, whose connections can be closed while an op waits.
+
+gloo has no abort: an op waits until the timeout of its group, and ``destroy_process_group`` waits for the op. Nothing breaks the
+connections to a machine that lost power, so the owner of the group closes them.
+"""
+
+# torch has no public options of gloo.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+from slime_like.distributed.gloo_device import INTERFACE
+
+FDS = Path("/proc/self/fd")
+FD_INFO = Path("/proc/self/fdinfo")
+TARGET = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)\b", re.MULTILINE)  # a descriptor in an epoll instance
+
+
+class GlooConnections:
+    """Own devices of one group. Each has an epoll instance, which contains the group's connections and nothing else.
+
+    torch and gloo do not give access to the connections. Remove when ``ProcessGroupGloo.abort`` ends pending ops.
+    """
+
+    def __init__(self) -> None:
+        before = _epoll_instances()
+        gloo: Any = ProcessGroupGloo
+        interfaces = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+        self.options: Any = gloo._Options()  # for the creation of the group
+        self.options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
+            gloo.create_default_device()
+        ]
+        self._epolls = _epoll_instances() - before
+
+    def close(self) -> None:
+        """Close the connections. Pending ops of this rank fail at once, and so do those of peers that wait for this rank."""
+        for epoll in self._epolls & _epoll_instances():
+            for fd, inode in TARGET.findall((FD_INFO / str(epoll)).read_text()):
+                with contextlib.suppress(OSError):  # gloo closed it meanwhile, or it is the listener
+                    _shut_down(int(fd), int(inode, 16))
+
+
+def _epoll_instances() -> set[int]:
+    """Return the descriptors of this process that are epoll instances."""
+    instances: set[int] = set()
+    for path in FDS.iterdir():
+        with contextlib.suppress(OSError):
+            if path.readlink().name == "anon_inode:[eventpoll]":
+                instances.add(int(path.name))
+    return instances
+
+
+def _shut_down(fd: int, inode: int) -> None:
+    """Close the connection of socket ``fd``; gloo, which owns the descriptor, closes that."""
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:  # otherwise another thread has reused the number
+            connection.getpeername()  # raises for the listener
+            connection.shutdown(socket.SHUT_RDWR)
