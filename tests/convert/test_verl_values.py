@@ -238,7 +238,7 @@ ERRORS = {
     "trainer.n_gpus_per_node=3": [
         f"{R}.tensor_model_parallel_size=2 (verl's default)",
         "3 GPUs",
-        f"give {R}.tensor_model_parallel_size=VALUE",
+        f"add {R}.tensor_model_parallel_size=VALUE",
     ],
     "data.train_batch_size=many": ["data.train_batch_size=many", "not a number", "run.sh:1"],
     "data.train_batch_size": ["run.sh:1", "key=value was expected"],
