@@ -38,7 +38,7 @@ from slime_like_plugins.remote_experts.process import MODULE  # noqa: E402
 from slime_like_plugins.remote_experts.routing import ExpertRows, split  # noqa: E402
 from slime_like_plugins.remote_experts.shapes import ExpertShapes  # noqa: E402
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 32, 4, 128, 64
+EXPERTS, TOP_K = 32, 4
 PROMPT, CHUNK = 4_248, 2_048  # tokens
 DECODE_BATCH, DECODE_STEPS = 16, 30
 SLOW = 10.0
@@ -50,6 +50,21 @@ ARMS: Mapping[str, tuple[str, str]] = {
     "batched, float16": ("batched", "float16"),
     "auto, float32": ("auto", "float32"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Number of layers and dimensions of their experts."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers, experts of {self.intermediate}, hidden {self.hidden}"
+
+
+SMALL, LARGE = Size(4, 128, 64), Size(2, 1024, 512)
 TOLERANCE = {"float32": 1e-5, "float16": 2e-2}
 
 
@@ -73,13 +88,35 @@ class ArmResult:
     payload_bytes: int
 
 
-def make_layers(seed: int = 0) -> list[BenchLayer]:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Settings of a table."""
+
+    size: Size
+    transport: str
+    slowdown: float = 1.0
+    arms: tuple[str, ...] = tuple(ARMS)
+    decodes: bool = True
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "Shared memory": Setting(SMALL, "shared"),
+    "Socket": Setting(SMALL, "socket"),
+    f"Shared memory, computation {SLOW:.0f} times slower": Setting(SMALL, "shared", SLOW, decodes=False),
+    "Shared memory, larger experts": Setting(
+        LARGE, "shared", arms=("stream, float32", "batched, float32", "auto, float32")
+    ),
+}
+
+
+def make_layers(size: Size = SMALL, seed: int = 0) -> list[BenchLayer]:
     """Return layers with random weights and routes: the largest of random scores, with softmax weights."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[BenchLayer] = []
-    for _ in range(LAYERS):
-        w13 = torch.randn((EXPERTS, 2 * INTERMEDIATE, HIDDEN), generator=generator) / HIDDEN**0.5
-        w2 = torch.randn((EXPERTS, HIDDEN, INTERMEDIATE), generator=generator) / INTERMEDIATE**0.5
+    hidden, intermediate = size.hidden, size.intermediate
+    for _ in range(size.layers):
+        w13 = torch.randn((EXPERTS, 2 * intermediate, hidden), generator=generator) / hidden**0.5
+        w2 = torch.randn((EXPERTS, hidden, intermediate), generator=generator) / intermediate**0.5
         values, ids = torch.randn((PROMPT, EXPERTS), generator=generator).topk(TOP_K)
         layers.append(BenchLayer(w13, w2, ids.to(torch.int32).numpy(), values.softmax(1).numpy()))
     return layers
@@ -104,8 +141,9 @@ class Remote:
         self.experts = RemoteExperts(options, 0)
         num = EXPERTS // 2
         self._local = [(layer.w13[:num].contiguous(), layer.w2[:num].contiguous()) for layer in layers]
-        indices = tuple(range(LAYERS))
-        self.experts.open(ExpertShapes(indices, (num,) * LAYERS, HIDDEN, INTERMEDIATE, "float32", 1024, TOP_K))
+        indices = tuple(range(len(layers)))
+        _, hidden, intermediate = layers[0].w2.shape
+        self.experts.open(ExpertShapes(indices, (num,) * len(layers), hidden, intermediate, "float32", 1024, TOP_K))
         for index, layer in enumerate(layers):
             for expert in range(num):
                 self.experts.write(index, "w13", expert, 0, layer.w13[num + expert])
@@ -164,19 +202,21 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
         process.wait(10)
 
 
-def measure(slowdown: float, rounds: int, transport: str, decodes: bool) -> dict[str, ArmResult]:
-    """Return the results of all arms with workers of one speed; "all local" is the first arm."""
+def measure(setting: Setting, rounds: int) -> dict[str, ArmResult]:
+    """Return the results of the arms of a setting; "all local" is the first arm."""
     torch.set_num_threads(1)
-    layers, x = make_layers(), torch.randn((PROMPT, HIDDEN), generator=torch.Generator().manual_seed(1))
+    layers = make_layers(setting.size)
+    x = torch.randn((PROMPT, setting.size.hidden), generator=torch.Generator().manual_seed(1))
+    arms = {name: ARMS[name] for name in setting.arms}
     runs: dict[str, Local | Remote] = {"all local": Local(layers)}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        for number, (name, (mode, dtype)) in enumerate(ARMS.items()):
-            address, key_file = stack.enter_context(worker(Path(folder), slowdown, str(number)))
+        for number, (name, (mode, dtype)) in enumerate(arms.items()):
+            address, key_file = stack.enter_context(worker(Path(folder), setting.slowdown, str(number)))
             options = RemoteOptions(
                 count=EXPERTS // 2,
                 mode=mode,
                 payload_dtype=dtype,
-                transport=transport,
+                transport=setting.transport,
                 workers=(address,),
                 key_file=key_file,
                 deadline_s=120.0,
@@ -184,12 +224,12 @@ def measure(slowdown: float, rounds: int, transport: str, decodes: bool) -> dict
             runs[name] = run = Remote(layers, options)
             stack.callback(run.experts.close)
         expected = prefill(runs["all local"], layers, x)
-        for name, (_, dtype) in ARMS.items():  # also warms up, and lets auto measure both modes
+        for name, (_, dtype) in arms.items():  # also warms up, and lets auto measure both modes
             hidden = prefill(runs[name], layers, x)
             difference = float((hidden - expected).abs().max() / expected.abs().max())
             if difference > TOLERANCE[dtype]:
                 raise SystemExit(f"{name} differs from all local by {difference:.1e}")
-        return results(runs, layers, x, rounds, decodes)
+        return results(runs, layers, x, rounds, setting.decodes)
 
 
 def results(
@@ -247,8 +287,8 @@ def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str
         "",
         about,
         "",
-        f"Command: `{command}`. {LAYERS} MoE layers without attention: {EXPERTS} experts of {INTERMEDIATE}, {TOP_K} per token, hidden "
-        f"{HIDDEN}, float32, of which {EXPERTS // 2} per layer are in a worker with one thread; the engine's part has one thread too. "
+        f"Command: `{command}`. MoE layers without attention: {EXPERTS} experts, {TOP_K} per token, float32, of which {EXPERTS // 2} per "
+        f"layer are in a worker with one thread; the engine's part has one thread too. {SMALL}; larger: {LARGE}. "
         f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
         f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) of one prompt.",
     ]
@@ -263,14 +303,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/measurements/remote_experts.md")
     options = parser.parse_args()
     about = machine(os.getloadavg()[0])
-    settings = {
-        "Shared memory": (1.0, "shared", True),
-        "Socket": (1.0, "socket", True),
-        f"Shared memory, computation {SLOW:.0f} times slower": (SLOW, "shared", False),
-    }
     tables: dict[str, dict[str, ArmResult]] = {}
-    for title, (slowdown, transport, decodes) in settings.items():
-        tables[title] = measure(slowdown, options.rounds, transport, decodes)
+    for title, setting in SETTINGS.items():
+        tables[title] = measure(setting, options.rounds)
         print(visible("\n".join((title, *table(tables[title])))), flush=True)
     command = f"python benchmarks/remote_experts.py --rounds {options.rounds} --write"
     text = page(tables, about, command, options.rounds)

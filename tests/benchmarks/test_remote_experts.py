@@ -14,8 +14,8 @@ bench: Any = importlib.import_module("benchmarks.remote_experts")
 def test_local_sums_are_those_of_the_split_arms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PROMPT", 64)
     layers = bench.make_layers()
-    assert len(layers) == bench.LAYERS and layers[0].ids.shape == (64, bench.TOP_K)
-    x = torch.randn((64, bench.HIDDEN))
+    assert len(layers) == bench.SMALL.layers and layers[0].ids.shape == (64, bench.TOP_K)
+    x = torch.randn((64, bench.SMALL.hidden))
     layer, num = layers[0], bench.EXPERTS // 2
     local, buckets = bench.split(layer.ids, layer.weights, bench.ROWS)
     sums = bench.expert_sums(x, local, layer.weights, layer.w13[:num], layer.w2[:num])
