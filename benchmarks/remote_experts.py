@@ -53,7 +53,7 @@ ARMS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class LayerSize:
     """Number of layers and dimensions of their experts."""
 
     layers: int
@@ -64,7 +64,7 @@ class Size:
         return f"{self.layers} layers, experts of {self.intermediate}, hidden {self.hidden}"
 
 
-SMALL, LARGE = Size(4, 128, 64), Size(2, 1024, 512)
+SMALL, LARGE = LayerSize(4, 128, 64), LayerSize(2, 1024, 512)
 TOLERANCE = {"float32": 1e-5, "float16": 2e-2}
 
 
@@ -89,27 +89,27 @@ class ArmResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TableSetting:
     """Settings of a table."""
 
-    size: Size
+    size: LayerSize
     transport: str
     slowdown: float = 1.0
     arms: tuple[str, ...] = tuple(ARMS)
     decodes: bool = True
 
 
-SETTINGS: Mapping[str, Setting] = {
-    "Shared memory": Setting(SMALL, "shared"),
-    "Socket": Setting(SMALL, "socket"),
-    f"Shared memory, computation {SLOW:.0f} times slower": Setting(SMALL, "shared", SLOW, decodes=False),
-    "Shared memory, larger experts": Setting(
+SETTINGS: Mapping[str, TableSetting] = {
+    "Shared memory": TableSetting(SMALL, "shared"),
+    "Socket": TableSetting(SMALL, "socket"),
+    f"Shared memory, computation {SLOW:.0f} times slower": TableSetting(SMALL, "shared", SLOW, decodes=False),
+    "Shared memory, larger experts": TableSetting(
         LARGE, "shared", arms=("stream, float32", "batched, float32", "auto, float32")
     ),
 }
 
 
-def make_layers(size: Size = SMALL, seed: int = 0) -> list[BenchLayer]:
+def make_layers(size: LayerSize = SMALL, seed: int = 0) -> list[BenchLayer]:
     """Return layers with random weights and routes: the largest of random scores, with softmax weights."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[BenchLayer] = []
@@ -202,7 +202,7 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
         process.wait(10)
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, ArmResult]:
+def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
     """Return the results of the arms of a setting; "all local" is the first arm."""
     torch.set_num_threads(1)
     layers = make_layers(setting.size)
