@@ -264,8 +264,8 @@ def _placement(cfg: TrainConfig) -> None:
         )
     tables = {"colocated": names.COLOCATED_TRANSPORTS, "split": names.SPLIT_TRANSPORTS}
     if transport != "auto" and transport not in tables[mode]:
-        known = tables["colocated"] | tables["split"] | {"auto": ""}
-        check("weights.transport", transport, known, table_name=f"{mode.upper()}_TRANSPORTS")
+        all_transports = tables["colocated"] | tables["split"] | {"auto": ""}
+        check("weights.transport", transport, all_transports, table_name=f"{mode.upper()}_TRANSPORTS")
         raise ConfigError(
             f"weights.transport={transport} with placement.mode={mode}: set weights.transport={' or '.join(tables[mode])} or "
             f"auto"
