@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -54,17 +55,21 @@ def _actions(sample: Sample) -> list[int]:
     return [t for span in sample.spans if span.source is Source.MODEL for t in range(span.start, span.stop) if t > 0]
 
 
-def _logprob(policy: Policy, sample: Sample, position: int) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of one token and the entropy of its distribution, from its prefix."""
-    prefix = torch.tensor(sample.token_ids[: position + 1], dtype=torch.int64)
-    table = policy.logits(prefix)[-1].log_softmax(-1)
+def _logprob(policy: Policy, prefix: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of the last token and the entropy of its distribution."""
+    table = policy.logits(torch.tensor(prefix))[-1].log_softmax(-1)
     return table[prefix[-1]], -(table.exp() * table).sum()
 
 
 def _constant_logprob(policy: Policy, sample: Sample, position: int) -> float:
     """Return the log-probability of one token without a gradient."""
+    return _last_logprob(policy, tuple(sample.token_ids[: position + 1].tolist()))
+
+
+@functools.lru_cache(1_000)
+def _last_logprob(policy: Policy, prefix: tuple[int, ...]) -> float:
     with torch.no_grad():
-        return float(_logprob(policy, sample, position)[0])
+        return float(_logprob(policy, prefix)[0])
 
 
 def _advantages(
@@ -145,7 +150,7 @@ def _sample_losses(
     sample: Sample, positions: Sequence[int], advantages: Sequence[float], config: AlgoConfig, policies: Policies
 ) -> list[Tensor]:
     """Return the loss of each trained token of one complete sequence, so that its ratio is a plain mean or sum."""
-    token_scores = [_logprob(policies.actor, sample, t) for t in positions]
+    token_scores = [_logprob(policies.actor, sample.token_ids[: t + 1].tolist()) for t in positions]
     if not isinstance(config, PolicyConfig):
         return [-logprob for logprob, _ in token_scores]
     old_logprobs = [

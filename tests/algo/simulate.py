@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +20,8 @@ from slime_like.config.schema.policy import AlgoConfig
 from slime_like.interfaces import LossFn, LossView, Reduce, TokenAdvantage, TokenView
 from slime_like.registry import resolve
 from slime_like.train.megatron.model.layout import token_layout
+from slime_like.types import I32
+from slime_like.util.deadline import scale
 from tests.algo.samples import VOCAB
 
 WIDTH = 4
@@ -33,6 +35,7 @@ class Policy:
     head: Tensor  # [D, V]
 
     @classmethod
+    @functools.cache
     def random(cls, seed: int) -> Policy:
         generator = torch.Generator().manual_seed(seed)
         embedding = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
@@ -40,18 +43,17 @@ class Policy:
         return cls(embedding.requires_grad_(), head.requires_grad_())
 
     def logits(self, token_ids: Tensor) -> Tensor:
-        """Return logits [L - 1, V] of tokens [L]; row t predicts token t + 1."""
-        count = torch.arange(1, len(token_ids), dtype=torch.float64)[:, None]
-        hidden = self.embedding[token_ids[:-1]].cumsum(0) / count
+        """Return logits [..., L - 1, V] of sequences [..., L]; row t predicts token t + 1 of the same sequence."""
+        count = torch.arange(1, token_ids.shape[-1], dtype=torch.float64)[:, None]
+        hidden = self.embedding[token_ids[..., :-1]].cumsum(-2) / count
         return hidden.tanh() @ self.head
 
     def score(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [L] and entropies [L], 0 at the first token."""
+        """Return log-probabilities [..., L] and entropies [..., L] of sequences [..., L], 0 at the first tokens."""
         table = self.logits(token_ids).log_softmax(-1)
-        token_logprobs = table.gather(1, token_ids[1:, None])[:, 0]
+        token_logprobs = table.gather(-1, token_ids[..., 1:, None]).squeeze(-1)
         entropy = -(table.exp() * table).sum(-1)
-        zero = torch.zeros(1, dtype=torch.float64)
-        return torch.cat([zero, token_logprobs]), torch.cat([zero, entropy])
+        return torch.nn.functional.pad(token_logprobs, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class ThreadReduce:
 
     def __init__(self, size: int) -> None:
         self._values: list[Tensor] = [torch.zeros(()) for _ in range(size)]
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=60 * scale())
 
     def rank(self, index: int) -> Reduce:
         outer = self
@@ -219,7 +221,7 @@ def loss_view(
     is_trained = row.loss_weight > 0
     positions = layout.predictions(is_trained).target
     index = torch.tensor(positions)
-    logprobs, entropies = score_rows(policies.actor, row)
+    logprobs, entropies = score_sequences(policies.actor, row.token_ids, row.cu_seqlens)
     weight = torch.tensor(row.loss_weight, dtype=torch.float64)[index]
     group_T = None if row.advantages is None else spread(row, torch.tensor(row.advantages, dtype=torch.float64))
     advantages = group_T if token_advantages is None else token_advantages
@@ -272,18 +274,26 @@ def token_view(row: PackedBatch, policies: Policies) -> TokenView:
     )
 
 
-def score_rows(policy: Policy, row: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities [T] and entropies [T] of a packed row, computed per sequence."""
-    edges = row.cu_seqlens.tolist()
-    tokens = torch.tensor(row.token_ids, dtype=torch.int64)
-    parts = [policy.score(tokens[a:b]) for a, b in itertools.pairwise(edges)]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+def score_sequences(policy: Policy, token_ids_T: I32, cu_seqlens: I32) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities [T] and entropies [T] of packed sequences."""
+    lengths = torch.tensor(cu_seqlens).diff()
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # [S, longest]
+    token_ids = torch.zeros(is_token.shape, dtype=torch.int64)
+    token_ids[is_token] = torch.tensor(token_ids_T, dtype=torch.int64)
+    logprobs, entropies = policy.score(token_ids)
+    return logprobs[is_token], entropies[is_token]
 
 
 def constant_logprobs(policy: Policy, row: PackedBatch) -> Tensor:
     """Return log-probabilities [T] of a packed row without a gradient."""
+    return _constant_logprobs(policy, row.token_ids.tobytes(), row.cu_seqlens.tobytes())
+
+
+@functools.lru_cache(1_000)
+def _constant_logprobs(policy: Policy, token_ids: bytes, cu_seqlens: bytes) -> Tensor:
+    """Return log-probabilities [T] of the bytes of a packed row: each context parallel rank needs them."""
     with torch.no_grad():
-        return score_rows(policy, row)[0]
+        return score_sequences(policy, np.frombuffer(token_ids, np.int32), np.frombuffer(cu_seqlens, np.int32))[0]
 
 
 def spread(row: PackedBatch, values_S: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 from slime_like.cluster.run.full_disk import tolerate_full_disk
 from slime_like.config.schema.run import RunConfig
 from slime_like.errors import SlimeLikeError
+from slime_like.util.deadline import scale
 from tests.e2e.runs import REPOSITORY
 
 FULL = Path("/dev/full")
@@ -67,7 +68,7 @@ def test_a_closed_stdout_does_not_end_the_run() -> None:
     assert process.stdout is not None
     process.stdout.close()  # as head does
     process.stdout = None
-    _, stderr = process.communicate("go\n", timeout=60)
+    _, stderr = process.communicate("go\n", timeout=60 * scale())
     assert process.returncode == 7
     warning, *numbers = stderr.splitlines()
     assert warning == "warning: standard output: Broken pipe; the run continues, see its run.dir"
@@ -77,7 +78,7 @@ def test_a_closed_stdout_does_not_end_the_run() -> None:
 def test_a_full_disk_behind_stdout_does_not_end_the_run() -> None:
     with FULL.open("w") as full:
         process = start(stdout=full.fileno())
-        _, stderr = process.communicate("go\n", timeout=60)
+        _, stderr = process.communicate("go\n", timeout=60 * scale())
     assert process.returncode == 7
     assert stderr.count("No space left on device") == 1
 
@@ -87,7 +88,7 @@ def test_a_closed_stderr_does_not_end_the_run() -> None:
     assert process.stderr is not None
     process.stderr.close()
     process.stderr = None
-    stdout, _ = process.communicate("go\n", timeout=60)
+    stdout, _ = process.communicate("go\n", timeout=60 * scale())
     assert (process.returncode, stdout) == (7, "0\n1\n2\n")
 
 
@@ -111,6 +112,6 @@ sys.exit(0 if file > 2 else 9)
 @pytest.mark.parametrize(("number", "seen"), [(0, 4), (1, 2), (2, 2)])
 def test_a_stream_closed_by_the_caller_does_not_end_the_run(number: int, seen: int) -> None:
     argv = [sys.executable, "-c", CLOSED, str(number), OPENS]
-    result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60 * scale(), check=False)
     assert result.returncode == 0, result.stderr
     assert len((result.stdout + result.stderr).splitlines()) == seen

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime_like.cluster.start import limits
+from slime_like.util.deadline import scale
 from tests.e2e.runs import REPOSITORY
 
 CHECK = """
@@ -39,7 +40,7 @@ except ConfigError as error:
 )
 def test_a_low_limit_is_named(limit: str, message: str) -> None:
     command = ["prlimit", limit, sys.executable, "-c", CHECK]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60 * scale())
     assert re.search(message, result.stderr.strip()), result.stderr
     assert result.returncode == (message != "^$")
 

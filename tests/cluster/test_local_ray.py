@@ -26,6 +26,7 @@ from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.cluster.start import local_ray, no_dashboard_agent, placement
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, DeadlineExceeded
+from slime_like.util.deadline import scale
 
 real_init, real_shutdown = ray.init, ray.shutdown
 LATE = Exception("The current node timed out during startup. This could happen because ...")
@@ -225,7 +226,12 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_sigterm_handler_is_kept_with_a_real_ray() -> None:
     environment = os.environ | {"HOME": "/proc/home"}  # otherwise Ray writes its token there, readable for every user
     result = subprocess.run(
-        [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=300, check=False, env=environment
+        [sys.executable, "-c", REAL],
+        capture_output=True,
+        text=True,
+        timeout=300 * scale(),
+        check=False,
+        env=environment,
     )
     assert (result.returncode, result.stdout) == (0, "handled\n" * 2), result.stderr
 

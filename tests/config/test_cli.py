@@ -15,6 +15,7 @@ import pytest
 
 from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.errors import SlimeLikeError, WorkerError
+from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +37,7 @@ def test_train_py_is_one_screen() -> None:
 def test_missing_packages_are_reported_with_the_setup_command(tmp_path: Path) -> None:
     command = [sys.executable, "-S", str(ROOT / "train.py"), "--help"]  # -S: no installed package is visible
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60 * scale(), env=env)
     assert (result.returncode, result.stdout) == (2, "")
     assert "is not installed for" in result.stderr
     assert "bash scripts/setup.sh" in result.stderr
@@ -44,7 +45,7 @@ def test_missing_packages_are_reported_with_the_setup_command(tmp_path: Path) ->
 
 def test_train_py_runs_from_any_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "train.py"), "+recipe=quickstart", "optim.lrr=1"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60 * scale())
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "ConfigError: optim.lrr=1 is unknown: did you mean 'optim.lr'?\n"
 

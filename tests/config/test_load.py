@@ -18,6 +18,7 @@ from slime_like.config.load.paths import config_folder
 from slime_like.config.schema import algo, policy, role_algo
 from slime_like.config.schema.known import ALGORITHMS, known_keys
 from slime_like.config.schema.root import TrainConfig
+from slime_like.util.deadline import scale
 from slime_like_compat.flags.translate import render
 from tests.config.bad_input import refusal
 
@@ -156,6 +157,6 @@ def test_show_prints_missing_keys_too() -> None:
 def test_nothing_heavy_is_imported(statement: str) -> None:
     code = f"import sys; {statement}; print([m for m in {HEAVY} if m in sys.modules])"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60 * scale(), check=True
     )
     assert result.stdout.splitlines()[-1] == "[]"

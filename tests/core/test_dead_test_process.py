@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slime_like.util.deadline import scale
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = """
 def pytest_xdist_make_scheduler(config, log):
@@ -26,7 +28,7 @@ def test_tests_after_a_crash_run_and_completed_groups_do_not_return(tmp_path: Pa
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=600 * scale(),
         check=False,
     )
     assert "crashed while running 'test_c.py::test_dies'" in result.stdout, result.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.util.deadline import scale
 from slime_like.util.imports import Distributions, heavy_imports
 
 
@@ -54,7 +55,9 @@ with heavy_imports():
     from transformers import AutoModelForCausalLM
 print(AutoModelForCausalLM._model_mapping[type(config)].__name__)
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120 * scale(), check=False
+    )
     assert result.stdout.split() == ["Qwen3NextConfig", "7", "False", "Qwen3NextForCausalLM"], result.stderr
 
 
@@ -62,5 +65,7 @@ def test_the_driver_does_not_import_torch() -> None:
     script = (
         "import sys, slime_like.cluster.start.launch; print(*sys.modules.keys() & {'torch', 'transformers', 'ray'})"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120 * scale(), check=False
+    )
     assert result.stdout == "ray\n", result.stdout + result.stderr

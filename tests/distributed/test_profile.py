@@ -16,6 +16,7 @@ from slime_like.distributed.guard import advice
 from slime_like.distributed.guard.advice import MIB, MeasuredOp
 from slime_like.distributed.wrapper.profile import MemoryDelta
 from slime_like.errors import DataError
+from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = MeasuredOp(
@@ -94,7 +95,7 @@ def test_a_sweep_over_two_ranks(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=240 * scale(),
     )
     assert result.returncode == 0, result.stderr
     ops = {"all_reduce", "broadcast", "batch_isend_irecv", *(canonical("", name).name for name in SLIME_SKIPS)}

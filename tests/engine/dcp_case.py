@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.util.deadline import scale
+
 DIM, WIDTH, PAGES = 8, 64, 200
 
 
@@ -19,7 +21,7 @@ class ThreadGroup:
     """A DCP group whose ranks are threads."""
 
     def __init__(self, size: int) -> None:
-        self.world_size, self._barrier = size, threading.Barrier(size, timeout=30)
+        self.world_size, self._barrier = size, threading.Barrier(size, timeout=30 * scale())
         self._sent: list[Tensor] = [torch.empty(0)] * size
         self._local = threading.local()
         self.device_group = self

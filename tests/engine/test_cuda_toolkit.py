@@ -10,6 +10,7 @@ import pytest
 
 from slime_like.rollout.engine import cuda_toolkit
 from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
+from slime_like.util.deadline import scale
 
 
 @pytest.fixture
@@ -64,5 +65,7 @@ if __name__ == "__main__":
 
 
 def test_a_spawned_worker_does_not_import_megatron() -> None:
-    result = subprocess.run([sys.executable, "-c", SPAWN], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", SPAWN], capture_output=True, text=True, timeout=120 * scale(), check=False
+    )
     assert result.stdout.startswith("blocked: import of megatron halted"), result.stdout + result.stderr

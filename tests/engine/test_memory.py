@@ -16,6 +16,7 @@ from slime_like.planner.constants import GIB, HOST_SCHEDULER
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.host import host_engine, host_pool
 from slime_like.planner.table import MemoryTable
+from slime_like.util.deadline import scale
 from tests.engine.conftest import ADMIN_KEY, Models, RunningEngine, make_sampling, prompt, start
 
 pytestmark = pytest.mark.engine
@@ -62,7 +63,7 @@ def sized(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def reported_tokens(engine: RunningEngine) -> int:
     """Return the engine's own max_total_num_tokens."""
     request = Request(f"{engine.server.url}/get_server_info", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
-    with urlopen(request, timeout=60) as reply:
+    with urlopen(request, timeout=60 * scale()) as reply:
         return int(json.load(reply)["max_total_num_tokens"])
 
 

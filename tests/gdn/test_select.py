@@ -68,27 +68,33 @@ REFUSALS: dict[str, tuple[str, Runtime, str, GDNShape, list[str]]] = {
 }
 
 
+def refusal(backend: str, machine: Runtime, dtype: str, shape: GDNShape | None, **options: Any) -> str:
+    """Return the reason why the backend cannot run on the machine, or nothing."""
+    try:
+        check_runtime(GDNConfig(backend=backend, **options), machine, dtype, shape)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refused_with_reason_and_fix(case: str) -> None:
     backend, target, dtype, shape, words = REFUSALS[case]
-    with pytest.raises(ConfigError) as refused:
-        check_runtime(GDNConfig(backend=backend), target, dtype, shape)
-    assert "\n" not in str(refused.value)
+    reason = refusal(backend, target, dtype, shape)
+    assert reason and "\n" not in reason
     for word in words:
-        assert word in str(refused.value), refused.value
+        assert word in reason
 
 
 def test_valid_backends_pass() -> None:
     for backend in ("auto", "fla", "flashqla", "torch"):
-        check_runtime(GDNConfig(backend=backend), HOPPER, "auto", SHAPE)
-        check_runtime(GDNConfig(backend=backend), replace(HOPPER, capability=None), "bfloat16", None)
-    check_runtime(GDNConfig(backend="fla"), HOPPER, "float32", replace(SHAPE, key_dim=64))
-    check_runtime(
-        GDNConfig(backend="flashqla", allow_unvalidated=True), replace(HOPPER, capability=(12, 0)), "auto", SHAPE
-    )
+        assert refusal(backend, HOPPER, "auto", SHAPE) == ""
+        assert refusal(backend, replace(HOPPER, capability=None), "bfloat16", None) == ""
+    assert refusal("fla", HOPPER, "float32", replace(SHAPE, key_dim=64)) == ""
+    assert refusal("flashqla", replace(HOPPER, capability=(12, 0)), "auto", SHAPE, allow_unvalidated=True) == ""
     cpu = Runtime("cpu", None, None, {}, nvcc=False)
-    check_runtime(GDNConfig(backend="auto"), cpu, "float32", SHAPE)
-    check_runtime(GDNConfig(backend="torch"), replace(cpu, device="cuda"), "float32", SHAPE)
+    assert refusal("auto", cpu, "float32", SHAPE) == ""
+    assert refusal("torch", replace(cpu, device="cuda"), "float32", SHAPE) == ""
 
 
 def test_this_machine_is_described_without_importing_anything() -> None:

@@ -13,6 +13,7 @@ import pytest
 from slime_like.errors import ConfigError
 from slime_like.phantom import build, counters
 from slime_like.phantom.device import PhantomGpu
+from slime_like.util.deadline import scale
 from tests.train.ranks import run_ranks
 
 GIB = 2**30
@@ -119,7 +120,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slime_like.phantom", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120 * scale(), check=False)
 
 
 def test_a_command_runs_on_a_phantom() -> None:

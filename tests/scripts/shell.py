@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from slime_like.util.deadline import scale
+
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("common", "platform", "find_python", "package_index")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -20,7 +22,7 @@ def bash(code: str, env: Mapping[str, str] | None = None) -> subprocess.Complete
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=60 * scale(),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from slime_like.cluster.jobs import kubernetes
+from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "scripts" / "image_steps.sh"
@@ -54,7 +55,7 @@ def test_the_image_does_not_run_as_root_and_ends_with_a_command_that_prints_vers
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=120 * scale(),
     )
     assert re.match(
         r"slime_like \S+.*, python 3\.12\.\d+, torch \d.*, megatron-core \d.*, sglang \d.*, ray \d", result.stdout
@@ -75,7 +76,7 @@ def test_an_unknown_step_and_a_root_that_is_none_are_refused(tmp_path: Path) -> 
         ([], "The steps of docker/Dockerfile"),
         (["root", tmp_path], "is no Debian or Ubuntu root"),
     ):
-        result = subprocess.run(["bash", STEPS, *arguments], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(["bash", STEPS, *arguments], capture_output=True, text=True, timeout=60 * scale())
         assert result.returncode == 2 and message in result.stderr
 
 

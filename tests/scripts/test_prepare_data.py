@@ -11,6 +11,7 @@ from typing import Any
 
 from slime_like.config.schema.rollout import DataConfig
 from slime_like.data.prompts import FileSource, SourceContext
+from slime_like.util.deadline import scale
 from tests.data.character_tokenizer import TEMPLATE, characters
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
@@ -24,7 +25,7 @@ def prepare(tmp_path: Path, name: str, **splits: list[dict[str, Any]]) -> subpro
         (source / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, str(SCRIPT), name, str(tmp_path / "out"), "--source", str(source)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120 * scale(), env=env)
 
 
 def read(path: Path) -> FileSource:
