@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
@@ -87,6 +88,11 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid, starts_engines=self.starts_engines)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Assign the next group. If the process has died and xdist does not know it yet, ``remove_node`` reassigns the group."""
+        with contextlib.suppress(OSError):
+            super()._assign_work_unit(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Return the test that a dead process was running, if any, and give its other tests to the remaining processes."""

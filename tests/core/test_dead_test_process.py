@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 from slime_like.util.deadline import scale
+from tests.groups import GroupScheduling
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = """
@@ -33,3 +36,21 @@ def test_tests_after_a_crash_run_and_completed_groups_do_not_return(tmp_path: Pa
     )
     assert "crashed while running 'test_c.py::test_dies'" in result.stdout, result.stdout
     assert "1 failed, 9 passed" in result.stdout, result.stdout
+
+
+class DeadNode:
+    """A process of xdist that has died, which xdist does not know yet."""
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        raise OSError("cannot send (already closed?)")
+
+
+def test_a_group_for_a_process_that_has_just_died_runs_in_another() -> None:
+    node: Any = DeadNode()
+    scheduling = GroupScheduling.__new__(GroupScheduling)  # without the options of a session
+    scheduling.workqueue = OrderedDict({"test_b.py": {"test_b.py::test_one": False}})
+    scheduling.assigned_work = {node: {"test_a.py": {"test_a.py::test_dies": False}}}
+    scheduling.registered_collections = {node: ["test_a.py::test_dies", "test_b.py::test_one"]}
+    scheduling._assign_work_unit(node)
+    assert scheduling.remove_node(node) == "test_a.py::test_dies"
+    assert scheduling.workqueue == {"test_b.py": {"test_b.py::test_one": False}}

@@ -1,22 +1,24 @@
 """Engines forked from one process that has imported SGLang, which takes nine tenths of the CPU time of an engine's start.
 
 Python's fork server imports this module, and with ``IMPORTS`` in its environment SGLang. All else is the product's:
-``EngineServer``, the engine's environment, ``main.py`` and the processes that it starts.
+``EngineServer``, the engine's environment, ``main.py`` and the processes that it starts. The engines of a run of train.py are
+forked too if the run has the environment ``forking_engines()``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing
 import os
 import pkgutil
 import subprocess
 import tempfile
-from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing import forkserver, reduction, resource_tracker, spawn
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, cast
 
-import pytest
 import setproctitle
 
 from slime_like.rollout.engine.environment import SPIN_COUNT
@@ -24,6 +26,7 @@ from slime_like.rollout.engine.server import EngineServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "SLIME_LIKE_TEST_FORK_SERVER"
+ADDRESS = "SLIME_LIKE_TEST_FORK_SERVER_ADDRESS"
 IMPORTS = {  # read when torch and SGLang are imported
     MARK: "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -33,6 +36,7 @@ IMPORTS = {  # read when torch and SGLang are imported
     "SGLANG_PLATFORM": "slime_like_cpu",
     "SLIME_LIKE_SGLANG": "cpu",
     "TORCHDYNAMO_DISABLE": "1",
+    "SLIME_LIKE_TEST_PADDING": "x" * 65_536,  # space for the environment of an engine
 }
 
 
@@ -70,6 +74,7 @@ class EngineMain:
             os.dup2(source, target)
         os.environ.clear()
         os.environ.update(self._environment)
+        show_environment()
         tempfile.tempdir = None
         vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # an engine has its own
         pkgutil.resolve_name(self._target)()
@@ -81,7 +86,8 @@ class ForkedEngine:
     def __init__(
         self, log: BinaryIO, environment: dict[str, str], target: str = "slime_like.rollout.engine.main:main"
     ) -> None:
-        start_fork_server()
+        if ADDRESS not in os.environ:
+            start_fork_server()
         stdin, writer = os.pipe()
         target_in_child = EngineMain(target, stdin, log.fileno(), environment)
         self._process = multiprocessing.get_context("forkserver").Process(target=target_in_child)
@@ -111,8 +117,46 @@ class ForkedEngineServer(EngineServer):
         return cast("subprocess.Popen[bytes]", ForkedEngine(log, environment))
 
 
+def show_environment() -> None:
+    """Overwrite the memory that ``/proc/<pid>/environ`` shows by the current environment.
+
+    The product and the tests find the processes and folders of a run by it.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end of proc_pid_stat(5)
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in os.environ.items())
+    assert len(block) <= end - start, "the padding of the fork server is smaller than the environment of an engine"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, block, len(block))
+
+
+def forking_engines() -> dict[str, str]:
+    """Return variables for train.py with which its engines are forks of this process's fork server."""
+    start_fork_server()
+    address: Any = vars(forkserver._forkserver)["_forkserver_address"]
+    folders = (str(REPOSITORY / "tests" / "e2e" / "forked"), os.environ.get("PYTHONPATH", ""))
+    return {ADDRESS: address, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def fork_engines_of(module: ModuleType) -> None:
+    """Make ``EngineServer`` of its module fork engines from the server at ``ADDRESS``, which is another process's."""
+    server: Any = forkserver._forkserver
+    server.ensure_running = resource_tracker.ensure_running
+    server._forkserver_address = os.environ[ADDRESS]
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    preparation = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {key: value for key, value in preparation(name).items() if not key.startswith("init_main")}
+
+    spawn.get_preparation_data = get_preparation_data
+    vars(module)["EngineServer"]._spawn = ForkedEngineServer._spawn
+
+
 def start_fork_server() -> None:
     """Start this process's fork server; its imports take the time of an engine's start. Idempotent."""
+    import pytest  # not in the actors of a run
+
     with pytest.MonkeyPatch.context() as patch:
         for name, value in IMPORTS.items():
             patch.setenv(name, value)

@@ -1,0 +1,38 @@
+"""Replacement of an engine's start in the actors of a run: a fork of the test's fork server (tests/engine/forked_engines.py).
+
+Python imports this module at its start if this folder is on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+SERVER = "slime_like.rollout.engine.server"
+
+
+class EngineServerFinder:
+    """Import hook that replaces ``EngineServer._spawn`` once its module is imported (``sys.meta_path`` protocol)."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        if name != SERVER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        loader: Any = spec.loader if spec else None
+        assert loader is not None, f"{SERVER} was renamed"
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            from tests.engine.forked_engines import fork_engines_of
+
+            fork_engines_of(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, EngineServerFinder())
