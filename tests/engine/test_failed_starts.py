@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main
-from slime_like.util.deadline import scale
+from slime_like.util.deadline import Deadline, scale
+from tests.e2e.leftovers import MARK, is_marked
 from tests.engine.conftest import ADMIN_KEY, Models
 from tests.engine.forked_engines import ForkedEngine, ForkedEngineServer
 
@@ -88,3 +90,25 @@ def test_an_engine_without_an_enabled_plugin_stops(tmp_path: Path) -> None:
     assert server == worker
     assert server.startswith("slime_like plugin not loaded: kv_usage of SLIME_LIKE_SGLANG")
     assert "run `bash scripts/setup.sh`" in server
+
+
+def wait_for_end() -> None:
+    """Report the start, and wait for the end of stdin."""
+    os.write(1, b"started")
+    os.read(0, 1)
+
+
+def test_the_environment_of_a_fork_can_be_read_as_that_of_a_started_process(tmp_path: Path) -> None:
+    """End-to-end tests find the processes of a run by a mark in it."""
+    environment, path = {"SHORT": "1", MARK: "a run"}, tmp_path / "log"
+    with path.open("wb") as log:
+        process = ForkedEngine(log, environment, f"{__name__}:wait_for_end")
+    deadline = Deadline("test", "start of a fork", 60)
+    while path.read_bytes() != b"started":
+        deadline.remaining(f"the fork: {path.read_text()}")
+        time.sleep(0.02)
+    variables = Path(f"/proc/{process.pid}/environ").read_text().rstrip("\0").split("\0")
+    assert variables == [f"{name}={value}" for name, value in environment.items()]
+    assert is_marked(process.pid, "a run")
+    process.stdin.close()
+    assert process.wait(60 * scale()) == 0
