@@ -14,7 +14,6 @@ from slime_like.data.token_table import load_table, table_path
 from slime_like.types import Sample, Source
 from tests.e2e import checks
 from tests.e2e.runs import REPOSITORY, Training, metrics
-from tests.engine.forked_engines import forking_engines
 
 pytestmark = pytest.mark.e2e
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -57,10 +56,7 @@ def test_the_documented_program_teaches_a_tool(overrides: tuple[str, ...], tmp_p
     assert program is not None
     (tmp_path / "program.py").write_text(program[1])
     run_dir = next(Path(text.removeprefix("run.dir=")) for text in overrides if text.startswith("run.dir="))
-    training = Training(
-        *overrides, log=tmp_path / "log", script=str(tmp_path / "program.py"), environment=forking_engines()
-    )
-    result = training.wait()
+    result = Training(*overrides, log=tmp_path / "log", script=str(tmp_path / "program.py")).wait()
     assert result.code == 0, result.output
     assert "quickstart: warm start done" in result.output
     assert f"rollout {ROLLOUTS - 1}: version {ROLLOUTS}, best answer" in result.output
