@@ -27,7 +27,8 @@ ENGINE = tuple(
 RANKS = ("tests/train/",)
 NODES = ("tests/nodes/",)  # share a cluster of three nodes
 RANKS_OF_WRAPPER = tuple(f"tests/distributed/test_{name}.py" for name in ("forensics", "reload", "wrapper"))
-# Files that share the fork server of tests/engine/forked_engines.py.
+# Files that share the fork server of tests/engine/forked_engines.py, in groups that run side by side. Its start takes as long as
+# that of an engine.
 FORKED_ENGINES = tuple(
     f"tests/engine/test_{name}.py"
     for name in (
@@ -41,6 +42,15 @@ FORKED_ENGINES = tuple(
         "kv_capacity",
         "latent",
     )
+)
+MORE_FORKED_ENGINES = tuple(
+    f"tests/engine/test_{name}.py" for name in ("remote_experts", "flow_mla_engine", "servers_by_hand")
+)
+FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("same_run", "latent", "roles"))
+MORE_FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("split", "hybrid"))
+GROUPS = (
+    *(ENGINE, RANKS, NODES, RANKS_OF_WRAPPER),
+    *(FORKED_ENGINES, MORE_FORKED_ENGINES, FORKED_RUNS, MORE_FORKED_RUNS),
 )
 # Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
 HEAVY_IMPORTS = (
@@ -59,9 +69,9 @@ HEAVY_IMPORTS = (
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
     *(*FORKED_ENGINES, *RANKS, *NODES),
-    *(f"tests/e2e/test_{name}.py" for name in ("same_run", "split", "library")),
-    *(*RANKS_OF_WRAPPER, *ENGINE),
-    *(f"tests/e2e/test_{name}.py" for name in ("colocated", "hybrid", "roles", "ended_by_faults")),
+    *(*FORKED_RUNS, *MORE_FORKED_RUNS, "tests/e2e/test_library.py"),
+    *(*RANKS_OF_WRAPPER, *ENGINE, *MORE_FORKED_ENGINES),
+    *(f"tests/e2e/test_{name}.py" for name in ("colocated", "ended_by_faults")),
     *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
     *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )
@@ -70,7 +80,7 @@ LONGEST = (
 def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
     """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
     file = nodeid.partition("::")[0]
-    groups = (ENGINE, RANKS, NODES, RANKS_OF_WRAPPER, FORKED_ENGINES) if starts_engines else (HEAVY_IMPORTS,)
+    groups = GROUPS if starts_engines else (HEAVY_IMPORTS,)
     return next((shared[0] for shared in groups if file.startswith(shared)), file)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import excluded_marks, is_excluded
-from tests.groups import ENGINE, FORKED_ENGINES, HEAVY_IMPORTS, RANKS, RANKS_OF_WRAPPER, group_of
+from tests.groups import GROUPS, HEAVY_IMPORTS, group_of
 
 UNIT = "not engine and not ranks and not slow"
 
@@ -33,8 +34,16 @@ def test_a_file_is_left_out_if_its_mark_excludes_every_test(marks: str, expressi
 
 def test_files_that_share_an_engine_ranks_or_an_import_are_one_group() -> None:
     assert excluded_marks(UNIT) == {"engine", "ranks", "slow"}
-    groups = [(files, True) for files in (ENGINE, RANKS, RANKS_OF_WRAPPER, FORKED_ENGINES)]
-    for files, starts_engines in (*groups, (HEAVY_IMPORTS, False)):
+    for files, starts_engines in (*((files, True) for files in GROUPS), (HEAVY_IMPORTS, False)):
         assert all((Path(__file__).parents[2] / file).exists() for file in files)
         assert {group_of(f"{file}::test", starts_engines=starts_engines) for file in files} == {files[0]}
     assert group_of("tests/engine/test_tensor_parallel.py::test") == "tests/engine/test_tensor_parallel.py"
+
+
+def test_files_that_fork_engines_are_in_a_group() -> None:
+    """Otherwise each of them would start a fork server."""
+    root = Path(__file__).parents[2]
+    for path in [*root.glob("tests/engine/test_*.py"), *root.glob("tests/e2e/test_*.py")]:
+        file = str(path.relative_to(root))
+        if re.search(r"forked_engines|fault_injection", path.read_text()):
+            assert any(file in files for files in GROUPS), f"{file}: add it to a group of tests/groups.py"
