@@ -166,8 +166,9 @@ class LocalSupervisor:
 class EnginePair:
     """Two engines and the managers that use them."""
 
-    def __init__(self, models: Models, folder: Path) -> None:
+    def __init__(self, models: Models, folder: Path, max_response_len: int = TOKENS, **engine: Any) -> None:
         self.models, self.folder, self.version = models, folder, 0
+        self._max_response_len = max_response_len
         characters().save_pretrained(folder / "tokenizer")
         self._data = write(folder / "train.jsonl", [{"prompt": f"{i}+1=", "label": str(i)} for i in range(100)])
         spec = EngineSpec(
@@ -181,6 +182,7 @@ class EnginePair:
             start_deadline_s=180,
             max_running_requests=SAMPLES,
             sglang={"max_total_tokens": 4096},
+            **engine,
         )
         self.supervisors = [
             LocalSupervisor(replace(spec, log_path=str(folder / f"{i}.log")), f"engine {i}") for i in (0, 1)
@@ -199,7 +201,7 @@ class EnginePair:
             rollout=RolloutConfig(
                 batch_size=GROUPS,
                 n_samples_per_prompt=SAMPLES,
-                max_response_len=TOKENS,
+                max_response_len=self._max_response_len,
             ),
             reward=RewardConfig(name="exact", workers=1),
             evaluation=EvalConfig(),

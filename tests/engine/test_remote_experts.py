@@ -18,9 +18,11 @@ from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import EngineError, EngineLost
 from slime_like.types import F32
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
+from tests.engine.fault_injection import EnginePair, at_first_answer, clear_callbacks, until
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
 from tests.engine.latent_models import build as build_latent
 from tests.engine.test_families import build
+from tests.engine.test_faults import check_rollout
 from tests.engine.test_latent import push
 
 pytestmark = pytest.mark.engine
@@ -29,6 +31,12 @@ OF_HF = 1e-4  # of transformers
 WORKER = "slime_like_plugins.remote_experts.worker"
 DEADLINE_S = 5.0
 HALF = RemoteOptions(count=4, capacity=64, deadline_s=DEADLINE_S)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Return the workers of the ranks of a server."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if WORKER in " ".join(child.cmdline())]
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,7 @@ class ExpertArm:
     @property
     def workers(self) -> list[psutil.Process]:
         """Workers of the engine's ranks."""
-        children = psutil.Process(self.engine.server.pid).children(recursive=True)
-        return [child for child in children if WORKER in " ".join(child.cmdline())]
+        return workers_of(self.engine.server.pid)
 
     @property
     def log(self) -> str:
@@ -185,3 +192,37 @@ def test_an_engine_ends_with_a_required_worker(arms: Mapping[str, ExpertArm]) ->
     with pytest.raises(EngineLost):
         arm.engine.run(arm.engine.client.generate(prompt(9), [0], make_sampling(tokens=4)))
     assert "remote experts are lost" in arm.engine.server.cause_of_death() + arm.log
+
+
+def test_a_rollout_survives_the_loss_of_a_required_worker(arms: Mapping[str, ExpertArm], tmp_path: Path) -> None:
+    """The engine ends, the other one takes over its groups, and the restarted engine has a new worker and the pushed weights."""
+    remote = replace(HALF, policy="required", threads=1).to_json()
+    pair = EnginePair(arms["all local"].models, tmp_path, max_response_len=48, remote_experts=remote)
+
+    async def scenario() -> None:
+        manager = pair.manager()
+        await pair.push(manager, "B")
+        killed: list[tuple[str, int]] = []
+
+        def kill_worker(name: str) -> None:
+            (worker,) = workers_of(pair.supervisor(name).server.pid)
+            worker.send_signal(signal.SIGKILL)
+            killed.append((name, worker.pid))
+
+        at_first_answer(kill_worker)
+        check_rollout(await manager.collect(0), 0, pair.models, "B", pair.version)
+        ((name, pid),) = killed
+        await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
+        (recovery,) = manager._pool.recoveries
+        assert recovery.engine == name and recovery.groups >= 1
+        assert "remote experts are lost" in recovery.cause
+        assert pid not in {worker.pid for worker in workers_of(pair.supervisor(name).server.pid)}
+        assert await pair.push(manager, "A") == ("engine 0", "engine 1")
+        check_rollout(await manager.collect(1), 1, pair.models, "A", pair.version)
+
+    with contextlib.ExitStack() as stack:
+        for action in (pair.close, pair.stop_managers, clear_callbacks):
+            stack.callback(action)
+        for supervisor in pair.supervisors:
+            supervisor.connect()
+        pair.loop.run_until_complete(scenario())

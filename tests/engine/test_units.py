@@ -430,6 +430,10 @@ def test_the_headline_is_the_last_exception_of_the_log(tmp_path: Path) -> None:
     assert processes.headline(["slime_like plugin 'x': no", *["at x"] * 20, "RuntimeError: rank 0 died"]).endswith(
         "'x': no"
     )
+    ours = [
+        f"slime_like_plugins.remote_experts.{name}: {name}" for name in ("connection.PeerLost", "experts.ExpertsLost")
+    ]
+    assert processes.headline([*ours, *["at x"] * 20, "RuntimeError: server ended"]) == f": {ours[1]}"
     log.write_text("ValueError: of an earlier engine\nwell\n")
     assert processes.headline(processes.last_lines(str(log), begin=33)) == ""
     assert "no log" in processes.last_lines(str(tmp_path / "missing"))[0]

@@ -114,9 +114,10 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 def headline(lines: list[str]) -> str:
     """Return the error message among the lines of a log; callers print it before the log's last lines.
 
-    A plugin's message comes first, since a worker that stops with one makes the server fail later. Without a plugin's message,
-    return the last printed line that looks like an error.
+    A plugin's message comes first, since a worker that stops with one makes the server fail later; then the last exception of
+    this project. Without either, return the last printed line that looks like an error.
     """
     plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
+    plugin += [line.strip() for line in lines if re.match(r"slime_like(_plugins)?\.[\w.]+: ", line)][-1:]
     errors = [line.strip() for line in lines[-LOG_LINES:] if re.match(r"\s*[\w.]+(Error|Exception|Exit)\b.*:", line)]
     return next((f": {line}" for line in (*plugin[:1], *errors[::-1])), "")
