@@ -201,9 +201,8 @@ class GlooRanks:
 class RankGather(GroupGather):
     """The product's gather, without torch's global registry of groups."""
 
-    def start(self, slot: int, layer: int, buffer: Tensor) -> Any:
-        groups: Any = self._groups
-        return groups[slot]._allgather_base(buffer, self._parts[layer])
+    def _broadcast(self, group: Any, tensor: Tensor, rank: int) -> Any:
+        return group.broadcast(tensor, rank)
 
 
 class RankMessages:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from slime_like.config.schema.flow_mla import FlowOptions
 from slime_like_plugins.flow_mla.gather import GroupGather
@@ -31,15 +34,24 @@ def ranks(size: int, num_slots: int = SLOTS) -> GlooRanks:
 
 
 def sharded_layers(
-    group: GlooRanks, rank: int, kind: str, count: int, num_slots: int = SLOTS, transport: str = "collective"
+    group: GlooRanks,
+    rank: int,
+    kind: str,
+    count: int,
+    num_slots: int = SLOTS,
+    transport: str = "collective",
+    *,
+    loading: bool = False,
 ) -> tuple[list[FlowLayer], ShardedWeights]:
-    """Return the layers of one rank, with slots."""
+    """Return the layers of one rank, with slots; with ``loading``, as before the end of SGLang's first load."""
     weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, group.size, group.gather(rank, transport))
     layers: list[FlowLayer] = []
     for index in range(count):
         layers.append(FlowLayer(kind, index))
         weights.add(layers[-1])
     weights.bind()
+    if not loading:
+        weights.finish_loading()
     return layers, weights
 
 
@@ -93,10 +105,10 @@ def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: 
     references = [expected(kind, count, [1]), expected(kind, count, [2]), expected(kind, count, [2], partial=3)]
 
     def work(rank: int) -> None:
-        layers, weights = sharded_layers(group, rank, kind, count, transport=transport)
+        layers, weights = sharded_layers(group, rank, kind, count, transport=transport, loading=True)
         sharded = weights.layers
         full = sum(item.num_bytes for layer in sharded for item in layer.layout.matrices)
-        assert weights.held_bytes() == full // size + min(SLOTS, len(sharded)) * full // len(sharded)
+        assert weights.held_bytes() == full // size + full // len(sharded)
         assert len(sharded) == (count // 4 if kind == "hybrid" else count)
         for step, reference in enumerate(references):
             if step < 2:
@@ -104,6 +116,9 @@ def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: 
                 poison(parameters(layers))
                 load(layers, tensors(layers, step + 1), weights.update)
                 assert not unwritten(parameters(layers))
+                if step == 0:
+                    weights.finish_loading()
+                    assert weights.held_bytes() == full // size + min(SLOTS, len(sharded)) * full // len(sharded)
             else:
                 load(layers, (item for item in tensors(layers, 3) if item[0] == count - 1), weights.update)
             for x in (inputs(rank, step), inputs(rank, step + 1)) if step == 1 else (inputs(rank, step),):
@@ -113,33 +128,106 @@ def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: 
     group.run(work)
 
 
-def test_loading_never_holds_more_than_the_parts_and_one_layer() -> None:
-    """Measured before each layer is sharded, and after all are loaded without the slots, which later forwards share."""
-    group, count = ranks(2), 5
+class StorageCounter(TorchDispatchMode):
+    """Bytes of the storages that this thread allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._bytes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self.count(tensor)
+        return result
+
+    def count(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` until it is freed."""
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = StorageWeakRef(storage)
+        self._bytes[storage.data_ptr()] = storage.nbytes()
+        live = [address for address, reference in self._storages.items() if not reference.expired()]
+        self.peak = max(self.peak, sum(self._bytes[address] for address in live))
+
+
+@pytest.mark.parametrize("transport", ["collective", "p2p"])
+@pytest.mark.parametrize("kind", ["mla", "gqa", "mqa"])
+@pytest.mark.parametrize(("size", "count", "num_slots"), [(2, 5, 2), (3, 4, 3), (4, 7, 2)])
+def test_loading_never_holds_more_than_the_parts_and_one_layer(
+    size: int, count: int, num_slots: int, kind: str, transport: str
+) -> None:
+    """Count every storage that a rank allocates while layers are built and loaded; the checkpoint is that of the test."""
+    group = ranks(size, num_slots)
+    checkpoint = tensors([FlowLayer(kind, index) for index in range(count)], 1)
 
     def work(rank: int) -> None:
-        weights = ShardedWeights(FlowOptions(WEIGHTS["mla"]), rank, 2, group.gather(rank))
+        gather = group.gather(rank, transport)
+        allocate, share, storages = gather.allocate, gather.share, StorageCounter()
+
+        def counted(num_bytes: int, device: torch.device) -> Tensor:
+            part = allocate(num_bytes, device)
+            storages.count(part)  # shared memory is not allocated by torch
+            return part
+
+        def uncounted(parts: Sequence[Tensor]) -> None:
+            with _disable_current_modes():
+                share(parts)  # exchanges messages
+
+        vars(gather).update(allocate=counted, share=uncounted)
+        weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, size, gather)
         layers: list[FlowLayer] = []
-        sizes: list[int] = []
-        for index in range(count):
-            layers.append(FlowLayer("mla", index))
-            attention = [
-                p.untyped_storage() for layer in layers for n, p in layer.named_parameters() if "self_attn" in n
-            ]
-            sizes.append(
-                sum(storage.nbytes() for storage in attention) + sum(len(layer.part) for layer in weights.layers)
-            )
-            weights.add(layers[-1])
-        weights.bind()
-        load(layers, tensors(layers, 1), weights.update)
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in parameters(layers)
-        }
-        mlp = sum(layer.mlp.weight.nbytes for layer in layers)
+        with storages:
+            for index in range(count):
+                layers.append(FlowLayer(kind, index))
+                weights.add(layers[-1])
+            weights.bind()
+            load(layers, checkpoint, weights.update)
+        counts = weights.finish_loading()
+        others = sum(p.nbytes for layer in layers for _, p in layer.named_parameters() if not hasattr(p, HELD_PART))
+        # One element for each matrix that SGLang creates, and the results of SGLang that it writes to w_kc and w_vc.
+        placeholders = sum(4 for layer in layers for _, p in layer.named_parameters() if hasattr(p, HELD_PART))
+        absorbed = (
+            2 * layers[0].self_attn.get_submodule("kv_b_proj").get_parameter("weight").nbytes if kind == "mla" else 0
+        )
         layer_bytes = weights.layers[0].layout.num_bytes
-        placeholders = 4 * 4 * count  # one element for each matrix that SGLang creates
-        assert max(sizes) <= sum(layer.layout.part_bytes for layer in weights.layers) + layer_bytes + placeholders
-        assert sum(storages.values()) - mlp == count * layer_bytes // 2
+        assert counts.loading == counts.private + layer_bytes == weights.peak_bytes
+        assert counts.loading <= storages.peak - others <= counts.loading + placeholders + absorbed
+        assert weights.held_bytes() == counts.private + num_slots * layer_bytes
+        x, full = inputs(rank, rank), expected(kind, count, [1])
+        assert torch.equal(forward(layers, x), forward(full, x))
+
+    group.run(work)
+
+
+def test_a_slot_of_the_largest_layer_is_the_one_of_loading() -> None:
+    """Layers of several sizes: the buffer that all layers used has the size of its slot afterwards."""
+    layouts = [layer_layout([Matrix((16 * size,), (1,), torch.float32)], 1) for size in (1, 2, 3, 5, 4)]
+    for num_slots, sizes in ((2, [4, 5]), (3, [5, 4, 3]), (8, [1, 2, 3, 5, 4])):
+        gather: Any = RecordedGather([layout.num_bytes for layout in layouts])
+        pipeline = GatherPipeline(layouts, 1, gather)
+        (single,) = pipeline.slots
+        pipeline.fetch(2)
+        pipeline.grow(num_slots)
+        assert [len(slot.buffer) for slot in pipeline.slots] == [64 * size for size in sizes]
+        assert single in pipeline.slots and single.layer is None
+
+
+def test_a_tensor_that_sglang_keeps_of_loading_is_named() -> None:
+    """A view of a weight stays in the slot of loading, which other layers use afterwards."""
+    group = ranks(1)
+
+    def work(rank: int) -> None:
+        layers, weights = sharded_layers(group, rank, "gqa", 4, loading=True)
+        for layer in layers:
+            module = layer.get_submodule("self_attn.o_proj")
+            vars(module)["packed"] = module.get_parameter("weight").data[:1]
+        weights.finish_loading()
+        assert weights.aliases() == [
+            f"sharded layer {index}: packed of Linear is in the slot of another layer" for index in (1, 3)
+        ]
 
     group.run(work)
 
@@ -176,6 +264,27 @@ def test_slots_whose_memory_was_released_are_gathered_again() -> None:
             weights.pipeline.drain()
             for slot in weights.pipeline.slots:
                 slot.buffer.fill_(255)  # NaN
+
+    group.run(work)
+
+
+def test_an_engine_stops_if_its_weights_were_loaded_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights would still be views of one slot."""
+    hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
+    group = ranks(1)
+
+    def work(rank: int) -> None:
+        _, weights = sharded_layers(group, rank, "gqa", 4, loading=True)
+        monkeypatch.setattr(hooks, "_models", [weights])
+        with pytest.raises(SystemExit, match="the weights were loaded without DefaultModelLoader"):
+            hooks.check_loaded(None, None)
+        assert hooks.allocate_slots("model") == "model"
+        hooks.check_loaded(None, None)
+        _, weights = sharded_layers(group, rank, "gqa", 4, loading=True)
+        monkeypatch.setattr(hooks, "_models", [weights])
+        weights.peak_bytes += 1
+        with pytest.raises(SystemExit, match=r"held \d+ bytes of sharded weights while loading"):
+            hooks.allocate_slots("model")
 
     group.run(work)
 

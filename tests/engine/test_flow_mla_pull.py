@@ -28,6 +28,7 @@ def layers_of(group: GlooRanks, rank: int) -> tuple[list[FlowLayer], ShardedWeig
     for layer in layers:
         weights.add(layer)
     weights.bind()
+    weights.finish_loading()
     return layers, weights
 
 

@@ -1,4 +1,4 @@
-"""Exchange of the ranks' parts of a layer, which runs while other layers compute: the interface, and all-gathers."""
+"""Exchange of the ranks' parts of a layer, which runs while other layers compute: the interface, and collectives."""
 
 from __future__ import annotations
 
@@ -42,10 +42,23 @@ class Gather(Protocol):
         ...
 
 
-class GroupGather:
-    """All-gathers over one process group per slot, in which all ranks take part.
+class PendingAll:
+    """Several collectives in progress."""
 
-    A group of NCCL has a stream, so gathers of the slots do not wait for each other or for the engine's collectives. Torch
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each of them."""
+        for work in self._works:
+            work.wait()
+
+
+class GroupGather:
+    """Gathers over one process group per slot, in which all ranks take part.
+
+    With NCCL they are all-gathers, with gloo a broadcast by each rank: gloo's all-gather receives into a second buffer of the
+    whole layer. A group of NCCL has a stream, so gathers of the slots do not wait for each other or for the engine's collectives. Torch
     records an event before a gather and another one after it: the gather waits for kernels that read the slot, and ``wait``
     makes the current stream wait for the gather, also while a CUDA graph is captured. A group of gloo has its threads.
     """
@@ -70,7 +83,18 @@ class GroupGather:
             torch.cuda.synchronize(self._parts[0].device)
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
-        work = dist.all_gather_single(buffer, self._parts[layer], group=self._groups[slot], async_op=True)
+        group, part = self._groups[slot], self._parts[layer]
+        if buffer.is_cuda:
+            work = dist.all_gather_single(buffer, part, group=group, async_op=True)
+            assert work is not None
+            return work
+        received = buffer.view(group.size(), -1)
+        received[group.rank()].copy_(part)
+        return PendingAll([self._broadcast(group, tensor, rank) for rank, tensor in enumerate(received)])
+
+    def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor, rank: int) -> Pending:
+        """Start the broadcast of ``tensor`` by ``rank`` of the group."""
+        work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
         assert work is not None
         return work
 

@@ -64,7 +64,7 @@ def obstacle(view: Any) -> str | None:
 def shard_layers(
     original: Callable[..., Any], num_hidden_layers: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around ``make_layers``: shard each decoder layer once it is built, and assign slots once all layers are built."""
+    """Hook around ``make_layers``: shard each decoder layer once it is built."""
     weights = create_weights()
 
     def build(*arguments: Any, **options: Any) -> Any:
@@ -75,24 +75,35 @@ def shard_layers(
     result = original(num_hidden_layers, build, *args, **kwargs)
     if missing := weights.missing():
         raise SystemExit(f"slime_like plugin {NAME!r}: {'; '.join(missing)}")
-    counts = weights.bind()
-    if (num_bytes := weights.held_bytes()) != counts.private + counts.slots:
-        raise SystemExit(
-            f"slime_like plugin {NAME!r}: a rank holds {num_bytes} bytes of sharded weights instead of {counts.private + counts.slots}"
-        )
-    logger.info(
-        "slime_like FlowMLA shards %s of %d layers over %d ranks (%s): %d bytes of each rank instead of %d (%d private, %d in %d slots)",
-        *(
-            ", ".join(options().weights),
-            len(weights.layers),
-            weights.num_ranks,
-            options().transport,
-            num_bytes,
-            counts.full,
-        ),
-        *(counts.private, counts.slots, len(weights.pipeline.slots)),
-    )
+    weights.bind()
     return result
+
+
+def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook after ``DefaultModelLoader.load_model``: allocate the slots of forwards, and compare the bytes with the formula.
+
+    SGLang calls it within the region of its memory saver that releases weights.
+    """
+    for weights in _models:
+        stop_on(NAME, weights.moved())  # before the views are set again
+        counts = weights.finish_loading()
+        problems = weights.aliases()
+        if (num_bytes := weights.held_bytes()) != counts.private + counts.slots:
+            problems.append(
+                f"a rank holds {num_bytes} bytes of sharded weights instead of {counts.private + counts.slots}"
+            )
+        if weights.peak_bytes > counts.loading:
+            problems.append(
+                f"a rank held {weights.peak_bytes} bytes of sharded weights while loading instead of {counts.loading}"
+            )
+        stop_on(NAME, problems)
+        logger.info(
+            "slime_like FlowMLA shards %s of %d layers over %d ranks (%s): %d bytes of each rank instead of %d (%d private, %d in %d "
+            "slots), at most %d while loading",
+            *(", ".join(options().weights), len(weights.layers), weights.num_ranks, options().transport, num_bytes),
+            *(counts.full, counts.private, counts.slots, len(weights.pipeline.slots), weights.peak_bytes),
+        )
+    return model
 
 
 def create_weights() -> ShardedWeights:
@@ -151,7 +162,10 @@ def check_loaded(result: Any, runner: Any) -> Any:
             "layers without make_layers; set rollout.flow_mla.enabled=false (remove --enable-flow-mla)"
         )
     for weights in _models:
-        stop_on(NAME, weights.moved())
+        stop_on(
+            NAME,
+            weights.moved() if weights.is_loaded else ["the weights were loaded without DefaultModelLoader.load_model"],
+        )
     return result
 
 
@@ -199,6 +213,7 @@ HOOKS = (
     Hook(
         "sglang.srt.layers.quantization.fp8.Fp8LinearMethod.process_weights_after_loading", "around", postprocess_float8
     ),
+    Hook("sglang.srt.model_loader.loader.DefaultModelLoader.load_model", "after", allocate_slots),
     Hook(f"{RUNNER}.load_model", "after", check_loaded),
     Hook(f"{RUNNER}.forward", "around", run_forward),
     Hook(f"{RUNNER}.check_weights", "replace", refuse_checks),

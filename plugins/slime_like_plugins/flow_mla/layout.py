@@ -81,16 +81,23 @@ class FlowBytes:
     full: int  # W, without sharding
     private: int  # W / dp, and padding
     slots: int  # 2 W / L with two slots for equal layers, and padding
+    loading: int  # W / dp and one layer, the largest one
+
+
+def slot_sizes(layers: Sequence[LayerLayout], num_slots: int) -> list[int]:
+    """Return the bytes of each slot: its largest layer. There are no more slots than layers."""
+    num_slots = min(num_slots, len(layers))
+    return [max(layer.num_bytes for layer in layers[slot::num_slots]) for slot in range(num_slots)]
 
 
 def flow_bytes(layers: Sequence[LayerLayout], num_slots: int) -> FlowBytes:
-    """Return the bytes of ``layers`` that take turns in ``num_slots`` slots. A slot is as large as its largest layer."""
+    """Return the bytes of ``layers`` that take turns in ``num_slots`` slots."""
+    private = sum(layer.part_bytes for layer in layers)
     return FlowBytes(
         full=sum(item.num_bytes for layer in layers for item in layer.matrices),
-        private=sum(layer.part_bytes for layer in layers),
-        slots=sum(
-            max(layer.num_bytes for layer in layers[slot::num_slots]) for slot in range(min(num_slots, len(layers)))
-        ),
+        private=private,
+        slots=sum(slot_sizes(layers, num_slots)),
+        loading=private + max(layer.num_bytes for layer in layers),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from slime_like_plugins.flow_mla.gather import Gather, Pending
-from slime_like_plugins.flow_mla.layout import LayerLayout
+from slime_like_plugins.flow_mla.layout import LayerLayout, slot_sizes
 
 
 class Slot:
@@ -38,9 +38,15 @@ class GatherPipeline:
     ) -> None:
         """``gather`` has this rank's part of each layer. The slots are on ``device``, by default the CPU."""
         self._layouts, self._gather, self._device = layouts, gather, device or torch.device("cpu")
-        num_slots = min(num_slots, len(layouts))
-        sizes = [max(layout.num_bytes for layout in layouts[slot::num_slots]) for slot in range(num_slots)]
-        self.slots = [Slot(size, self._device) for size in sizes]
+        self.slots = [Slot(size, self._device) for size in slot_sizes(layouts, num_slots)]
+
+    def grow(self, num_slots: int) -> None:
+        """Replace the single slot of a model that loads by ``num_slots``, one of which has its buffer. All ranks call it."""
+        (loading_slot,) = self.slots
+        self.drain()
+        sizes = slot_sizes(self._layouts, num_slots)
+        largest = sizes.index(max(sizes))
+        self.slots = [loading_slot if slot == largest else Slot(size, self._device) for slot, size in enumerate(sizes)]
 
     def slot(self, layer: int) -> Slot:
         """Return the slot of ``layer``."""

@@ -1,7 +1,7 @@
 """Sharded weights of a model's decoder layers, and writes of pushes to this rank's part.
 
-A layer is sharded as soon as it has been built, so a rank never holds the full weights. From then on each weight is a view of a
-slot. SGLang's loaders write through this view: before a write, this rank's part of the old values is copied into the slot, and
+A layer is sharded as soon as it has been built, so a rank never holds the full weights. While the model loads, each weight is a
+view of a single slot; the slots of forwards are allocated afterwards. SGLang's loaders write through this view: before a write, this rank's part of the old values is copied into the slot, and
 after the write it is copied back. Elements that a loader does not write, such as other parts of a fused projection, therefore
 keep their values.
 """
@@ -9,7 +9,7 @@ keep their values.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,8 @@ class ShardedWeights:
         self._settings, self._rank, self.num_ranks, self._gather = settings, rank, num_ranks, gather
         self._names = tuple(name for key in settings.weights for name in MODULES[key])
         self.layers: list[ShardedLayer] = []
+        self.peak_bytes = 0  # largest size of sharded weights so far, and of the layer that is being built
+        self.is_loaded = False
         self._pipeline: GatherPipeline | None = None
         self._lock = threading.Lock()  # SGLang's loaders write from several threads
 
@@ -84,6 +86,7 @@ class ShardedWeights:
             return
         weights, matrices = [weight for weight, _ in selected], [item for _, item in selected]
         layout = layer_layout(matrices, self.num_ranks)
+        self._record_peak(selected)
         parameters: dict[int, Any] = {
             position: getattr(w.module, w.attribute)
             for position, w in enumerate(weights)
@@ -103,17 +106,23 @@ class ShardedWeights:
         # The layer's hook, not its attention's: a rank without tokens may skip the attention, and would not gather.
         layer.register_forward_hook(lambda module, arguments, output: self.pipeline.advance(index))
 
-    def bind(self) -> FlowBytes:
-        """Allocate the slots and let every weight be a view of its slot. Returns the bytes of this rank."""
+    def bind(self) -> None:
+        """Allocate a slot for all layers, of which every weight is a view until ``finish_loading``."""
         layouts, parts = [layer.layout for layer in self.layers], [layer.part for layer in self.layers]
-        num_slots = self._settings.prefetch_distance
         self._gather.share(parts)
-        self._pipeline = GatherPipeline(layouts, num_slots, self._gather, parts[0].device)
-        for index, layer in enumerate(self.layers):
-            buffer = self._pipeline.slot(index).buffer
-            for position, weight in enumerate(layer.weights):
-                weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
-        return flow_bytes(layouts, num_slots)
+        self._pipeline = GatherPipeline(layouts, 1, self._gather, parts[0].device)
+        self._set_views()
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
+
+    def finish_loading(self) -> FlowBytes:
+        """Allocate the slots of forwards, after all weights have been loaded. All ranks call it. Returns the bytes of this rank.
+
+        Slots never move afterwards, so that CUDA graphs may be captured.
+        """
+        self.pipeline.grow(self._settings.prefetch_distance)
+        self._set_views()
+        self.is_loaded = True
+        return flow_bytes([layer.layout for layer in self.layers], self._settings.prefetch_distance)
 
     def update(self, layer: torch.nn.Module, compute: Callable[[], None]) -> None:
         """Call ``compute``, which reads and writes weights of a decoder layer, on the whole layer. All ranks call it."""
@@ -149,6 +158,24 @@ class ShardedWeights:
                     moved.append(f"sharded layer {index}: {weight.name} is not in its slot")
         return moved
 
+    def aliases(self) -> list[str]:
+        """Return messages on tensors that SGLang made while loading as views of a weight, whose layer now has another slot."""
+        slots = self.pipeline.slots
+        return [
+            f"sharded layer {index}: {name} of {type(module).__name__} is in the slot of another layer"
+            for index, layer in enumerate(self.layers)
+            for module in layer.module.modules()
+            for name, tensor in (
+                *vars(module).items(),
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+            if isinstance(tensor, Tensor)
+            and any(
+                slot is not self.pipeline.slot(index) and _address(slot.buffer) == _address(tensor) for slot in slots
+            )
+        ]
+
     def held_bytes(self) -> int:
         """Return the size of this rank's parts and slots in memory."""
         buffers = [layer.part for layer in self.layers] + [slot.buffer for slot in self.pipeline.slots]
@@ -166,6 +193,19 @@ class ShardedWeights:
             owner = layer.get_submodule(name.rpartition(".")[0])
             for attribute, item in absorbed_weights(owner, module):
                 yield ModuleWeight(f"{name}.{attribute}", owner, attribute), item
+
+    def _set_views(self) -> None:
+        """Let every weight be a view of its slot."""
+        for index, layer in enumerate(self.layers):
+            buffer = self.pipeline.slot(index).buffer
+            for position, weight in enumerate(layer.weights):
+                weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
+
+    def _record_peak(self, selected: Sequence[tuple[ModuleWeight, Matrix]]) -> None:
+        """Record the bytes of the parts and of a layer that has been built."""
+        weights = (getattr(weight.module, weight.attribute) for weight, _ in selected)
+        tensors = [*(layer.part for layer in self.layers), *(weight for weight in weights if weight is not None)]
+        self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
 
     def _before(self, layer: int) -> None:
         if layer == 0:
@@ -192,6 +232,11 @@ class ShardedWeights:
         """Return this rank's part of a layer in its slot."""
         size = self.layers[layer].layout.part_bytes
         return self.pipeline.slot(layer).buffer[self._rank * size : (self._rank + 1) * size]
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def module_obstacle(name: str, module: torch.nn.Module) -> str | None:
