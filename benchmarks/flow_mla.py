@@ -2,8 +2,8 @@
 
     python benchmarks/flow_mla.py --rounds 2 --write
 
-All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. A rank has a budget for attention weights and
-KV cache; its cache gets the bytes that the weights leave. Engines run one after another, as four of them do not fit a laptop.
+All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. A rank has a given memory, and SGLang sizes its
+KV cache by the weights in it, as on a GPU. Engines run one after another, as four of them do not fit a laptop.
 In a round, an engine decodes one request, then it gets more requests at once than fit its cache. Requests are greedy, so the
 engines return the same tokens.
 """
@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ from benchmarks.options import at_least  # noqa: E402
 from benchmarks.run import PAGES, machine, write  # noqa: E402
 from slime_like.cluster.plan.engine import engine_settings  # noqa: E402
 from slime_like.config.schema.flow_mla import FlowOptions  # noqa: E402
+from slime_like.config.schema.rank_memory import VARIABLE  # noqa: E402
 from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
 from slime_like.planner.config_json import read_shape  # noqa: E402
-from slime_like.planner.engine import token_bytes  # noqa: E402
-from slime_like.planner.host import rank_weights  # noqa: E402
+from slime_like.planner.host import host_pool  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.rollout.engine.client import EngineClient  # noqa: E402
 from slime_like.rollout.engine.server import EngineServer  # noqa: E402
@@ -62,16 +62,14 @@ MODEL: Mapping[str, Any] = {
     "v_head_dim": 64,
 }
 """Keys of config.json."""
-ROWS = 192  # tokens of a rank's KV cache without DCP and FlowMLA
-PROMPT, RESPONSE, REQUESTS = 32, 32, 40
+MEMORY, STATIC = 20_000_000, 0.9  # bytes of a rank, and SGLang's mem_fraction_static
+PROMPT, RESPONSE, REQUESTS = 224, 32, 48
 LAYER_BYTES = 4 * (
     (8 * 64 * 384 + 128 * 8 * 48 + 2 * 64 * 8 * 96) // 2  # over the two ranks of a group
     + 384 * (128 + 64 + 16)
 )
 """Bytes of one layer's sharded projections on a rank without FlowMLA, in float32."""
-KV_ROW_BYTES = 4 * 8 * (64 + 16)
-"""Bytes of one token's latents and rotated keys."""
-LOG_LINE = re.compile(r"slime_like FlowMLA shards .*: (\d+) bytes of each rank instead of (\d+)")
+LOG_LINE = re.compile(r"slime_like FlowMLA shards .*: (\d+) bytes of each rank .* at most (\d+) while loading")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,7 @@ class FlowArm:
     rounds: tuple[DcpRound, ...]
     planned_tokens: int  # capacity of a group by the planner
     weight_bytes: int  # of the sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
+    loading_bytes: int  # the same while the engine loaded its weights, at most
 
 
 def sharded_bytes(flow_mla: bool) -> int:
@@ -90,9 +89,8 @@ def sharded_bytes(flow_mla: bool) -> int:
 
 
 def make_spec(name: str, model: Path) -> EngineSpec:
-    """Return an engine of ``ARMS``, whose cache has the bytes of the budget that the weights leave."""
+    """Return an engine of ``ARMS``."""
     dcp, flow_mla = ARMS[name]
-    rows = ROWS + (sharded_bytes(False) - sharded_bytes(bool(flow_mla))) // KV_ROW_BYTES
     return EngineSpec(
         model_path=str(model),
         device="cpu",
@@ -107,16 +105,14 @@ def make_spec(name: str, model: Path) -> EngineSpec:
         dp_attention=GROUPS,
         dcp=dcp,
         flow_mla=flow_mla,
-        sglang={"max_total_tokens": rows},
+        sglang={"mem_fraction_static": STATIC},
     )
 
 
-def planned_tokens(spec: EngineSpec, base: EngineSpec) -> int:
-    """Return the KV capacity of a group by the planner, on ranks with the bytes of a rank of ``base``."""
-    shape = read_shape("--model", spec.model_path)
-    settings, base_settings = engine_settings(spec), engine_settings(base)
-    budget = rank_weights(shape, base_settings) + ROWS * token_bytes(shape, base_settings)
-    return int((budget - rank_weights(shape, settings)) / token_bytes(shape, settings))
+def planned_tokens(spec: EngineSpec) -> int:
+    """Return the KV capacity of a group by the planner, from config.json."""
+    settings = replace(engine_settings(spec), rank_memory=MEMORY)
+    return host_pool(read_shape("--model", spec.model_path), settings, available=0).tokens
 
 
 async def measure(server: EngineServer, name: str, num_rounds: int) -> tuple[DcpRound, ...]:
@@ -144,20 +140,21 @@ def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
         rounds = asyncio.run(measure(server, name, num_rounds))
     finally:
         server.stop()
-    lines = LOG_LINE.findall(Path(spec.log_path).read_text())
-    held_bytes = {int(num_bytes) for num_bytes, _ in lines} or {sharded_bytes(False)}
-    if held_bytes != {sharded_bytes(bool(spec.flow_mla))}:
-        raise SystemExit(f"the engine {name} holds {held_bytes} bytes of sharded weights on its ranks")
-    return FlowArm(rounds, planned_tokens(spec, make_spec("off", model)), held_bytes.pop())
+    counts = {(int(served), int(loaded)) for served, loaded in LOG_LINE.findall(Path(spec.log_path).read_text())}
+    counts = counts or {(sharded_bytes(False), sharded_bytes(False))}
+    ((weight_bytes, loading_bytes),) = counts  # equal on all ranks
+    if weight_bytes != sharded_bytes(bool(spec.flow_mla)):
+        raise SystemExit(f"the engine {name} holds {weight_bytes} bytes of sharded weights on its ranks")
+    return FlowArm(rounds, planned_tokens(spec), weight_bytes, loading_bytes)
 
 
 def table(results: Mapping[str, FlowArm]) -> list[str]:
     """Return the Markdown table: medians over rounds."""
     base = results["off"].rounds
     lines = [
-        "| engine | attention weights per rank, kB | `max_total_num_tokens` of a group | by the planner | at once | retractions | one "
+        "| engine | attention weights per rank, kB | while loading | `max_total_num_tokens` of a group | by the planner | at once | retractions | one "
         "request, ms/token | all requests, tokens/s | responses equal to the first row's |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in results.items():
         rounds = arm.rounds
@@ -169,7 +166,7 @@ def table(results: Mapping[str, FlowArm]) -> list[str]:
         ]
         rate = statistics.median(sum(map(len, round_.responses)) / round_.requests_s for round_ in rounds)
         lines.append(
-            f"| {name} | {arm.weight_bytes / 1e3:,.0f} | {capacity:,} | {arm.planned_tokens:,} ({arm.planned_tokens / capacity - 1:+.1%}) "
+            f"| {name} | {arm.weight_bytes / 1e3:,.0f} | {arm.loading_bytes / 1e3:,.0f} | {capacity:,} | {arm.planned_tokens:,} ({arm.planned_tokens / capacity - 1:+.1%}) "
             f"| {max(r.usage.running_requests_max for r in rounds)} | {sum(r.usage.retractions for r in rounds)} "
             f"| {1e3 * statistics.median(r.token_s for r in rounds):.1f} | {rate:,.0f} | {sum(a == b for a, b in pairs)} of {len(pairs)} |"
         )
@@ -186,8 +183,8 @@ def page(results: Mapping[str, FlowArm], machine_line: str, command: str) -> str
             "",
             f"Command: `{command}`. Engines of {RANKS} ranks in {GROUPS} groups of data-parallel attention, one thread per rank, float32, over "
             f"gloo, with a random DeepSeek-V3 ({MODEL['num_hidden_layers']} layers, hidden {MODEL['hidden_size']}, "
-            f"{MODEL['num_attention_heads']} heads, latents of {MODEL['kv_lora_rank']}). Attention weights and KV cache of a rank have the same "
-            f"bytes in all engines: those of {ROWS} tokens without DCP and FlowMLA. In each of {len(results['off'].rounds)} rounds an engine "
+            f"{MODEL['num_attention_heads']} heads, latents of {MODEL['kv_lora_rank']}). Each rank has {MEMORY / 1e6:.0f} MB ({VARIABLE}), of "
+            f"which SGLang uses {STATIC:.0%} (mem_fraction_static) for weights and KV cache; it sizes the cache itself. In each of {len(results['off'].rounds)} rounds an engine "
             f"gets one request of {PROMPT} prompt tokens and {RESPONSE} response tokens, decode steps only; then {REQUESTS} such requests at "
             "once, with the time until the last one has ended. Engines ran one after another.",
             "",
@@ -203,7 +200,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=at_least(1), default=2)
     parser.add_argument("--write", action="store_true", help="write docs/measurements/flow_mla.md")
     options = parser.parse_args(argv)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", VARIABLE: str(MEMORY)}
     machine_line = machine(os.getloadavg()[0])
     from tests.engine.latent_models import build  # transformers takes seconds, and the tests read the pages only
 

@@ -35,6 +35,7 @@ class EngineSettings:
     states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
     state_slots: int | None = None  # SGLang's max_mamba_cache_size
     max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
+    rank_memory: int | None = None  # of an engine on a CPU, in bytes; None: a share of the machine's
     replicated_q: bool = False  # each DCP rank also has the query projections of its group
     symmetric_memory: bool = False  # SGLang's enable_symm_mem
 

@@ -31,15 +31,20 @@ def host_pool(shape: ModelShape, settings: EngineSettings, available: float, num
     """Return the caches of an engine on a CPU that begins to load its weights with ``available`` bytes of free memory.
 
     SGLang gives a rank the static fraction of one NUMA node's share of the free memory. The weights of all ranks reduce
-    that share, because they reduce the free memory of the machine.
+    that share, because they reduce the free memory of the machine. With ``settings.rank_memory``, each rank has memory of its own.
     """
-    weights = settings.gpus * rank_weights(shape, settings)
-    free_bytes = (available * (settings.static or MEMORY_FRACTION) - weights) / numa_nodes
+    weights, static, max_tokens = rank_weights(shape, settings), settings.static or MEMORY_FRACTION, settings.max_tokens
+    if settings.rank_memory is None:
+        free_bytes = (available * static - settings.gpus * weights) / numa_nodes
+        max_tokens = KV_TOKENS if max_tokens is None else max_tokens
+    else:
+        free_bytes = settings.rank_memory * static - weights
+        max_tokens = 2**31 if max_tokens is None else max_tokens
     slot, slots = state_bytes(shape, settings), 0
     if slot:
         slots = _slots(shape, settings, free_bytes)
         free_bytes -= (slots + 1) * slot
-    tokens = settings.dcp * (KV_TOKENS if settings.max_tokens is None else settings.max_tokens)
+    tokens = settings.dcp * max_tokens
     per_token = token_bytes(shape, settings)
     return HostPool(max(0, min(tokens, int(free_bytes // per_token))) if per_token else tokens, slots)
 

@@ -26,26 +26,31 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_engines_have_the_same_bytes_and_the_capacity_of_the_planner(model: Path) -> None:
+    """DCP multiplies the tokens, and the attention weights that FlowMLA saves become tokens. SGLang sizes the caches."""
     specs = {name: flow_mla.make_spec(name, model) for name in flow_mla.ARMS}
     assert len({spec.log_path for spec in specs.values()}) == len(specs)
-    for name, (num_ranks, text) in flow_mla.ARMS.items():
-        rows = specs[name].sglang["max_total_tokens"]
-        cached = rows * flow_mla.KV_ROW_BYTES
-        budget = flow_mla.sharded_bytes(False) + flow_mla.ROWS * flow_mla.KV_ROW_BYTES
-        assert 0 <= budget - cached - flow_mla.sharded_bytes(bool(text)) < flow_mla.KV_ROW_BYTES
-        assert flow_mla.planned_tokens(specs[name], specs["off"]) == pytest.approx(rows * num_ranks, rel=0.01)
+    planned = {name: flow_mla.planned_tokens(spec) for name, spec in specs.items()}
+    assert all("max_total_tokens" not in spec.sglang for spec in specs.values())
+    row_bytes = 4 * 8 * (64 + 16)  # of one token's latents and rotated keys
+    saved_tokens = (flow_mla.sharded_bytes(False) - flow_mla.sharded_bytes(True)) / row_bytes
+    assert planned["FlowMLA"] - planned["off"] == pytest.approx(saved_tokens, abs=1)
+    assert planned["DCP"] == pytest.approx(2 * planned["off"], abs=2)
+    assert planned["both"] == pytest.approx(2 * planned["FlowMLA"], abs=2)
 
 
 def test_the_table_compares_capacities_and_responses() -> None:
     arms = {
         name: flow_mla.FlowArm(
-            (dcp.DcpRound(0.01, 2.0, KvUsage(capacity, capacity, capacity // 100, 0), ((1, 2), (1, last))),), 210, 5_000
+            (dcp.DcpRound(0.01, 2.0, KvUsage(capacity, capacity, capacity // 100, 0), ((1, 2), (1, last))),),
+            210,
+            5_000,
+            4_000,
         )
         for name, capacity, last in (("off", 200, 3), ("both", 400, 4))
     }
     _, _, plain, both = flow_mla.table(arms)
-    assert plain == "| off | 5 | 200 | 210 (+5.0%) | 2 | 0 | 10.0 | 2 | 2 of 2 |"
-    assert both == "| both | 5 | 400 | 210 (-47.5%) | 4 | 0 | 10.0 | 2 | 1 of 2 |"
+    assert plain == "| off | 5 | 4 | 200 | 210 (+5.0%) | 2 | 0 | 10.0 | 2 | 2 of 2 |"
+    assert both == "| both | 5 | 4 | 400 | 210 (-47.5%) | 4 | 0 | 10.0 | 2 | 1 of 2 |"
     assert "In each of 1 rounds" in flow_mla.page(arms, "Machine: this one.", "python benchmarks/flow_mla.py")
 
 

@@ -20,10 +20,11 @@ import pytest
 
 from slime_like.cluster.plan.engine import engine_settings
 from slime_like.config.schema.flow_mla import FlowOptions
+from slime_like.config.schema.rank_memory import VARIABLE
 from slime_like.errors import EngineError, EngineLost
 from slime_like.planner.config_json import read_shape
 from slime_like.planner.flow_mla import flow_slots, flow_weights
-from slime_like.planner.host import rank_weights
+from slime_like.planner.host import host_pool, rank_weights
 from slime_like.rollout.engine import processes
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
@@ -32,6 +33,7 @@ from tests.engine.latent_models import build
 from tests.engine.test_latent import CHUNK, TOLERANCE, assert_agrees, push
 
 pytestmark = pytest.mark.engine
+RANK_MEMORY = 1 << 25  # bytes, by which SGLang sizes the KV cache
 OPTIONS = {
     "deepseek_v3": FlowOptions(("o_proj", "q_proj", "kv_b_proj", "a_proj")),
     "qwen3": FlowOptions(("o_proj", "qkv_proj"), transport="p2p"),
@@ -61,8 +63,10 @@ def pair(
         "dp_attention": 2,
         "deterministic": request.param == "qwen3",
         "ep_size": 2 if request.param == "deepseek_v3" else 1,
+        "max_total_tokens": None,
     }
     with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv(VARIABLE, str(RANK_MEMORY))
         runs: list[Any] = []
         for flow_mla in ("", OPTIONS[request.param].to_json()):
             run = launch(models, tmp_path_factory.mktemp("run"), 2, flow_mla=flow_mla, **settings)
@@ -166,17 +170,33 @@ def test_requests_continue_under_new_weights_and_after_an_abort(pair: EngineArms
 
 
 def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
-    """The planner predicts the bytes in memory that each rank logs: ``W / 2 + 2 W / L`` in ``L`` equal layers."""
+    """The planner predicts the bytes that each rank counts: ``W / 2 + 2 W / L`` in ``L`` equal layers, ``W / 2 + W / L`` while loading."""
     text, spec = log_text(pair.flow), pair.flow.server._spec  # pyright: ignore[reportPrivateUsage]
     shape, settings = read_shape("model.hf_checkpoint", spec.model_path), engine_settings(spec)
     full, slots = (round(4 * count(shape, settings)) for count in (flow_weights, flow_slots))
     line = f"{full // 2 + slots} bytes of each rank instead of {full} ({full // 2} private, {slots} in 2 slots)"
+    line += f", at most {full // 2 + slots // 2} while loading"
     assert text.count(line) == 2, re.findall(r"slime_like FlowMLA .*", text)
     assert slots == 2 * full // len(shape.layers)
     saved_bytes = [rank_weights(shape, s) for s in (replace(settings, flow_mla=()), settings)]
     assert saved_bytes[0] - saved_bytes[1] == full // 2 - slots
     assert "module by module" in text, "the fused forward would read packed copies of the weights"
     assert "slime_like FlowMLA" not in log_text(pair.plain)
+
+
+def test_the_kv_cache_has_the_bytes_that_the_weights_leave(pair: EngineArms) -> None:
+    """SGLang sizes it by the weights in memory, and the planner by config.json."""
+    num_tokens: list[int] = []
+    planned: list[int] = []
+    for engine in (pair.plain, pair.flow):
+        spec = engine.server._spec  # pyright: ignore[reportPrivateUsage]
+        shape, settings = read_shape("model.hf_checkpoint", spec.model_path), engine_settings(spec)
+        planned.append(host_pool(shape, replace(settings, rank_memory=RANK_MEMORY), 0).tokens)
+        (tokens,) = {int(text) for text in re.findall(r"max_total_num_tokens=(\d+)", log_text(engine))}
+        assert tokens == pytest.approx(planned[-1], rel=0.01)
+        num_tokens.append(tokens)
+    # Of the few layers of these models, the slots take as much as the parts save, or more.
+    assert num_tokens[1] - num_tokens[0] == pytest.approx(planned[1] - planned[0], abs=2)
 
 
 def test_an_engine_ends_if_one_of_its_ranks_is_killed(pair: EngineArms) -> None:

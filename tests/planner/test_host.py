@@ -22,6 +22,7 @@ from slime_like.planner.host import (
     host_engine,
     host_pool,
     host_trainer,
+    rank_weights,
 )
 from slime_like.planner.models import find_shape
 from slime_like.planner.shapes import ModelShape
@@ -114,6 +115,16 @@ def test_defaults_are_those_of_the_engines_plugin() -> None:
     assert (MAX_STATE_BYTES, MAX_PACKED_BYTES) == (states.MAX_BYTES, products.MAX_BYTES)
     source = (Path(states.__file__).parents[1] / "platform.py").read_text()
     assert f"KV_TOKENS = {KV_TOKENS:_}" in source and f"MEMORY_FRACTION = {MEMORY_FRACTION}" in source
+
+
+def test_ranks_with_memory_of_their_own() -> None:
+    """As on GPUs: the machine and the other ranks have no influence, and only ``max_total_tokens`` limits the tokens."""
+    settings = replace(WIDE, static=0.8, rank_memory=20 * GIB)
+    model = find_shape("MODEL", "Qwen3-0.6B")
+    expected = (0.8 * 20 * GIB - rank_weights(model, settings)) // token_bytes(model, settings)
+    assert host_pool(model, settings, available=GIB, numa_nodes=2).tokens == expected > KV_TOKENS
+    assert host_pool(model, replace(settings, max_tokens=100), available=GIB).tokens == 100
+    assert host_pool(model, replace(settings, rank_memory=MIB), available=GIB).tokens == 0
 
 
 def test_data_parallel_attention_has_as_many_recurrent_states_as_one_rank() -> None:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import re
 import sys
@@ -24,6 +25,7 @@ from slime_like.util.imports import heavy_imports
 HOOK_SETS = (
     "unused_libraries",
     "platform",
+    "rank_memory",
     "cpu",
     "exact",
     "rollout_sampling",
@@ -63,6 +65,7 @@ def sglang() -> dict[str, str | None]:
         installers = (
             unused_libraries,
             platform,
+            rank_memory,
             process.install,
             exact.install,
             sampling.install,
@@ -81,6 +84,18 @@ def platform() -> None:
     current_platform: Any = platforms.current_platform
     assert type(current_platform).__name__ == "PlainCpu", f"SGLang chose {type(current_platform).__name__}"
     current_platform.init_backend()
+
+
+def rank_memory() -> None:
+    """Install the hook that limits the memory of a rank, and check the functions by which SGLang reads it."""
+    from slime_like.config.schema.rank_memory import VARIABLE
+    from slime_like_plugins.sglang_cpu import memory
+
+    os.environ[VARIABLE] = str(1 << 40)
+    memory.install()
+    common = pkgutil.resolve_name("sglang.srt.utils.common")
+    assert common.get_available_gpu_memory("cpu", 0) == 1 << 10, "SGLang reads the memory of a rank in another way"
+    del os.environ[VARIABLE]
 
 
 class RadixLinearAttention(torch.nn.Module):

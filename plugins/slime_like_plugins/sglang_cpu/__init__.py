@@ -23,9 +23,10 @@ def activate() -> str | None:
 def load() -> None:
     """Entry point ``sglang.srt.plugins``, called in every SGLang process before its arguments are checked."""
     if enabled(NAME):
-        from slime_like_plugins.sglang_cpu import process
+        from slime_like_plugins.sglang_cpu import memory, process
 
         process.install()
+        memory.install()
         record_loaded(NAME)
         if enabled(EXACT):
             from slime_like_plugins.sglang_cpu import exact

@@ -10,11 +10,11 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from slime_like_plugins.sglang_cpu import EXACT, NAME
+from slime_like_plugins.sglang_cpu import EXACT, NAME, memory
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 from slime_like_plugins.sglang_hooks import enabled
 
-KV_TOKENS = 65_536  # KV slots unless max_total_tokens is set; SGLang would use a share of the machine's memory
+KV_TOKENS = 65_536  # KV slots unless max_total_tokens or a rank's memory is set; SGLang would use a share of the machine's memory
 MEMORY_FRACTION = 0.3
 THREADS = "SLIME_LIKE_ENGINE_THREADS"
 DECODE_LINE = "slime_like decodes with "  # slime_like.rollout.engine.server looks for it in the log
@@ -52,7 +52,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             )
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION
-        if server_args.max_total_tokens is None:
+        if server_args.max_total_tokens is None and memory.limit() is None:
             server_args.max_total_tokens = KV_TOKENS
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEMORY_FRACTION
@@ -93,6 +93,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         from slime_like_plugins.sglang_cpu.hybrid import install as hybrid
         from slime_like_plugins.sglang_cpu.selection import selected
 
+        memory.record_model(model)
         threads = int(os.environ.get(THREADS, "1"))
         torch.set_num_threads(threads)
         if enabled(EXACT):

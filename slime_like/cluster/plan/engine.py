@@ -8,6 +8,7 @@ from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
 from slime_like.config.schema import remote_experts
 from slime_like.config.schema.flow_mla import from_json
+from slime_like.config.schema.rank_memory import rank_memory
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.planner.engine import EngineMemory, engine_memory, state_bytes, token_bytes
@@ -110,6 +111,7 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
         states_per_request=_states_per_request(spec),
         state_slots=options.get("max_mamba_cache_size"),
         max_tokens=options.get("max_total_tokens"),
+        rank_memory=rank_memory() if spec.device == "cpu" else None,
         replicated_q=spec.dcp_replicate_q,
         symmetric_memory=spec.symmetric_memory,
     )

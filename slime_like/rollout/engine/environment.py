@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 from slime_like.config.schema import flow_mla, remote_experts
+from slime_like.config.schema.rank_memory import VARIABLE as RANK_MEMORY
+from slime_like.config.schema.rank_memory import rank_memory
 from slime_like.config.schema.resolved import EngineSpec
-from slime_like.errors import EngineError
+from slime_like.errors import ConfigError, EngineError
 from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
 from slime_like.rollout.engine.model_config import is_quantised, other_models
 from slime_like.rollout.engine.plugins import WHITELIST, extended_whitelist
@@ -28,6 +30,11 @@ NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_B
 def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
     """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
     environment = {**interface_environment(host), **os.environ}
+    if rank_memory() is not None and spec.device != "cpu":
+        raise ConfigError(
+            f"{RANK_MEMORY}={os.environ[RANK_MEMORY]} has no effect with placement.device={spec.device}, whose engines have the memory "
+            "of a GPU: unset it"
+        )
     plugins = ["weight_commit", "rollout_sampling", "kv_usage"]
     if is_quantised(spec.model_path):
         plugins.append("dequantise")
