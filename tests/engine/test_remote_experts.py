@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from slime_like.types import F32
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
 from tests.engine.fault_injection import EnginePair, at_first_answer, clear_callbacks, until
 from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
+from tests.engine.hybrid_models import build as build_hybrid
 from tests.engine.latent_models import build as build_latent
 from tests.engine.test_families import build
 from tests.engine.test_faults import check_rollout
@@ -69,19 +70,27 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "float16 latent tp2 dcp2": {"payload_dtype": "float16", "policy": "fallback"},
 }
+FAMILIES = ("glm4_moe", "minimax_m2", "deepseek_v2", "qwen3_5_moe_text")  # qwen3_next: tests/e2e/test_hybrid.py
 BOUNDS = {"float16 latent tp2 dcp2": 5e-3}
 
 
 @pytest.fixture(scope="module")
 def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, ExpertArm]]:
     """Return the engine of each arm; the engines start at the same time."""
-    start_fork_server()
     qwen = build(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
     latent = build_latent(tmp_path_factory.mktemp("latent"), "deepseek_v3")
+    models = {name: latent if "latent" in name else qwen for name in ARMS}
+    yield from start_arms({name: (models[name], options) for name, options in ARMS.items()}, tmp_path_factory)
+
+
+def start_arms(
+    arms: Mapping[str, tuple[Models, dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, ExpertArm]]:
+    """Yield the engines of models and settings of remote experts, all of which start at the same time."""
+    start_fork_server()
     with contextlib.ExitStack() as stack:
         launching: dict[str, tuple[Models, Any]] = {}
-        for name, options in ARMS.items():
-            models = latent if "latent" in name else qwen
+        for name, (models, options) in arms.items():
             remote = replace(HALF, **options).to_json() if options else ""
             settings: dict[str, Any] = {"chunked_prefill_size": 48, "server_type": ForkedEngineServer}
             run = launch(
@@ -96,6 +105,16 @@ def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Expe
             assert next(run) is None
             launching[name] = models, run
         yield {name: ExpertArm(models, next(run)) for name, (models, run) in launching.items()}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, ExpertArm]]:
+    """Return an engine of each family of experts that ``ARMS`` lacks."""
+    builders: dict[str, Callable[[Path, str], Models]] = {"qwen3_5_moe_text": build_hybrid, "deepseek_v2": build_latent}
+    yield from start_arms(
+        {name: (builders.get(name, build)(tmp_path_factory.mktemp(name), name), {"threads": 1}) for name in FAMILIES},
+        tmp_path_factory,
+    )
 
 
 def assert_close(logprobs: F32, expected: F32, bound: float) -> None:
@@ -192,6 +211,14 @@ def test_an_engine_ends_with_a_required_worker(arms: Mapping[str, ExpertArm]) ->
     with pytest.raises(EngineLost):
         arm.engine.run(arm.engine.client.generate(prompt(9), [0], make_sampling(tokens=4)))
     assert "remote experts are lost" in arm.engine.server.cause_of_death() + arm.log
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, families: Mapping[str, ExpertArm]) -> None:
+    arm = families[family]
+    compare(arm, "A", OF_HF, seed=30)
+    arm.engine.run(push(arm.engine, arm.models.tensors("B"), 30))
+    compare(arm, "B", OF_HF, seed=31)
 
 
 def test_a_rollout_survives_the_loss_of_a_required_worker(arms: Mapping[str, ExpertArm], tmp_path: Path) -> None:
