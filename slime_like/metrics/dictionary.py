@@ -54,12 +54,17 @@ ENTRIES = (
     ),
     MetricEntry(
         "memory/<phase>",
-        "peak memory of the reporting trainer rank in a phase (step, score, push, save) since the previous step: torch's "
-        "allocated memory on a GPU, resident memory on a CPU",
+        "peak memory of the reporting trainer rank in a phase (step, score, push, save; with placement.offload_train also "
+        "collect) since the previous step: torch's allocated memory on a GPU, resident memory on a CPU",
         "bytes",
         "flat; growth from step to step is a leak",
     ),
     MetricEntry("perf/dump_time", "scoring and writing the samples of the token table (run.dump_rollouts)", "s"),
+    MetricEntry(
+        "perf/offload_time",
+        "moving memory of trainer and engines between the phases since the previous optimizer step (placement.offload_*)",
+        "s",
+    ),
     MetricEntry("perf/step_time", "from one step's line to the next, without concurrent work", "s"),
     MetricEntry("perf/rollout_time", "generating and scoring one rollout", "s"),
     MetricEntry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),

@@ -82,6 +82,10 @@ def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
     return max(0, int(pool * STATE_SHARE // slot) - 1)
 
 
+WEIGHT_ITEMS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norms", "embedding", "output layer")
+"""Names of the items of ``weight_items``."""
+
+
 def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...]:
     """Return the weights of one engine rank."""
     s = settings

@@ -16,8 +16,12 @@ from slime_like.planner.trainer import (
 )
 
 
-def offload_items(shape: ModelShape, settings: TrainerSettings, num_copies: int = 0) -> MemoryTable:
+def offload_items(
+    shape: ModelShape, settings: TrainerSettings, num_copies: int = 0, *, in_rollouts: bool = False
+) -> MemoryTable:
     """Return the host memory of one rank, the mean over the pipeline stages, with ``num_copies`` of its weights.
+
+    ``in_rollouts``: weights and optimizer state move to pinned memory, which is kept, while rollouts are sampled.
 
     megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
     weights and moments from the device to pinned memory, and clones those that are on the host.
@@ -28,16 +32,20 @@ def offload_items(shape: ModelShape, settings: TrainerSettings, num_copies: int 
     shard = sum(parameters.shard(s) for parameters in stages) / s.pp
     weights = PARAMETER_BYTES[s.dtype]
     process = ("processes", constants.HOST_RANK.value, "torch, megatron-core and Ray")
+    moved = pinned_share * weights * total if in_rollouts else 0.0
+    moved_note = "pinned, during rollouts"
     if s.task == SCORING:
-        return MemoryTable(items(process))
+        return MemoryTable(items(process, ("offloaded state", moved, moved_note)))
     state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
+    moved += pinned_share * state * on_device if in_rollouts else 0.0
     snapshot = pinned_share * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
     return MemoryTable(
         items(
             process,
             ("offloaded optimizer", state * on_host, "float32 weights and moments"),
             ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
+            ("offloaded state", moved, moved_note),
             ("copies of weights", num_copies * weights * total, "reference, teacher, and those that they replace"),
             ("checkpoint", snapshot, "snapshot during a save"),
         )

@@ -40,6 +40,7 @@ from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSupervisor
 from slime_like.rollout.pool.health import HealthMonitor
 from slime_like.rollout.pool.kv_usage import kv_metrics
+from slime_like.rollout.pool.memory import PoolMemory
 from slime_like.rollout.pool.probe import EngineProbe, ProbeScores
 from slime_like.rollout.pool.resize import EngineFactory, PoolResizer
 from slime_like.rollout.pool.router import RequestCounts
@@ -70,6 +71,7 @@ class ManagerSpec:
     overlong: OverlongPenalty | None = None  # applied by the driver before advantages
     baseline: str = "group"  # baseline of advantages: group, batch or none; see LearningSignal
     routing: RoutingShape | None = None  # of the routed experts that engines return; None if they return none
+    releases_memory: bool = False  # the engines give up memory while the trainer needs it
     receives_pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
 
 
@@ -105,6 +107,7 @@ class RolloutManager:
         self._pool = EnginePool(supervisors, spec.health, receives_pushes=spec.receives_pushes)
         self._monitor = HealthMonitor(self._pool)
         self._update = EngineWeightUpdate(self._pool)
+        self._memory = PoolMemory(self._pool)
         self._resizer = None if factory is None else PoolResizer(self._pool, self._monitor, factory)
         self._rewards = RewardPool(spec.reward)
         self._usage = RequestCounts(len(supervisors))
@@ -223,6 +226,11 @@ class RolloutManager:
                 answers += eval_answers(heldout.name, groups)
         return EvalResult((*metrics, *self._rewards.metrics()), tuple(answers))
 
+    async def enter_phase(self, phase: str) -> None:
+        """Give up the engines' memory that ``phase`` (``config.schema.residency``) does not need, or take it back."""
+        self._monitor.start()
+        await self._memory.enter(phase)
+
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> tuple[EngineAddress, ...]:
         """Pause every engine, keep its requests, and open its weight update; return the addresses of the participants.
@@ -254,6 +262,11 @@ class RolloutManager:
         """Add or remove engines; return a description of the change. Raises ``ConfigError`` if the number cannot be changed."""
         if self._resizer is None:
             raise ConfigError(f"engines={num_engines}: the number of engines of this run cannot be changed")
+        if self._spec.releases_memory:
+            raise ConfigError(
+                f"engines={num_engines}: with placement.offload_rollout=true no engine can be added, because its start would need "
+                "memory that the trainer has"
+            )
         change = await self._resizer.resize(num_engines)
         self._usage.num_engines = num_engines
         return change

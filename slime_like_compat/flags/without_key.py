@@ -226,8 +226,6 @@ HARMLESS: frozenset[str] = frozenset(
         "--data-pad-size-multiplier",
         "--micro-batch-size",
         "--offload",
-        "--offload-train",
-        "--offload-rollout",
         "--recompute-loss-function",
         "--critic-num-nodes",
         "--critic-num-gpus-per-node",

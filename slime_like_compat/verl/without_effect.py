@@ -10,7 +10,7 @@ from slime_like_compat.verl.defaults import MODEL as _M
 from slime_like_compat.verl.defaults import ROLLOUT as _R
 
 _PACKED = "micro-batches are packed by tokens, without padding: parallel.max_tokens_per_rank"
-_MEMORY = "memory only; here trainer and engines both stay on the GPUs: see train.py --plan (optim.cpu_offload, model.recompute)"
+_MEMORY = "memory only: see train.py --plan (placement.offload_train, placement.offload_rollout, optim.cpu_offload, model.recompute)"
 _SCORES = "scoring passes use the micro-batches of training"
 _KERNELS = "the trainer chooses its kernels"
 _ENGINE = "speed and memory of the engine; rollout.sglang.* takes any field of SGLang's ServerArgs"

@@ -18,7 +18,14 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import MissingResources
 
 GIB = 2**30
-RECIPE = ("+recipe=qwen3_4b_gsm8k", "placement.ray_address=10.0.0.1:6379", "placement.wait_deadline_s=1")
+RECIPE = (
+    "+recipe=qwen3_4b_gsm8k",
+    "placement.offload_train=false",
+    "placement.offload_rollout=false",
+    "rollout.sglang.mem_fraction_static=0.5",
+    "placement.ray_address=10.0.0.1:6379",
+    "placement.wait_deadline_s=1",
+)
 
 
 def planned(*overrides: str, machine: str = "64xH200") -> tuple[TrainConfig, Plan]:

@@ -245,7 +245,7 @@ def test_a_job_is_planned_on_the_clusters_nodes() -> None:
     [
         (["+recipe=qwen3_30b_a3b"], [ClusterNode("a", 4, 96, 2**41, "H100")], "the run needs 8 GPUs"),
         (
-            ["+recipe=qwen3_30b_a3b", "rollout.sglang.mem_fraction_static=0.8"],
+            ["+recipe=qwen3_30b_a3b", "rollout.sglang.mem_fraction_static=0.9"],
             [H100_NODE],
             "the run needs .* GiB on a GPU",
         ),

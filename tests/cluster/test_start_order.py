@@ -23,15 +23,21 @@ class ReachedEnd(Exception):
 
 
 @pytest.mark.parametrize(
-    ("device", "colocated", "expected"),
+    ("device", "colocated", "offload", "expected"),
     [
-        ("cuda", True, ["engines", "trainer"]),  # SGLang measures free memory while it starts
-        ("cuda", False, ["trainer", "engines"]),
-        ("cpu", True, ["trainer", "engines"]),
+        ("cuda", True, False, ["engines", "trainer"]),  # SGLang measures free memory while it starts
+        ("cuda", False, False, ["trainer", "engines"]),
+        ("cpu", True, False, ["trainer", "engines"]),
+        ("cpu", True, True, ["engines", "rollout"]),  # then their memory is released for the trainer
     ],
 )
 def test_engines_that_share_gpus_start_before_the_trainer(
-    device: str, colocated: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    device: str,
+    colocated: bool,
+    offload: bool,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     events: list[str] = []
     plan = SimpleNamespace(needs_engines=True, colocated=colocated, device=device)
@@ -44,13 +50,15 @@ def test_engines_that_share_gpus_start_before_the_trainer(
     progress = SimpleNamespace(ready=lambda *_: None)
 
     def stop(*_: Any) -> None:
+        events.append("rollout")
         raise ReachedEnd
 
+    cfg = SimpleNamespace(placement=SimpleNamespace(offload_rollout=offload))
     monkeypatch.setattr(processes, "Placement", lambda *_: placement)
     monkeypatch.setattr(Cluster, "_start_trainer", lambda self, first: events.append("trainer"))
     monkeypatch.setattr(Cluster, "_wait_for_engines", lambda self: events.append("engines") or ())
     monkeypatch.setattr(Cluster, "_start_rollout", stop)
-    cluster = Cluster(cast(Any, None), cast(Any, plan), tmp_path, cast(Any, progress), lambda line: None)
+    cluster = Cluster(cast(Any, cfg), cast(Any, plan), tmp_path, cast(Any, progress), lambda line: None)
     with pytest.raises(ReachedEnd):
         cluster.start(*cast(Any, (None, 0, None, None, None, {})))
     assert events[:2] == expected

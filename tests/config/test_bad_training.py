@@ -211,6 +211,31 @@ RULES = {
         "optim.cpu_offload=true",
         "parallel.distributed_optimizer=true",
     ),
+    "offload of a split trainer": (
+        "placement.offload_train=true placement.mode=split",
+        "placement.offload_train=true with placement.mode=split",
+        "placement.mode=colocated",
+    ),
+    "offload of split engines": (
+        "placement.offload_rollout=true placement.mode=split",
+        "placement.offload_rollout=true with placement.mode=split",
+        "placement.mode=colocated",
+    ),
+    "offload without a trainer": (
+        "placement.offload_train=true run.mode=rollout_only",
+        "placement.offload_train=true with run.mode=rollout_only",
+        "remove it",
+    ),
+    "offload and a skipped push": (
+        "placement.offload_rollout=true weights.debug_skip_push_at=1",
+        "weights.debug_skip_push_at=1",
+        "remove one of the two",
+    ),
+    "offload without a memory saver": (
+        "placement.offload_rollout=true rollout.sglang.enable_memory_saver=false",
+        "rollout.sglang.enable_memory_saver=false",
+        "remove the latter",
+    ),
     "no share": ("optim.cpu_offload_fraction=0", "optim.cpu_offload_fraction=0", "above 0"),
     "megatron key": ("model.megatron.softmax_scal=0.1", "model.megatron.softmax_scal=0.1", "'softmax_scale'"),
     "megatron key of ours": ("model.megatron.num_layers=3", "model.megatron.num_layers=3", "config.json"),

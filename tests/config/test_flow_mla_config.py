@@ -58,6 +58,11 @@ RULES = {
         "enable_memory_saver=True with rollout.flow_mla.enabled=true and rollout.flow_mla.transport=p2p",
         "cannot be released",
     ),
+    "offloaded engines": (
+        f"{ON} rollout.flow_mla.transport=p2p placement.offload_rollout=true",
+        "placement.offload_rollout=true with rollout.flow_mla.transport=p2p",
+        "rollout.flow_mla.transport=collective",
+    ),
     "one slot": (f"{ON} rollout.flow_mla.prefetch_distance=1", "rollout.flow_mla.prefetch_distance=1"),
     "sglang's name": ("rollout.sglang.attn_dp_size=2", "attn_dp_size=2", "belongs to rollout.dp_attention"),
     "no divisor": ("rollout.tp=4 rollout.dp_attention=3", "rollout.dp_attention=3", "set a divisor of rollout.tp"),

@@ -19,6 +19,7 @@ def test_every_path_key_is_listed() -> None:
     assert (path_keys | {"critic.load"}) - set(PATHS) == {
         "evaluation.before_train",
         "guard.profile",
+        "placement.offload_train",
         "run.verify_checkpoint",
     }, "a new path belongs into PATHS"
     assert set(PATHS) <= set(KEYS)

@@ -15,12 +15,14 @@ from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.memory import MemoryPlan, plan_memory
 from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.remedies import OFFLOAD_KEYS
 from slime_like.cluster.plan.shapes import role_shapes
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules import foreign
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import CheckpointError, ConfigError
+from slime_like.planner.engine import WEIGHT_ITEMS
 from slime_like.planner.hardware import known_gpu
 from slime_like.planner.models import MODELS
 from tests.config.model_folder import write_model
@@ -32,13 +34,21 @@ BARS = ("trainer", "engine", "together")
 RECIPES = ("qwen3_4b_gsm8k", "qwen3_4b_gsm8k_async", "qwen3_4b_dapo", "qwen3_4b_dapo_async")
 
 
-def plan(recipe: str, *overrides: str, machine: Machine = H100) -> Plan:
-    return make_plan(load_config([f"+recipe={recipe}", *overrides], files=False, machine=False), machine)
+OFFLOAD = tuple(OFFLOAD_KEYS.split())
+RESIDENT = (*(f"{key.partition('=')[0]}=false" for key in OFFLOAD), "rollout.sglang.mem_fraction_static=0.5")
+
+
+def plan(recipe: str, *overrides: str, machine: Machine = H100, shipped: bool = False) -> Plan:
+    """Plan a recipe; unless ``shipped``, that of gsm8k without offload, so that trainer and engine stay on a GPU."""
+    changed = {override.partition("=")[0] for override in overrides}
+    resident = () if shipped or recipe != "qwen3_4b_gsm8k" else RESIDENT
+    base = [override for override in resident if override.partition("=")[0] not in changed]
+    return make_plan(load_config([f"+recipe={recipe}", *base, *overrides], files=False, machine=False), machine)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_fits_its_hardware_with_a_tenth_to_spare(recipe: str) -> None:
-    memory = plan(recipe).memory
+    memory = plan(recipe, shipped=True).memory
     assert 0 < memory.needed_bytes < 0.9 * memory.available
 
 
@@ -47,12 +57,65 @@ def test_gsm8k_without_recompute_is_refused_and_every_named_key_mends_it() -> No
         plan("qwen3_4b_gsm8k", "model.recompute=none")
     message = str(refusal.value)
     assert "but each H100 has 79.6 GiB" in message and "activations" in message
-    fixes = re.findall(r"[a-z_.]+=[\w.]+", message)
-    assert fixes == ["model.recompute=full", "parallel.max_tokens_per_rank=4096"]
+    fixes = message.partition(": set ")[2].partition(" (docs")[0].split(" or ")
+    assert fixes == ["model.recompute=full", "parallel.max_tokens_per_rank=4096", OFFLOAD_KEYS]
     for fix in fixes:
-        overrides = {"model.recompute": "none"} | dict([fix.split("=")])
+        overrides = {"model.recompute": "none"} | dict(pair.split("=") for pair in fix.split())
         memory = plan("qwen3_4b_gsm8k", *(f"{key}={value}" for key, value in overrides.items())).memory
         assert memory.needed_bytes <= memory.available
+
+
+def test_a_gpu_needs_the_memory_of_its_largest_phase() -> None:
+    resident = plan("qwen3_4b_gsm8k").memory
+    memory = plan("qwen3_4b_gsm8k", *OFFLOAD).memory
+    trainer, engine = (dict(memory.tables)[role] for role in ("trainer", "engine"))
+    phases = {phase.name: dict(phase.tables) for phase in memory.phases}
+    assert resident.needed_bytes == trainer.total + engine.total
+    assert phases["collect"]["trainer"].total == trainer.of("CUDA context", "communicators")
+    assert phases["collect"]["engine"] == engine == phases["push"]["engine"]
+    assert phases["step"] == {"trainer": trainer, "engine": phases["step"]["engine"]}
+    assert phases["step"]["engine"].total == engine.of("CUDA context", "communicators")
+    assert phases["push"]["trainer"].of("weights") == trainer.of("weights")
+    assert phases["push"]["trainer"].of("gradients", "optimizer") == 0
+    saved = phases["save"]
+    assert saved["trainer"].of("weights", "optimizer") == trainer.of("weights", "optimizer")
+    assert (
+        saved["engine"].of(*WEIGHT_ITEMS) == engine.of(*WEIGHT_ITEMS)
+        and saved["engine"].of("KV cache", "CUDA graphs") == 0
+    )
+    assert memory.peak.name == "push" and memory.needed_bytes == sum(t.total for t in phases["push"].values())
+    assert memory.needed_bytes < resident.needed_bytes - 10 * 2**30
+    assert memory.host is not None and resident.host is not None
+    moved = memory.host.total - resident.host.total
+    assert moved > 8 * trainer.of("weights", "optimizer")
+
+
+@pytest.mark.parametrize(("key", "phase"), [(OFFLOAD[0], "step"), (OFFLOAD[1], "push")])
+def test_one_side_that_stays_counts_in_every_phase(key: str, phase: str) -> None:
+    memory, both = plan("qwen3_4b_gsm8k", key).memory, plan("qwen3_4b_gsm8k", *OFFLOAD).memory
+    tables = dict(memory.tables)
+    side = "engine" if key is OFFLOAD[0] else "trainer"
+    assert all(dict(p.tables)[side] == tables[side] for p in memory.phases)
+    assert memory.needed_bytes > both.needed_bytes
+    assert sum(table.total for table in tables.values()) == next(p for p in memory.phases if p.name == phase).total
+
+
+def test_released_communicators_are_not_counted_in_rollouts() -> None:
+    kept, released = (plan("qwen3_4b_gsm8k", *OFFLOAD, *keys).memory.phases for keys in ((), ("guard.release=true",)))
+    collect = dict(kept[0].tables)["trainer"]
+    assert kept[0].total - released[0].total == collect.of("communicators") > 0
+    assert [phase.total for phase in kept[1:]] == [phase.total for phase in released[1:]]
+
+
+def test_a_plan_names_the_phase_that_needs_most() -> None:
+    text = show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100")
+    assert re.search(r"memory +[\d.]+ GiB of 79\.6 GiB on each GPU with trainer \+ engine in phase push", text)
+    assert re.search(r"of a GPU by phase: collect [\d.]+ GiB, step [\d.]+ GiB, push [\d.]+ GiB, save [\d.]+ GiB", text)
+    assert f"  {OFFLOAD_KEYS} " not in text and f"  {OFFLOAD_KEYS} " in show_plan(
+        ["+recipe=qwen3_4b_gsm8k", *RESIDENT], "8xH100"
+    )
+    with pytest.raises(ConfigError, match=r"the run needs [\d.]+ GiB on a GPU in phase push \(trainer"):
+        plan("qwen3_4b_gsm8k", *OFFLOAD, "rollout.sglang.mem_fraction_static=0.93")
 
 
 def test_a_split_is_named_if_the_machine_has_the_gpus() -> None:
@@ -207,7 +270,7 @@ def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: s
 
 
 def test_the_plan_of_a_gpu_run_has_a_plot_and_a_table_of_changes() -> None:
-    lines = show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100").splitlines()
+    lines = show_plan(["+recipe=qwen3_4b_gsm8k", *RESIDENT], "8xH100").splitlines()
     bars = {name: next(line for line in lines if line.startswith(f"  {name} ") and "|" in line) for name in BARS}
     lengths = {name: len(re.sub(r"[^A-Za-z]", "", line.split()[1])) for name, line in bars.items()}
     assert abs(lengths["together"] - lengths["trainer"] - lengths["engine"]) <= 1
@@ -220,8 +283,8 @@ def test_the_examples_of_the_page_are_the_plans_output() -> None:
     example = page.split(f"{command}\n")[1].split("```")[0].strip("\n")
     assert example in show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100"), "run the command and copy its lines"
     with pytest.raises(ConfigError) as refusal:
-        plan("qwen3_4b_gsm8k", "model.recompute=none")
-    printed_plan = page.split(f"{command} model.recompute=none\n")[1].split("```")[0]
+        plan("qwen3_4b_gsm8k", *RESIDENT[:2], shipped=True)
+    printed_plan = page.split(f"{command} {' '.join(RESIDENT[:2])}\n")[1].split("```")[0]
     assert f"ConfigError: {refusal.value}" == " ".join(printed_plan.split()), "run the command and copy its message"
 
 
@@ -271,7 +334,10 @@ def test_main_memory_of_this_machine_is_checked() -> None:
 
 def local_memory(machine: Machine) -> MemoryPlan:
     """Return the memory of a recipe on this machine; its model's folder is not needed."""
-    cfg, described_plan = load_config(["+recipe=qwen3_4b_gsm8k"], files=False, machine=False), plan("qwen3_4b_gsm8k")
+    cfg, described_plan = (
+        load_config(["+recipe=qwen3_4b_gsm8k", *RESIDENT], files=False, machine=False),
+        plan("qwen3_4b_gsm8k"),
+    )
     shapes = role_shapes(cfg, None, None)
     return plan_memory(
         cfg, machine, shapes, described_plan.actor, described_plan.engines, described_plan.roles, (None, None)

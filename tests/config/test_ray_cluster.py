@@ -18,10 +18,16 @@ from slime_like.errors import ConfigError
 GIB = 2**30
 H100 = ClusterNode("10.0.0.1", 8, 64, 512 * GIB, "H100")
 JOINED = ("placement.ray_address=10.0.0.1:6379", "placement.device=cuda")
+RESIDENT = (
+    "placement.offload_train=false",
+    "placement.offload_rollout=false",
+    "rollout.sglang.mem_fraction_static=0.5",
+)
 
 
 def planned(*overrides: str, recipe: str = "qwen3_4b_gsm8k") -> tuple[TrainConfig, Plan]:
-    cfg = load_config([f"+recipe={recipe}", *JOINED, *overrides], files=False, machine=False)
+    resident = RESIDENT if recipe == "qwen3_4b_gsm8k" else ()
+    cfg = load_config([f"+recipe={recipe}", *JOINED, *resident, *overrides], files=False, machine=False)
     return cfg, make_plan(cfg, described_machine("4x8xH200"))
 
 

@@ -50,12 +50,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "slow_engine:collect:3,stop_rank:step:3",
         "stop_engine:collect:4",
     )
+    offload = ("placement.offload_train=true", "placement.offload_rollout=true")  # which changes no result
     fast_health = ("health.interval_s=0.5", "health.first_wait_s=0", "chaos.slow_s=0.5")
     short_deadlines = (f"loop.step_deadline_s={STEP_S}", f"weights.push_deadline_s={STEP_S}")
     settings = {2: short_deadlines, 3: ("health.timeout_s=3",)}  # for the parts in which a process is stopped
     parts = tuple(
         train(
-            *(*job, *fast_health, *settings.get(i, ())),
+            *(*job, *offload, *fast_health, *settings.get(i, ())),
             *(f"run.dir={disturbed}", f"chaos.faults=[{faults_of_part}]"),
             log=folder / f"part{i}.log",
             environment=forking_engines(),

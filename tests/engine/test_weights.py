@@ -17,6 +17,7 @@ import torch
 
 from slime_like.cluster.workers import trainer_worker
 from slime_like.config.schema import names
+from slime_like.config.schema.residency import CUDA_GRAPH, ENGINE_PARTS, KV_CACHE
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Bucket, TensorMeta, WeightSource
@@ -51,6 +52,35 @@ def test_pushes_of_tensors_replace_the_weights(engine: RunningEngine, models: Mo
         engine.run(engine.push(models.tensors(name), version, remote=version == 1))
         check_computes(engine, models, name)
         assert engine.run(engine.client.version()) == version
+
+
+def test_an_engine_whose_weights_were_released_generates_after_a_push_only(
+    engine: RunningEngine, models: Models
+) -> None:
+    client = engine.client
+    with pytest.raises(EngineError, match="pause generation before memory is released"):
+        engine.run(client.release_memory(ENGINE_PARTS))
+    client._released.clear()
+    engine.run(client.pause())
+    engine.run(client.release_memory(ENGINE_PARTS))
+    assert client.released == set(ENGINE_PARTS)
+    engine.run(client.restore_memory(ENGINE_PARTS))
+    with pytest.raises(EngineError, match="generation stays paused: the memory of the weights was released"):
+        engine.run(client.resume())
+    engine.run(engine.push(models.tensors("B"), 1))
+    check_computes(engine, models, "B")
+
+
+def test_an_engine_without_its_cache_keeps_its_weights(engine: RunningEngine, models: Models) -> None:
+    client, parts = engine.client, (KV_CACHE, CUDA_GRAPH)
+    for _ in range(2):  # released parts can be released again
+        engine.run(client.pause())
+        engine.run(client.release_memory(parts))
+    for _ in range(2):
+        engine.run(client.restore_memory(ENGINE_PARTS))
+    assert client.released == set()
+    engine.run(client.resume())
+    check_computes(engine, models, "A")
 
 
 class TensorSource:

@@ -97,6 +97,8 @@ def results(scratch: Path) -> Results:
         "save of experts": ("save_and_load", sparse, scratch / "saved_experts", {}),
         "guard": ("guard", qwen, scratch / "guard", Layout(dp=2, **SP), "always"),
         "replay": ("replay", sparse, "old"),
+        "residency": ("residency", qwen, {}),
+        "residency, half offload": ("residency", qwen, {"cpu_offload": True, "cpu_offload_fraction": 0.5}),
     }
     environment = {**PhantomGpu().environment(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     (out,) = run_ranks("tests.phantom.trainer_checks:run_cases", 1, cases, environment=environment)
@@ -179,3 +181,13 @@ def test_offload_moves_the_optimizer_to_pinned_memory(results: Results) -> None:
     assert everything["device"] == pytest.approx(6, rel=0.2)
     assert everything["device"] < half["device"] < none["device"]
     assert none["pinned"] < half["pinned"] < everything["pinned"]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("residency", 12), ("residency, half offload", 6)])
+def test_each_phase_has_its_parts_on_the_device(name: str, optimizer: int, results: Results) -> None:
+    (phases,) = results[name]
+    assert phases["push"] == pytest.approx(2, rel=0.1)  # bytes of a weight
+    assert phases["save"] == pytest.approx(2 + optimizer, rel=0.15)
+    assert phases["step"] == pytest.approx(6 + optimizer, rel=0.15)  # and gradients
+    assert 0 <= phases["collect"] < 0.2
+    assert phases["reserved"] < 2, "the allocator gives its cached blocks back"

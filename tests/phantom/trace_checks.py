@@ -13,6 +13,7 @@ from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.traced_rank import traces
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.residency import PUSH, SAVE
 from slime_like.config.schema.resolved import Layout
 from slime_like.planner.models import find_shape, table_config
 from slime_like.planner.trainer import TrainerSettings, stage_items
@@ -95,16 +96,28 @@ def _trace(folder: Path, traced: TraceCase) -> dict[str, float]:
 
 
 def _recipe(name: str, machine: str) -> dict[str, float]:
-    """Return the peak of a recipe's trainer, and the memory of a GPU that its engine and both contexts leave."""
+    """Return the largest sum of a recipe's traced trainer and planned engine on a GPU, the memory that both contexts leave there,
+    and traced and planned peaks of the trainer.
+    """
     argv = [f"+recipe={name}"]
     (trace, *_) = traces(argv, machine)
     plan = make_plan(load_config(argv, files=False, machine=False), described_machine(machine))
     tables = dict(plan.memory.tables)
-    shared = tables["engine"].total if {"engine", "trainer"} <= set(plan.memory.busiest) else 0.0
-    others = sum(tables["trainer"].of(item) for item in ("CUDA context", "communicators"))
+    outside = ("allocator", "CUDA context", "communicators")
+    peaks = {phase["name"]: phase for phase in trace["phases"]}
+    largest = max(trace["phases"], key=lambda phase: phase["allocated"])
+    sums, planned = [], {"step": tables["trainer"].total - tables["trainer"].of(*outside)}
+    for phase in plan.memory.phases:
+        roles = dict(phase.tables)
+        if "trainer" in roles and phase.name != SAVE:
+            sums.append(
+                peaks.get(phase.name, largest)["reserved"] + (roles["engine"].total if "engine" in roles else 0.0)
+            )
+            if phase.name == PUSH:
+                planned[PUSH] = roles["trainer"].total - roles["trainer"].of(*outside)
     return {
-        "traced": max(phase["reserved"] for phase in trace["phases"]),
-        "left": plan.memory.available - shared - others,
-        "allocated": max(phase["allocated"] for phase in trace["phases"]),
-        "planned": tables["trainer"].total - others - tables["trainer"].of("allocator"),
+        "traced": max(sums, default=largest["reserved"]),
+        "left": plan.memory.available - tables["trainer"].of(*outside[1:]),
+        **{f"{phase} allocated": (peaks[phase] if phase == PUSH else largest)["allocated"] for phase in planned},
+        **{f"{phase} planned": num_bytes for phase, num_bytes in planned.items()},
     }

@@ -15,6 +15,7 @@ import torch
 from slime_like.batch import PackedBatch
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
+from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP, TRAINER_PHASES
 from slime_like.config.schema.resolved import CriticSpec, Layout, RankSpec
 from slime_like.phantom.counters import pinned_bytes, read_counts
 from tests.train.jobs import Failed
@@ -29,7 +30,8 @@ def run_cases(world: RankWorld, cases: Mapping[str, Sequence[Any]]) -> dict[str,
     """Call ``function(*args)`` of each case. A failing case does not stop the others."""
     del world
     functions: dict[str, Callable[..., Any]] = {
-        f.__name__: f for f in (steps, critic, teacher, save_and_load, guard, replay, overlapped_offload, waits)
+        f.__name__: f
+        for f in (steps, critic, teacher, save_and_load, guard, replay, overlapped_offload, residency, waits)
     }
     out: dict[str, Any] = {}
     for name, (function, *args) in cases.items():
@@ -217,3 +219,22 @@ def overlapped_offload(folder: Path, fraction: float) -> dict[str, Any]:
         "pinned": pinned_bytes() / parameters,
         "version": trainer.version,
     }
+
+
+def residency(folder: Path, optim: Mapping[str, Any]) -> dict[str, float]:
+    """Return the allocated bytes per parameter in each phase, and those reserved while engines collect."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    trainer = make_trainer(folder, Layout(), optim=optim)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    train(trainer)
+    out: dict[str, float] = {}
+    for phase in (PUSH, SAVE, STEP, COLLECT):
+        gc.collect()
+        trainer.device_state.keep(TRAINER_PHASES[phase])
+        out[phase] = (torch.cuda.memory_allocated() - allocated) / parameters
+    out["reserved"] = (torch.cuda.memory_reserved() - reserved) / parameters
+    trainer.device_state.keep(TRAINER_PHASES[STEP])
+    train(trainer)
+    return out

@@ -114,6 +114,9 @@ class SlowEngine:
         for request in self._requests:
             self._end(request, "lost")
 
+    async def restore_memory(self, parts: Sequence[str]) -> None:
+        """Do nothing: no memory was released."""
+
     async def close(self) -> None:
         """Do nothing: there is no connection."""
 

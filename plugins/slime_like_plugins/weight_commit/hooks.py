@@ -18,6 +18,7 @@ from slime_like_plugins.weight_commit.poison import incomplete_message, poison, 
 REFUSAL = "_slime_like_refusal"
 """Attribute of the tokenizer manager: reason to refuse generation; absent or empty if generation is allowed."""
 OPEN = "a weight update is open"
+RELEASED = "the memory of the weights was released, and no weight update has been committed since"
 
 type UpdateRequest = Callable[..., Awaitable[tuple[bool, str]]]
 type GenerateStream = Callable[..., AsyncIterator[Any]]
@@ -109,6 +110,17 @@ async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tupl
     return success, message
 
 
+async def release_memory(original: Callable[..., Awaitable[None]], manager: Any, request: Any, *args: Any) -> None:
+    """Hook around ``TokenizerControlMixin.release_memory_occupation``: refuse if the engine is not paused, because its scheduler
+    would end. Without the memory of its weights, the engine generates nothing until a commit.
+    """
+    if not manager.is_pause:
+        raise ValueError("pause generation before memory is released")
+    if not request.tags or "weights" in request.tags:
+        setattr(manager, REFUSAL, RELEASED)
+    await original(manager, request, *args)
+
+
 async def generate(original: GenerateStream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Hook around ``TokenizerManager.generate_request``: refuse to generate from incomplete weights.
 
@@ -142,6 +154,7 @@ HOOKS = (
     Hook("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", "around", deserialize),
     Hook(f"{CONTROL}.begin_weight_update", "around", begin_request),
     Hook(f"{CONTROL}.end_weight_update", "around", end_request),
+    Hook(f"{CONTROL}.release_memory_occupation", "around", release_memory),
     Hook(f"{TOKENIZER}.generate_request", "around", generate),
     Hook(f"{TOKENIZER}.continue_generation", "around", resume),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from slime_like.cluster.plan.dcp import DcpPlan
 from slime_like.cluster.plan.demand import Demand, MemoryPlan
+from slime_like.cluster.plan.remedies import OFFLOAD_KEYS, may_offload
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.trainer_changes import trainer_changes
 
@@ -43,6 +44,9 @@ def changes(demand: Demand, dcp: DcpPlan) -> Iterator[SettingChange]:
             if "offload" not in dict(change.values) or demand.hardware is not None:
                 setting = change.text(KEYS, "=").replace(f"{KEYS['offload']}=1", f"{KEYS['offload']}=true")
                 yield SettingChange(setting, replace(demand, trainer=change.settings).plan())
+    offloaded = replace(demand.offload_settings, train=True, rollout=True)
+    if demand.engines and demand.hardware is not None and offloaded != demand.offload_settings and may_offload(demand):
+        yield SettingChange(OFFLOAD_KEYS, replace(demand, offloads=offloaded).plan())
     if demand.engines:
         for setting, changed in _engine_changes(demand, shape, dcp):
             yield SettingChange(setting, changed.plan())

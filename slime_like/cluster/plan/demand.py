@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from slime_like.cluster.plan.engine import engine_settings, host_engine_memory
 from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.phases import Offloads, PhaseMemory, phase_memory
 from slime_like.cluster.plan.types import Role, RoleShapes
 from slime_like.config.rules.tree import samples_per_step
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
@@ -32,17 +33,23 @@ class MemoryPlan:
     source: str = ""  # of ``available``, if it is not the driver
     host: MemoryTable | None = None  # main memory of one node of a run on GPUs
     demand: Demand | None = None  # inputs, from which changes are predicted
+    phases: tuple[PhaseMemory, ...] = ()  # of the busiest GPU
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase in which the busiest GPU needs the most memory."""
+        return max(self.phases, key=lambda phase: phase.total, default=PhaseMemory("", ()))
 
     @property
     def needed_bytes(self) -> float:
         """Predicted bytes on the busiest GPU."""
-        return sum(table.total for role, table in self.tables if role in self.busiest)
+        return self.peak.total
 
     @property
     def by_role(self) -> MemoryTable:
         """Memory by role: on the busiest GPU, or on a CPU of all processes."""
         if self.gpu:
-            shares = [(role, table.total, "") for role, table in self.tables if role in self.busiest]
+            shares = [(role, table.total, "") for role, table in self.peak.tables]
         else:
             counts = {role.name: len(role.devices) for role in (self.demand.roles if self.demand is not None else ())}
             shares = [(role, counts.get(role, 0) * table.total, "") for role, table in self.tables]
@@ -51,7 +58,7 @@ class MemoryPlan:
     @property
     def min_bytes(self) -> float:
         """Minimum bytes for the run to start: ``needed_bytes`` without the allocator's overhead."""
-        return self.needed_bytes - sum(table.of("allocator") for role, table in self.tables if role in self.busiest)
+        return max((p.total - sum(table.of("allocator") for _, table in p.tables) for p in self.phases), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ class Demand:
     hardware: Hardware | None = None  # None: on a CPU
     trainer: TrainerSettings | None = None
     static: float | None = None
+    offloads: Offloads | None = None
 
     def plan(self) -> MemoryPlan:
         """Return the predicted memory, on GPUs with the roles of the busiest one."""
@@ -81,14 +89,28 @@ class Demand:
         for role in self.roles:
             for index in {index for devices in role.devices for index in devices}:
                 gpus.setdefault(index, []).append(role.name)
-        busiest = max(gpus.values(), key=lambda names: sum(tables[n].total for n in names if n in tables), default=[])
+        scoring = self._scoring()
+        by_gpu = {
+            tuple(names): phase_memory({n: tables[n] for n in names if n in tables}, scoring, self.offload_settings)
+            for names in gpus.values()
+        }
+        busiest, phases = max(by_gpu.items(), key=lambda pair: max(p.total for p in pair[1]), default=((), ()))
         return MemoryPlan(
             tables=role_tables,
             gpu=self.hardware.gpu.name,
             available=self.hardware.gpu.memory,
-            busiest=tuple(busiest),
+            busiest=busiest,
             engine=engine,
+            phases=phases,
         )
+
+    @property
+    def offload_settings(self) -> Offloads:
+        """Sides that release their memory."""
+        placement = self.cfg.placement
+        if self.offloads is not None:
+            return self.offloads
+        return Offloads(placement.offload_train, placement.offload_rollout, self.actor.guard.release)
 
     @property
     def settings(self) -> TrainerSettings:
@@ -115,6 +137,12 @@ class Demand:
             yield "critic", rank_memory(self.shapes.critic, self.role_settings(critic.rank, VALUE))
         if teacher is not None and self.shapes.teacher is not None:
             yield "teacher", rank_memory(self.shapes.teacher, self.role_settings(teacher.rank, SCORING))
+
+    def _scoring(self) -> MemoryTable | None:
+        """Return the memory of a trainer rank that has its weights only and computes log-probabilities."""
+        if self.shapes.actor is None or not self.offload_settings.train:
+            return None
+        return trainer_memory(self.shapes.actor, replace(self.settings, task=SCORING))
 
     def _engine(self) -> EngineMemory | None:
         if not self.engines or self.shapes.actor is None:

@@ -55,12 +55,13 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
     counts = {role.name: len(role.devices) for role in demand.roles}
     shapes, (critic, teacher) = demand.shapes, demand.others
     assert shapes.actor is not None, "the memory of an unknown model is not predicted"
+    moves = demand.offload_settings.train
     if "trainer" in counts:
-        yield _rank(shapes.actor, demand.settings, demand.actor), counts["trainer"]
+        yield _rank(shapes.actor, demand.settings, demand.actor, moves), counts["trainer"]
     if critic is not None and shapes.critic is not None:
-        yield _rank(shapes.critic, demand.role_settings(critic.rank, VALUE), None), counts["critic"]
+        yield _rank(shapes.critic, demand.role_settings(critic.rank, VALUE), None, moves), counts["critic"]
     if teacher is not None and shapes.teacher is not None:
-        yield _rank(shapes.teacher, demand.role_settings(teacher.rank, SCORING), None), counts["teacher"]
+        yield _rank(shapes.teacher, demand.role_settings(teacher.rank, SCORING), None, moves), counts["teacher"]
     if demand.engines:
         server = constants.HOST_SERVER.value + constants.HOST_DETOKENIZER.value
         schedulers = demand.engines[0].tp * constants.HOST_SCHEDULER.value
@@ -70,6 +71,7 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
         )
 
 
-def _rank(shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None) -> MemoryTable:
+def _rank(shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None, moves: bool) -> MemoryTable:
     copies = 0 if actor is None else actor.needs_reference + actor.swaps_teacher
-    return offload_items(shape, settings, copies + bool(copies))  # and the actor's own weights during a swap
+    copies += bool(copies)  # the actor's own weights during a swap
+    return offload_items(shape, settings, copies, in_rollouts=moves)

@@ -20,12 +20,16 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
         return
     if plan.gpu:
         busiest, source = " + ".join(plan.busiest), f"; {plan.source}" * bool(plan.source)
-        yield f"memory     {gib(plan.needed_bytes)} of {gib(plan.available)} on each GPU with {busiest} ({plan.gpu}{source})"
+        phase = f" in phase {plan.peak.name}" if plan.peak.name else ""
+        yield f"memory     {gib(plan.needed_bytes)} of {gib(plan.available)} on each GPU with {busiest}{phase} ({plan.gpu}{source})"
     else:
         yield f"memory     resident, of each trainer rank and engine, on a machine with {gib(plan.available)}"
     for role, table in plan.tables:
         place = f" on {table.place}" if table.place else ""
         yield f"  {role:<9}{gib(table.total)}{place}: {_parts(table)}"
+    if len(plan.phases) > 1:
+        phases = ", ".join(f"{phase.name} {gib(phase.total)}" for phase in plan.phases)
+        yield f"  of a GPU by phase: {phases}"
     if plan.host is not None:
         yield f"  main memory of a node {gib(plan.host.total)}: {_parts(plan.host)}"
     if plan.engine is not None:
@@ -41,7 +45,7 @@ def plot_lines(plan: MemoryPlan) -> Iterator[str]:
         return
     bars = [Bar(role, table) for role, table in plan.tables]
     if len(plan.by_role.items) > 1:
-        bars.append(Bar("together", plan.by_role))
+        bars.append(Bar(plan.peak.name or "together", plan.by_role))
     yield ""
     yield from text_plot(bars, plan.available)
 

@@ -191,6 +191,7 @@ def _engines(
             admits_by_kv=rollout.max_running_requests == AUTO,
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
+            releases_memory=cfg.placement.offload_rollout,
             symmetric_memory=rollout.symmetric_memory,
             latent=model is not None and model.latent,
             returns_experts=isinstance(cfg.algo, PolicyConfig) and cfg.algo.routing_replay == "rollout",

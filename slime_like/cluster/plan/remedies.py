@@ -8,26 +8,27 @@ from dataclasses import replace
 from slime_like.cluster.plan.demand import Demand, MemoryPlan
 from slime_like.cluster.plan.engine import engine_settings
 from slime_like.config.schema.resolved import EngineSpec
+from slime_like.planner.engine import WEIGHT_ITEMS
 from slime_like.planner.host import MEMORY_FRACTION
 from slime_like.planner.table import gib
 
+OFFLOAD_KEYS = "placement.offload_train=true placement.offload_rollout=true"
 SMALLEST_STATIC, LARGEST_STATIC = 0.1, 0.95
 
 
 def refusal(demand: Demand, plan: MemoryPlan) -> str:
     """Return the error message for a run that does not fit: its memory, and each single change that makes it fit."""
     parts = ", ".join(
-        f"{role} {gib(table.total)}{f' on {table.place}' * bool(table.place)}"
-        for role, table in plan.tables
-        if role in plan.busiest
+        f"{role} {gib(table.total)}{f' on {table.place}' * bool(table.place)}" for role, table in plan.peak.tables
     )
-    worst = max((pair for pair in plan.tables if pair[0] in plan.busiest), key=lambda pair: pair[1].total)
+    worst = max(plan.peak.tables, key=lambda pair: pair[1].total)
+    phase = f" in phase {plan.peak.name}" if plan.peak.name else ""
     largest = sorted(worst[1].items, key=lambda item: -item.num_bytes)[:2]
     detail = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in largest)
     fixes = [key for key, changed in _remedies(demand, plan) if _fits(changed)]
     advice = f"set {' or '.join(fixes[:3])}" if fixes else "use more or larger GPUs, or raise parallel.tp, pp or ep"
     return (
-        f"the run needs {gib(plan.needed_bytes)} on a GPU ({parts}; the {worst[0]}'s {detail}), but each {plan.gpu} has "
+        f"the run needs {gib(plan.needed_bytes)} on a GPU{phase} ({parts}; the {worst[0]}'s {detail}), but each {plan.gpu} has "
         f"{gib(plan.available)}: {advice} (docs/planner.md)"
     )
 
@@ -55,7 +56,7 @@ def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
     spec = demand.engines[0]
     if serves(without_limit := _without_limit(demand), without_limit.plan()):
         return _limit_refusal(spec)
-    weights, pool = plan.engine.table.of(*_WEIGHTS), plan.engine.pool
+    weights, pool = plan.engine.table.of(*WEIGHT_ITEMS), plan.engine.pool
     fixes = [key for key, _ in _engine_remedies(demand)]
     advice = f"set {' or '.join(fixes)}" if fixes else "raise rollout.tp, or use more or larger GPUs"
     if pool <= 0:
@@ -133,7 +134,7 @@ def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
     shared = "engine" in plan.busiest and "trainer" in plan.busiest
     if "engine" in plan.busiest and plan.engine is not None:
         excess = plan.needed_bytes - plan.available
-        current = plan.engine.pool + plan.engine.table.of(*_WEIGHTS)
+        current = plan.engine.pool + plan.engine.table.of(*WEIGHT_ITEMS)
         static = int(20 * (current - excess) / plan.available) / 20
         if static >= SMALLEST_STATIC:
             yield f"rollout.sglang.mem_fraction_static={static:g}", replace(demand, static=static)
@@ -147,6 +148,9 @@ def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
             if tokens >= min(longest, settings.tokens):
                 change = replace(settings, tokens=tokens)
                 yield f"parallel.max_tokens_per_rank={tokens}", replace(demand, trainer=change)
+    offloaded = replace(demand.offload_settings, train=True, rollout=True)
+    if shared and offloaded != demand.offload_settings and may_offload(demand):
+        yield OFFLOAD_KEYS, replace(demand, offloads=offloaded)
     hardware = demand.hardware
     separate = _num_devices(demand, "trainer") + _num_devices(demand, "engine")
     if shared and hardware is not None and separate <= hardware.num_gpus:
@@ -154,8 +158,13 @@ def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
         yield "placement.mode=split", replace(demand, roles=roles)
 
 
+def may_offload(demand: Demand) -> bool:
+    """Return True if trainer and engines of this run could release their memory for each other."""
+    cfg = demand.cfg
+    flow, remote = cfg.rollout.flow_mla, cfg.rollout.remote_experts
+    is_mapped = flow.enabled and flow.transport == "p2p"
+    return cfg.run.mode == "full" and cfg.placement.mode == "colocated" and not (remote.enabled or is_mapped)
+
+
 def _num_devices(demand: Demand, name: str) -> int:
     return sum(len(devices) for role in demand.roles if role.name == name for devices in role.devices)
-
-
-_WEIGHTS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norms", "embedding", "output layer")

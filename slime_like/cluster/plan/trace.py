@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_like.cluster.plan.phases import FIXED
 from slime_like.cluster.plan.planner import Plan
+from slime_like.config.schema.residency import PUSH
 from slime_like.errors import ConfigError
 from slime_like.phantom.device import PhantomGpu
 from slime_like.planner.table import MemoryTable, gib
@@ -80,9 +82,20 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
     rows.append(("activations and temporary", gib(peak - resident), "-" if rest is None else gib(rest), ""))
     error = "" if table is None else f"planner {table.total / peak - 1:+.1%}"
     rows.append(("peak", gib(peak), "-" if table is None else gib(table.total), error))
+    rows += _push_row(plan, trace)
     yield from columns(rows)
     phases = ", ".join(f"{p['name']} {gib(p['allocated'])} (reserved {gib(p['reserved'])})" for p in trace["phases"])
     yield f"  phases: {phases}; without CUDA context and communicators"
+
+
+def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return the row of a push, which has the weights only, if the trainer's state is offloaded."""
+    traced = next((phase["allocated"] for phase in trace["phases"] if phase["name"] == PUSH), None)
+    table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
+    if traced is None or table is None or plan.actor.layout.pp > 1:
+        return []
+    planned = table.total - table.of("allocator", *FIXED)
+    return [("peak of a push", gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}")]
 
 
 def _planned(plan: Plan, stage: int) -> MemoryTable | None:

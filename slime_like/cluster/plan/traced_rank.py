@@ -72,7 +72,8 @@ def traced(plan: Plan, spec: RankSpec, stage: int) -> dict[str, Any]:
         count = -(-count // layout.pp) * layout.pp
     batch = TracedBatch(min(plan.max_context_len, spec.max_tokens_per_rank * layout.cp), count)
     rank = stage * layout.world_size // layout.pp
-    trace = trace_rank(spec, rank, batch)
+    offload = demand is not None and demand.offload_settings.train
+    trace = trace_rank(spec, rank, batch, offload=offload)
     return {**asdict(trace), "stage": stage, "num_micro_batches": count, "length": batch.length}
 
 

@@ -9,9 +9,11 @@ from typing import Any, Concatenate, Protocol
 
 from ray.actor import ActorHandle
 
+from slime_like.cluster.run.residency import Residency
 from slime_like.cluster.workers.calls import call, wait_one
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_group import TrainerGroup
+from slime_like.config.schema.residency import PUSH
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.config.schema.run import WeightsConfig
 from slime_like.data.routing import OWN_EXPERTS
@@ -55,6 +57,7 @@ class EngineSync:
     tolerance: float
     max_score_tokens: int  # per row scored by the trainer's ranks
     max_losses: int  # number of times that one push may lose each engine
+    residency: Residency
 
     def push(self, version: int) -> tuple[Metric, ...]:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
@@ -64,6 +67,7 @@ class EngineSync:
         """
         num_losses = num_engines = 0
         try:
+            self.residency.enter(PUSH)
             while True:
                 try:
                     if version == self.config.debug_skip_push_at:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.run.chaos import Chaos, report_lines
 from slime_like.cluster.run.checkpoints import Checkpoints
 from slime_like.cluster.run.control import Control
+from slime_like.cluster.run.residency import EngineStates, Residency, ResidentRollout, ResidentTrainer, pushes_within
 from slime_like.cluster.run.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, RolloutSource
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.sync import EngineSync, NoSync, Sync
@@ -35,6 +36,7 @@ from slime_like.cluster.workers.role_group import RoleGroup
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
 from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.residency import STEP
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.root import TrainConfig
@@ -71,6 +73,7 @@ class Cluster:
     engines: tuple[ActorHandle[EngineActor], ...] = ()
     template: EngineTemplate | None = None
     chaos: Chaos | None = None
+    residency: Residency = field(default_factory=Residency)
 
     def start(
         self,
@@ -89,20 +92,24 @@ class Cluster:
         self._open_placement()
         if self.plan.needs_engines:
             self._start_engines()
-        trainer = self._start_trainer(first)
-        addresses = self._wait_for_engines()
-        rollout = self._start_rollout(inputs, addresses, first)
+        if self.cfg.placement.offload_rollout:
+            addresses, rollout = self._start_released(inputs, first)
+            trainer = self._start_trainer(first)
+        else:
+            trainer = self._start_trainer(first)
+            addresses = self._wait_for_engines()
+            rollout = self._start_rollout(inputs, addresses, first)
         if first > 0:
             rollout.load(self._checkpoints(), first)
         sync = self._make_sync()
         if isinstance(rollout, EngineRollout):
-            rollout.push_weights = lambda: sync.push(trainer.version)
+            rollout.push_weights = pushes_within(lambda: sync.push(trainer.version), self.residency)
         self.chaos = self._plan_faults()
         return Run(
             cfg=self.cfg,
             run_dir=self.run_dir,
-            trainer=trainer,
-            rollout=rollout,
+            trainer=ResidentTrainer(trainer, self.residency),
+            rollout=ResidentRollout(rollout, self.residency),
             sync=sync,
             assembly=self._assembly(inputs.routing),
             sink=sink,
@@ -111,7 +118,7 @@ class Cluster:
             control=control,
             first_rollout=first,
             engine_ranks=sum(address.tp for address in addresses),
-            checkpoints=self._make_checkpoints(trainer, rollout, first, record),
+            checkpoints=self._make_checkpoints(ResidentTrainer(trainer, self.residency), rollout, first, record),
             chaos=self.chaos,
             drift=self._drift_watch(),
         )
@@ -135,6 +142,15 @@ class Cluster:
         self.manager = self.placement.start_manager()
         if self.engines and self.plan.colocated and self.plan.device == "cuda":
             self._wait_for_engines()
+
+    def _start_released(self, inputs: RunInputs, first: int) -> tuple[tuple[EngineAddress, ...], RolloutSource]:
+        """Wait for the engines, start the rollout, and release the engines' memory, so that the trainer can start."""
+        addresses = self._wait_for_engines()
+        rollout = self._start_rollout(inputs, addresses, first)
+        assert self.manager is not None, "placement.offload_rollout needs engines"
+        self.residency.engines = EngineStates(self.manager, self.cfg.loop.step_deadline_s)
+        self.residency.enter(STEP)
+        return addresses, rollout
 
     def _plan_faults(self) -> Chaos:
         """Return the injector of the faults of ``chaos.*``."""
@@ -175,6 +191,8 @@ class Cluster:
         connect(groups, deadline, self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor
+        if self.cfg.placement.offload_train:
+            self.residency.actor, self.residency.others = actor, tuple(groups[1:])
         trainer = self._combine_roles(actor, critic, teacher)
         if first > 0:
             trainer.load(self._checkpoints(), first)
@@ -221,6 +239,7 @@ class Cluster:
             overlong=self._overlong(),
             health=cfg.health,
             routing=inputs.routing,
+            releases_memory=cfg.placement.offload_rollout,
             receives_pushes=self.plan.needs_trainer,
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
@@ -244,6 +263,7 @@ class Cluster:
             tolerance=self.plan.tolerances.probe,
             max_score_tokens=self.cfg.parallel.max_tokens_per_rank * self.cfg.parallel.cp,
             max_losses=self.cfg.health.max_restarts + 1,
+            residency=self.residency,
         )
 
     def _assembly(self, routing: RoutingShape | None) -> AssembleSpec:

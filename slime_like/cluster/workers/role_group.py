@@ -20,6 +20,7 @@ from slime_like.util.imports import heavy_imports
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.rank.critic import RankCritic
+    from slime_like.train.megatron.rank.residency import DeviceState
     from slime_like.train.megatron.rank.teacher import RankTeacher
 
 type ShardScores = tuple[Columns | None, tuple[Metric, ...]]  # columns only from the rank that reports its shard
@@ -52,6 +53,12 @@ class RoleWorker(RankWorker):
 
                 self._role = RankTeacher(spec.rank, rank_info)
         return rank_info.dp_rank
+
+    @property
+    def device_state(self) -> DeviceState:
+        """Return the state of the connected rank."""
+        assert self._role is not None, "connect comes first"
+        return self._role.device_state
 
     @property
     def critic(self) -> RankCritic:

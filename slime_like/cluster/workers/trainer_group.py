@@ -74,6 +74,10 @@ class RankGroup[W: RankWorker](ABC):
         if self._releases:
             wait_all(self.start(RankWorker.release_communicators), self.deadline("release", self._release_s))
 
+    def keep_on_device(self, parts: Sequence[str]) -> None:
+        """Keep only ``parts`` of every rank's state on its device."""
+        wait_all(self.start(RankWorker.keep_on_device, tuple(parts)), self.deadline("offload"))
+
     def by_shard[R](self, answers: Mapping[str, R | None]) -> list[R]:
         """Return one result per data-parallel shard, from the rank that reports it; other ranks return None."""
         results = {self._dp_ranks[name]: x for name in self._workers if (x := answers[name]) is not None}

@@ -15,6 +15,7 @@ from slime_like.batch import Columns, PackedBatch
 from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 from slime_like.cluster.workers.peaks import MemoryPeaks
 from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
+from slime_like.config.schema.residency import COLLECT
 from slime_like.config.schema.resolved import RankSpec, TransportSpec
 from slime_like.data.routing import RoutingDifference
 from slime_like.errors import SlimeLikeError
@@ -28,6 +29,7 @@ from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import RendezvousAddress, open_rendezvous
 
 if TYPE_CHECKING:
+    from slime_like.train.megatron.rank.residency import DeviceState
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
 APPEAR_S = 5.0  # for a new file to appear on another node of a shared file system
@@ -70,6 +72,15 @@ class RankWorker:
 
         install.release()
 
+    def keep_on_device(self, parts: Sequence[str]) -> None:
+        """Keep only ``parts`` of this rank's state on its device (``config.schema.residency``), the others in host memory."""
+        self.device_state.keep(parts)
+
+    @property
+    def device_state(self) -> DeviceState:
+        """Return the state of the connected rank."""
+        raise NotImplementedError
+
 
 class TrainerWorker(RankWorker):
     """Ray actor with one rank of the policy. All ranks are called concurrently; ``TrainerGroup`` combines their results.
@@ -103,6 +114,18 @@ class TrainerWorker(RankWorker):
         """Return the connected rank."""
         assert self._trainer is not None, "connect comes first"
         return self._trainer
+
+    @property
+    def device_state(self) -> DeviceState:
+        """Return the state of the connected rank."""
+        return self.trainer.device_state
+
+    def keep_on_device(self, parts: Sequence[str]) -> None:
+        """Move parts as ``RankWorker`` does. Memory without any of them counts as the peak of phase collect."""
+        super().keep_on_device(parts)
+        if not parts:
+            with self._peaks(COLLECT):
+                pass
 
     def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Train on this rank's batches of every optimizer step of a rollout."""

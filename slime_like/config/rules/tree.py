@@ -16,6 +16,7 @@ from slime_like.config.rules.flow_mla import check_flow_mla
 from slime_like.config.rules.gdn import check_gdn
 from slime_like.config.rules.names import check_names
 from slime_like.config.rules.no_token import OFF, refuse_no_token
+from slime_like.config.rules.offload import check_offload
 from slime_like.config.rules.over_sampling import check_over_sampling
 from slime_like.config.rules.pipeline import check_pipeline
 from slime_like.config.rules.remote_experts import check_remote_experts
@@ -56,6 +57,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     stage_ranks(cfg, trainer_ranks(cfg))
     check_pipeline(cfg.parallel)
     _placement(cfg)
+    check_offload(cfg)
     check_roles(cfg)
     cfg.chaos.check_reward_server(cfg.reward.remote_url)
     if num_rollout_known:

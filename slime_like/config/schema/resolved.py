@@ -127,6 +127,9 @@ class EngineSpec:
     dcp_replicate_q: bool = False  # each of them computes the queries of all
     flow_mla: str = ""  # settings of FlowMLA (FlowOptions.to_json); empty: every rank holds all attention weights
     remote_experts: str = ""  # settings of remote experts (RemoteOptions.to_json); empty: the engine has all experts
+    releases_memory: bool = (
+        False  # its device memory is released while the trainer needs it (placement.offload_rollout)
+    )
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     latent: bool = False  # the model has latent attention
     returns_experts: bool = False  # replies have the routed experts of each token

@@ -86,6 +86,16 @@ class PlacementConfig(Config):
     )
     actor_num_nodes: int = key(1, "Number of trainer nodes.")
     actor_num_gpus_per_node: int | None = key(None, "Number of trainer ranks per node (also on CPU); null: tp*pp*cp.")
+    offload_train: bool = key(
+        False,
+        "Move the trainer's weights, gradients and optimizer state to host memory while rollouts are sampled (slime: "
+        "--offload-train; verl: param_offload, grad_offload, optimizer_offload).",
+    )
+    offload_rollout: bool = key(
+        False,
+        "Release the engines' weights, KV cache and CUDA graphs while the trainer has the devices (slime: --offload-rollout; "
+        "verl: free_cache_engine). On a CPU engines receive the requests, but keep their memory.",
+    )
     ray_address: str | None = key(None, "Ray cluster to join; null: start one for this run on this machine.")
     wait_deadline_s: float = key(
         300.0, "Time limit for a joined Ray cluster to have the nodes and free GPUs of the run."

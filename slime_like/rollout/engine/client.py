@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,6 +50,7 @@ class EngineClient:
         self.num_aborts = 0  # calls of ``abort_all``
         self._aborting = 0  # calls in progress
         self._routing = routing
+        self._released: set[str] = set()
         self._connection = EngineConnection(self.address, deadline_s, peer_timeout_s)
 
     @property
@@ -182,6 +183,26 @@ class EngineClient:
     async def flush(self) -> None:
         """Drop the entire KV cache, so that no prefix computed under old weights is reused."""
         await self._connection.post("flush", "/flush_cache", {})
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+    @property
+    def released(self) -> frozenset[str]:
+        """Parts (``config.schema.residency``) that this client has released, or may have released by a call that failed."""
+        return frozenset(self._released)
+
+    async def release_memory(self, parts: Collection[str]) -> None:
+        """Release the device memory of ``parts`` of a paused engine. Weights are lost: the engine refuses to generate until a
+        complete update is committed.
+        """
+        if tags := [part for part in parts if part not in self._released]:
+            self._released.update(tags)
+            await self._connection.post("release memory", "/release_memory_occupation", {"tags": tags})
+
+    async def restore_memory(self, parts: Collection[str]) -> None:
+        """Allocate the device memory of ``parts`` again, uninitialised. SGLang accepts only parts that were released."""
+        if tags := [part for part in parts if part in self._released]:
+            await self._connection.post("restore memory", "/resume_memory_occupation", {"tags": tags})
+            self._released.difference_update(tags)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_update(self) -> None:

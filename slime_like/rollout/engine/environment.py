@@ -65,6 +65,8 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         environment = NO_CRASH_DUMPS | environment
     else:
         environment |= toolkit_environment(environment)
+        if spec.releases_memory:
+            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it, released engines keep their graphs
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),

@@ -72,6 +72,9 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         arguments |= dict.fromkeys(uncaptured(spec), "disabled")
     if spec.returns_experts:
         arguments["enable_return_routed_experts"] = True
+    if spec.releases_memory and spec.device == "cuda":
+        # A push writes every weight of the model, but none of a draft model.
+        arguments |= {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}
     if spec.symmetric_memory:
         arguments["enable_symm_mem"] = True
     identity = {

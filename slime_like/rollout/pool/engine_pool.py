@@ -41,6 +41,8 @@ class EnginePool:
         self.health = health
         self.receives_pushes = receives_pushes
         self.is_pushing = False  # engines are paused: they respond, and decode nothing
+        self._may_restart = asyncio.Event()  # cleared while the trainer has the memory of the devices
+        self._may_restart.set()
         self.num_pushes = 0
         self._messages: list[str] = []
         self._num_restarts = self._num_moved_groups = 0  # since take_restart_counts
@@ -155,6 +157,14 @@ class EnginePool:
         """Switch back to the health checks of decoding engines."""
         self.is_pushing = False
 
+    def defer_restarts(self) -> None:
+        """Start no engine until ``allow_restarts``: it would need device memory that the trainer has."""
+        self._may_restart.clear()
+
+    def allow_restarts(self) -> None:
+        """Start lost engines, also those lost since ``defer_restarts``."""
+        self._may_restart.set()
+
     async def wait_for_reachable(self) -> list[EngineSlot]:
         """Return the engines that a push can reach, once there is one. Raises the error that ends the run."""
         while self._failure is None:
@@ -242,6 +252,7 @@ class EnginePool:
 
     async def _restart(self, slot: EngineSlot, cause: Exception) -> None:
         old, name = slot.client, slot.client.name
+        await self._may_restart.wait()
         while True:
             slot.num_restarts += 1
             if slot.num_restarts > self.health.max_restarts:

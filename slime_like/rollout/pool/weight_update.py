@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from slime_like.config.schema.residency import ENGINE_PARTS, ENGINE_PHASES, PUSH
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
@@ -55,6 +56,7 @@ class EngineWeightUpdate:
         )
         self._is_open = True
         self._pool.on_push_begin()
+        self._pool.allow_restarts()
         self._targets = []
         while not self._targets:
             targets = [UpdateTarget(slot, slot.client) for slot in await self._pool.wait_for_reachable()]
@@ -74,6 +76,7 @@ class EngineWeightUpdate:
                 raise WeightSyncError(
                     f"{engine.name} reports version {served_version} after the commit of version {version}"
                 )
+            await engine.restore_memory(ENGINE_PARTS)
             await engine.flush()
 
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
@@ -99,7 +102,7 @@ class EngineWeightUpdate:
         """
         self._pool.on_push_end()
         self._is_open = False
-        for undo in (EngineClient.abort_update, EngineClient.resume):
+        for undo in (EngineClient.abort_update, _restore_all, EngineClient.resume):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S * scale()):
                     calls = (undo(slot.client) for slot in self._pool.slots if not slot.is_restarting)
@@ -126,4 +129,9 @@ class EngineWeightUpdate:
 
 async def _open(engine: EngineClient, seconds: float | None) -> None:
     await engine.pause(seconds)
+    await engine.restore_memory(ENGINE_PHASES[PUSH])
     await engine.begin_update()
+
+
+async def _restore_all(engine: EngineClient) -> None:
+    await engine.restore_memory(ENGINE_PARTS)

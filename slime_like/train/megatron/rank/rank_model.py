@@ -27,6 +27,7 @@ from slime_like.train.megatron.model_io.save import PendingSave, begin_save
 from slime_like.train.megatron.platform import host
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank import determinism
+from slime_like.train.megatron.rank.residency import trained_state
 from slime_like.train.megatron.step import optim
 from slime_like.types import F32
 
@@ -56,6 +57,7 @@ class RankModel:
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)
         self.schedule = optim.make_schedule(spec, self.optimizer)
+        self.device_state = trained_state(self.wrapped, self.optimizer, rank_info.device)
         host.verify()
 
     # ---- weights -------------------------------------------------------------------------------------------------

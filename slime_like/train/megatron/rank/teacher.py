@@ -15,6 +15,7 @@ from slime_like.train.megatron.model.model import PolicyModel, build_segments, l
 from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.rank.rank_model import OpenRollout
+from slime_like.train.megatron.rank.residency import scoring_state
 
 
 class RankTeacher:
@@ -28,6 +29,7 @@ class RankTeacher:
         self.model = build_segments(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)
         self.model.requires_grad_(requires_grad=False)
         load_hf(self.model, family.weights(), folder, rank_info)
+        self.device_state = scoring_state(self.model, rank_info.device)
         self.logprob_settings = LogprobSettings(spec.temperature, spec.model.logits_chunk)
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:

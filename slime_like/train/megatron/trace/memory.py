@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from slime_like.batch import PackedBatch
 from slime_like.config.schema.guard_policy import NO_GUARD
+from slime_like.config.schema.residency import COLLECT, GRADIENTS, PUSH, TRAINER_PHASES, WEIGHTS
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.phantom.counters import CallCounts, read_counts
 from slime_like.train.megatron.trace import solo
+
+if TYPE_CHECKING:
+    from slime_like.train.megatron.rank.trainer import RankTrainer
 
 PUSH_BYTES = 512 << 20  # bucket of a weight push
 
@@ -32,7 +36,7 @@ class TracedBatch:
 class PhasePeak:
     """Peak of torch's allocator in one phase, in bytes."""
 
-    name: str  # build | step | push
+    name: str  # build | step | push | collect
     allocated: int
     reserved: int
 
@@ -59,10 +63,11 @@ class RankTrace:
         return max(self.phases, key=lambda phase: phase.allocated)
 
 
-def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch) -> RankTrace:
+def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool = False) -> RankTrace:
     """Trace rank ``rank`` of the policy with uninitialised weights; only config.json of the model is read.
 
-    The process runs on a phantom GPU. Raises ``torch.OutOfMemoryError`` if the rank does not fit it.
+    With ``offload``, the rank's state leaves the device as with ``placement.offload_train``. The process runs on a phantom GPU.
+    Raises ``torch.OutOfMemoryError`` if the rank does not fit it.
     """
     spec = replace(spec, guard=NO_GUARD, sample_tolerance=None, drift_by_layer=False)
     info = solo.join(spec, rank)
@@ -80,14 +85,31 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch) -> RankTrace:
     before = read_counts()
     peaks.during("step", lambda: trainer.train_rollout(steps, counts))
     calls = read_counts() - before
-    peaks.during("push", lambda: sum(1 for _ in trainer.hf_export.buckets(PUSH_BYTES)))
     gc.collect()
-    weights = _bytes([p.data for p in trainer.model.parameters()])
-    segments: list[Any] = list(trainer.wrapped)  # megatron's DistributedDataParallel
-    buffers = [buffer for segment in segments for buffer in [*segment.buffers, *segment.expert_parallel_buffers]]
-    gradients = _bytes([buffer.grad_data for buffer in buffers])
-    optimizer = max(0, torch.cuda.memory_allocated() - base - weights - gradients)
-    return RankTrace(rank, weights, gradients, optimizer, tuple(peaks.phases), calls)
+    sizes = {part: trainer.device_state.num_bytes(part) for part in (WEIGHTS, GRADIENTS)}
+    optimizer = max(0, torch.cuda.memory_allocated() - base - sum(sizes.values()))
+    _trace_push(trainer, micros[0], peaks, offload=offload)
+    return RankTrace(rank, sizes[WEIGHTS], sizes[GRADIENTS], optimizer, tuple(peaks.phases), calls)
+
+
+def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offload: bool) -> None:
+    """Record the peak of a push, with ``offload`` also of the probe's forward pass, and of the rollout after it."""
+    if offload:
+        trainer.device_state.keep(TRAINER_PHASES[PUSH])
+
+    def push() -> None:
+        for _ in trainer.hf_export.buckets(PUSH_BYTES):
+            pass
+        if (
+            offload and trainer.spec.layout.vpp == 1
+        ):  # with virtual stages, the padding of one micro-batch has another shape
+            trainer.score(batch)
+
+    peaks.during("push", push)
+    if offload:
+        trainer.device_state.keep(TRAINER_PHASES[COLLECT])
+        gc.collect()
+        peaks.during("collect", lambda: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +125,6 @@ class _Peaks:
         allocated = torch.cuda.max_memory_allocated() - self.allocated
         self.phases.append(PhasePeak(name, allocated, torch.cuda.max_memory_reserved() - self.reserved))
         return result
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the distinct storages of the tensors."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 def _micro_batch(spec: RankSpec, batch: TracedBatch, seed: int) -> PackedBatch:

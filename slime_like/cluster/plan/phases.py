@@ -1,0 +1,82 @@
+"""Predicted memory of a GPU by phase of the loop, with ``placement.offload_train`` and ``placement.offload_rollout``.
+
+Phase push is predicted at its end: the probe needs the whole engine, then the trainer's weights and a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP, TRAINER_PHASES
+from slime_like.planner.engine import WEIGHT_ITEMS
+from slime_like.planner.table import MemoryTable
+
+ENGINE = "engine"
+COMMUNICATORS = "communicators"
+FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory")
+"""Items that a process keeps while all parts of its state are released."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offloads:
+    """Sides that release their memory while the other one needs it."""
+
+    train: bool = False
+    rollout: bool = False
+    communicators: bool = False  # the trainer's are destroyed during rollouts (guard.release)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """Memory of each role on a GPU in one phase."""
+
+    name: str  # collect | step | push | save; empty if every phase has the same memory
+    tables: tuple[tuple[str, MemoryTable], ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes of all roles."""
+        return sum(table.total for _, table in self.tables)
+
+
+def phase_memory(
+    roles: Mapping[str, MemoryTable], scoring: MemoryTable | None, offloads: Offloads
+) -> tuple[PhaseMemory, ...]:
+    """Return the memory of a GPU with ``roles`` in each phase. ``scoring`` is that of a trainer rank with weights only.
+
+    A GPU without an engine, or only with one, has one phase.
+    """
+    shared = ENGINE in roles and len(roles) > 1
+    if not shared or not (offloads.train or offloads.rollout):
+        return (PhaseMemory("", tuple(roles.items())),)
+    phases = (COLLECT, STEP, PUSH, SAVE)
+    return tuple(PhaseMemory(phase, tuple(_tables(roles, scoring, offloads, phase))) for phase in phases)
+
+
+def _tables(
+    roles: Mapping[str, MemoryTable], scoring: MemoryTable | None, offloads: Offloads, phase: str
+) -> Iterator[tuple[str, MemoryTable]]:
+    for role, table in roles.items():
+        if role == ENGINE:
+            yield role, _engine(table, phase) if offloads.rollout else table
+        elif not offloads.train or phase == STEP:
+            yield role, table
+        elif phase == PUSH and role == "trainer" and scoring is not None:
+            yield role, scoring
+        else:
+            parts = TRAINER_PHASES[SAVE] if phase == SAVE else ()
+            yield role, _part(table, parts, communicators=not (offloads.communicators and phase == COLLECT))
+
+
+def _engine(table: MemoryTable, phase: str) -> MemoryTable:
+    """Return the part of an engine that has memory in a phase; at the end of a push, everything."""
+    if phase in (COLLECT, PUSH):
+        return table
+    return _part(table, WEIGHT_ITEMS if phase == SAVE else ())
+
+
+def _part(table: MemoryTable, names: Collection[str], *, communicators: bool = True) -> MemoryTable:
+    """Return the items with these names, and those that a process never releases."""
+    kept = {*names, *FIXED} - ({COMMUNICATORS} if not communicators else set())
+    return MemoryTable(tuple(item for item in table.items if item.name in kept), table.place)

@@ -1,0 +1,193 @@
+"""Memory by phase: before each phase of the loop, trainer and engines move to the GPUs what the phase needs, and nothing else.
+
+The side that gives memory up does so before the other side takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ray.actor import ActorHandle
+
+from slime_like.batch import PackedBatch, TrainBatch
+from slime_like.cluster.run.rollouts import RolloutSource
+from slime_like.cluster.workers.calls import call, wait_one
+from slime_like.cluster.workers.rollout_actor import RolloutActor
+from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP, TRAINER_PARTS, TRAINER_PHASES
+from slime_like.interfaces import Trainer
+from slime_like.metrics.types import Last, Metric
+from slime_like.rollout.generate.evaluate import EvalResult
+from slime_like.rollout.manager import CollectedRollout
+from slime_like.types import F32, StepStats
+from slime_like.util.deadline import Deadline
+
+
+class RankStates(Protocol):
+    """Ranks of one role, whose state can leave their devices."""
+
+    def keep_on_device(self, parts: Sequence[str]) -> None:
+        """Keep only ``parts`` on the device of every rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStates:
+    """Engines of a rollout manager, whose memory can leave their devices."""
+
+    manager: ActorHandle[RolloutActor]
+    deadline_s: float
+
+    def enter(self, phase: str) -> None:
+        """Keep on the devices of every engine only what ``phase`` needs."""
+        deadline = Deadline("driver", f"offload/{phase}", self.deadline_s)
+        wait_one("rollout manager", call(self.manager, RolloutActor.enter_phase, phase), deadline)
+
+
+@dataclass(slots=True)
+class Residency:
+    """Parts of trainer and engines that are on their devices. Moves nothing if a phase needs what the last one needed."""
+
+    actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
+    others: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
+    engines: EngineStates | None = None  # None: they stay on their devices
+    _parts: tuple[str, ...] | None = field(default=TRAINER_PARTS)  # of each rank; None after a failed move
+    _engine_phase: str | None = field(default=COLLECT)
+    _seconds: float = field(default=0.0)  # spent moving since ``drain_metrics``
+
+    def enter(self, phase: str) -> None:
+        """Move the parts that ``phase`` does not need off the devices, then those that it needs onto them.
+
+        In phase push, the push itself moves the parts of the engines, and afterwards they have all of them.
+        """
+        start = time.perf_counter()
+        if phase in (STEP, SAVE):
+            self._move_engines(phase)
+            self._keep(TRAINER_PHASES[phase])
+        else:
+            self._keep(TRAINER_PHASES[phase])
+            if phase == COLLECT:
+                self._move_engines(phase)
+            self._engine_phase = COLLECT
+        self._seconds += time.perf_counter() - start
+
+    def drain_metrics(self) -> tuple[Metric, ...]:
+        """Return the time spent moving since the last call; nothing if nothing is ever moved."""
+        seconds, self._seconds = self._seconds, 0.0
+        return (Last("perf/offload_time", seconds),) if self.actor or self.engines else ()
+
+    def _keep(self, parts: tuple[str, ...]) -> None:
+        if parts == self._parts:
+            return
+        self._parts = None
+        others = () if parts == TRAINER_PHASES[PUSH] else parts
+        for role in self.others:
+            role.keep_on_device(others)
+        if self.actor is not None:
+            self.actor.keep_on_device(parts)
+        self._parts = parts
+
+    def _move_engines(self, phase: str) -> None:
+        if self.engines is None or phase == self._engine_phase:
+            return
+        self._engine_phase = None
+        self.engines.enter(phase)
+        self._engine_phase = phase
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentTrainer:
+    """A trainer whose ranks have on their devices what each call needs."""
+
+    trainer: Trainer
+    residency: Residency
+
+    @property
+    def version(self) -> int:
+        """Version of the actor's weights."""
+        return self.trainer.version
+
+    def step(self, batch: TrainBatch) -> StepStats:
+        """Train on one rollout."""
+        self.residency.enter(STEP)
+        stats = self.trainer.step(batch)
+        return StepStats(stats.version, (*stats.metrics, *self.residency.drain_metrics()))
+
+    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
+        """Return [T] log-probabilities. The step of the same rollout follows."""
+        self.residency.enter(STEP)
+        return self.trainer.score(batch, float64_kind)
+
+    def kernels(self) -> tuple[str, ...]:
+        """Describe the kernels of the actor."""
+        return self.trainer.kernels()
+
+    def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
+        """Return per-token advantages of the actor, which are in host memory."""
+        return self.trainer.token_advantages(sample_ids)
+
+    def release_communicators(self) -> None:
+        """Release communicators until the next call."""
+        self.trainer.release_communicators()
+
+    def begin_save(self, folder: Path, iteration: int) -> None:
+        """Begin a checkpoint, which is written from a copy in host memory."""
+        self.residency.enter(SAVE)
+        self.trainer.begin_save(folder, iteration)
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Return True if the checkpoint is complete."""
+        return self.trainer.finish_save(wait=wait)
+
+    def load(self, folder: Path, iteration: int) -> None:
+        """Load an iteration."""
+        self.residency.enter(STEP)
+        self.trainer.load(folder, iteration)
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the actor's weights in HF format."""
+        self.residency.enter(SAVE)
+        self.trainer.export_hf(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRollout:
+    """A source of rollouts whose engines have the memory of the devices while they sample."""
+
+    rollout: RolloutSource
+    residency: Residency
+
+    def collect(self, rollout_id: int) -> CollectedRollout:
+        """Return the groups of one rollout."""
+        self.residency.enter(COLLECT)
+        return self.rollout.collect(rollout_id)
+
+    def evaluate(self) -> EvalResult:
+        """Return metrics and answers of held-out prompts."""
+        self.residency.enter(COLLECT)
+        return self.rollout.evaluate()
+
+    def resize(self, num_engines: int) -> str:
+        """Add or remove engines."""
+        return self.rollout.resize(num_engines)
+
+    def save(self, folder: Path, next_rollout: int) -> None:
+        """Save the state of the rollout, which is in host memory."""
+        self.rollout.save(folder, next_rollout)
+
+    def load(self, folder: Path, next_rollout: int) -> None:
+        """Restore the state written by ``save``."""
+        self.rollout.load(folder, next_rollout)
+
+
+def pushes_within(push: Callable[[], object], residency: Residency) -> Callable[[], object]:
+    """Return ``push`` for restarted engines while a rollout is awaited, after which the rollout continues."""
+
+    def push_and_continue() -> None:
+        push()
+        residency.enter(COLLECT)
+
+    return push_and_continue

@@ -1,0 +1,49 @@
+"""Rules of ``placement.offload_*``, which release device memory between the phases of the loop."""
+
+from __future__ import annotations
+
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+
+def check_offload(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if memory is to be released for a process that the run does not have, or cannot be released."""
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(cfg.placement, name):
+            _check_turns(cfg, f"placement.{name}=true")
+    if cfg.placement.offload_rollout:
+        _check_engines(cfg, "placement.offload_rollout=true")
+
+
+def _check_turns(cfg: TrainConfig, setting: str) -> None:
+    """Refuse a run in which trainer and engines do not take turns on the same devices."""
+    if cfg.placement.mode != "colocated":
+        raise ConfigError(
+            f"{setting} with placement.mode={cfg.placement.mode}: trainer and engines have separate devices, so neither needs the "
+            f"other's memory; set {setting.partition('=')[0]}=false, or placement.mode=colocated"
+        )
+    if isinstance(cfg.algo, SftConfig) or cfg.run.mode != "full":
+        reason = "algo=sft" if isinstance(cfg.algo, SftConfig) else f"run.mode={cfg.run.mode}"
+        raise ConfigError(f"{setting} with {reason}: trainer and engines do not take turns in such a run; remove it")
+
+
+def _check_engines(cfg: TrainConfig, setting: str) -> None:
+    """Refuse engines whose memory cannot be released, or whose lost weights no push would replace."""
+    if cfg.weights.debug_skip_push_at is not None:
+        raise ConfigError(
+            f"{setting} with weights.debug_skip_push_at={cfg.weights.debug_skip_push_at}: the weights of a released engine are lost, "
+            "so a push cannot be skipped; remove one of the two"
+        )
+    if cfg.rollout.sglang.get("enable_memory_saver") is False:
+        raise ConfigError(f"{setting} with rollout.sglang.enable_memory_saver=false: remove the latter")
+    flow = cfg.rollout.flow_mla
+    if flow.enabled and flow.transport == "p2p":
+        raise ConfigError(
+            f"{setting} with rollout.flow_mla.transport=p2p: memory that other ranks have mapped cannot be released; set "
+            "rollout.flow_mla.transport=collective, or remove placement.offload_rollout"
+        )
+    if cfg.rollout.remote_experts.enabled:
+        raise ConfigError(
+            f"{setting} with rollout.remote_experts: the memory of a worker cannot be released; remove one of the two"
+        )

@@ -1,0 +1,66 @@
+"""Device memory of a pool's engines, which they give up while the trainer needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from slime_like.config.schema.residency import COLLECT, ENGINE_PARTS, ENGINE_PHASES, ENGINE_WEIGHTS
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.engine_slot import EngineSlot
+
+type MemoryAction = Callable[[EngineClient], Coroutine[Any, Any, None]]
+
+
+class PoolMemory:
+    """Memory of the engines between pushes. Engines are paused while a part of their memory is released."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    async def enter(self, phase: str) -> None:
+        """Release the parts that ``phase`` does not need; in phase collect, restore all of them and decode again.
+
+        Parts that a push needs are restored by the push. An engine that is lost before restarts first, because its start needs
+        memory; one that is lost afterwards restarts in the next push or in phase collect.
+        """
+        if phase == COLLECT:
+            self._pool.allow_restarts()
+            await self._on_each(self._restore)
+            self._pool.on_push_end()
+            return
+        await self._wait_for_restarts()
+        released = tuple(part for part in ENGINE_PARTS if part not in ENGINE_PHASES[phase])
+        self._pool.on_push_begin()  # paused engines decode nothing for a health check
+        self._pool.defer_restarts()
+
+        async def release(engine: EngineClient) -> None:
+            await engine.pause()
+            await engine.release_memory(released)
+
+        await self._on_each(release)
+
+    async def _wait_for_restarts(self) -> None:
+        restarts = [
+            slot.restart_task for slot in self._pool.slots if slot.is_restarting and slot.restart_task is not None
+        ]
+        await asyncio.gather(*restarts, return_exceptions=True)
+
+    async def _restore(self, engine: EngineClient) -> None:
+        """Let an engine decode again, unless its weights are lost, which the next push replaces."""
+        if engine.released and ENGINE_WEIGHTS not in engine.released:
+            await engine.restore_memory(ENGINE_PARTS)
+            await engine.resume()
+
+    async def _on_each(self, action: MemoryAction) -> None:
+        async def run(slot: EngineSlot, engine: EngineClient) -> None:
+            async def act() -> bool:
+                await action(engine)
+                return True
+
+            await self._pool.call(slot, engine, act())
+
+        slots = [slot for slot in self._pool.slots if not (slot.is_restarting or slot.is_stalled)]
+        await asyncio.gather(*(run(slot, slot.client) for slot in slots))

@@ -1,0 +1,118 @@
+"""Memory of a pool's engines by phase: order of requests, and lost engines that restart only when there is memory for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.residency import COLLECT, ENGINE_PARTS, SAVE, STEP
+from slime_like.errors import EngineLost
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.rollout.pool.memory import PoolMemory
+from slime_like.rollout.pool.weight_update import EngineWeightUpdate
+from tests.rollout.slow_engine import SlowSupervisor
+from tests.rollout.test_engine_pool import let_run, play
+
+type Requests = list[tuple[str, Any]]
+
+
+def record(pool: EnginePool, index: int) -> tuple[EngineClient, Requests]:
+    """Put a client into a slot whose requests are answered; return it, and a list that grows by their paths and tags."""
+    requests: Requests = []
+
+    async def post(phase: str, path: str, body: dict[str, Any], **_: object) -> None:
+        requests.append((path.strip("/"), body.get("tags")))
+
+    async def request(phase: str, verb: str, path: str, body: dict[str, Any] | None, **_: object) -> dict[str, Any]:
+        requests.append((path.strip("/"), None))
+        return {"weight_version": "1"}
+
+    async def close() -> None: ...
+
+    client = EngineClient("http://127.0.0.1:9", admin_key="", name=f"engine {index}")
+    client._connection = SimpleNamespace(post=post, request=request, close=close)  # pyright: ignore[reportAttributeAccessIssue]
+    pool.slots[index].client = client
+    return client, requests
+
+
+ALL = list(ENGINE_PARTS)
+
+
+def test_memory_is_released_for_a_step_and_restored_by_the_push() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        client, requests = record(pool, 0)
+        record(pool, 1)
+        memory, update = PoolMemory(pool), EngineWeightUpdate(pool)
+        await memory.enter(STEP)
+        assert requests == [("pause_generation", None), ("release_memory_occupation", ALL)]
+        assert pool.is_pushing, "health checks must not decode"
+        requests.clear()
+        await memory.enter(COLLECT)
+        assert requests == [], "an engine without weights stays paused until a push"
+        await memory.enter(STEP)
+        requests.clear()
+        await update.begin()
+        assert requests[1:] == [("resume_memory_occupation", ["weights"]), ("begin_weight_update", None)]
+        requests.clear()
+        await update.commit(1)
+        paths = [path for path, _ in requests]
+        assert paths.index("end_weight_update") < paths.index("resume_memory_occupation") < paths.index("flush_cache")
+        assert ("resume_memory_occupation", ["kv_cache", "cuda_graph"]) in requests
+        assert client.released == set()
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_a_save_keeps_the_weights() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        (_, requests), _ = record(pool, 0), record(pool, 1)
+        memory = PoolMemory(pool)
+        await memory.enter(SAVE)
+        await memory.enter(COLLECT)
+        assert requests == [
+            ("pause_generation", None),
+            ("release_memory_occupation", ["kv_cache", "cuda_graph"]),
+            ("resume_memory_occupation", ["kv_cache", "cuda_graph"]),
+            ("continue_generation", None),
+        ]
+        assert not pool.is_pushing
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_a_lost_engine_restarts_when_there_is_memory_for_it() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        for index in range(2):
+            record(pool, index)
+        memory, update = PoolMemory(pool), EngineWeightUpdate(pool)
+        await memory.enter(STEP)
+        pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
+        await let_run()
+        assert pool.slots[0].is_restarting, "the trainer has the memory"
+        await update.begin()
+        await let_run()
+        assert not pool.slots[0].is_restarting
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_a_step_waits_for_engines_that_are_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        client, _ = record(pool, 1)
+        pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
+        wait = PoolMemory._wait_for_restarts
+
+        async def wait_and_record(memory: PoolMemory) -> None:
+            await wait(memory)
+            assert not pool.slots[0].is_restarting
+            record(pool, 0)
+
+        monkeypatch.setattr(PoolMemory, "_wait_for_restarts", wait_and_record)
+        await PoolMemory(pool).enter(STEP)
+        assert pool.slots[0].client.released == set(ENGINE_PARTS) == client.released
+
+    play(SlowSupervisor, HealthConfig(), scene)
