@@ -85,3 +85,11 @@ def test_float32_engines_on_a_gpu_use_a_backend_that_has_float32(dtype: str, bac
     assert server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1)).get("attention_backend") == backend
     chosen = EngineSpec("m", "cuda", dtype, 1, 64, 0, "log", start_deadline_s=1, sglang={"attention_backend": "own"})
     assert server_arguments(EngineLaunch(chosen, "key", "127.0.0.1", 1))["attention_backend"] == "own"
+
+
+@pytest.mark.parametrize(("device", "saves"), [("cuda", True), ("cpu", False)])
+def test_only_engines_on_gpus_have_a_memory_saver(device: str, saves: bool, tmp_path: Path) -> None:
+    spec = EngineSpec(str(tmp_path), device, "bfloat16", 1, 64, 0, "", 1.0, releases_memory=True)
+    arguments = server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1))
+    fields = ("enable_memory_saver", "enable_draft_weights_cpu_backup")
+    assert [arguments.get(field, False) for field in fields] == [saves, saves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,13 @@ def test_a_plan_shows_the_trace_beside_the_estimate(monkeypatch: pytest.MonkeyPa
     assert rows[4].startswith("activations and temporary 5.0 GiB")
     assert rows[5].startswith("peak 23.0 GiB 22.6 GiB planner -")
     assert "step 23.0 GiB (reserved 25.0 GiB)" in rows[6]
+
+
+def test_a_trace_that_does_not_fit_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = trace_module.probe_machine()
+    monkeypatch.setattr(trace_module, "probe_machine", lambda: replace(machine, memory_bytes=24 << 30))
+    with pytest.raises(ConfigError, match=r"optim\.cpu_offload=true needs 63\.\d GiB of this machine's main memory"):
+        show_plan(["+recipe=qwen3_30b_a3b"], MACHINE, trace=True)
 
 
 def test_a_trace_needs_a_plan() -> None:

@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_like.cluster.plan.machine import probe_machine
 from slime_like.cluster.plan.phases import FIXED
 from slime_like.cluster.plan.planner import Plan
 from slime_like.config.schema.residency import PUSH
 from slime_like.errors import ConfigError
 from slime_like.phantom.device import PhantomGpu
+from slime_like.planner.offload import offload_items
 from slime_like.planner.table import MemoryTable, gib
 from slime_like.planner.trainer import stage_items
 from slime_like.planner.view import columns
@@ -36,8 +38,22 @@ def trace_lines(plan: Plan, argv: Sequence[str], description: str | None) -> Ite
             "--trace shows the memory of trainer ranks on GPUs, and this plan has none: set placement.device=cuda, or describe "
             "GPUs with --plan-for 8xH100"
         )
+    _check_host(plan, probe_machine().memory_bytes)
     for trace in run_trace(argv, description):
         yield from _lines(plan, trace)
+
+
+def _check_host(plan: Plan, available: int) -> None:
+    """Refuse a trace whose offloaded optimizer, which takes real memory, does not fit this machine."""
+    demand = plan.memory.demand
+    if demand is None or demand.shapes.actor is None:
+        return
+    needed = offload_items(demand.shapes.actor, demand.settings).of("offloaded optimizer", "pinned gradients")
+    if needed > available / 2:
+        raise ConfigError(
+            f"--trace with optim.cpu_offload=true needs {gib(needed)} of this machine's main memory, which has {gib(available)}: "
+            "trace with optim.cpu_offload=false, or on a machine with more memory"
+        )
 
 
 def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, Any]]:
