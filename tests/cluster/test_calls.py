@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayTaskError
 
 from slime_like.cluster.workers import calls
-from slime_like.errors import CheckpointError, DeadlineExceeded, WorkerError
+from slime_like.errors import CheckpointError, CollectiveError, DeadlineExceeded, WorkerError
 from slime_like.util.deadline import Deadline, scale
 
 LIMIT_S = 1000.0
@@ -21,6 +21,7 @@ class SimulatedRay:
     def __init__(self, seconds: Mapping[str, float], errors: Mapping[str, Exception] | None = None) -> None:
         self._seconds, self._errors = seconds, errors or {}
         self.now, self.num_refs = 0.0, 0
+        self.num_nodes = 1
 
     def wait(self, refs: Sequence[str], *, num_returns: int = 1, timeout: float) -> tuple[list[str], list[str]]:
         """Advance the clock until ``num_returns`` calls have ended, at most by ``timeout``; count the refs."""
@@ -30,6 +31,10 @@ class SimulatedRay:
         self.now = max(self.now, min(self.now + timeout, enough))
         ready = [ref for ref in refs if self._seconds[ref] <= self.now][:num_returns]
         return ready, [ref for ref in refs if ref not in set(ready)]
+
+    def nodes(self) -> list[str]:
+        """Return the nodes of the cluster."""
+        return ["node"] * self.num_nodes
 
     def get(self, ref: str, *, timeout: float) -> str:
         """Return or raise the result of a call that has ended."""
@@ -86,6 +91,40 @@ def test_a_death_is_the_cause_of_errors_of_its_peers(monkeypatch: pytest.MonkeyP
     simulate(monkeypatch, seconds, errors)
     with pytest.raises(WorkerError, match="rank 1 died") as raised:
         wait(seconds)
+    assert raised.value.died
+
+
+@pytest.mark.parametrize(("num_nodes", "later"), [(1, 1.5), (2, 1.5), (2, 40.0)])
+def test_a_lost_node_is_the_cause_of_a_failed_collective(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int, later: float
+) -> None:
+    """Its connections break at once, but Ray declares it dead later."""
+    seconds = {"0": 5.0, "1": 5.0 + later, "2": 900.0}
+    errors = {"0": failed(CollectiveError("all_gather #4 failed on rank 0")), "1": ActorDiedError()}
+    simulated = simulate(monkeypatch, seconds, errors)
+    simulated.num_nodes = num_nodes
+    with pytest.raises(WorkerError, match="rank 1 died") as raised:
+        wait(seconds)
+    assert raised.value.died and simulated.now <= 5.0 + later + 2 * calls.POLL_S
+
+
+@pytest.mark.parametrize(("num_nodes", "limit"), [(1, calls.GRACE_S), (2, calls.NODE_GRACE_S)])
+def test_a_failed_collective_is_the_cause_if_no_process_dies(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int, limit: float
+) -> None:
+    seconds = {"0": 5.0, "1": 5.0, "2": 900.0}
+    errors = {"0": failed(RuntimeError("closed")), "1": failed(CollectiveError("all_gather #4 failed on rank 1"))}
+    simulated = simulate(monkeypatch, seconds, errors)
+    simulated.num_nodes = num_nodes
+    with pytest.raises(CollectiveError, match="all_gather #4"):
+        wait(seconds)
+    assert simulated.now <= 5.0 + calls.POLL_S + limit
+
+
+def test_an_actor_that_may_run_on_a_lost_node_only_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, {"0": 5.0}, {"0": ActorUnschedulableError("the node does not exist any more")})
+    with pytest.raises(WorkerError, match=r"rank 0 died in phase 'step': .*does not exist any more") as raised:
+        wait({"0": 5.0})
     assert raised.value.died
 
 

@@ -43,7 +43,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.routing import RoutingShape
-from slime_like.errors import DeadlineExceeded, SlimeLikeError
+from slime_like.errors import DeadlineExceeded, SlimeLikeError, WorkerError
 from slime_like.interfaces import EngineAddress, Trainer
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import SinkGroup
@@ -302,6 +302,9 @@ class Cluster:
                 cause = wait_one(name, ref, deadline)
             except DeadlineExceeded:  # still starting, not dead
                 cause = ""
+            except WorkerError as error:  # an engine that was lost with its node: the manager has started another one
+                is_replaced = error.died and self.cfg.health.on_dead_engine == "restart"
+                cause = "" if is_replaced else one_line(error)
             except SlimeLikeError as error:
                 cause = one_line(error)
             if cause:

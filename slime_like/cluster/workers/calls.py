@@ -12,15 +12,18 @@ from typing import Any, Concatenate, cast, overload
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 
+from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.supervise.crash import one_line
-from slime_like.errors import SlimeLikeError, WorkerError
+from slime_like.errors import CollectiveError, SlimeLikeError, WorkerError
 from slime_like.util.deadline import Deadline
 
 FIRST_POLL_S = 0.01
 POLL_S = 1.0  # the longest wait
 GRACE_S = 2.0  # for peers of a failed process to report their errors
+NODE_GRACE_S = 60.0  # for Ray to declare a lost node dead: five failed checks, by default
+NODES_S = 30.0  # for Ray to list its nodes
 
 
 def start_actor[**P, T](actor_class: Callable[P, T], **options: Any) -> Callable[P, ActorHandle[T]]:
@@ -98,15 +101,34 @@ def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> flo
 def _root_cause(
     errors: Sequence[SlimeLikeError], pending: Mapping[ObjectRef[Any], str], deadline: Deadline
 ) -> SlimeLikeError:
-    """Return the root cause: a death, or else a specific error, since one rank's failure breaks its peers' connections."""
-    if not any(_died(error) or not isinstance(error, WorkerError) for error in errors) and pending:
-        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S)
-        errors = [*errors, *_errors(ready, pending, deadline)]
-    return min(errors, key=lambda error: (not _died(error), isinstance(error, WorkerError)))
+    """Return the root cause: a death, or else a specific error, since one rank's failure breaks its peers' connections.
+
+    Ray reports a dead process immediately, but those of a lost node only once it has declared the node dead.
+    """
+    if not any(_died(error) or _is_specific(error) for error in errors):
+        waiting, waited_s = dict(pending), 0.0
+        is_collective = any(isinstance(error, CollectiveError) for error in errors)
+        limit = NODE_GRACE_S if waiting and is_collective and _has_several_nodes() else GRACE_S
+        while waiting and waited_s < limit and not any(map(_died, errors)):
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_S)
+            errors = [*errors, *_errors(ready, waiting, deadline)]
+            waiting = {ref: name for ref, name in waiting.items() if ref not in set(ready)}
+            waited_s += POLL_S
+    return min(errors, key=lambda error: (not _died(error), not _is_specific(error), isinstance(error, WorkerError)))
 
 
 def _died(error: SlimeLikeError) -> bool:
     return isinstance(error, WorkerError) and error.died
+
+
+def _is_specific(error: SlimeLikeError) -> bool:
+    """Return False if the error may be the consequence of a peer's death."""
+    return not isinstance(error, (WorkerError, CollectiveError))
+
+
+def _has_several_nodes() -> bool:
+    with driver_link.bounded_call(Deadline("driver", "post mortem", NODES_S), "the Ray cluster to list its nodes"):
+        return len(ray.nodes()) > 1
 
 
 def _errors(
@@ -147,7 +169,10 @@ def _get[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
         if isinstance(cause, SlimeLikeError):
             raise type(cause)(str(cause)) from error
         raise WorkerError(f"{name} failed in phase '{deadline.phase}': {one_line(cause)}") from error
-    except RayActorError as error:
+    except (
+        RayActorError,
+        ActorUnschedulableError,
+    ) as error:  # the latter: its node is lost, and it may run on no other
         raise WorkerError(f"{name} died in phase '{deadline.phase}': {one_line(error)}", died=True) from error
     except GetTimeoutError as error:
         raise deadline.exceeded(name) from error
