@@ -1,0 +1,241 @@
+"""Kill nodes of a run on four Ray nodes, and check that every sample is trained on exactly once.
+
+python scripts/soak_nodes.py [--kills 20] [--seed 0] [--folder FOLDER] [--page FILE]
+
+The nodes are namespaces of this machine (``tests/nodes/machine.py``; needs root). The driver and trainer rank 0 are on the first
+node, trainer rank 1 is on the second, engines are on the others, and in parts with ``weights.transport=tensor`` also on the first.
+Three kills hit nodes with engines, in the phases collect, step and push; the run continues and moves the engines. A fourth kill
+hits the node of rank 1: the run ends, the node starts again, and the same command with the other transport resumes the run from
+its checkpoint. Half of the kills are power failures, of which the peers receive no packet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from scripts.page import TableFile  # noqa: E402  (found by the line above)
+from scripts.soak_nodes_page import SPANS, EngineKill, PlannedKill, TrainerKill, page  # noqa: E402
+from slime_like.checkpoint.files import resumable_iteration  # noqa: E402
+from slime_like.cluster.run.control import Request, RequestText  # noqa: E402
+from slime_like.cluster.run.control_client import send_request  # noqa: E402
+from slime_like.data import faults  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from tests.e2e.runs import metrics  # noqa: E402
+from tests.nodes.cluster import NodeRun, RayNodes, addresses_of_engines, ray_nodes, start_run  # noqa: E402
+from tests.nodes.job import SmallJob, make_job  # noqa: E402
+from tests.nodes.machine import missing_permission  # noqa: E402
+
+NUM_NODES = 4
+LIMIT_S = 300.0  # for a start, the end of a run, or a recovery
+SLOW_LINK = ("40mbit", 100_000)  # rate and queue of a node that is going to be killed: a push takes longer
+SETTINGS = (
+    "placement.actor_num_nodes=2",
+    "placement.actor_num_gpus_per_node=1",
+    f"rollout.batch_size={SmallJob.BATCH * 4}",
+    "loop.num_rollout=100000",
+    "run.save_interval=4",
+    "run.dump_rollouts=true",
+)
+# Transport -> settings, and number of engines to which the run is then resized.
+LAYOUTS = {
+    "broadcast": (("placement.mode=split", "rollout.num_engines=2"), 2),
+    "tensor": (("placement.mode=colocated", "rollout.num_engines=1"), 3),
+}
+KILLS_OF_ENGINES = ("collect", "step", "push")  # in a part, in an order drawn from the seed
+
+
+def plan(count: int, seed: int) -> list[PlannedKill]:
+    """Return ``count`` kills: in each part three of engines' nodes, then one of a rank's node."""
+    rng, kills = random.Random(seed), list[PlannedKill]()
+    power = [True, False] * ((count + 1) // 2)
+    rng.shuffle(power)
+    while len(kills) < count:
+        part = len(kills) // (len(KILLS_OF_ENGINES) + 1)
+        transport = tuple(LAYOUTS)[part % len(LAYOUTS)]
+        phases = rng.sample(KILLS_OF_ENGINES, len(KILLS_OF_ENGINES))[: count - len(kills)]
+        kills += [PlannedKill(transport, "engine", phase, power.pop()) for phase in phases]
+        if len(kills) < count:
+            phase = KILLS_OF_ENGINES[part % len(KILLS_OF_ENGINES)]
+            kills.append(PlannedKill(transport, "trainer", phase, power.pop()))
+    return kills
+
+
+@dataclass(slots=True)
+class NodeSoak:
+    """Run on a cluster, and its kills so far."""
+
+    cluster: RayNodes
+    job: SmallJob
+    run_dir: Path
+    rng: random.Random
+    kills: list[EngineKill | TrainerKill] = field(default_factory=list[EngineKill | TrainerKill])
+
+    def start(self, transport: str) -> NodeRun:
+        """Start or resume the run; return it when it has trained, with all its engines."""
+        overrides = self.job.overrides(*SETTINGS, *LAYOUTS[transport][0], f"weights.transport={transport}")
+        run = start_run(self.cluster, self.cluster.nodes[0], self.run_dir, *overrides)
+        run.wait_until(lambda: re.search(r"^\[\d+/", run.output(), re.M) is not None, LIMIT_S)
+        return run
+
+    def add_engines(self, run: NodeRun, transport: str) -> None:
+        """Resize the run to the engines of its layout, and wait until they serve."""
+        settings, num_engines = LAYOUTS[transport]
+        if f"rollout.num_engines={num_engines}" in settings:
+            return
+        send_request(run.run_dir, RequestText(Request.ENGINES, num_engines))
+        added = range(1, num_engines)
+        run.wait_until(lambda: all(f"engine {i} serves" in run.output() for i in added), LIMIT_S)
+
+    def kill(self, run: NodeRun, kill: PlannedKill, next_transport: str) -> NodeRun:
+        """Kill a node, wait for the recovery, start the node again; return the run, or the one that resumes it."""
+        if kill.role == "engine":
+            self.kills.append(self._kill_engine(run, kill))
+            return run
+        record, resumed = self._kill_trainer(run, kill, next_transport)
+        self.kills.append(record)
+        self.add_engines(resumed, next_transport)
+        return resumed
+
+    def _kill_engine(self, run: NodeRun, kill: PlannedKill) -> EngineKill:
+        hosts = addresses_of_engines(run.run_dir, LAYOUTS[kill.transport][1])
+        node = self.rng.choice([node for node in self.cluster.nodes[2:] if node.address in hosts])
+        lost = [f"engine {i}" for i, host in enumerate(hosts) if host == node.address]
+        with node.slow_link(*SLOW_LINK):
+            wait_for_phase(run, kill.phase, self.rng)
+            step, killed = newest_step(run.run_dir), time.time()
+            node.kill(power=kill.power)
+            run.wait_until(lambda: all(engine in serving_again(run, killed) for engine in lost), LIMIT_S)
+        recoveries = [recovery for recovery in faults.read(run.run_dir)[1] if recovery.noticed > killed]
+        self.cluster.start(node)
+        run.wait_until(lambda: newest_step(run.run_dir) > step, LIMIT_S)
+        return EngineKill(
+            kill,
+            actual_phase=phase_at(run.run_dir, killed),
+            num_engines=len(lost),
+            num_further=len({recovery.engine for recovery in recoveries} - set(lost)),
+            noticed_s=min(recovery.noticed for recovery in recoveries if recovery.engine in lost) - killed,
+            recovered_s=max(recovery.joined for recovery in recoveries) - killed,
+            groups=sum(recovery.groups for recovery in recoveries),
+            rollouts=newest_step(run.run_dir) - step,
+        )
+
+    def _kill_trainer(self, run: NodeRun, kill: PlannedKill, transport: str) -> tuple[TrainerKill, NodeRun]:
+        node = self.cluster.nodes[1]
+        with node.slow_link(*SLOW_LINK):
+            wait_for_phase(run, kill.phase, self.rng)
+            killed = time.time()
+            node.kill(power=kill.power)
+            code, output = run.wait(LIMIT_S)
+        ended = time.time()
+        cause = next((line for line in output.splitlines() if "trainer rank 1" in line), "")
+        assert code == 1 and node.address in cause, output[-5000:]
+        trained, checkpoint = newest_step(run.run_dir), resumable_iteration(run.run_dir / "checkpoints")
+        assert checkpoint is not None, output[-5000:]
+        self.cluster.start(node)
+        resumed = self.start(transport)
+        record = TrainerKill(
+            kill,
+            cause=cause.strip(),
+            ended_s=ended - killed,
+            resumed_s=time.time() - killed,
+            rollouts=trained - checkpoint,
+        )
+        return record, resumed
+
+
+def newest_rows(run_dir: Path, count: int) -> list[dict[str, Any]]:
+    """Return the newest rows of metrics.jsonl, at most ``count``, without parsing the others."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines[-count - 1 :] if line.endswith(b"\n")][-count:]
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the newest step logged, -1 before the first."""
+    rows = newest_rows(run_dir, 1)
+    return int(rows[0]["step"]) if rows else -1
+
+
+def serving_again(run: NodeRun, since: float) -> set[str]:
+    """Return the engines that were lost after ``since`` and serve again."""
+    newest = {recovery.engine: recovery for recovery in faults.read(run.run_dir)[1] if recovery.noticed > since}
+    return {engine for engine, recovery in newest.items() if recovery.joined}
+
+
+def wait_for_phase(run: NodeRun, phase: str, rng: random.Random) -> None:
+    """Return at a random moment of the next rollout's phase, by the times of earlier rollouts."""
+    step = newest_step(run.run_dir)
+    run.wait_until(lambda: newest_step(run.run_dir) > step + 1, LIMIT_S)
+    before, row = newest_rows(run.run_dir, 2)
+    begin, end = row["spans"][SPANS[phase]]
+    moment = row["time"] + rng.uniform(begin, end) - before["time"]
+    time.sleep(max(0.0, moment - time.time()))
+
+
+def phase_at(run_dir: Path, moment: float) -> str:
+    """Return the phase at a moment of a completed rollout; empty between two phases."""
+    phases = {span: phase for phase, span in SPANS.items()}
+    for row in metrics(run_dir):
+        for name, (begin, end) in row["spans"].items():
+            if name in phases and begin <= moment <= end:
+                return phases[name]
+    return ""
+
+
+def soak(count: int, seed: int, folder: Path, table: TableFile | None) -> Iterator[str]:
+    """Kill nodes ``count`` times; yield a line for each kill, and the page at the end. Raises ``AssertionError``."""
+    kills = plan(count, seed)
+    command = f"python scripts/soak_nodes.py --kills {count} --seed {seed}"
+    with ray_nodes(NUM_NODES, folder) as cluster:
+        soaking = NodeSoak(cluster, make_job(folder), folder / "run", random.Random(seed))
+        run = soaking.start(kills[0].transport)
+        soaking.add_engines(run, kills[0].transport)
+        for number, kill in enumerate(kills):
+            next_transport = kills[number + 1].transport if number + 1 < count else kill.transport
+            run = soaking.kill(run, kill, next_transport)
+            yield f"{number + 1}: {soaking.kills[-1]}"
+            if table is not None and kill.role == "trainer":
+                table.write(page(soaking.run_dir, soaking.kills, command, is_ended=False))
+        send_request(run.run_dir, Request.STOP)
+        code, output = run.wait(LIMIT_S)
+        assert code == 130, output[-5000:]
+    text = page(folder / "run", soaking.kills, command, is_ended=True)
+    if table is not None:
+        table.write(text)
+    yield text
+
+
+def main() -> int:
+    """Return exit code 0 if the run recovered from every kill, or was resumed, and trained on every sample once."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=None, help="new folder; default: a temporary one")
+    parser.add_argument("--page", type=lambda text: TableFile(Path(text), Path(__file__).name), default=None)
+    options = parser.parse_args()
+    if options.kills < 1:
+        parser.error(f"--kills={options.kills}: at least 1")
+    if reason := missing_permission():
+        parser.error(reason)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="soak_nodes"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for line in soak(options.kills, options.seed, folder, options.page):
+        print(visible(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
