@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from slime_like.errors import CheckpointError, CollectiveError, DeadlineExceeded
 from slime_like.util.deadline import Deadline, scale
 
 LIMIT_S = 1000.0
+messages: Any = importlib.import_module("ray.core.generated.common_pb2")  # generated, without types
 
 
 class SimulatedRay:
@@ -126,6 +128,16 @@ def test_an_actor_that_may_run_on_a_lost_node_only_has_died(monkeypatch: pytest.
     with pytest.raises(WorkerError, match=r"rank 0 died in phase 'step': .*does not exist any more") as raised:
         wait({"0": 5.0})
     assert raised.value.died
+
+
+def test_the_address_of_a_lost_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "The actor died because its node has died. Node Id: 4f\n\tthe node was terminated unexpectedly"
+    context = messages.ActorDiedErrorContext(error_message=reason, actor_id=bytes(16), node_ip_address="10.0.0.2")
+    simulate(monkeypatch, {"0": 5.0}, {"0": ActorDiedError(context)})
+    with pytest.raises(
+        WorkerError, match=r"^rank 0 died in phase 'step' with its node 10\.0\.0\.2: ActorDiedError: The actor"
+    ):
+        wait({"0": 5.0})
 
 
 def test_an_error_with_a_type_of_the_project_is_preferred_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

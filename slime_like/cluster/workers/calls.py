@@ -6,6 +6,7 @@ its arguments and its result, and an editor finds its definition.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Concatenate, cast, overload
 
@@ -173,6 +174,13 @@ def _get[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
         RayActorError,
         ActorUnschedulableError,
     ) as error:  # the latter: its node is lost, and it may run on no other
-        raise WorkerError(f"{name} died in phase '{deadline.phase}': {one_line(error)}", died=True) from error
+        text = f"{name} died in phase '{deadline.phase}'{_lost_node(error)}: {one_line(error)}"
+        raise WorkerError(text, died=True) from error
     except GetTimeoutError as error:
         raise deadline.exceeded(name) from error
+
+
+def _lost_node(error: Exception) -> str:
+    """Describe the node that a process was lost with; empty if its node is alive. Ray has both in the text of its error only."""
+    address = re.search(r"^\s*ip: (\S+)$", str(error), re.MULTILINE)
+    return f" with its node {address[1]}" if address and "its node has died" in str(error) else ""
