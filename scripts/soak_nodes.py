@@ -1,6 +1,6 @@
 """Kill nodes of a run on four Ray nodes, and check that every sample is trained on exactly once.
 
-python scripts/soak_nodes.py [--kills 20] [--seed 0] [--folder FOLDER] [--page FILE]
+python scripts/soak_nodes.py [--kills 20] [--seed 0] [--limit-s SECONDS] [--folder FOLDER] [--page FILE]
 
 The nodes are namespaces of this machine (``tests/nodes/machine.py``; needs root). The driver and trainer rank 0 are on the first
 node, trainer rank 1 is on the second, engines are on the others, and in parts with ``weights.transport=tensor`` also on the first.
@@ -195,15 +195,18 @@ def phase_at(run_dir: Path, moment: float) -> str:
     return ""
 
 
-def soak(count: int, seed: int, folder: Path, table: TableFile | None) -> Iterator[str]:
-    """Kill nodes ``count`` times; yield a line for each kill, and the page at the end. Raises ``AssertionError``."""
+def soak(count: int, seed: int, folder: Path, table: TableFile | None, limit_s: float) -> Iterator[str]:
+    """Kill nodes ``count`` times, or fewer in ``limit_s``; yield a line for each kill, and the page at the end. Raises ``AssertionError``."""
     kills = plan(count, seed)
     command = f"python scripts/soak_nodes.py --kills {count} --seed {seed}"
+    started = time.monotonic()
     with ray_nodes(NUM_NODES, folder) as cluster:
         soaking = NodeSoak(cluster, make_job(folder), folder / "run", random.Random(seed))
         run = soaking.start(kills[0].transport)
         soaking.add_engines(run, kills[0].transport)
         for number, kill in enumerate(kills):
+            if time.monotonic() - started > limit_s:
+                break
             next_transport = kills[number + 1].transport if number + 1 < count else kill.transport
             run = soaking.kill(run, kill, next_transport)
             yield f"{number + 1}: {soaking.kills[-1]}"
@@ -223,6 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="no further kill after this many seconds")
     parser.add_argument("--folder", type=Path, default=None, help="new folder; default: a temporary one")
     parser.add_argument("--page", type=lambda text: TableFile(Path(text), Path(__file__).name), default=None)
     options = parser.parse_args()
@@ -232,7 +236,7 @@ def main() -> int:
         parser.error(reason)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak_nodes"))
     folder.mkdir(parents=True, exist_ok=True)
-    for line in soak(options.kills, options.seed, folder, options.page):
+    for line in soak(options.kills, options.seed, folder, options.page, options.limit_s):
         print(visible(line), flush=True)
     return 0
 
