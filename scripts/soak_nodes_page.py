@@ -86,7 +86,8 @@ def check_samples(run_dir: Path, *, is_ended: bool) -> SampleCount:
         ids = [group.group_id for group in groups]
         assert ids == list(range(num_groups, num_groups + len(groups))), f"rollout {i} has groups {ids}"
         samples = [sample for group in groups for sample in group.samples]
-        assert len({sample.sample_id for sample in samples}) == len(samples), f"rollout {i}: a sample was doubled"
+        keys = {(sample.group_id, sample.sample_id) for sample in samples}
+        assert len(keys) == len(samples), f"rollout {i}: a sample was doubled"
         sizes = {len(group.samples) for group in groups}
         assert len(sizes) == 1, f"rollout {i}: groups of {sizes} samples"
         versions = {int(token_version) for sample in samples for token_version in sample.versions}
