@@ -51,8 +51,8 @@ SETTINGS = (
 )
 # Transport -> settings, and number of engines to which the run is then resized.
 LAYOUTS = {
-    "broadcast": (("placement.mode=split", "rollout.num_engines=2"), 2),
     "tensor": (("placement.mode=colocated", "rollout.num_engines=1"), 3),
+    "broadcast": (("placement.mode=split", "rollout.num_engines=2"), 2),
 }
 KILLS_OF_ENGINES = ("collect", "step", "push")  # in a part, in an order drawn from the seed
 
@@ -140,7 +140,7 @@ class NodeSoak:
             node.kill(power=kill.power)
             code, output = run.wait(LIMIT_S)
         ended = time.time()
-        cause = next((line for line in output.splitlines() if "trainer rank 1" in line), "")
+        cause = next((line for line in output.splitlines() if "trainer rank 1 died" in line), "")
         assert code == 1 and node.address in cause, output[-5000:]
         trained, checkpoint = newest_step(run.run_dir), resumable_iteration(run.run_dir / "checkpoints")
         assert checkpoint is not None, output[-5000:]
