@@ -170,10 +170,8 @@ def _get[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
         if isinstance(cause, SlimeLikeError):
             raise type(cause)(str(cause)) from error
         raise WorkerError(f"{name} failed in phase '{deadline.phase}': {one_line(cause)}") from error
-    except (
-        RayActorError,
-        ActorUnschedulableError,
-    ) as error:  # the latter: its node is lost, and it may run on no other
+    # An actor cannot be scheduled if it may only run on a node that was lost.
+    except (RayActorError, ActorUnschedulableError) as error:
         text = f"{name} died in phase '{deadline.phase}'{_lost_node(error)}: {one_line(error)}"
         raise WorkerError(text, died=True) from error
     except GetTimeoutError as error:
