@@ -1,4 +1,4 @@
-"""Check that run.dir is shared by the nodes of the trainer's ranks."""
+"""Nodes of the trainer's ranks that do not share run.dir with the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_like.cluster.start import shared_folder
-from slime_like.cluster.start.shared_folder import check_shared
+from slime_like.cluster.start.shared_folder import find_separate_nodes
 from slime_like.cluster.workers import trainer_worker
 from slime_like.cluster.workers.trainer_worker import RankWorker
 from slime_like.errors import ConfigError
@@ -17,28 +17,52 @@ from slime_like.util.deadline import Deadline
 
 
 class TwoRanks:
-    """Fake group whose second rank is on a node that has ``folder`` in place of the driver's."""
+    """Fake group whose ranks see the driver's folder as ``folders``."""
 
-    def __init__(self, run_dir: Path, folder: Path) -> None:
-        self._run_dir, self._folder = run_dir, folder
+    def __init__(self, *folders: Path) -> None:
+        self._folders = {f"trainer rank {rank}": folder for rank, folder in enumerate(folders)}
+        self._workers: dict[str, Any] = {name: object.__new__(RankWorker) for name in self._folders}
 
-    def start(self, method: Any, path: str) -> dict[str, str]:
-        worker: Any = object.__new__(RankWorker)
-        folders = {"trainer rank 0": self._run_dir, "trainer rank 1": self._folder}
-        return {name: method(worker, str(folder / Path(path).name)) for name, folder in folders.items()}
+    def start(self, method: Any, argument: Any) -> dict[str, Any]:
+        folders = self._folders.items() if isinstance(argument, str) else ()
+        paths = {name: str(folder / Path(argument).name) for name, folder in folders}
+        return {name: method(worker, paths.get(name, argument)) for name, worker in self._workers.items()}
+
+    @property
+    def separate_nodes(self) -> list[Any]:
+        return [getattr(worker, "separate_nodes", ()) for worker in self._workers.values()]
 
 
-def test_a_node_without_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Return the driver's folder and that of another node."""
     monkeypatch.setattr(trainer_worker, "_own_address", lambda: "10.0.0.2")
     monkeypatch.setattr(trainer_worker, "APPEAR_S", 0.01)
     monkeypatch.setattr(shared_folder, "wait_all", lambda refs, *_: refs)
     run_dir, other = tmp_path / "run", tmp_path / "other"
     for folder in (run_dir, other):
         folder.mkdir()
-    groups: Any = [TwoRanks(run_dir, other)]
-    with pytest.raises(ConfigError, match=r"is not shared with 10\.0\.0\.2 \(trainer rank 1\): .*actor_num_nodes=1"):
-        check_shared(run_dir, groups, Deadline("driver", "connect", 1))
+    return run_dir, other
+
+
+def test_ranks_are_told_which_nodes_have_a_folder_of_their_own(folders: tuple[Path, Path]) -> None:
+    run_dir, other = folders
+    ranks: Any = TwoRanks(run_dir, other)
+    assert find_separate_nodes(run_dir, [ranks], Deadline("driver", "connect", 1)) == ["10.0.0.2"]
+    assert ranks.separate_nodes == [("", "10.0.0.2")] * 2
     shutil.rmtree(other)
     other.symlink_to(run_dir)
-    check_shared(run_dir, groups, Deadline("driver", "connect", 1))
+    ranks = TwoRanks(run_dir, other)
+    assert find_separate_nodes(run_dir, [ranks], Deadline("driver", "connect", 1)) == []
+    assert ranks.separate_nodes == [(), ()]
+    assert list(run_dir.iterdir()) == [], "the marker is removed"
+
+
+def test_a_folder_that_rank_0_does_not_share_is_refused(folders: tuple[Path, Path]) -> None:
+    run_dir, other = folders
+    ranks: Any = TwoRanks(other, run_dir)
+    with pytest.raises(
+        ConfigError, match=r"is not shared with 10\.0\.0\.2 \(trainer rank 0\).*start train.py on 10\.0\.0\.2"
+    ):
+        find_separate_nodes(run_dir, [ranks], Deadline("driver", "connect", 1))
     assert list(run_dir.iterdir()) == [], "the marker is removed"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.checkpoint.files import iteration_folder, latest_iteration, resumable_iteration
 from tests.e2e.runs import last_step, metrics
 from tests.nodes.cluster import RayNodes, addresses_of_engines, start_run
 from tests.nodes.job import SmallJob
@@ -15,11 +16,32 @@ pytestmark = pytest.mark.e2e
 TWO_NODES = ("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1")
 
 
-def test_a_folder_of_one_node_is_refused_for_ranks_on_two(all_nodes: RayNodes, job: SmallJob) -> None:
+def test_ranks_on_nodes_with_own_folders_write_and_resume_one_checkpoint(all_nodes: RayNodes, job: SmallJob) -> None:
+    """Each rank holds half of the layers. A node that was started again has an empty folder."""
     one, two, _ = all_nodes.nodes
-    run = start_run(all_nodes, one, LOCAL / "run", *job.sft(*TWO_NODES))
+    overrides = job.sft(*TWO_NODES, "parallel.pp=2", "run.save_interval=1", "run.save_hf=true", "optim.warmup_steps=0")
+    run_dir = Path(f"/proc/{one.init}/root{LOCAL}/run")
+    run = start_run(all_nodes, one, LOCAL / "run", *overrides, "loop.num_rollout=1000")
+    run.wait_until(
+        lambda: (run_dir / "checkpoints").exists() and (resumable_iteration(run_dir / "checkpoints") or 0) >= 2
+    )
+    assert f"run.dir is not shared with {two.address}: checkpoints are sent between the nodes" in run.output()
+    two.kill()
     code, output = run.wait()
-    assert code == 2 and f"run.dir='{LOCAL}/run' is not shared with {two.address} (trainer rank 1)" in output, output
+    assert code == 1 and "trainer rank 1 died" in output and two.address in output, output
+    trained = latest_iteration(run_dir / "checkpoints")
+    assert any(path.name.startswith("__1_") for path in iteration_folder(run_dir / "checkpoints", trained).iterdir())
+    all_nodes.start(two)
+    folder = Path(f"/proc/{two.init}/root{LOCAL}/run")
+    code, output = start_run(all_nodes, one, LOCAL / "run", *overrides, f"loop.num_rollout={trained + 2}").wait()
+    assert code == 0, output
+    assert [row["step"] for row in metrics(run_dir)][-2:] == [trained + 1, trained + 2]
+    assert latest_iteration(run_dir / "checkpoints") == trained + 2
+    assert {path.name for path in (run_dir / "hf").glob("model-*")} == {
+        "model-stage0-00000.safetensors",
+        "model-stage1-00000.safetensors",
+    }
+    assert not [path for path in folder.rglob("*") if path.is_file() and "stacks" not in path.parts], "nothing remains"
 
 
 def test_the_loss_of_a_rank_ends_the_run_which_resumes_on_the_returned_node_with_a_lossy_link(

@@ -25,7 +25,7 @@ from slime_like.cluster.start.inputs import RunInputs
 from slime_like.cluster.start.placement import Placement
 from slime_like.cluster.start.progress import Progress
 from slime_like.cluster.start.resume import checkpoint_folder
-from slime_like.cluster.start.shared_folder import check_shared
+from slime_like.cluster.start.shared_folder import find_separate_nodes
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
@@ -187,7 +187,8 @@ class Cluster:
         deadline = actor.deadline("connect", seconds)
         if self.cfg.placement.ray_address is not None:
             writers = [group for group in (actor, critic) if group is not None]
-            check_shared(self.run_dir, writers, deadline, self.progress.waiting)
+            if nodes := find_separate_nodes(self.run_dir, writers, deadline, self.progress.waiting):
+                self.say(f"run.dir is not shared with {', '.join(nodes)}: checkpoints are sent between the nodes")
         connect(groups, deadline, self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor

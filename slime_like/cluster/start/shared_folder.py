@@ -1,4 +1,4 @@
-"""Check that ranks on other nodes than the driver's see ``run.dir``, before any of them builds a model."""
+"""Find the nodes that do not share ``run.dir`` with the driver's node, before any of their ranks builds a model."""
 
 from __future__ import annotations
 
@@ -16,34 +16,44 @@ from slime_like.util.deadline import Deadline
 from slime_like.util.reading import reason
 
 
-def check_shared(
+def find_separate_nodes(
     run_dir: Path,
     groups: Sequence[RankGroup[Any]],
     deadline: Deadline,
     waiting: Callable[[str], None] | None = None,
-) -> None:
-    """Raise ``ConfigError`` naming each node whose ranks do not see a file that the driver writes to ``run_dir``.
+) -> list[str]:
+    """Return the addresses of nodes whose ranks do not see a file that the driver writes to ``run_dir``; tell the ranks.
 
-    Each rank writes its part of a checkpoint to ``run_dir``, and the driver completes the checkpoint there. ``waiting`` as in
-    ``wait_all``.
+    Such a rank writes its part of a checkpoint to a folder of its own node and sends it to rank 0, which completes the checkpoint.
+    Raises ``ConfigError`` if rank 0 of a group does not see the file. ``waiting`` as in ``wait_all``.
     """
     marker = run_dir / f".shared_{secrets.token_hex(8)}"
     try:
         marker.touch()
     except OSError as error:
         raise ConfigError(f"run.dir={str(run_dir)!r} cannot be written ({reason(error)}): free some space") from error
-    refs: Refs[str] = {}
     try:
-        for group in groups:
-            refs |= group.start(RankWorker.node_without_file, str(marker))
-        addresses = wait_all(refs, deadline, waiting)
+        refs = [group.start(RankWorker.node_without_file, str(marker)) for group in groups]
+        all_refs: Refs[str] = {name: ref for group_refs in refs for name, ref in group_refs.items()}
+        addresses = wait_all(all_refs, deadline, waiting)
     finally:
         with contextlib.suppress(OSError):
             marker.unlink(missing_ok=True)
-    if nodes := sorted({address for address in addresses.values() if address}):
-        ranks = ", ".join(name for name, address in addresses.items() if address)
-        raise ConfigError(
-            f"run.dir={str(run_dir)!r} is not shared with {', '.join(nodes)} ({ranks}): these ranks and the driver write one "
-            "checkpoint together. Set run.dir to a folder of a file system that all nodes mount at the same path, or place all "
-            "ranks on the driver's node (placement.actor_num_nodes=1)"
-        )
+    nodes = [tuple(addresses[name] for name in group_refs) for group_refs in refs]
+    for group_refs, group_nodes in zip(refs, nodes, strict=True):
+        if group_nodes[0]:
+            raise ConfigError(_refused(run_dir, next(iter(group_refs)), group_nodes[0]))
+    told: Refs[None] = {}
+    for group, group_nodes in zip(groups, nodes, strict=True):
+        if any(group_nodes):
+            told |= group.start(RankWorker.set_separate_nodes, group_nodes)
+    wait_all(told, deadline, waiting)
+    return sorted({address for address in addresses.values() if address})
+
+
+def _refused(run_dir: Path, rank: str, address: str) -> str:
+    return (
+        f"run.dir={str(run_dir)!r} is not shared with {address} ({rank}), which completes the checkpoints that the driver "
+        f"continues from: start train.py on {address}, or set run.dir to a folder of a file system that all nodes mount at the "
+        "same path"
+    )

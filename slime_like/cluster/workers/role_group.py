@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ class RoleWorker(RankWorker):
             rank_info = groups.join_and_make_groups(
                 spec.rank, rank=self._rank, world_size=self._world_size, master=address
             )
+            rank_info = replace(rank_info, separate_nodes=self.separate_nodes)
             if isinstance(spec, CriticSpec):
                 from slime_like.train.megatron.rank.critic import RankCritic
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,11 @@ class RankWorker:
         self._rank = rank
         self._world_size = world_size
         self._rendezvous: RendezvousAddress | None = None
+        self.separate_nodes: tuple[str, ...] = ()
+
+    def set_separate_nodes(self, addresses: tuple[str, ...]) -> None:
+        """Store ``RankInfo.separate_nodes``, before ``connect``."""
+        self.separate_nodes = addresses
 
     def rendezvous(self) -> tuple[str, int]:
         """Return the address of this node and a port on which rank 0 now listens, at that address only."""
@@ -106,7 +112,7 @@ class TrainerWorker(RankWorker):
             )
             from slime_like.train.megatron.rank.trainer import RankTrainer  # needs ``join_and_make_groups``
 
-            self._trainer = RankTrainer(spec, rank_info)
+            self._trainer = RankTrainer(spec, replace(rank_info, separate_nodes=self.separate_nodes))
         return rank_info.dp_rank
 
     @property

@@ -25,6 +25,7 @@ from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.experts import keys_of_peers
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.model import OUTPUT, ModelSegments, named_weights
+from slime_like.train.megatron.model_io.node_files import gather_files, on_other_nodes
 from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util.by_bytes import by_bytes
@@ -162,8 +163,15 @@ def write_hf(
             raise
 
     on_rank_zero(prepare)
+    on_other_nodes(lambda: make_empty(scratch), rank_info)
     files_of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files_of_ranks, _write_files(export, scratch, rank_info, max_bytes))
+    if all(files.error is None for files in files_of_ranks):
+        try:
+            gather_files(scratch, [sorted(set(files.weight_map.values())) for files in files_of_ranks], rank_info)
+        except CheckpointError as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise _export_error(folder, str(error)) from error
     on_rank_zero(finish)
 
 

@@ -14,6 +14,7 @@ from slime_like.checkpoint.record import Manifest, check_value_head
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.model_io.damage import convert_damage, read_verified_manifest
 from slime_like.train.megatron.model_io.fingerprint import check_model
+from slime_like.train.megatron.model_io.node_files import on_every_node
 from slime_like.train.megatron.model_io.rank_state import (
     RankState,
     layout_sizes,
@@ -29,14 +30,16 @@ def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
 
     Raises ``CheckpointError`` if it is missing, damaged, of another model, or of an incompatible layout.
     """
-    source = iteration_folder(folder, iteration)
-    manifest = read_verified_manifest(source, verify=state.verify)
-    _check_model(manifest, state, source)
-    _check_optimizer(manifest, state, source)
-    with convert_damage(
-        lambda reason: f"{source}: damaged, or not a checkpoint of this trainer ({reason}); use an earlier iteration"
-    ):
-        _restore(state, source, manifest)
+    with on_every_node(iteration_folder(folder, iteration), state.rank_info) as source:
+        manifest = read_verified_manifest(source, verify=state.verify)
+        _check_model(manifest, state, source)
+        _check_optimizer(manifest, state, source)
+        with convert_damage(
+            lambda reason: (
+                f"{source}: damaged, or not a checkpoint of this trainer ({reason}); use an earlier iteration"
+            )
+        ):
+            _restore(state, source, manifest)
     return manifest.version
 
 

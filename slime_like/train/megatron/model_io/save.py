@@ -25,6 +25,7 @@ from slime_like.checkpoint.record import Manifest, describe_files, write_manifes
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.model_io.damage import summarize_error
 from slime_like.train.megatron.model_io.fingerprint import fingerprint
+from slime_like.train.megatron.model_io.node_files import gather_files, is_node_leader, on_other_nodes
 from slime_like.train.megatron.model_io.rank_state import (
     RankState,
     content_metadata,
@@ -91,20 +92,21 @@ class PendingSave:
         Raises ``CheckpointError`` on every rank if one rank failed, after removing the written files.
         """
         try:
-            self._join(deadline_s)
+            self._gather(self._join(deadline_s))
             with patches.save_errors() as errors:
                 for finalize in self._finalizers:
                     finalize()
             on_rank_zero(lambda: self._publish(errors))
         # CheckpointException is a BaseException: `except Exception` misses it.
         except (CheckpointError, CheckpointException) as error:
-            if dist.get_rank() == 0:
+            if is_node_leader(self._rank_info):
                 shutil.rmtree(self._scratch, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise
             raise _save_error(self.target, summarize_error(error)) from error
 
-    def _join(self, deadline_s: float) -> None:
+    def _join(self, deadline_s: float) -> list[list[str]]:
+        """Wait for the thread of every rank; return the names of the files of each rank."""
         if self._thread is not None:
             deadline = Deadline(f"rank {dist.get_rank()}", "save", deadline_s)
             self._thread.join(deadline.remaining("the disk"))
@@ -116,6 +118,13 @@ class PendingSave:
         if errors:
             raise _save_error(self.target, "; ".join(errors))
         self._hashes = {name: sha for _, hashes in outcomes for name, sha in hashes.items()}
+        return [list(hashes) for _, hashes in outcomes]
+
+    def _gather(self, names: Sequence[Sequence[str]]) -> None:
+        try:
+            gather_files(self._scratch, names, self._rank_info)
+        except CheckpointError as error:
+            raise _save_error(self.target, str(error)) from error
 
     def _publish(self, errors: Sequence[Exception]) -> None:
         if errors:
@@ -135,6 +144,7 @@ def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> 
     target = iteration_folder(folder, iteration)
     scratch = _scratch(target)
     on_rank_zero(lambda: make_empty(scratch))
+    on_other_nodes(lambda: _replace_scratch(scratch), state.rank_info)
     sharded = sharded_state(state, loading=False)
     sharded["rng"] = rng_object(state.rank_info, rng_state())
     group = state.optimizer.param_groups[0]
@@ -176,6 +186,13 @@ def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
         ]
         out.append((file, key, (data, copies)))
     return out
+
+
+def _replace_scratch(scratch: Path) -> None:
+    """Create ``scratch`` on a node that the driver does not clean, and remove those of interrupted saves."""
+    for path in scratch.parent.glob(f"iter_*{SCRATCH}"):
+        shutil.rmtree(path, ignore_errors=True)
+    make_empty(scratch)
 
 
 def _scratch(target: Path) -> Path:
