@@ -29,11 +29,11 @@ SHAPES = st.builds(
     st.sampled_from(REWARDS),
     st.sampled_from([Status.COMPLETED] * 5 + [Status.TRUNCATED, Status.FAILED, Status.ABORTED]),
 )
-STRUCTURES = st.lists(st.lists(SHAPES, min_size=1, max_size=4), min_size=2, max_size=4)
+STRUCTURES = st.lists(st.lists(SHAPES, min_size=1, max_size=3), min_size=2, max_size=3)
 
 
 def batches() -> st.SearchStrategy[list[SampleGroup]]:
-    """Strategy of two to four groups of up to five samples, each with at least one completed sample."""
+    """Strategy of two or three groups of two to four samples, each with at least one completed sample."""
     first = SampleShape((1, 2, 0, 0), 1.0, Status.COMPLETED)
     return st.builds(
         lambda structure, seed: groups_of([[first, *group] for group in structure], seed=seed),
