@@ -100,9 +100,12 @@ class ObservedClient(EngineClient):
         sampling: Sampling,
         *,
         for_training: bool = True,
+        dp_rank: int | None = None,
     ) -> list[Completion]:
         async with self._room:
-            completions = await super().extend(token_ids, seeds, max_new_tokens, sampling, for_training=for_training)
+            completions = await super().extend(
+                token_ids, seeds, max_new_tokens, sampling, for_training=for_training, dp_rank=dp_rank
+            )
             for callback in _answer_callbacks:
                 callback(self.name)
         return completions

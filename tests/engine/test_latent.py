@@ -10,7 +10,7 @@ import asyncio
 import base64
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,26 @@ def test_the_controller_of_data_parallel_attention_waits_for_requests(
     for _ in range(10):
         engine.run(engine.client.score([prompt(5)], 1.0))
     assert num_sleeps() - before >= 10
+
+
+def test_the_samples_of_a_prompt_share_the_prefix_cache_of_a_data_parallel_rank(
+    engines: Mapping[str, tuple[Models, RunningEngine]],
+) -> None:
+    """SGLang's own choice alternates between the ranks, and three prompts in turn reach both of them."""
+    _, engine = engines["deepseek_v3 dp2"]
+    prompts, sampling = [prompt(60, seed=70 + number) for number in range(3)], make_sampling(1.0, 4)
+
+    async def num_cached_tokens(dp_ranks: Sequence[int | None]) -> list[int]:
+        await engine.client.flush()
+        cached: list[int] = []
+        for _ in range(2):
+            for ids, rank in zip(prompts, dp_ranks, strict=True):
+                answers = await engine.client.extend([ids], [0], [4], sampling, dp_rank=rank)
+                cached.append(answers[0].cached_tokens)
+        return cached
+
+    assert min(engine.run(num_cached_tokens([0, 1, 0]))[3:]) >= 59
+    assert min(engine.run(num_cached_tokens([None] * 3))[3:]) < 59
 
 
 def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(

@@ -46,6 +46,7 @@ class SlowEngine:
         self.num_aborts = 0  # each one ends before any other task runs
         self.version, self.name, self.url = version, name, "nowhere"
         self.address = EngineAddress(name, self.url, "", 1)
+        self.num_dp_ranks = 1
         self._rng, self._dies = rng, dies
         self._requests: list[SlowRequest] = []
         self._dead = False
@@ -70,6 +71,7 @@ class SlowEngine:
         sampling: Sampling,
         *,
         for_training: bool = True,
+        dp_rank: int | None = None,
     ) -> list[Completion]:
         self._refuse_dead()
         requests = [SlowRequest(len(ids), s, n) for ids, s, n in zip(token_ids, seeds, max_new_tokens, strict=True)]

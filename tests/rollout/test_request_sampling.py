@@ -52,6 +52,7 @@ class RecordingEngine(SlowEngine):
         sampling: Sampling,
         *,
         for_training: bool = True,
+        dp_rank: int | None = None,
     ) -> list[Completion]:
         self.requests.append(EngineRequest(tuple(token_ids[0].tolist()), tuple(seeds), sampling))
         ids = np.array([5, 6, STOP], np.int32)

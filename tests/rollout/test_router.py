@@ -56,6 +56,48 @@ def test_no_engine_has_more_than_one_group_above_another(n: int, sizes: list[tup
         assert assignment.engine is router.engines[0]  # the load of ended assignments is removed
 
 
+@given(
+    num_ranks=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    sizes=st.lists(st.tuples(st.integers(1, 100), st.booleans()), max_size=40),
+)
+def test_a_group_goes_to_the_least_loaded_rank_of_its_engine(
+    num_ranks: list[int], sizes: list[tuple[int, bool]]
+) -> None:
+    clients = [EngineClient("http://localhost:1", admin_key="", num_dp_ranks=num) for num in num_ranks]
+    router = EngineRouter(clients)
+    with ExitStack() as stack:
+        assignments: list[EngineAssignment] = []
+        for size, ends in sizes:
+            outstanding: dict[tuple[EngineClient | None, int | None], int] = {}
+            for assignment in assignments:
+                rank = assignment.engine, assignment.dp_rank
+                outstanding[rank] = outstanding.get(rank, 0) + assignment.outstanding
+            last = stack.enter_context(router.assign(size))
+            assert last.engine is not None
+            if last.engine.num_dp_ranks == 1:
+                assert last.dp_rank is None
+            else:
+                ranks = [outstanding.get((last.engine, rank), 0) for rank in range(last.engine.num_dp_ranks)]
+                assert last.dp_rank == ranks.index(min(ranks))
+            if ends:
+                last.spend(size)
+            assignments.append(last)
+
+
+def test_a_group_that_changes_its_engine_gets_a_rank_of_the_new_one() -> None:
+    async def scenario() -> None:
+        one, two = (EngineClient("http://localhost:1", admin_key="", num_dp_ranks=num) for num in (1, 2))
+        router = EngineRouter([one])
+        with router.assign(5) as first, router.assign(5) as second:
+            router.withdraw(one)
+            router.admit(two)
+            for assignment in (first, second, first):
+                assert await router.wait_for_engine(assignment) is two
+            assert (first.dp_rank, second.dp_rank) == (0, 1)
+
+    asyncio.run(scenario())
+
+
 def test_a_group_keeps_its_engine_until_it_is_withdrawn() -> None:
     async def scenario() -> None:
         a, b = engines(2)

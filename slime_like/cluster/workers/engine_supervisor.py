@@ -56,6 +56,7 @@ class RayEngineFactory:
             admin_key=address.admin_key,
             name=address.name,
             tp=address.tp,
+            num_dp_ranks=self._config.dp_attention,
             deadline_s=self._config.request_deadline_s,
             peer_timeout_s=self._peer_timeout_s,
             routing=self._routing,

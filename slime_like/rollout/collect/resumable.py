@@ -169,5 +169,6 @@ class ResumableEngine:
             [max(1, sampling.max_new_tokens - call.num_sampled(i)) for i in indices],
             sampling,
             for_training=self._required_sampling is not None,
+            dp_rank=self._assignment.dp_rank,
         )
         return parts, engine.num_aborts > aborts

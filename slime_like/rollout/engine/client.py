@@ -38,14 +38,16 @@ class EngineClient:
         admin_key: str,
         name: str = "engine",
         tp: int = 1,
+        num_dp_ranks: int = 1,
         deadline_s: float = 600.0,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         routing: RoutingShape | None = None,
     ) -> None:
-        """``peer_timeout_s``: see ``EngineConnection``. ``routing`` is the shape of the routed experts that the engine returns;
-        None if it returns none.
+        """``num_dp_ranks``: data-parallel ranks of the engine's attention. ``peer_timeout_s``: see ``EngineConnection``.
+        ``routing`` is the shape of the routed experts that the engine returns; None if it returns none.
         """
         self.name = name
+        self.num_dp_ranks = num_dp_ranks
         self.address = EngineAddress(name, url, admin_key, tp)
         self.num_aborts = 0  # calls of ``abort_all``
         self._aborting = 0  # calls in progress
@@ -91,10 +93,12 @@ class EngineClient:
         sampling: Sampling,
         *,
         for_training: bool = True,
+        dp_rank: int | None = None,
     ) -> list[Completion]:
         """Return one completion of each sequence, in one request. ``max_new_tokens`` overrides that of ``sampling``.
 
-        Without ``for_training``, no routed experts are returned.
+        Without ``for_training``, no routed experts are returned. ``dp_rank`` computes the request; by default SGLang chooses a
+        data-parallel rank for each sequence.
 
         A seed draws the same token at the same position of a sequence, regardless of the position at which the request begins.
         """
@@ -108,7 +112,7 @@ class EngineClient:
             {**base, "max_new_tokens": max_tokens, "sampling_seed": seed}
             for seed, max_tokens in zip(seeds, max_new_tokens, strict=True)
         ]
-        return await self._complete("generate", token_ids, params, self._routing if for_training else None)
+        return await self._complete("generate", token_ids, params, self._routing if for_training else None, dp_rank)
 
     async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
         """Sample ``num_tokens`` after each sequence, ignoring end-of-sequence; fewer only after ``abort_all``."""
@@ -123,6 +127,7 @@ class EngineClient:
         token_ids: Sequence[I32],
         params: Sequence[Mapping[str, Any]],
         routing: RoutingShape | None,
+        dp_rank: int | None = None,
     ) -> list[Completion]:
         request = {
             "input_ids": token_ids,
@@ -130,6 +135,7 @@ class EngineClient:
             "return_logprob": True,
             **COLUMNS,
             "return_routed_experts": routing is not None,
+            **({} if dp_rank is None else {"routed_dp_rank": dp_rank}),
         }
         return completions(await self._connection.post(phase, "/generate", request), len(token_ids), routing)
 

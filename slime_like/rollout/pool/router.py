@@ -1,4 +1,5 @@
-"""Engine router: a group goes to the serving engine with the fewest outstanding tokens.
+"""Engine router: a group goes to the serving engine with the fewest outstanding tokens, and there to the data-parallel rank
+with the fewest. The samples of a group share the prefix cache of that rank.
 
 ``RequestCounts`` measures the balance.
 """
@@ -23,6 +24,7 @@ class EngineAssignment:
     def __init__(self, outstanding: int, engine: EngineClient | None) -> None:
         self.outstanding = outstanding
         self.engine = engine  # None while none serves
+        self.dp_rank: int | None = None  # rank of an engine with data-parallel attention
 
     def spend(self, tokens: int) -> None:
         """Subtract ``tokens`` sampled tokens from the outstanding ones."""
@@ -81,7 +83,9 @@ class EngineRouter:
         """Assign the least loaded engine; ``tokens`` count as its load until they are spent or the block ends. The assignment
         has no engine while no engine serves; ``wait_for_engine`` waits for one.
         """
-        assignment = EngineAssignment(tokens, self._least_loaded() if self._engines else None)
+        assignment = EngineAssignment(tokens, None)
+        if self._engines:
+            self._choose_engine(assignment)
         self._assignments.append(assignment)
         try:
             yield assignment
@@ -98,19 +102,28 @@ class EngineRouter:
         if self._failure is not None:
             raise copy_error(self._failure)
         if (engine := self.serving_engine(assignment)) is None:
-            engine = assignment.engine = self._least_loaded()
+            engine = self._choose_engine(assignment)
         return engine
 
     def serving_engine(self, assignment: EngineAssignment) -> EngineClient | None:
         """Return the assigned engine; None if it no longer serves, so that the group needs another."""
         return assignment.engine if assignment.engine in self._engines else None
 
-    def _least_loaded(self) -> EngineClient:
+    def _choose_engine(self, assignment: EngineAssignment) -> EngineClient:
+        """Assign the least loaded engine and its least loaded data-parallel rank, and return the engine."""
         load = dict.fromkeys(self._engines, 0)
-        for assignment in self._assignments:
-            if assignment.engine in load:
-                load[assignment.engine] += assignment.outstanding
-        return min(load, key=load.__getitem__)
+        for other in self._assignments:
+            if other.engine in load:
+                load[other.engine] += other.outstanding
+        engine = min(load, key=load.__getitem__)
+        assignment.engine, assignment.dp_rank = engine, None
+        if engine.num_dp_ranks > 1:
+            rank_load = [0] * engine.num_dp_ranks
+            for other in self._assignments:
+                if other.engine is engine and other.dp_rank is not None and other is not assignment:
+                    rank_load[other.dp_rank] += other.outstanding
+            assignment.dp_rank = rank_load.index(min(rank_load))
+        return engine
 
     def _wake(self) -> None:
         self._changed.set()
