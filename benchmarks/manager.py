@@ -58,6 +58,10 @@ class RecordedEngine:
         """Raise the error that ends the run."""
         raise EngineError("a recorded engine ended")
 
+    async def stop_server(self) -> None:
+        """Raise the error that ends the run."""
+        raise EngineError("a recorded engine cannot be stopped")
+
     async def stopped_pids(self) -> tuple[int, ...]:
         """Return no process."""
         return ()

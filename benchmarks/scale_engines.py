@@ -58,6 +58,9 @@ class SimulatedSupervisor:
         """Return the client: a simulated engine does not end."""
         return self.client, "simulated"
 
+    async def stop_server(self) -> None:
+        """Do nothing: a simulated engine does not end."""
+
     async def stopped_pids(self) -> tuple[int, ...]:
         """Return no processes."""
         return ()

@@ -125,3 +125,23 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
     assert int(match[1]) < limit + 30
     assert f"(limit {limit:.0f} s" in message
     assert log.count("was asked") == 1
+
+
+def test_a_stopped_server_is_replaced_by_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(SILENT.replace("{python}", sys.executable))
+    script.chmod(0o700)
+    (tmp_path / "python.listens").write_text("False")
+    address = EngineAddress("engine 0", "http://nowhere", "key", 1)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(server, "REPLACED_EXIT_S", 0.01)
+    monkeypatch.setattr(EngineActor, "ready", lambda self: address)
+    actor = EngineActor("engine 0", spec(tmp_path), "key", str(tmp_path / "stacks"), {})
+    try:
+        actor.stop_server()
+        assert not actor._server.alive()
+        assert actor.stopped_pids() == ()
+        assert actor.restart() == (address, ""), "the actor's own signal is not how the engine ended"
+        assert actor._server.alive()
+    finally:
+        actor.stop()

@@ -150,6 +150,9 @@ class LocalSupervisor:
         await asyncio.to_thread(self.connect)
         return self.client, cause
 
+    async def stop_server(self) -> None:
+        self.server.stop()
+
     async def stopped_pids(self) -> tuple[int, ...]:
         return processes.stopped_pids(self.server.pid)
 

@@ -15,5 +15,8 @@ class FixedEngine:
     async def restart(self) -> tuple[EngineClient, str]:
         raise EngineError(f"{self.client.name} was started by another component and cannot be restarted")
 
+    async def stop_server(self) -> None:
+        raise EngineError(f"{self.client.name} was started by another component and cannot be stopped")
+
     async def stopped_pids(self) -> tuple[int, ...]:
         return ()

@@ -137,6 +137,7 @@ class SlowSupervisor:
     def __init__(self, rng: random.Random, version: int, name: str, dies: int) -> None:
         self._rng, self._name, self._dies = rng, name, dies
         self.version = version
+        self.num_stops = 0  # calls of ``stop_server``
         self.tasks: list[asyncio.Task[None]] = []
         self.client = self._start()
 
@@ -147,6 +148,9 @@ class SlowSupervisor:
         self._dies = math.ceil(self._dies * 1.1)  # otherwise a long answer may never finish
         self.client = self._start()
         return self.client, ""
+
+    async def stop_server(self) -> None:
+        self.num_stops += 1
 
     async def stopped_pids(self) -> tuple[int, ...]:
         return ()

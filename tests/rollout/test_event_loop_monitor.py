@@ -63,6 +63,9 @@ class IdleSupervisor:
     async def restart(self) -> tuple[EngineClient, str]:
         raise AssertionError("restarted")
 
+    async def stop_server(self) -> None:
+        raise AssertionError("stopped")
+
     async def stopped_pids(self) -> tuple[int, ...]:
         return ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.config.schema.residency import COLLECT, ENGINE_PARTS, SAVE, STEP
-from slime_like.errors import EngineLost
+from slime_like.errors import EngineError, EngineLost
 from slime_like.rollout.engine.client import EngineClient
-from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.rollout.pool.engine_pool import DEAD, STALLED, EnginePool
 from slime_like.rollout.pool.memory import PoolMemory
 from slime_like.rollout.pool.weight_update import EngineWeightUpdate
 from tests.rollout.slow_engine import SlowSupervisor
@@ -98,6 +99,87 @@ def test_a_lost_engine_restarts_when_there_is_memory_for_it() -> None:
         assert not pool.slots[0].is_restarting
 
     play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_a_hung_engine_is_stopped_before_the_trainer_takes_the_memory() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        client, requests = record(pool, 0)
+        record(pool, 1)
+
+        async def hang(*args: object, **kwargs: object) -> None:
+            requests.append(("hung", None))
+            await asyncio.Event().wait()
+
+        client._connection.request = hang
+        supervisors: list[Any] = [slot.supervisor for slot in pool.slots]
+        step = asyncio.ensure_future(PoolMemory(pool).enter(STEP))
+        await let_run()
+        assert requests == [("hung", None)] and not step.done()
+        pool.mark_lost(pool.slots[0], STALLED, EngineError("engine 0: its processes are stopped"))
+        await step
+        assert [supervisor.num_stops for supervisor in supervisors] == [1, 0]
+        assert pool.slots[0].is_restarting
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_a_checkpoint_can_be_saved_after_an_error_has_ended_the_run() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        for index in range(2):
+            record(pool, index)
+        with pytest.raises(EngineLost, match="engine 0 is dead"):
+            pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
+        await PoolMemory(pool).enter(SAVE)
+        supervisors: list[Any] = [slot.supervisor for slot in pool.slots]
+        assert [supervisor.num_stops for supervisor in supervisors] == [1, 1]
+
+    play(SlowSupervisor, HealthConfig(on_dead_engine="stop"), scene)
+
+
+def test_a_phase_does_not_wait_for_restarts_that_an_earlier_phase_defers() -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        for index in range(2):
+            record(pool, index)
+        memory = PoolMemory(pool)
+        await memory.enter(STEP)
+        pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
+        await memory.enter(SAVE)
+        assert pool.slots[0].is_restarting
+        await memory.enter(COLLECT)
+        await let_run()
+        assert not pool.slots[0].is_restarting
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
+def test_a_step_also_waits_for_an_engine_that_is_lost_during_the_wait() -> None:
+    class Slow(SlowSupervisor):
+        """Supervisor whose restart waits for a release by the test."""
+
+        async def restart(self) -> Any:
+            await asyncio.sleep(0)
+            await starts[self._name].wait()
+            return await super().restart()
+
+    starts = {f"engine {index}": asyncio.Event() for index in range(2)}
+
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        for index in range(2):
+            record(pool, index)
+        pool.mark_lost(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
+        await let_run()
+        memory = PoolMemory(pool)
+        wait = asyncio.ensure_future(memory._wait_for_restarts())
+        await let_run()
+        pool.mark_lost(pool.slots[1], DEAD, EngineLost("engine 1 is dead"))
+        starts["engine 0"].set()
+        await let_run()
+        assert not pool.slots[0].is_restarting and not wait.done(), "engine 1 is starting"
+        starts["engine 1"].set()
+        await wait
+        assert not pool.slots[1].is_restarting
+
+    play(Slow, HealthConfig(), scene)
 
 
 def test_a_step_waits_for_engines_that_are_starting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ class EngineActor:
         self._closing = False
         self._server_lock = threading.Lock()  # guards _server: a stop may arrive during a restart
         self._server = self._start()
+        self._exit_summary: str | None = None  # of a server that ``stop_server`` has stopped
 
     def _start(self) -> EngineServer:
         if self._closing:
@@ -56,9 +57,16 @@ class EngineActor:
         self._server.wait_ready()
         return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp)
 
+    def stop_server(self) -> None:
+        """Stop the server, whatever its state; ``restart`` starts another one."""
+        self._exit_summary = self._server.exit_summary()
+        with self._server_lock:
+            self._server.stop()
+
     def restart(self) -> tuple[EngineAddress, str]:
         """Replace the server, whatever its state; return the new address and how the old server ended."""
-        exit_summary = self._server.exit_summary()
+        exit_summary = self._server.exit_summary() if self._exit_summary is None else self._exit_summary
+        self._exit_summary = None
         with self._server_lock:
             self._server.stop()
             self._server = self._start()

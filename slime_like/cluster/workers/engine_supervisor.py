@@ -105,6 +105,10 @@ class RayEngineSupervisor:
         self.client = self._connect(self.address)
         return self.client, exit_summary
 
+    async def stop_server(self) -> None:
+        """Kill the server; ``restart`` starts another one."""
+        await self._ask(EngineActor.stop_server, Deadline("rollout manager", "engine stop", STOP_S))
+
     async def stopped_pids(self) -> tuple[int, ...]:
         """Return the ids of the server's processes that are stopped, as by SIGSTOP."""
         return await self._ask(EngineActor.stopped_pids, Deadline("rollout manager", "health", ANSWER_S))

@@ -157,6 +157,16 @@ class EnginePool:
         """Switch back to the health checks of decoding engines."""
         self.is_pushing = False
 
+    @property
+    def has_failed(self) -> bool:
+        """True once an error has ended the run; engines are not used any more."""
+        return self._failure is not None
+
+    @property
+    def may_restart(self) -> bool:
+        """True unless restarts are deferred."""
+        return self._may_restart.is_set()
+
     def defer_restarts(self) -> None:
         """Start no engine until ``allow_restarts``: it would need device memory that the trainer has."""
         self._may_restart.clear()
@@ -252,8 +262,8 @@ class EnginePool:
 
     async def _restart(self, slot: EngineSlot, cause: Exception) -> None:
         old, name = slot.client, slot.client.name
-        await self._may_restart.wait()
         while True:
+            await self._may_restart.wait()
             slot.num_restarts += 1
             if slot.num_restarts > self.health.max_restarts:
                 limit = f"more than health.max_restarts={self.health.max_restarts} times within a rollout"

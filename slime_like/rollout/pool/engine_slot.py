@@ -25,6 +25,12 @@ class EngineSupervisor(Protocol):
         """
         ...
 
+    async def stop_server(self) -> None:
+        """Kill the processes, whatever their state, until ``restart`` starts others. Raises ``EngineError`` if the actor is lost,
+        ``DeadlineExceeded`` if it does not respond.
+        """
+        ...
+
     async def stopped_pids(self) -> tuple[int, ...]:
         """Return ids of the engine's stopped processes (SIGSTOP)."""
         ...

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slime_like.config.schema.residency import COLLECT, ENGINE_PARTS, ENGINE_PHASES, ENGINE_WEIGHTS
+from slime_like.errors import EngineError
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSlot
@@ -24,12 +26,18 @@ class PoolMemory:
         """Release the parts that ``phase`` does not need; in phase collect, restore all of them and decode again.
 
         Parts that a push needs are restored by the push. An engine that is lost before restarts first, because its start needs
-        memory; one that is lost afterwards restarts in the next push or in phase collect.
+        memory. One that is lost during the release is stopped, because a hung engine would keep its memory; like one that is lost
+        afterwards, it restarts in the next push or in phase collect. If an error has ended the run, all engines are stopped: the
+        last checkpoint may still be written.
         """
         if phase == COLLECT:
             self._pool.allow_restarts()
             await self._on_each(self._restore)
             self._pool.on_push_end()
+            return
+        if self._pool.has_failed:
+            self._pool.defer_restarts()
+            await self._stop(self._pool.slots)
             return
         await self._wait_for_restarts()
         released = tuple(part for part in ENGINE_PARTS if part not in ENGINE_PHASES[phase])
@@ -41,12 +49,24 @@ class PoolMemory:
             await engine.release_memory(released)
 
         await self._on_each(release)
+        await self._stop([slot for slot in self._pool.slots if slot.is_restarting])
 
     async def _wait_for_restarts(self) -> None:
-        restarts = [
-            slot.restart_task for slot in self._pool.slots if slot.is_restarting and slot.restart_task is not None
-        ]
-        await asyncio.gather(*restarts, return_exceptions=True)
+        """Wait until no engine is starting. Deferred restarts are not awaited: they would wait for this phase to end."""
+        while self._pool.may_restart:
+            restarts = [slot.restart_task for slot in self._pool.slots if slot.is_restarting and slot.restart_task]
+            if not (running := [task for task in restarts if not task.done()]):
+                return
+            await asyncio.wait(running)
+
+    async def _stop(self, slots: Sequence[EngineSlot]) -> None:
+        """Kill the processes of engines, which may still have device memory."""
+
+        async def stop(slot: EngineSlot) -> None:
+            with contextlib.suppress(EngineError):  # its actor is lost, and the server with it
+                await slot.supervisor.stop_server()
+
+        await asyncio.gather(*(stop(slot) for slot in slots))
 
     async def _restore(self, engine: EngineClient) -> None:
         """Let an engine decode again, unless its weights are lost, which the next push replaces."""
