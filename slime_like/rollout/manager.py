@@ -264,8 +264,8 @@ class RolloutManager:
             raise ConfigError(f"engines={num_engines}: the number of engines of this run cannot be changed")
         if self._spec.releases_memory:
             raise ConfigError(
-                f"engines={num_engines}: with placement.offload_rollout=true no engine can be added, because its start would need "
-                "memory that the trainer has"
+                f"engines={num_engines}: with placement.offload_rollout=true the number of engines cannot be changed, because the "
+                "start of an engine would need memory that the trainer has"
             )
         change = await self._resizer.resize(num_engines)
         self._usage.num_engines = num_engines

@@ -226,6 +226,11 @@ RULES = {
         "placement.offload_train=true with run.mode=rollout_only",
         "remove it",
     ),
+    "offload and stalled engines": (
+        "placement.offload_rollout=true health.on_stalled_engine=wait",
+        "placement.offload_rollout=true with health.on_stalled_engine=wait",
+        "health.on_stalled_engine=restart",
+    ),
     "offload and a skipped push": (
         "placement.offload_rollout=true weights.debug_skip_push_at=1",
         "weights.debug_skip_push_at=1",

@@ -163,7 +163,8 @@ def may_offload(demand: Demand) -> bool:
     cfg = demand.cfg
     flow, remote = cfg.rollout.flow_mla, cfg.rollout.remote_experts
     is_mapped = flow.enabled and flow.transport == "p2p"
-    return cfg.run.mode == "full" and cfg.placement.mode == "colocated" and not (remote.enabled or is_mapped)
+    waits = cfg.health.on_stalled_engine == "wait"
+    return cfg.run.mode == "full" and cfg.placement.mode == "colocated" and not (remote.enabled or is_mapped or waits)
 
 
 def _num_devices(demand: Demand, name: str) -> int:

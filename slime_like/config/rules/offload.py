@@ -35,6 +35,11 @@ def _check_engines(cfg: TrainConfig, setting: str) -> None:
             f"{setting} with weights.debug_skip_push_at={cfg.weights.debug_skip_push_at}: the weights of a released engine are lost, "
             "so a push cannot be skipped; remove one of the two"
         )
+    if cfg.health.on_stalled_engine == "wait":
+        raise ConfigError(
+            f"{setting} with health.on_stalled_engine=wait: an engine that does not respond would keep the memory that the trainer "
+            "needs; set health.on_stalled_engine=restart or stop, or remove placement.offload_rollout"
+        )
     if cfg.rollout.sglang.get("enable_memory_saver") is False:
         raise ConfigError(f"{setting} with rollout.sglang.enable_memory_saver=false: remove the latter")
     flow = cfg.rollout.flow_mla
