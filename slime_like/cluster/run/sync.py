@@ -25,7 +25,7 @@ from slime_like.rollout.pool.probe import ProbeScores, TrainerScores
 from slime_like.util.deadline import Deadline
 from slime_like.weight_sync import manifest
 
-ABORT_S = 15.0  # above two times rollout.pool.weight_update.ABORT_S
+ABORT_S = 20.0  # above three times rollout.pool.weight_update.ABORT_S
 
 
 class Sync(Protocol):
