@@ -55,13 +55,13 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
     counts = {role.name: len(role.devices) for role in demand.roles}
     shapes, (critic, teacher) = demand.shapes, demand.others
     assert shapes.actor is not None, "the memory of an unknown model is not predicted"
-    moves = demand.offload_settings.train
+    offloads = demand.offload_settings.train
     if "trainer" in counts:
-        yield _rank(shapes.actor, demand.settings, demand.actor, moves), counts["trainer"]
+        yield _rank(shapes.actor, demand.settings, demand.actor, offloads), counts["trainer"]
     if critic is not None and shapes.critic is not None:
-        yield _rank(shapes.critic, demand.role_settings(critic.rank, VALUE), None, moves), counts["critic"]
+        yield _rank(shapes.critic, demand.role_settings(critic.rank, VALUE), None, offloads), counts["critic"]
     if teacher is not None and shapes.teacher is not None:
-        yield _rank(shapes.teacher, demand.role_settings(teacher.rank, SCORING), None, moves), counts["teacher"]
+        yield _rank(shapes.teacher, demand.role_settings(teacher.rank, SCORING), None, offloads), counts["teacher"]
     if demand.engines:
         server = constants.HOST_SERVER.value + constants.HOST_DETOKENIZER.value
         schedulers = demand.engines[0].tp * constants.HOST_SCHEDULER.value
@@ -71,7 +71,7 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
         )
 
 
-def _rank(shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None, moves: bool) -> MemoryTable:
+def _rank(shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None, offloads: bool) -> MemoryTable:
     copies = 0 if actor is None else actor.needs_reference + actor.swaps_teacher
     copies += bool(copies)  # the actor's own weights during a swap
-    return offload_items(shape, settings, copies, in_rollouts=moves)
+    return offload_items(shape, settings, copies, in_rollouts=offloads)

@@ -33,8 +33,8 @@ class DeviceState:
     """Storages of a rank by part, each on the device or in host memory.
 
     A storage that two parts share, such as float32 weights that are also the optimizer's, belongs to the first. Gradients are
-    not copied, because every optimizer step begins by setting them to 0. A storage on a CPU that NumPy reads stays. If a call raises, a later one continues with the
-    storages that were not moved.
+    not copied, because every optimizer step begins by setting them to 0. A storage on a CPU that NumPy reads is not moved. If a
+    call raises, the next call continues with the storages that were not moved.
     """
 
     def __init__(self, tensors: Mapping[str, Tensors], device: torch.device) -> None:
@@ -51,11 +51,11 @@ class DeviceState:
 
     def keep(self, parts: Collection[str]) -> None:
         """Move all parts except ``parts`` to host memory, then bring back those of ``parts`` that are there."""
-        leaving = [part for part in self.resident if part not in parts]
-        storages = self._storages() if leaving else {}
-        for part in leaving:
+        parts_to_offload = [part for part in self.resident if part not in parts]
+        storages = self._storages() if parts_to_offload else {}
+        for part in parts_to_offload:
             self._offload(part, storages[part])
-        if leaving and self._device.type == "cuda":
+        if parts_to_offload and self._device.type == "cuda":
             torch.cuda.empty_cache()  # for the engine, which shares the GPU
         for part in TRAINER_PARTS:
             if part in parts:
