@@ -25,7 +25,7 @@ from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.experts import keys_of_peers
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.model import OUTPUT, ModelSegments, named_weights
-from slime_like.train.megatron.model_io.node_files import gather_files, on_other_nodes
+from slime_like.train.megatron.model_io.node_files import gather_files, is_node_leader, on_other_nodes
 from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util.by_bytes import by_bytes
@@ -172,6 +172,8 @@ def write_hf(
         except CheckpointError as error:
             shutil.rmtree(scratch, ignore_errors=True)
             raise _export_error(folder, str(error)) from error
+    elif is_node_leader(rank_info) and dist.get_rank() != 0:  # rank 0 removes its own in ``finish``
+        shutil.rmtree(scratch, ignore_errors=True)
     on_rank_zero(finish)
 
 

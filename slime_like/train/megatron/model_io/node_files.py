@@ -47,7 +47,7 @@ def on_other_nodes(action: Callable[[], None], info: RankInfo) -> None:
             try:
                 action()
             except OSError as failure:
-                error = f"{failure.filename or 'the disk'}: {failure.strerror}"
+                error = f"{failure.filename or 'the disk'}: {failure.strerror}; choose a folder on a writable disk"
         _raise_everywhere(error, info)
 
 
@@ -168,4 +168,9 @@ def _receive(path: Path, sender: int, device: torch.device) -> str:
                     file.write(memoryview(chunk.cpu().numpy()))
             except OSError as failure:
                 error = f"{path}: {failure.strerror}"
+        try:
+            if file is not None:
+                file.close()  # writes the end of the file, which is in a buffer
+        except OSError as failure:
+            error = error or f"{path}: {failure.strerror}"
     return error
