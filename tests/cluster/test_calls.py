@@ -110,6 +110,16 @@ def test_a_lost_node_is_the_cause_of_a_failed_collective(
     assert raised.value.died and simulated.now <= 5.0 + later + 2 * calls.POLL_S
 
 
+def test_a_lost_node_is_the_cause_if_the_deadline_passes_before_ray_declares_it_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {"0": LIMIT_S - 10.0, "1": LIMIT_S + 30.0, "2": 2 * LIMIT_S}
+    errors = {"0": failed(CollectiveError("all_gather #4 failed on rank 0")), "1": ActorDiedError()}
+    simulate(monkeypatch, seconds, errors).num_nodes = 2
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        wait(seconds)
+
+
 @pytest.mark.parametrize(("num_nodes", "limit"), [(1, calls.GRACE_S), (2, calls.NODE_GRACE_S)])
 def test_a_failed_collective_is_the_cause_if_no_process_dies(
     monkeypatch: pytest.MonkeyPatch, num_nodes: int, limit: float

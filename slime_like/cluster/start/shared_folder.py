@@ -42,16 +42,16 @@ def find_separate_nodes(
     nodes = [tuple(addresses[name] for name in group_refs) for group_refs in refs]
     for group_refs, group_nodes in zip(refs, nodes, strict=True):
         if group_nodes[0]:
-            raise ConfigError(_refused(run_dir, next(iter(group_refs)), group_nodes[0]))
-    told: Refs[None] = {}
+            raise ConfigError(_unshared_message(run_dir, next(iter(group_refs)), group_nodes[0]))
+    acknowledgements: Refs[None] = {}
     for group, group_nodes in zip(groups, nodes, strict=True):
         if any(group_nodes):
-            told |= group.start(RankWorker.set_separate_nodes, group_nodes)
-    wait_all(told, deadline, waiting)
+            acknowledgements |= group.start(RankWorker.set_separate_nodes, group_nodes)
+    wait_all(acknowledgements, deadline, waiting)
     return sorted({address for address in addresses.values() if address})
 
 
-def _refused(run_dir: Path, rank: str, address: str) -> str:
+def _unshared_message(run_dir: Path, rank: str, address: str) -> str:
     return (
         f"run.dir={str(run_dir)!r} is not shared with {address} ({rank}), which completes the checkpoints that the driver "
         f"continues from: start train.py on {address}, or set run.dir to a folder of a file system that all nodes mount at the "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, cast, overload
 
 import ray
@@ -110,9 +111,11 @@ def _root_cause(
         waiting, waited_s = dict(pending), 0.0
         is_collective = any(isinstance(error, CollectiveError) for error in errors)
         limit = NODE_GRACE_S if waiting and is_collective and _has_several_nodes() else GRACE_S
+        # The deadline may pass during this wait, and is not the cause.
+        extended_deadline = replace(deadline, seconds=deadline.seconds + NODE_GRACE_S)
         while waiting and waited_s < limit and not any(map(_died, errors)):
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_S)
-            errors = [*errors, *_errors(ready, waiting, deadline)]
+            errors = [*errors, *_errors(ready, waiting, extended_deadline)]
             waiting = {ref: name for ref, name in waiting.items() if ref not in set(ready)}
             waited_s += POLL_S
     return min(errors, key=lambda error: (not _died(error), not _is_specific(error), isinstance(error, WorkerError)))
