@@ -16,7 +16,7 @@ from slime_like_plugins.sglang_cpu import memory
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1e9", "much", "\u0661"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e9", "much", "\u0661", pytest.param("9" * 5000, id="too long")])
 def test_the_memory_of_a_rank_is_a_number_of_bytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=f"^{VARIABLE}={text!r} is not a number of bytes above 0: set it"):
