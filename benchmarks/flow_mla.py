@@ -140,7 +140,8 @@ def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
         rounds = asyncio.run(measure(server, name, num_rounds))
     finally:
         server.stop()
-    counts = {(int(served), int(loaded)) for served, loaded in LOG_LINE.findall(Path(spec.log_path).read_text())}
+    lines = LOG_LINE.findall(Path(spec.log_path).read_text())
+    counts = {(int(weight_text), int(loading_text)) for weight_text, loading_text in lines}
     counts = counts or {(sharded_bytes(False), sharded_bytes(False))}
     ((weight_bytes, loading_bytes),) = counts  # equal on all ranks
     if weight_bytes != sharded_bytes(bool(spec.flow_mla)):

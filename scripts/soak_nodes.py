@@ -96,38 +96,38 @@ class NodeSoak:
         if f"rollout.num_engines={num_engines}" in settings:
             return
         send_request(run.run_dir, RequestText(Request.ENGINES, num_engines))
-        added = range(1, num_engines)
-        run.wait_until(lambda: all(f"engine {i} serves" in run.output() for i in added), LIMIT_S)
+        new_engines = range(1, num_engines)
+        run.wait_until(lambda: all(f"engine {i} serves" in run.output() for i in new_engines), LIMIT_S)
 
     def kill(self, run: NodeRun, kill: PlannedKill, next_transport: str) -> NodeRun:
         """Kill a node, wait for the recovery, start the node again; return the run, or the one that resumes it."""
         if kill.role == "engine":
             self.kills.append(self._kill_engine(run, kill))
             return run
-        record, resumed = self._kill_trainer(run, kill, next_transport)
+        record, resumed_run = self._kill_trainer(run, kill, next_transport)
         self.kills.append(record)
-        self.add_engines(resumed, next_transport)
-        return resumed
+        self.add_engines(resumed_run, next_transport)
+        return resumed_run
 
     def _kill_engine(self, run: NodeRun, kill: PlannedKill) -> EngineKill:
         hosts = addresses_of_engines(run.run_dir, LAYOUTS[kill.transport][1])
         node = self.rng.choice([node for node in self.cluster.nodes[2:] if node.address in hosts])
-        lost = [f"engine {i}" for i, host in enumerate(hosts) if host == node.address]
+        lost_engines = [f"engine {i}" for i, host in enumerate(hosts) if host == node.address]
         with node.slow_link(*SLOW_LINK):
             wait_for_phase(run, kill.phase, self.rng)
-            step, killed = newest_step(run.run_dir), time.time()
+            step, kill_time = newest_step(run.run_dir), time.time()
             node.kill(power=kill.power)
-            run.wait_until(lambda: all(engine in serving_again(run, killed) for engine in lost), LIMIT_S)
-        recoveries = [recovery for recovery in faults.read(run.run_dir)[1] if recovery.noticed > killed]
+            run.wait_until(lambda: all(engine in serving_again(run, kill_time) for engine in lost_engines), LIMIT_S)
+        recoveries = [recovery for recovery in faults.read(run.run_dir)[1] if recovery.noticed > kill_time]
         self.cluster.start(node)
         run.wait_until(lambda: newest_step(run.run_dir) > step, LIMIT_S)
         return EngineKill(
             kill,
-            actual_phase=phase_at(run.run_dir, killed),
-            num_engines=len(lost),
-            num_further=len({recovery.engine for recovery in recoveries} - set(lost)),
-            noticed_s=min(recovery.noticed for recovery in recoveries if recovery.engine in lost) - killed,
-            recovered_s=max(recovery.joined for recovery in recoveries) - killed,
+            actual_phase=phase_at(run.run_dir, kill_time),
+            num_engines=len(lost_engines),
+            num_further=len({recovery.engine for recovery in recoveries} - set(lost_engines)),
+            noticed_s=min(recovery.noticed for recovery in recoveries if recovery.engine in lost_engines) - kill_time,
+            recovered_s=max(recovery.joined for recovery in recoveries) - kill_time,
             groups=sum(recovery.groups for recovery in recoveries),
             rollouts=newest_step(run.run_dir) - step,
         )
@@ -136,24 +136,24 @@ class NodeSoak:
         node = self.cluster.nodes[1]
         with node.slow_link(*SLOW_LINK):
             wait_for_phase(run, kill.phase, self.rng)
-            killed = time.time()
+            kill_time = time.time()
             node.kill(power=kill.power)
             code, output = run.wait(LIMIT_S)
-        ended = time.time()
+        end_time = time.time()
         cause = next((line for line in output.splitlines() if "trainer rank 1 died" in line), "")
         assert code == 1 and node.address in cause, output[-5000:]
-        trained, checkpoint = newest_step(run.run_dir), resumable_iteration(run.run_dir / "checkpoints")
+        step, checkpoint = newest_step(run.run_dir), resumable_iteration(run.run_dir / "checkpoints")
         assert checkpoint is not None, output[-5000:]
         self.cluster.start(node)
-        resumed = self.start(transport)
+        resumed_run = self.start(transport)
         record = TrainerKill(
             kill,
             cause=cause.strip(),
-            ended_s=ended - killed,
-            resumed_s=time.time() - killed,
-            rollouts=trained - checkpoint,
+            ended_s=end_time - kill_time,
+            resumed_s=time.time() - kill_time,
+            rollouts=step - checkpoint,
         )
-        return record, resumed
+        return record, resumed_run
 
 
 def newest_rows(run_dir: Path, count: int) -> list[dict[str, Any]]:

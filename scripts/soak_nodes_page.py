@@ -113,8 +113,9 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         _setting(command),
         "",
         "The nodes are network namespaces of one machine with a raylet each. The driver and trainer rank 0 are on node 1, trainer "
-        "rank 1 is on node 2. In parts with `broadcast` two engines are on nodes 3 and 4; in parts with `tensor` one is on node 1 "
-        "and gets weights through shared memory, and two are on nodes 3 and 4 and get them in requests. All processes of a node "
+        "rank 1 is on node 2. In parts with `broadcast` two engines start on nodes 3 and 4; in parts with `tensor` one is on node 1 "
+        "and gets weights through shared memory, and two start on nodes 3 and 4 and get them in requests. An engine that was lost "
+        "starts on another node. All processes of a node "
         'are ended by SIGKILL; with "power" its cable is cut first, so its peers receive no packet about it. Its link has '
         "40 Mbit/s. Ray declares a node dead within about 3 s (`tests/nodes/cluster.py`).",
         "",

@@ -58,8 +58,8 @@ class GroupGather:
     """Gathers over one process group per slot, in which all ranks take part.
 
     With NCCL they are all-gathers, with gloo a broadcast by each rank: gloo's all-gather receives into a second buffer of the
-    whole layer. A group of NCCL has a stream, so gathers of the slots do not wait for each other or for the engine's collectives. Torch
-    records an event before a gather and another one after it: the gather waits for kernels that read the slot, and ``wait``
+    whole layer. A group of NCCL has a stream, so gathers of the slots do not wait for each other or for the engine's collectives.
+    Torch records an event before a gather and another one after it: the gather waits for kernels that read the slot, and ``wait``
     makes the current stream wait for the gather, also while a CUDA graph is captured. A group of gloo has its threads.
     """
 
@@ -88,9 +88,9 @@ class GroupGather:
             work = dist.all_gather_single(buffer, part, group=group, async_op=True)
             assert work is not None
             return work
-        received = buffer.view(group.size(), -1)
-        received[group.rank()].copy_(part)
-        return PendingAll([self._broadcast(group, tensor, rank) for rank, tensor in enumerate(received)])
+        parts = buffer.view(group.size(), -1)
+        parts[group.rank()].copy_(part)
+        return PendingAll([self._broadcast(group, tensor, rank) for rank, tensor in enumerate(parts)])
 
     def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor, rank: int) -> Pending:
         """Start the broadcast of ``tensor`` by ``rank`` of the group."""

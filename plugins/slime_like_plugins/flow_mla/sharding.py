@@ -1,9 +1,9 @@
 """Sharded weights of a model's decoder layers, and writes of pushes to this rank's part.
 
 A layer is sharded as soon as it has been built, so a rank never holds the full weights. While the model loads, each weight is a
-view of a single slot; the slots of forwards are allocated afterwards. SGLang's loaders write through this view: before a write, this rank's part of the old values is copied into the slot, and
-after the write it is copied back. Elements that a loader does not write, such as other parts of a fused projection, therefore
-keep their values.
+view of a single slot; the slots of forwards are allocated afterwards. SGLang's loaders write through this view: before a write,
+this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements that a loader does not
+write, such as other parts of a fused projection, therefore keep their values.
 """
 
 from __future__ import annotations
