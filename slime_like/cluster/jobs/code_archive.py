@@ -16,7 +16,7 @@ PARTS = ("slime_like", "slime_like_compat", "plugins", "configs", "scripts", "ex
 """Folders and files of a checkout that a run reads."""
 MAX_BYTES = 50 * 2**20
 LIST_S = 60.0
-EPOCH = (1980, 1, 1, 0, 0, 0)  # of every entry, so that the same files give the same package
+EPOCH = (1980, 1, 1, 0, 0, 0)  # time of every entry, so that the same files give the same package
 
 
 @dataclass(frozen=True, slots=True)

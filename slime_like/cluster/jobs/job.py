@@ -12,7 +12,7 @@ MARK = "slime_like"
 """Metadata key of every job that this project submits; its value is ``FORMAT``."""
 FORMAT = "1"
 RUN_NAME, RUN_DIR, USER = "run_name", "run_dir", "user"
-CODE, PYTHON, PACKAGE = "code", "python", "package"  # of ``NodePaths``
+CODE, PYTHON, PACKAGE = "code", "python", "package"  # fields of ``NodePaths``
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 STOPPED_CODE = 130
 
@@ -24,7 +24,7 @@ class ClusterJob:
     id: str
     state: str  # PENDING | RUNNING | SUCCEEDED | FAILED | STOPPED
     message: str
-    exit_code: int | None  # of train.py; None if the job has not ended, or if its process died with its node
+    exit_code: int | None  # exit code of train.py; None if the job has not ended, or if its process died with its node
     started_at: float | None  # s since the epoch
     ended_at: float | None
     metadata: Mapping[str, str]

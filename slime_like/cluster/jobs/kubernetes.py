@@ -45,7 +45,7 @@ def ray_job(layout: NodeLayout, options: KubernetesOptions) -> dict[str, Any]:
     head = {
         "rayStartParams": {"dashboard-host": "0.0.0.0"},
         "template": _pod("ray-head", layout, options),
-    }  # of the pod
+    }  # settings of the head's pod
     groups = [
         {
             "groupName": "gpu",

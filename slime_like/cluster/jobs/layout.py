@@ -22,7 +22,7 @@ class NodeLayout:
     """A run and its nodes, each with the same number of GPUs."""
 
     run_name: str
-    arguments: tuple[str, ...]  # of train.py
+    arguments: tuple[str, ...]  # arguments of train.py
     num_nodes: int
     gpus_per_node: int
     advice: tuple[str, ...] = ()

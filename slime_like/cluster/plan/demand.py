@@ -30,10 +30,10 @@ class MemoryPlan:
     engine: EngineMemory | None = None
     unknown: str = ""  # the reason, if nothing is predicted
     warning: str = ""  # if the run fits only without the allocator's overhead
-    source: str = ""  # of ``available``, if it is not the driver
+    source: str = ""  # source of ``available``, if it is not the driver
     host: MemoryTable | None = None  # main memory of one node of a run on GPUs
     demand: Demand | None = None  # inputs, from which changes are predicted
-    phases: tuple[PhaseMemory, ...] = ()  # of the busiest GPU
+    phases: tuple[PhaseMemory, ...] = ()  # phases of the busiest GPU
 
     @property
     def peak(self) -> PhaseMemory:

@@ -14,7 +14,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.distributed.forensics.ring import PREFIX, SHARED
 
 WIDTH = 96
-_SECRET = secrets.token_bytes(16)  # of this process and its forks
+_SECRET = secrets.token_bytes(16)  # random bytes of this process and its forks
 
 
 def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSpec:

@@ -20,15 +20,15 @@ from slime_like.util.gpus import visible_gpus
 class Machine:
     """Resources of a machine. Example: ``Machine(0, 2, 24 * 2**30, ())`` is a small laptop."""
 
-    num_gpus: int  # of all nodes
-    cpu_count: int  # of one node
-    memory_bytes: int  # of one node
-    gpu_names: tuple[str, ...]  # of each GPU, or one for GPUs of the same kind
-    kernels: Runtime | None = None  # of optional kernels; None: not probed
+    num_gpus: int  # GPUs of all nodes
+    cpu_count: int  # CPUs of one node
+    memory_bytes: int  # memory of one node
+    gpu_names: tuple[str, ...]  # name of each GPU, or one name for GPUs of the same kind
+    kernels: Runtime | None = None  # runtime of optional kernels; None: not probed
     is_local: bool = True  # False: only described, memory_bytes is not a limit
     nodes: int = 1
     gpu_bytes: tuple[int, ...] = ()  # memory of each GPU as the driver reports it; (): not reported
-    numa_nodes: int = 1  # of one node of the run, with cores that it may use
+    numa_nodes: int = 1  # NUMA nodes with cores that the run may use, on one of its nodes
 
 
 def probe_machine() -> Machine:

@@ -23,7 +23,7 @@ class Role:
 
     name: str
     devices: tuple[tuple[int, ...], ...]
-    layout: Layout | None = None  # of Megatron ranks
+    layout: Layout | None = None  # layout of Megatron ranks
 
 
 def num_gpus(roles: tuple[Role, ...]) -> int:

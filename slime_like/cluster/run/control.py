@@ -29,7 +29,7 @@ MAX_NAME_LEN = 60  # characters printed of an unknown request
 MAX_NAMES = 3
 
 
-MAX_DIGITS = 4  # of a number of engines
+MAX_DIGITS = 4  # digits of a number of engines
 
 
 class Request(StrEnum):

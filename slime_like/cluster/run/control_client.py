@@ -37,7 +37,7 @@ def send_request(run_dir: Path, request: Request | RequestText) -> float:
             f"{path} cannot be written ({error.strerror}): send requests as the user of the run, or create the folder again"
         ) from error
     try:
-        return os.fstat(file).st_mtime  # of this file, even if the run has already removed it
+        return os.fstat(file).st_mtime  # time of this file, even if the run has already removed it
     finally:
         os.close(file)
 

@@ -54,7 +54,7 @@ class Residency:
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
     others: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
     engines: EngineStates | None = None  # None: they stay on their devices
-    _parts: tuple[str, ...] | None = field(default=TRAINER_PARTS)  # of each rank; None after a failed move
+    _parts: tuple[str, ...] | None = field(default=TRAINER_PARTS)  # parts of each rank; None after a failed move
     _engine_phase: str | None = field(default=COLLECT)
     _seconds: float = field(default=0.0)  # spent moving since ``drain_metrics``
 

@@ -48,7 +48,7 @@ class RunInputs:
     stop_token_ids: tuple[int, ...]
     source: Any = None  # DataSource, or Demonstrations for supervised fine-tuning
     heldout: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
-    routing: RoutingShape | None = None  # of the routed experts to be replayed; None if engines return none
+    routing: RoutingShape | None = None  # shape of the routed experts to be replayed; None if engines return none
     advice: tuple[str, ...] = ()  # valid but probably unintended settings
 
 

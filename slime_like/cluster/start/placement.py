@@ -34,7 +34,7 @@ from slime_like.util.deadline import Deadline
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 STOP_S = 20.0  # for actors to stop their child processes
 CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is stopped
-PIN = 0.001  # of a node's resource node:ADDRESS, in each bundle that has to be on the node
+PIN = 0.001  # amount of a node's resource node:ADDRESS, in each bundle that has to be on the node
 POLL_S = 1.0  # between two checks of a cluster that lacks nodes or GPUs
 SAY_S = 10.0  # between two lines in the log about them
 # Makes cuBLAS and NCCL sum in the same order each time; must be set before they start; GPUs only.

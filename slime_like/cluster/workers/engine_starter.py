@@ -48,7 +48,7 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 class EngineTemplate:
     """Settings that all engines of a run share."""
 
-    spec: EngineSpec  # of engine 0
+    spec: EngineSpec  # spec of engine 0
     admin_key: str
     stacks_dir: str
     env: Mapping[str, str]
