@@ -11,7 +11,7 @@ from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 from slime_like.util.user_code import check_signature
 
-OPENAI_AGENT = "openai_agent"  # of table GENERATE
+OPENAI_AGENT = "openai_agent"  # a name in table GENERATE
 KEYS = ("agent", "agent_deadline_s", "agent_concurrency")
 AGENT_SIGNATURE = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
 

@@ -1,4 +1,4 @@
-"""Rules of SGLang's (rollout.sglang.*) and megatron-core's (model.megatron.*) fields, without importing either.
+"""Rules for fields of SGLang (rollout.sglang.*) and megatron-core (model.megatron.*), without importing either.
 
 ``upstream/*.json`` lists the fields of SGLang's ``ServerArgs`` and Megatron's ``TransformerConfig`` with type and
 default; ``scripts/dump_upstream_keys.py`` generates them from the installed packages.

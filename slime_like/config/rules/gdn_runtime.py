@@ -22,7 +22,7 @@ class Runtime:
 
     device: str  # cpu | cuda
     capability: tuple[int, int] | None
-    cuda: Version | None  # of torch's build
+    cuda: Version | None  # CUDA version of torch's build
     versions: Mapping[str, Version | None]
     nvcc: bool
 

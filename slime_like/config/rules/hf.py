@@ -18,7 +18,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),  # of families that have FamilyEntry.yarn
+    "yarn": ("factor", "original_max_position_embeddings"),  # only families that have FamilyEntry.yarn
 }
 """Supported rope_type -> numbers that config.json must contain for it."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # each family uses at most one of these keys

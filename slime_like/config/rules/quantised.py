@@ -17,7 +17,7 @@ from slime_like.errors import CheckpointError
 
 CONFIG_KEY = "quantization_config"
 CONFIG_KEYS = (CONFIG_KEY, "compression_config")
-OTHER_CONFIG = "hf_quant_config.json"  # of NVIDIA's ModelOpt
+OTHER_CONFIG = "hf_quant_config.json"  # config of NVIDIA's ModelOpt
 # Suffix of a tensor's name -> format that writes it; the first match counts.
 NAMES = {
     ".weight_packed": "compressed-tensors",
@@ -37,7 +37,7 @@ WEIGHTS = ("F64", "F32", "F16", "BF16")  # safetensors dtypes of weights without
 FLOAT8 = "F8_E4M3"
 SCALE = "_scale_inv"  # suffix of the name of a float8 weight's scales
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")
-IGNORED = ".activation_scale"  # of static activation quantisation, which 16-bit and 32-bit models do not use
+IGNORED = ".activation_scale"  # suffix of static activation scales, which 16-bit and 32-bit models do not use
 BUFFERS = (".position_ids", ".num_batches_tracked", ".attn.bias", ".masked_bias")  # not float, and not weights
 FIX = (
     "give the model's bfloat16, float16 or float32 checkpoint, one with float8 weights and a scale per block "
@@ -75,7 +75,7 @@ class Scales:
     folder: Path
     float8: Float8 | None  # None: config.json declares no float8 weights
     of_weight: Mapping[str, tuple[str, ...]]  # name of a weight -> names of its scales
-    names: frozenset[str]  # of all scales
+    names: frozenset[str]  # names of all scales
 
     def name_of(self, weight: str, dtype: str) -> str | None:
         """Return the name of the scales by which ``weight`` must be multiplied; None without scales.

@@ -16,7 +16,7 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
     ``key`` is the config key that sets ``folder``. The ranks compare values that config.json leaves to the model class.
     """
     top = read_json(key, Path(folder) / "config.json")
-    text = top.get("text_config")  # of a multimodal model, whose model_type is not the text's
+    text = top.get("text_config")  # text part of a multimodal model, whose model_type is not that of the text
     config: dict[str, Any] = {**text, "model_type": None} if isinstance(text, dict) else top
     for name, saved_value in manifest.model.items():
         if name == "tie_word_embeddings" and manifest.model.get("head") == "value":

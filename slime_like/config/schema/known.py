@@ -125,7 +125,7 @@ def _nearest(key: str, candidates: Iterable[str]) -> str:
     group, _, last = key.rpartition(".")
     options = list(candidates)
     in_group = [k for k in options if group and k.startswith(f"{group}.")]
-    in_group.sort(key=lambda k: -k.count("."))  # of keys with the same last word, the one that is not in a subgroup
+    in_group.sort(key=lambda k: -k.count("."))  # for equal last words, a key outside subgroups is last and wins
     last_words = {k.rpartition(".")[2]: k for k in in_group}
     if close := closest(last, last_words):
         return f"did you mean {last_words[close]!r}?"
