@@ -48,7 +48,7 @@ class AssembleSpec:
     mask_truncated: bool = False
     mask_offpolicy: bool = False  # in samples with several versions, train only on tokens of the newest version
     overlong: OverlongPenalty | None = None  # None: no penalty
-    routing: RoutingShape | None = None  # of the routed experts that the trainer replays; None if it replays none
+    routing: RoutingShape | None = None  # shape of the routed experts that the trainer replays; None if it replays none
 
 
 @dataclass(frozen=True, slots=True)

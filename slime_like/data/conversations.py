@@ -43,10 +43,10 @@ class Conversations:
 
     tokenizer: Tokenizer
     method: str = "turns"  # data.conversation: turns or whole
-    kwargs: Mapping[str, Any] | None = None  # of the chat template
+    kwargs: Mapping[str, Any] | None = None  # arguments of the chat template
 
     def mark(self, messages: Sequence[Message], tools: object, location: str) -> MaskedTokens:
-        """Return the tokens of ``messages``.
+        """Return the tokens of ``messages``, with a mask of the tokens that are trained on.
 
         Raises ``DataError`` naming ``location`` if the template refuses the messages or no assistant turn is trained on, and
         ``ConfigError`` for an unsuitable tokenizer.

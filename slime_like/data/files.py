@@ -37,7 +37,7 @@ class DataFile:
     path: Path
     start: int
     stop: int  # exclusive, at most num_rows
-    num_rows: int  # of the whole file
+    num_rows: int  # rows of the whole file
 
     @classmethod
     def open(cls, key: str, spec: str) -> DataFile:

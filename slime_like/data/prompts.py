@@ -21,7 +21,7 @@ from slime_like.metrics.types import Last, Metric
 from slime_like.types import Prompt
 from slime_like.util.reading import Count, abbreviate, typed
 
-MAX_REASONS = 5  # of bad rows
+MAX_REASONS = 5  # number of reasons kept for bad rows
 MIN_ROLLOUTS_APART = 4  # between two uses of a prompt, if the file has enough rows
 
 
@@ -32,7 +32,7 @@ class SourceContext:
     path: str  # data.train, or a file of evaluation.datasets
     tokenizer: Tokenizer
     max_context_len: int  # prompt and response together
-    needs_label: Callable[[str | None], bool]  # of a row's rm_type; raises ConfigError on an unknown one
+    needs_label: Callable[[str | None], bool]  # takes a row's rm_type; raises ConfigError on an unknown one
     row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str] = (
         any_row  # (rm_type, label, metadata) -> problem, or empty
     )
@@ -41,10 +41,10 @@ class SourceContext:
     shuffle: bool = True
     dataset: str = "train"
     key: str = "data.train"  # the config key that named the path, for messages
-    vocab_size: int | None = None  # of the model; None: not checked
+    vocab_size: int | None = None  # size of the model's vocabulary; None: not checked
     supervised: bool = False  # rows are demonstrations: a label, or chat messages that end with the assistant's turn
     batch_size: int = 1  # prompts at the start of a rollout
-    max_prompts: int = 1  # of a rollout, including refills
+    max_prompts: int = 1  # prompts of a rollout, including refills
 
 
 def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:

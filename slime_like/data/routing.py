@@ -23,7 +23,7 @@ OWN_EXPERTS = "own_experts"  # suffix of metrics of log-probabilities without re
 class RoutingShape:
     """Shape of the experts of a token."""
 
-    num_blocks: int  # of the decoder; blocks without experts have zeros
+    num_blocks: int  # blocks of the decoder; those without experts have zeros
     experts_per_token: int
     num_experts: int
     sparse_blocks: tuple[int, ...]  # with experts
@@ -53,8 +53,8 @@ class RoutingShape:
 class RoutingDifference:
     """Comparison of replayed experts with the trainer's own choice, over all ranks."""
 
-    share: float  # of the tokens of a layer, mean over the layers
-    max_share: float  # of the layer with the largest share
+    share: float  # share of a layer's tokens, mean over the layers
+    max_share: float  # share in the layer where it is largest
     max_gap: float  # largest difference of scores by which a router prefers its own choice: logits, or sigmoids with their bias
 
     def metrics(self, prefix: str) -> tuple[Metric, ...]:

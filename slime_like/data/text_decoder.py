@@ -48,7 +48,7 @@ def text_decoder(tokenizer: Tokenizer) -> Callable[[TokenIds], str]:
 class ByteTable:
     """Bytes of each token of a vocabulary."""
 
-    content: npt.NDArray[np.uint8]  # of all tokens, one after another
+    content: npt.NDArray[np.uint8]  # bytes of all tokens, one after another
     starts: I32  # [V]
     lengths: I32  # [V]
 

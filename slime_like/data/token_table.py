@@ -33,7 +33,7 @@ DTYPES = {
 class TokenTable:
     """Table of S sequences with T tokens in total. ``[T]`` columns are aligned with tokens, as in ``PackedBatch``."""
 
-    version: int  # of the weights that computed trainer_logprobs
+    version: int  # version of the weights that computed trainer_logprobs
     sample_ids: I64  # [S]
     cu_seqlens: I32  # [S + 1]
     token_ids: I32  # [T]
