@@ -72,7 +72,7 @@ class MemoryState:
     """A rank's last memory query, in bytes."""
 
     free: int
-    process_bytes: int  # of the memory, held by the rank
+    process_bytes: int  # part of the memory that the rank holds
     total: int
     query_ns: int
 

@@ -31,8 +31,8 @@ class MeasuredOp:
     source: str  # driver | allocator | host
     calls: int
     num_bytes: int  # payload of all calls
-    time_ns: int  # of all calls
-    query_ns: int  # of one query of free memory
+    time_ns: int  # time of all calls
+    query_ns: int  # time of one query of free memory
     first_allocator: int
     first_driver: int
     later_allocator: int

@@ -38,7 +38,7 @@ class QuerySchedule:
     _loss_rate: float = 0.0  # bytes per ns, recent maximum
     _checked_at: float = 0.0
     _held_at_check: int = 0
-    _growth_rate: float = 0.0  # of the held memory, bytes per ns, recent maximum
+    _growth_rate: float = 0.0  # growth of the held memory, bytes per ns, recent maximum
     _query_cost: float = 0.0  # ns, recent maximum
     _check_cost: float = 0.0  # ns, recent maximum
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NAMES = ("gloo", "nccl")
 # Methods that are not ops and must reach the group that executes the ops.
 REDIRECTED = ("_start_coalescing", "_get_backend")
-KEY_PREFIX = "rebuild"  # of the store keys with the addresses of rebuilt communicators
+KEY_PREFIX = "rebuild"  # prefix of the store keys with the addresses of rebuilt communicators
 # Number of the next rebuild, the same on every rank. Each rebuild has keys of its own.
 _rebuild_numbers = itertools.count(1)
 
