@@ -31,7 +31,7 @@ from slime_like.planner.trainer_changes import FLAGS
 from slime_like.planner.view import engine_lines, model_line, phase_lines, trainer_lines
 from slime_like.printable import print_output, visible
 
-MAX_COUNT = 2**31  # of tokens, ranks or requests
+MAX_COUNT = 2**31  # largest number of tokens, ranks or requests
 EXAMPLES = """examples:
   python -m slime_like.planner DeepSeek-R1 --on 8xH20 --weights fp8 --static most --input 1024 --output 2048
   python -m slime_like.planner Qwen3-235B-A22B --on 8xH20 --input 32768 --output 4096 --uniform
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    except SystemExit:  # of argparse, which has written its help
+    except SystemExit:  # raised by argparse, which has written its help
         print_output("")
         raise
 

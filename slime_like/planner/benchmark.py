@@ -15,7 +15,7 @@ from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import prefill_time
 
-SEED = 1  # of bench_serving
+SEED = 1  # seed of bench_serving
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class StepTime:
     weights: float  # reading them, or computing with them if that takes longer, and the outputs of experts
     attention: float
     collectives: float
-    exchange: float  # of DCP
+    exchange: float  # exchange of DCP
     fixed: float  # kernels, apart from their work
     prefetch: float  # the larger of FlowMLA's memory traffic and the part of its gathering that overlaps with nothing
 

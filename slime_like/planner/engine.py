@@ -15,7 +15,8 @@ from slime_like.planner.table import Item, MemoryTable, items
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 """Bytes per weight of the linear layers. Embedding, output layer, router and norms of an FP8 model stay bfloat16."""
-STATE_SHARE = 0.9 / 1.9  # of a hybrid model's pool: SGLang's mamba_full_memory_ratio 0.9, states to keys and values
+# Share of a hybrid model's pool: SGLang's mamba_full_memory_ratio is 0.9, states to keys and values.
+STATE_SHARE = 0.9 / 1.9
 STATE_BYTES = 4  # SGLang keeps recurrent states in float32
 
 
@@ -25,7 +26,7 @@ class EngineMemory:
 
     table: MemoryTable  # with the pool
     pool: float  # bytes for keys and values; negative if the engine does not start
-    token_bytes: float  # of one token of a sequence, on one rank
+    token_bytes: float  # bytes for one token of a sequence, on one rank
     slot_bytes: float  # recurrent state of one request, on one rank
     state_requests: int  # requests of one group whose recurrent states fit
     groups: int  # independent attention groups, each with its own pool

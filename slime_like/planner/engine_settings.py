@@ -25,7 +25,7 @@ class EngineSettings:
     tuned: bool = False  # static was raised until the engine no longer started
     chunk: int | None = None  # SGLang's chunked_prefill_size; None: its default for the GPU, 0 or less: no chunks
     max_prefill_tokens: int = 16_384  # SGLang's, of a prefill without chunks
-    graph_requests: int | None = None  # of the largest CUDA graph of decoding; None: SGLang's default
+    graph_requests: int | None = None  # requests of the largest CUDA graph of decoding; None: SGLang's default
     decode_graphs: bool = True
     padded_groups: bool = False  # graphs pad each attention group to the requests of all (SGLang until mid-2025)
     prefill_graphs: int | None = None  # number of CUDA graphs of prefill; None: SGLang's default
@@ -35,7 +35,7 @@ class EngineSettings:
     states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
     state_slots: int | None = None  # SGLang's max_mamba_cache_size
     max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
-    rank_memory: int | None = None  # of an engine on a CPU, in bytes; None: a share of the machine's
+    rank_memory: int | None = None  # bytes of an engine rank on a CPU; None: a share of the machine's memory
     replicated_q: bool = False  # each DCP rank also has the query projections of its group
     symmetric_memory: bool = False  # SGLang's enable_symm_mem
 

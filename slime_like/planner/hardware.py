@@ -9,7 +9,7 @@ from slime_like.errors import ConfigError
 from slime_like.planner.constants import MIB
 from slime_like.registry import nearest
 
-CORES_PER_GPU = 8  # of a machine of which only the GPUs are known
+CORES_PER_GPU = 8  # cores of a machine of which only the GPUs are known
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,19 @@ from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import Item, MemoryTable, items
 from slime_like.planner.trainer import TrainerSettings, allocated_items
 
-KV_TOKENS = 65_536  # of an engine on a CPU without max_total_tokens (slime_like_plugins.sglang_cpu.platform)
+KV_TOKENS = 65_536  # tokens of an engine on a CPU without max_total_tokens (slime_like_plugins.sglang_cpu.platform)
 MEMORY_FRACTION = 0.3  # its mem_fraction_static
 RUNNING = 512  # requests for which it has recurrent states without max_running_requests (sglang_cpu.hybrid.states)
 SLOTS_PER_REQUEST = 4
-MAX_STATE_BYTES = 2**30  # of these states; SGLang chooses their number if they need more
-MAX_PACKED_BYTES = 2**28  # of weights that are packed for the C kernels (sglang_cpu.products)
+MAX_STATE_BYTES = 2**30  # bytes of these states; SGLang chooses their number if they need more
+MAX_PACKED_BYTES = 2**28  # bytes of weights that are packed for the C kernels (sglang_cpu.products)
 
 
 @dataclass(frozen=True, slots=True)
 class HostPool:
     """Caches of one engine on a CPU."""
 
-    tokens: int  # of the KV cache: SGLang's max_total_num_tokens
+    tokens: int  # tokens of the KV cache: SGLang's max_total_num_tokens
     slots: int  # recurrent states; 0 without recurrence
 
 

@@ -19,7 +19,7 @@ EXPERTS = 10
 SHARED = 4  # gate and up, activation, down, addition
 QUANTIZED = {ATTENTION: 2, LATENT: 4, RECURRENT: 2, "mlp": 2}
 """Linear layers whose inputs an FP8 model quantizes, in a separate kernel for each layer."""
-EXCHANGE = 3  # of DCP: queries, log-sum-exp, outputs
+EXCHANGE = 3  # kernels of a DCP exchange: queries, log-sum-exp, outputs
 
 
 def num_kernels(shape: ModelShape, *, fp8: bool) -> int:

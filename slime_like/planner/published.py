@@ -37,7 +37,7 @@ class PublishedRun:
     predicted: float
     unit: str
     source: str
-    tolerance: float  # of the published number
+    tolerance: float  # tolerance of the published number
     points: float = 0.0  # absolute tolerance of a number close to 0, in its unit
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ATTENTION, LATENT, RECURRENT = "attention", "latent", "recurrent"
-NORM_WEIGHTS = 2  # of a layer: before the token mixer and before the MLP
+NORM_WEIGHTS = 2  # norms of a layer: before the token mixer and before the MLP
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Throughput:
     running: int  # requests that decode together
     step: StepTime
     prefill: float  # seconds per request
-    request_seconds: float  # of the engine's time, per finished request
+    request_seconds: float  # engine time per finished request
     output_tokens: float  # per request
 
     @property

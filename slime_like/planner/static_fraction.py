@@ -16,8 +16,8 @@ from slime_like.planner.shapes import ModelShape
 
 LARGE_GPU = 60 * GIB  # on larger GPUs, SGLang has a minimum reserve
 LARGE_GRAPH = 300  # requests; for larger graphs, data-parallel attention takes more per request
-LATENT_GRAPH_TOKENS = 8_192  # of the largest prefill graph of latent attention
-DEEPEP_GRAPH_TOKENS = 2_048  # of the largest prefill graph with DeepEP, whose graphs have multiples of 8 tokens
+LATENT_GRAPH_TOKENS = 8_192  # tokens of the largest prefill graph of latent attention
+DEEPEP_GRAPH_TOKENS = 2_048  # tokens of the largest prefill graph with DeepEP, whose graphs have multiples of 8
 MIN_PREFILL_TOKENS = 2_048
 
 
@@ -27,7 +27,7 @@ class GpuDefaults:
 
     below: float  # bytes
     chunk: int  # tokens of a prefill chunk
-    requests: int  # of the largest CUDA graph of decoding
+    requests: int  # requests of the largest CUDA graph of decoding
     wide_requests: int  # the same with 4 or more tensor parallel ranks
 
 

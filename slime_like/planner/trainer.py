@@ -31,7 +31,7 @@ class TrainerSettings:
     tokens: int = 8_192  # packed tokens of a micro-batch on one rank
     dtype: str = "bfloat16"
     recompute: str = "none"  # none | selective | full
-    recompute_method: str = "uniform"  # of full: uniform pieces of all layers | block: the first layers of each segment
+    recompute_method: str = "uniform"  # for full: uniform pieces of all layers | block: first layers of each segment
     recompute_layers: int = 1  # layers per recomputed piece; with block, recomputed layers per segment
     logits_chunk: int = 4_096
     offload: float = 0.0  # share of the optimizer that is in host memory
