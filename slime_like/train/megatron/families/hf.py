@@ -34,7 +34,7 @@ class HFFolder:
         self.float8 = read_float8(key, self.path, self.raw_config)
         refuse_code(key, self.path / "config.json", self.raw_config)
         self._files: dict[str, Any] = {}
-        self._entries: dict[str, TensorEntry] = {}  # of the files that have been opened
+        self._entries: dict[str, TensorEntry] = {}  # entries of the files that have been opened
         self._scales: Scales | None = None
         self._file_of: dict[str, str] | None = None  # tensor name -> file name
 

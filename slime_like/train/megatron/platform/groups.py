@@ -39,7 +39,7 @@ class RankInfo:
     etp_rank: int  # index of this rank's shard of each of them
     expert_dp_rank: int  # index of this copy of the range
     expert_group: Any  # ranks that share one copy of all experts: shards of the first range, of the second, and so on
-    # Of each rank: address of its node if that does not share run.dir with the driver's node, else ""; () if all share it.
+    # Each rank's node address if that node does not share run.dir with the driver's node, else ""; () if all share it.
     separate_nodes: tuple[str, ...] = ()
 
     def shard(self, *, expert: bool) -> tuple[int, int]:

@@ -146,7 +146,7 @@ def _torch_optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    yield from getattr(optimizer, "param_to_fp32_param", {}).values()  # of an optimizer that is partly in host memory
+    yield from getattr(optimizer, "param_to_fp32_param", {}).values()  # if the optimizer is partly in host memory
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

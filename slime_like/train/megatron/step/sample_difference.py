@@ -32,14 +32,13 @@ CAUSES = (
 class SampleLogprobDifference:
     """Differences of log-probabilities, trainer minus engine, of one rollout's trained tokens on this rank."""
 
-    version: int  # of the trainer's weights
+    version: int  # version of the trainer's weights
     rank_info: RankInfo
     tolerance: float | None = None  # largest allowed difference; None: no check
-    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # of samples that only the trainer's version sampled
-    mixed: list[Tensor] = field(
-        default_factory=list[Tensor]
-    )  # of tokens of the trainer's version in samples of several versions
-    stale: list[Tensor] = field(default_factory=list[Tensor])  # of tokens of other versions
+    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # in samples of the trainer's version only
+    # differences at tokens of the trainer's version in samples of several versions
+    mixed: list[Tensor] = field(default_factory=list[Tensor])
+    stale: list[Tensor] = field(default_factory=list[Tensor])  # differences at tokens of other versions
     sample_ids: list[I64] = field(default_factory=list[I64])  # at each token of ``on_policy``
 
     @torch.no_grad()

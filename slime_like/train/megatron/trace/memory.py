@@ -29,7 +29,7 @@ class TracedBatch:
 
     length: int  # tokens of a sequence
     num_micro_batches: int
-    trained_share: float = 1.0  # of the tokens; the others are prompts
+    trained_share: float = 1.0  # share of the tokens; the others are prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
 
     gc.collect()
     torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()  # of an earlier trace in this process
+    base = torch.cuda.memory_allocated()  # memory of an earlier trace in this process
     peaks = _Peaks([], base, torch.cuda.memory_reserved())
     trainer = peaks.during("build", lambda: UnloadedTrainer(spec, info))
     micros = [_micro_batch(spec, batch, seed) for seed in range(batch.num_micro_batches)]

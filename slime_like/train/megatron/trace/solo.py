@@ -25,7 +25,7 @@ from slime_like.util.ports import RendezvousAddress
 
 NOWHERE = RendezvousAddress("localhost", 0)
 _is_adapted = _keeps_objects = False
-_hidden_shape = [0, 1, 0]  # of the hidden states that this rank's pipeline stage exchanges
+_hidden_shape = [0, 1, 0]  # shape of the hidden states that this rank's pipeline stage exchanges
 
 
 def join(spec: RankSpec, rank: int = 0) -> RankInfo:
