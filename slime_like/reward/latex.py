@@ -28,7 +28,7 @@ DOLLARS = re.compile(r"\$\$(.+)\$\$|\$([^$\n]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re
 PERCENT = re.compile(r"\\?%$")
 MAX_CHARACTERS = 400  # characters; answers of MATH-500 have at most 159
 MAX_DEPTH = 12  # nested braces
-MAX_DIGITS, MAX_TERMS = 20_000, 1_000  # of results, and of expanded products in sympy
+MAX_DIGITS, MAX_TERMS = 20_000, 1_000  # digits of results, terms of expanded products in sympy
 UNSAFE = re.compile(
     r"\d{60,}"  # very long numbers
     r"|\^\s*\{[^{}]*\^|\^\s*[\w.]+\s*\^"  # powers of powers

@@ -17,10 +17,10 @@ BETWEEN = {"=", ",", ";", "<", ">", "&", r"\\", r"\le", r"\ge", r"\leq", r"\geq"
 FRACTIONS = {r"\frac", r"\dfrac", r"\tfrac"}
 BINOMIALS = {r"\binom", r"\dbinom", r"\tbinom"}
 MAX_SIZE = 1e18  # cap of digits and terms, treated as infinite
-ROOT_DIGITS = 40  # of a radicand: sympy factors it
-ARGUMENT_DIGITS = 6  # of an exponent, and of the argument of an exponential or trigonometric function
+ROOT_DIGITS = 40  # digits of a radicand: sympy factors it
+ARGUMENT_DIGITS = 6  # digits of an exponent, and of the argument of an exponential or trigonometric function
 FUNCTIONS = {rf"\{name}" for name in ("exp", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan", "cot", "sec", "csc")}
-FACTORIAL_DIGITS = 3  # of the number before ``!`` or in a binomial coefficient
+FACTORIAL_DIGITS = 3  # digits of the number before ``!`` or in a binomial coefficient
 
 
 @dataclass(frozen=True, slots=True)

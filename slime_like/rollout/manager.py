@@ -70,7 +70,7 @@ class ManagerSpec:
     deterministic: bool
     overlong: OverlongPenalty | None = None  # applied by the driver before advantages
     baseline: str = "group"  # baseline of advantages: group, batch or none; see LearningSignal
-    routing: RoutingShape | None = None  # of the routed experts that engines return; None if they return none
+    routing: RoutingShape | None = None  # shape of the routed experts that engines return; None if they return none
     releases_memory: bool = False  # the engines give up memory while the trainer needs it
     receives_pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
 

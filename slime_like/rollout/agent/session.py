@@ -50,7 +50,7 @@ class Session:
         self._turns: list[Turn] = []
         self._episodes: list[Episode] = []
         self._num_requests = 0
-        self._text = ""  # of the newest answer
+        self._text = ""  # text of the newest answer
         self.end_status: Status | None = None  # why calls are refused: the context is full, or the engine aborted
         self.failure: Exception | None = None  # error of an engine or of this program, not of the agent
         self.overrides: dict[str, str] = {}  # requested sampling settings that were ignored, by name

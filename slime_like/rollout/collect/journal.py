@@ -49,7 +49,7 @@ class EngineCall:
         self._rows = _fork_prompt(store, token_ids, len(seeds))
         self._finishes = [ABORT] * len(seeds)
         self._usage = [(0, 0)] * len(seeds)  # prompt and cached tokens of the requests
-        self.oldest_version: int | None = None  # of the sampled tokens; None if there are none
+        self.oldest_version: int | None = None  # oldest version of the sampled tokens; None if there are none
 
     def unfinished_indices(self) -> list[int]:
         """Return the indices of completions that may be continued."""

@@ -50,12 +50,12 @@ class GroupSampler:
     rewards: RewardPool
     generate: GenerateFn
     generate_name: str  # rollout.generate, for messages
-    tokenizer: Tokenizer  # of model.hf_checkpoint
+    tokenizer: Tokenizer  # tokenizer of model.hf_checkpoint
     decode: Callable[[TokenIds], str]  # token ids -> text, special tokens dropped
     chat_template_kwargs: Mapping[str, object]
     max_context_len: int
     seed: int
-    usage: RequestCounts  # of training groups
+    usage: RequestCounts  # requests of training groups
     trains: bool  # True if groups of the training stream are trained on
 
     async def group(

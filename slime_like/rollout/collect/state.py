@@ -63,7 +63,7 @@ class PartialGroup:
 class RolloutState:
     """Data cursor, and every prompt that was taken but is in no rollout: it was given back, or its group is unfinished."""
 
-    cursor: Mapping[str, Any]  # of the data source
+    cursor: Mapping[str, Any]  # cursor of the data source
     queued: tuple[QueuedPrompt, ...]
     partial_groups: tuple[PartialGroup, ...]
 

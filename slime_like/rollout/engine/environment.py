@@ -70,7 +70,7 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),
-        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of hybrid models; SGLang's default is bfloat16
+        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # dtype of hybrid models; SGLang's default is bfloat16
         "TMPDIR": scratch,
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token

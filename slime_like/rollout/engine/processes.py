@@ -18,7 +18,7 @@ SHARED = Path("/dev/shm")
 # Load statistics, messages between tensor parallel ranks, semaphores of multiprocessing, segments of CUDA and NCCL. Other files
 # may be a user's, such as a model.
 PREFIXES = ("sglang_loads_", "sgl_shm_", "sem.mp-", "cuda.shm.", "nccl-")
-SCRATCH_PREFIX = "slime_like-engine-"  # of an engine's temporary folder (its TMPDIR)
+SCRATCH_PREFIX = "slime_like-engine-"  # prefix of an engine's temporary folder (its TMPDIR)
 
 
 def members(group: int) -> Iterator[Path]:

@@ -24,7 +24,7 @@ from slime_like.rollout.pool.engine_slot import EngineSlot
 from slime_like.types import F32, I32, RoutedExperts, SampleGroup
 
 NUM_DECODED = 8  # tokens of a continuation: prefill samples the first, decode steps the others
-MAX_PREFIX_LEN = 256  # of a continuation: each engine samples its own continuations, and the trainer scores them all
+MAX_PREFIX_LEN = 256  # tokens before a continuation: each engine samples its own, and the trainer scores them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ async def probe_engine(
         if len(completion.token_ids)
     )
     logprobs, experts = zip(*scored, strict=True)
-    returned_experts = tuple(e for e in experts if e is not None)  # of all sequences or of none
+    returned_experts = tuple(e for e in experts if e is not None)  # experts of all sequences, or of none
     return ProbeScores(version, tuple(sequences), logprobs, tuple(continuations), returned_experts)
 
 
