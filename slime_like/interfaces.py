@@ -92,7 +92,7 @@ class GenerateContext:
     group_id: int
     first_sample_id: int
     max_context_len: int
-    tokenizer: Tokenizer  # of model.hf_checkpoint; pass it to ``data.chat.tokenize`` to encode a tool's text
+    tokenizer: Tokenizer  # tokenizer of model.hf_checkpoint; pass it to ``data.chat.tokenize`` to encode a tool's text
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict[str, object])  # data.chat_template_kwargs
 
 

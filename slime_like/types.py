@@ -161,5 +161,5 @@ class StepStats:
     "Step" means one rollout here and in metrics, but one optimizer step in ``OptimizerStep`` and ``StepBatch``.
     """
 
-    version: int  # of the new weights
+    version: int  # version of the new weights
     metrics: tuple[Metric, ...]

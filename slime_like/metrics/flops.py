@@ -30,7 +30,7 @@ class DecoderShape:
     heads: int
     kv_heads: int
     head_dim: int
-    output_gate: bool  # of attention
+    output_gate: bool  # True: attention has an output gate
     gdn: GDNShape | None
     dense_layers: int  # with one MLP
     mlp: int

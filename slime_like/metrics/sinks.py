@@ -99,7 +99,7 @@ class JsonlSink:
     first_step: int
     damage: str = field(init=False)  # message about missing and unreadable lines; empty if there are none
     _file: AppendOnlyFile = field(init=False)
-    _warnings: list[str] = field(default_factory=list[str], init=False)  # of the step that is logged next
+    _warnings: list[str] = field(default_factory=list[str], init=False)  # warnings of the step that is logged next
 
     def __post_init__(self) -> None:
         retained = read_retained_lines(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")

@@ -13,13 +13,13 @@ class CallCounts:
     """Calls since the process started, in the order of ``enum counter`` in ``csrc/phantom.c``."""
 
     launches: int = 0
-    products: int = 0  # of cuBLAS
+    products: int = 0  # calls of cuBLAS
     copies_to_device: int = 0
     copies_to_host: int = 0
     copies_on_device: int = 0
     syncs: int = 0  # the host waited for a stream, an event or the device
     collectives: int = 0
-    allocations: int = 0  # of the driver, not of torch's allocator
+    allocations: int = 0  # allocations by the driver, not by torch's allocator
     graphs: int = 0
 
     def __sub__(self, earlier: CallCounts) -> CallCounts:

@@ -17,7 +17,7 @@ class PhantomGpu:
     memory_bytes: int = 80 * GIB
     num_devices: int = 1
     capability: tuple[int, int] = (9, 0)
-    context_bytes: int = 500 * 2**20  # of a process on each GPU, outside of torch's allocator
+    context_bytes: int = 500 * 2**20  # memory of a process on each GPU, outside of torch's allocator
 
     def environment(self) -> dict[str, str]:
         """Return the variables that put a new process on these GPUs. Compiles the library; raises ``ConfigError``."""

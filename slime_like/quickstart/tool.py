@@ -25,8 +25,8 @@ class ToolSpec:
     num_train: int = 4000
     num_heldout: int = 300
     num_demonstrations: int = 40_000
-    call_share: float = 0.25  # of first turns that call the calculator
-    second_turn_share: float = 0.2  # of demonstrations that show the second turn
+    call_share: float = 0.25  # share of first turns that call the calculator
+    second_turn_share: float = 0.2  # share of demonstrations that show the second turn
     seed: int = 1
 
     def write(self, folder: Path) -> None:

@@ -14,7 +14,7 @@ from slime_like.report.record import RunRecord
 MEAN = "train/train_rollout_logprob_abs_diff"
 PROBE = "probe/logprob_abs_diff_mean"
 SLOPE_TOLERANCE = 0.02
-MIN_TOKENS = 16  # of a slope
+MIN_TOKENS = 16  # minimum for a slope
 
 
 @dataclass(frozen=True, slots=True)

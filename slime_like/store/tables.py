@@ -87,8 +87,8 @@ class RowTable:
     size: int = 0
     extent: I64 = field(default_factory=_integers)  # -1: released
     length: I64 = field(default_factory=_integers)
-    slab: I64 = field(default_factory=_integers)  # of the extent
-    start: I64 = field(default_factory=_integers)  # of the extent
+    slab: I64 = field(default_factory=_integers)  # slab of the extent
+    start: I64 = field(default_factory=_integers)  # start of the extent
     limit: I64 = field(default_factory=_integers)  # length up to which tokens may be appended without a further check
     is_finished: Bools = field(default_factory=_booleans)
     has_experts: Bools = field(default_factory=_booleans)

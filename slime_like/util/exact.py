@@ -20,7 +20,7 @@ ROWS = 16  # AMD EPYC needs 4; an Intel Xeon with AVX-512 needs 16 for products 
 COLUMNS = 16
 BLOCK = 64  # keys summed by one matrix product
 MAX_SCORES = 1 << 22  # attention scores in memory at a time
-MAX_CHECKED_COLUMNS = 4_096  # of a product that ``check_machine`` tests
+MAX_CHECKED_COLUMNS = 4_096  # columns of a product that ``check_machine`` tests
 
 
 def padded_rows(x_TI: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class BroadcastSender:
         self._host = host
         self._store: dist.Store | None = None  # rendezvous of the group; must outlive the group
         self._group: dist.ProcessGroup | None = None
-        self._connections: GlooConnections | None = None  # of a group over gloo
+        self._connections: GlooConnections | None = None  # connections of a group over gloo
         self._timeout = datetime.timedelta(
             seconds=transport.deadline_s * scale()
         )  # for the store and for each broadcast
