@@ -27,7 +27,7 @@ class ExchangeClock(Protocol):
         ...
 
     def take(self, num_replays: int) -> float:
-        """Return the seconds spent in exchanges since the last call, in which the engine replayed graphs ``num_replays`` times."""
+        """Return the seconds spent in exchanges since the last call. Since then, graphs were replayed ``num_replays`` times."""
         ...
 
 
@@ -126,7 +126,7 @@ class DeviceClock:
         return sum(begin.elapsed_time(end) for begin, end in graph.pairs)
 
 
-_clocks: list[ExchangeClock] = []  # of this process's DCP group; at most one
+_clocks: list[ExchangeClock] = []  # clock of this process's DCP group; at most one
 
 
 def take(num_replays: int) -> float | None:

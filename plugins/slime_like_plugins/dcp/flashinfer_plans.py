@@ -16,7 +16,7 @@ upstream: Any = flashinfer_backend  # its names that come from flashinfer exist 
 class GroupRank(Protocol):
     """Rank of a DCP group."""
 
-    size: int  # of the group
+    size: int  # number of ranks in the group
     rank: int
 
 

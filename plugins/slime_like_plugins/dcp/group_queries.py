@@ -1,7 +1,7 @@
 """Queries of a whole DCP group, computed on each of its ranks (``rollout.dcp_replicate_q``).
 
-In a decode step, a rank attends the query heads of all ranks of its group. The hidden states are the same on all ranks,
-so a rank with copies of the other ranks' query projections computes these queries itself, instead of gathering them.
+In a decode step, a rank computes attention for the query heads of all ranks of its group. The hidden states are the same on
+all ranks, so a rank with copies of the other ranks' query projections computes these queries itself, instead of gathering them.
 The design is that of SGLang's ``dcp_replicate_q_proj``, which exists only for models with multi-head latent attention.
 SGLang makes the copies once; here they are renewed after each push.
 

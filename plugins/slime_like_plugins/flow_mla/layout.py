@@ -42,7 +42,7 @@ class LayerLayout:
 
     matrices: tuple[Matrix, ...]
     offsets: tuple[int, ...]  # byte of the buffer at which each matrix begins
-    num_bytes: int  # of the buffer, padded
+    num_bytes: int  # size of the buffer, padded
     num_ranks: int
 
     @property

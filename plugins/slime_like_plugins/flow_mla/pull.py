@@ -82,7 +82,7 @@ class PullGather:
 
     def __init__(self, rank: int, num_ranks: int, exchange: RankExchange, memory: PartMemory) -> None:
         self._rank, self._num_ranks, self._exchange, self._memory = rank, num_ranks, exchange, memory
-        self._parts: list[list[Tensor]] = []  # of each layer, in order of ranks
+        self._parts: list[list[Tensor]] = []  # parts of each layer, in order of ranks
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         return self._memory.allocate(num_bytes)

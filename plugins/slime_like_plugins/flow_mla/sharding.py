@@ -35,7 +35,7 @@ UNREADABLE = (
 class ModuleWeight:
     """A weight of a module: a parameter, or a tensor that SGLang computes from one."""
 
-    name: str  # of the module within its decoder layer, and of the attribute
+    name: str  # name of the module within its decoder layer, and of the attribute
     module: torch.nn.Module
     attribute: str
 

@@ -47,8 +47,8 @@ class ClientSettings:
     name: str = "the worker of remote experts"  # in errors
     transport: str = "auto"  # auto, shared or socket
     row_type: RowType = RowType.float32
-    deadline_s: float = 30.0  # of a request
-    shared_bytes: int = 0  # of the shared region; 0: as many as requests need
+    deadline_s: float = 30.0  # limit for a request
+    shared_bytes: int = 0  # size of the shared region; 0: as many bytes as requests need
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class ExpertRequest:
     deadline: Deadline
     slot: int  # occupied until the reply
     reply: Frame | None = None
-    rows: Tensor | None = None  # of a RESULT
+    rows: Tensor | None = None  # rows in a RESULT
     error: str = ""
     buffers: list[memoryview] = field(default_factory=list)  # in use until the request has left
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from slime_like.errors import SlimeLikeError
 from slime_like_plugins.remote_experts.frames import HEADER_BYTES, Frame, Header, pack, unpack
 
-BUFFER_BYTES = 4 << 20  # of the kernel, for each direction; it may grant less
+BUFFER_BYTES = 4 << 20  # size of the kernel's buffer for each direction; it may grant less
 type Buffer = bytes | bytearray | memoryview
 
 

@@ -47,11 +47,11 @@ class RemoteExperts:
         self._options = options
         self._link = WorkerLink(options, rank)
         self._shapes: ExpertShapes | None = None
-        self._copy: ExpertMemory | None = None  # of the weights, for policies other than required
+        self._copy: ExpertMemory | None = None  # copy of the weights, for policies other than required
         self._version = 0  # committed; 0 while an update is open
         self._commits = 0
         self._is_replaced = False
-        self._failure = ""  # of an update
+        self._failure = ""  # reason why an update failed
         self._restarts = self._restarts_in_a_row = 0
         self._chooser = ModeChooser(options.mode)
         self._traffic = Traffic()

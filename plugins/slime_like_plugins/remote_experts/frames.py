@@ -73,7 +73,7 @@ class Header:
     num_selected: int = 0  # remote experts of each row
     hidden: int = 0  # numbers of a row
     row_type: RowType = RowType.float32
-    slot: int = INLINE  # of the shared region that has the payload
+    slot: int = INLINE  # slot of the shared region that has the payload
     json_bytes: int = 0
     payload_bytes: int = 0
 

@@ -23,7 +23,7 @@ class ExpertShapes:
     num_experts: tuple[int, ...]  # remote experts of each of these layers
     hidden: int
     intermediate: int
-    dtype: str  # of the weights, a key of DTYPES
+    dtype: str  # dtype of the weights, a key of DTYPES
     capacity: int  # maximum rows of a request
     max_selected: int  # maximum experts of a row
 

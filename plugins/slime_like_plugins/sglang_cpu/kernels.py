@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LANES = 16  # widest vector of a C build
-BLOCK = 256  # of the vocabulary, in sampling
+BLOCK = 256  # entries of the vocabulary per block, in sampling
 GROUP = 4  # query heads that C processes together
 COLUMNS = 2 * LANES  # per panel of packed weights
 DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs that a product processes together
