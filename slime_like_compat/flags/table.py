@@ -88,7 +88,7 @@ def group_filter(flag: str, text: str) -> list[str]:
 
 
 def attention(flag: str, text: str) -> str:
-    """Return our attention for Megatron's backend. Ours is a flash kernel on a GPU; TransformerEngine selects its own."""
+    """Return ``model.attention`` for Megatron's backend. Our own is a flash kernel on a GPU; TransformerEngine selects its kernel."""
     backend = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
     if backend is None:
         raise ConfigError(

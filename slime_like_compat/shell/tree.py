@@ -55,8 +55,8 @@ class LoopCommand:
     """Loop: ``for``, ``select``, ``while`` or ``until``."""
 
     keyword: str
-    head: tuple[Token, ...]  # of for: NAME and its words, or ``((...))``
-    condition: Commands  # of while and until
+    head: tuple[Token, ...]  # head of ``for``: NAME and its words, or ``((...))``
+    condition: Commands  # condition of ``while`` and ``until``
     body: Commands
     file_line: str
 
