@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
             result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if cuda := os.environ.get("CUDA_VERSION"):  # of the image
+    if cuda := os.environ.get("CUDA_VERSION"):  # version in the image
         result["cuda"] = cuda
     gpus = installed_gpus()
     return result | {"device": os.environ.get("SLIME_LIKE_DEVICE", "auto"), "gpus": str(len(gpus))}

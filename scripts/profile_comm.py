@@ -96,7 +96,7 @@ def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
     started_ns = time.time_ns()
     code = train_main(argv)
     for path in folder.glob("*.json"):
-        if code == 0 and path.stat().st_mtime_ns < started_ns:  # of an earlier run, perhaps with more ranks
+        if code == 0 and path.stat().st_mtime_ns < started_ns:  # written by an earlier run, perhaps with more ranks
             path.unlink()
     return code, folder
 

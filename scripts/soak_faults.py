@@ -73,7 +73,7 @@ TARGETS = {
 }
 SIGNAL_TIMES_S = (2.0, 25.0)  # range of the time of signals at the start
 MAX_IDLE_PARTS = 3
-MAX_PART_S = 300.0  # of a part: its start, four restarts, the deadlines at its end
+MAX_PART_S = 300.0  # limit for a part: its start, four restarts, the deadlines at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class SoakPart:
     last: int
     outcomes: list[tuple[str, str, str]]  # (fault, target, outcome)
     leftovers: list[str]
-    last_line: str  # of its output
+    last_line: str  # last line of its output
     causes: list[str] = field(default_factory=list[str])  # first lines of its crash bundles
 
     @property
