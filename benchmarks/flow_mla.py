@@ -78,7 +78,7 @@ class FlowArm:
 
     rounds: tuple[DcpRound, ...]
     planned_tokens: int  # capacity of a group by the planner
-    weight_bytes: int  # of the sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
+    weight_bytes: int  # sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
     loading_bytes: int  # the same while the engine loaded its weights, at most
 
 

@@ -37,7 +37,7 @@ from slime_like_plugins.flow_mla.pipeline import GatherPipeline  # noqa: E402
 from slime_like_plugins.flow_mla.pull import GroupExchange, PullGather  # noqa: E402
 
 RANKS, SLOTS, LAYERS = 2, 2, 8
-SHAPE = (1024, 1024)  # of a layer's sharded matrix
+SHAPE = (1024, 1024)  # shape of a layer's sharded matrix
 OTHER = 4  # products with weights that are not sharded, per layer
 BATCHES = (1, 16, 128)
 

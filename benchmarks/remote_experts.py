@@ -82,9 +82,9 @@ class BenchLayer:
 class ArmResult:
     """Measurements of one arm."""
 
-    prefill_s: tuple[float, ...]  # of the prompt, one for each round
-    decode_s: tuple[float, ...]  # of all steps
-    calls: int  # of one prompt
+    prefill_s: tuple[float, ...]  # seconds of one prompt's prefill, for each round
+    decode_s: tuple[float, ...]  # seconds of all decode steps
+    calls: int  # number for one prompt
     payload_bytes: int
 
 

@@ -31,7 +31,7 @@ from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
 from slime_like.util.ports import open_rendezvous  # noqa: E402
 
 HOST = "127.0.0.1"
-SEQUENCES = 8  # of a rollout
+SEQUENCES = 8  # number in a rollout
 SHAPE = ModelSpec(
     hidden_size=384,
     intermediate_size=1792,

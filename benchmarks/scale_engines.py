@@ -75,7 +75,7 @@ class EngineTimes:
     commit: float
     resume: float
     health: float
-    cpu: float  # of one push and one round of health checks
+    cpu: float  # CPU seconds of one push and one round of health checks
 
 
 @contextlib.asynccontextmanager

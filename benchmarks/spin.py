@@ -19,7 +19,7 @@ from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, write_inputs
 from slime_like.printable import visible
 from slime_like.rollout.engine.environment import SPIN
 
-INTERVAL = 16  # of NEW_TOKENS, so that most intervals lie within one rollout
+INTERVAL = 16  # decode steps; a fraction of NEW_TOKENS, so that most intervals lie within one rollout
 DTYPE = "bfloat16"
 LINE = re.compile(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+),")
 

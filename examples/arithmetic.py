@@ -13,7 +13,7 @@ from fractions import Fraction
 
 MAX_CHARACTERS = 200
 MAX_DEPTH = 20
-MAX_VALUE = 10**30  # of intermediate numerators and denominators
+MAX_VALUE = 10**30  # limit of intermediate numerators and denominators
 
 _TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<sign>[-+*/()]))")
 
