@@ -31,7 +31,7 @@ def test_engines_have_the_same_bytes_and_the_capacity_of_the_planner(model: Path
     assert len({spec.log_path for spec in specs.values()}) == len(specs)
     planned = {name: flow_mla.planned_tokens(spec) for name, spec in specs.items()}
     assert all("max_total_tokens" not in spec.sglang for spec in specs.values())
-    row_bytes = 4 * 8 * (64 + 16)  # of one token's latents and rotated keys
+    row_bytes = 4 * 8 * (64 + 16)  # bytes of one token's latents and rotated keys
     saved_tokens = (flow_mla.sharded_bytes(False) - flow_mla.sharded_bytes(True)) / row_bytes
     assert planned["FlowMLA"] - planned["off"] == pytest.approx(saved_tokens, abs=1)
     assert planned["DCP"] == pytest.approx(2 * planned["off"], abs=2)

@@ -18,7 +18,7 @@ from tests.config.test_hybrid_models import HYBRID
 
 AUTO = "rollout.dcp=auto"
 SMALL = "rollout.sglang.max_total_tokens=2048"  # for each rank
-COPIES = ("rollout.tp=8", "placement.actor_num_gpus_per_node=8")  # of the model folder's 4 KV heads: 2 of each
+COPIES = ("rollout.tp=8", "placement.actor_num_gpus_per_node=8")  # 2 copies of each of the model folder's 4 KV heads
 GPU_RUN = (
     "+recipe=qwen3_4b_dapo_async",
     "model.hf_checkpoint=models/Qwen3-30B-A3B",

@@ -138,7 +138,7 @@ def test_updates_that_bypass_the_loaders_are_refused() -> None:
 
 
 def test_the_plan_has_the_experts_of_workers(plan: Callable[..., Plan]) -> None:
-    """Weights of a rank shrink by the remote experts, which workers have, and host memory a copy of them."""
+    """A rank's weights shrink by the remote experts. Host memory has these experts twice: in the worker, and as a copy."""
     engine = plan("placement.mode=split", "rollout.num_engines=1").engines[0]
     shape = find_shape("--model", "Qwen3-30B-A3B")
     assert shape.experts is not None

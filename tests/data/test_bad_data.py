@@ -249,6 +249,6 @@ def test_train_py_reports_bad_data_in_one_line_before_a_process_starts(
     code = cli.main(
         [f"model.hf_checkpoint={folder}", f"run.dir={tmp_path / 'run'}", "placement.device=cpu", *make(tmp_path)]
     )
-    stderr = capfd.readouterr().err  # of the driver, a child process
+    stderr = capfd.readouterr().err  # output of the driver, a child process
     assert code == 2
     assert stderr.startswith("DataError: ") and stderr.count("\n") == 1 and words in stderr

@@ -21,8 +21,8 @@ THRESHOLD, HEADROOM, BUDGET = 3 * GIB, 70.0 * GIB, 0.001
 class Simulation:
     """Simulation of a schedule with an op every ``gap`` ns; free and held bytes are functions of the time in ns."""
 
-    cost: float  # of a query of free memory, in ns
-    check_cost: float  # of a cheap check, in ns
+    cost: float  # time of a query of free memory, in ns
+    check_cost: float  # time of a cheap check, in ns
     gap: float
     free: Callable[[float], float]
     process_bytes: Callable[[float], float] = lambda _: 0.0

@@ -62,7 +62,7 @@ def test_counts_match_torchs_trace(name: str, compared: list[dict[str, Compared]
     for rank in compared:
         assert rank[name].traced == rank[name].counted
         assert sum(rank[name].traced.values()) > 10
-        metrics = rank[name].metrics  # of every rank, not only of the reporting one
+        metrics = rank[name].metrics  # metrics of every rank, not only of the reporting one
         assert any(key.startswith("comm/") and key.endswith("/calls") and value > 0 for key, value in metrics.items())
 
 

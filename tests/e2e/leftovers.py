@@ -22,7 +22,7 @@ MARK = "SLIME_LIKE_TEST_RUN"  # environment variable
 MAX_EXIT_S = 30.0  # for the processes of a run to end after train.py has ended
 SHARED_MEMORY = Path("/dev/shm")
 LISTEN_STATE = "0A"  # state of a socket in /proc/net/tcp
-ROW_BYTES = 150  # of this file
+ROW_BYTES = 150  # bytes of a row of /proc/net/tcp
 ACCEPT_FLAG = 0x10000  # flag of a socket in /proc/net/unix
 
 

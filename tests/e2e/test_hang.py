@@ -31,7 +31,7 @@ class StoppedRankRun:
 
     run_dir: Path
     result: RunResult
-    pid: int  # of the stopped rank
+    pid: int  # process of the stopped rank
     surviving_ranks: list[psutil.Process]  # ranks that lived after the run's end
     rings: Path  # folder of the rings
 

@@ -38,7 +38,7 @@ SHAPE = (
     f"optim.decay_steps={ROLLOUTS}",
     "optim.wsd_decay_steps=1",
 )
-MIN_RISE = 0.7  # of the reward of 128 samples: four times the standard error
+MIN_RISE = 0.7  # minimum rise of the reward of 128 samples: four times the standard error
 MAX_DIFFERENT = 0.01  # share of a layer's tokens for which rounding decides between experts
 LAYERS = {"attention", "gdn", "mlp", "all"}
 
@@ -142,7 +142,7 @@ import runpy, sys
 def note(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"):
         print(event, args[1][0] if event == "subprocess.Popen" else "", flush=True)
-    if event == "import" and args[0] in ("ray", "sglang", "torch", "multiprocessing"):  # of the driver, too
+    if event == "import" and args[0] in ("ray", "sglang", "torch", "multiprocessing"):  # imports of the driver, too
         print("imported", args[0], flush=True)
 
 sys.addaudithook(note)

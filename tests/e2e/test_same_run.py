@@ -31,7 +31,7 @@ class Pair:
     disturbed: Path
     inputs: Path
     job: tuple[str, ...]
-    parts: tuple[RunResult, ...]  # of the disturbed run
+    parts: tuple[RunResult, ...]  # parts of the disturbed run
 
 
 @pytest.fixture(scope="module")

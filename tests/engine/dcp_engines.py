@@ -17,7 +17,7 @@ from slime_like.types import F32, I32
 from tests.engine import hybrid_models, test_families
 from tests.engine.conftest import Models, RunningEngine, make_sampling, prompt
 
-ROWS = 256  # of each rank's pool
+ROWS = 256  # rows of each rank's pool
 PROMPTS = [prompt(length, seed=length) for length in (1, 2, 3, 40, 200)]
 TOKENS = 8
 SAME = 1e-5  # largest difference of log-probabilities
@@ -144,7 +144,7 @@ class ReferenceResponses:
     greedy: Mapping[str, list[Completion]]  # by the name of the weights
     exact: Mapping[str, list[F32]]  # log-probabilities of these tokens, by transformers
     samples: list[Completion]  # under the weights of A
-    scores: F32  # of the tokens of the last prompt under the weights of A, by transformers
+    scores: F32  # log-probabilities of the last prompt's tokens under the weights of A, by transformers
 
     def check(self, completions: list[Completion], weights: str) -> None:
         """Assert that greedy responses to ``PROMPTS`` are those of the engine without DCP, and exact."""

@@ -22,8 +22,8 @@ from tests.engine.dcp_engines import PROMPTS, ModelCase, build, greedy
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU")]
-ROWS = 4096  # of each rank's pool
-MAX_DIFFERENCE = 0.15  # of log-probabilities, as in a run with bfloat16
+ROWS = 4096  # rows of each rank's pool
+MAX_DIFFERENCE = 0.15  # difference of log-probabilities, as in a run with bfloat16
 
 
 @dataclass(frozen=True)

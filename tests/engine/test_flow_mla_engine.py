@@ -195,7 +195,7 @@ def test_the_kv_cache_has_the_bytes_that_the_weights_leave(pair: EngineArms) -> 
         (tokens,) = {int(text) for text in re.findall(r"max_total_num_tokens=(\d+)", log_text(engine))}
         assert tokens == pytest.approx(planned[-1], rel=0.01)
         num_tokens.append(tokens)
-    # Of the few layers of these models, the slots take as much as the parts save, or more.
+    # These models have few layers, so the slots take as much memory as the parts save, or more.
     assert num_tokens[1] - num_tokens[0] == pytest.approx(planned[1] - planned[0], abs=2)
 
 

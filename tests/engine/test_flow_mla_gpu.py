@@ -180,7 +180,7 @@ class TimedGather:
     def __init__(self, gather: PullGather, memory: DeviceParts) -> None:
         self._gather, self._streams = gather, memory._streams  # pyright: ignore[reportPrivateUsage]
         self.allocate, self.share = gather.allocate, gather.share
-        self.copies: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # of each layer, the last one
+        self.copies: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # events of each layer's last copy
 
     def meet(self) -> None:
         """Do not wait for the other rank, which only holds its parts."""

@@ -18,7 +18,7 @@ from tests.engine.conftest import Models, RunningEngine, serve
 from tests.engine.dcp_engines import PROMPTS, ModelCase, build, greedy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-MAX_DIFFERENCE = 0.15  # of log-probabilities, as in a run with bfloat16
+MAX_DIFFERENCE = 0.15  # difference of log-probabilities, as in a run with bfloat16
 WEIGHTS = {"qwen3": ("o_proj", "qkv_proj"), "deepseek_v3": ("o_proj", "q_proj", "kv_b_proj", "a_proj")}
 
 

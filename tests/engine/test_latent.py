@@ -70,7 +70,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, t
 
 
 def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, temperature: float) -> None:
-    """Assert that log-probabilities equal those of transformers, and that greedy tokens are its most probable ones."""
+    """Assert that log-probabilities agree with transformers, and that greedy tokens are the most probable ones there."""
     sequence = torch.from_numpy(np.concatenate([ids, completion.token_ids]).astype(np.int64))
     with torch.no_grad():
         logits = models.hf[name](sequence[None]).logits[0, len(ids) - 1 : -1]

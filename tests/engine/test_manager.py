@@ -29,7 +29,7 @@ from tests.rollout.counting import Counting
 
 pytestmark = pytest.mark.engine
 NUM_SAMPLES, BATCH, NUM_STARTED, MAX_RESPONSE_LEN = 2, 2, 8, 240
-EOS = 1  # of the model's config
+EOS = 1  # end of sequence in the model's config
 TOLERANCE = 1e-4
 STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends a short answer: some groups end with equal lengths
 

@@ -27,8 +27,8 @@ from tests.engine.test_faults import check_rollout
 from tests.engine.test_latent import push
 
 pytestmark = pytest.mark.engine
-TOLERANCE = 1e-5  # of an engine with all experts
-OF_HF = 1e-4  # of transformers
+TOLERANCE = 1e-5  # difference from an engine with all experts
+OF_HF = 1e-4  # difference from transformers
 WORKER = "slime_like_plugins.remote_experts.worker"
 DEADLINE_S = 5.0
 HALF = RemoteOptions(count=4, capacity=64, deadline_s=DEADLINE_S)

@@ -22,9 +22,10 @@ END = 1  # the model's end of sequence
 
 
 def write_words(folder: Path, tokens: Mapping[str, int] | None = None) -> Any:
-    """Write a tokenizer with the model's vocabulary size; ``tokens`` have fixed ids.
+    """Write a tokenizer with the model's vocabulary size. ``tokens`` maps special tokens to their ids.
 
-    Every id without a character is a word. The text of a word is tokenised to the ids of its letters.
+    Every id that has no character and no special token decodes to a word. Encoding this word gives the ids of its characters,
+    not the id of the word.
     """
     from transformers import PreTrainedTokenizerFast  # takes seconds
 

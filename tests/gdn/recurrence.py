@@ -128,7 +128,7 @@ def weights_of(result: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Te
 def answer(
     case: RecurrenceCase, result: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor] | None = None
 ) -> RecurrenceOutput:
-    """Backpropagate ``weights`` through both results; None: those of ``weights_of``."""
+    """Backpropagate ``weights`` through both results; if None, the gradients that ``weights_of`` returns."""
     total = torch.zeros((), dtype=torch.float64, requires_grad=True)  # backward also works for empty inputs
     for part, weight in zip(result, weights or weights_of(result), strict=True):
         total = total + (part.double().cpu() * weight).sum()

@@ -15,7 +15,7 @@ class SmallJob:
     """Model and data of a job, as overrides."""
 
     BATCH: ClassVar[int] = 8  # groups of a rollout
-    SAMPLES: ClassVar[int] = 4  # of a group
+    SAMPLES: ClassVar[int] = 4  # samples of a group
 
     folder: Path
 

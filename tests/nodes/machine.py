@@ -94,7 +94,7 @@ class NamespaceNode:
     address: str
     bridge: str
     init: int = 0  # process id of its first process, on this machine
-    _pidfd: int = -1  # of that process
+    _pidfd: int = -1  # descriptor of that process
     _parent: subprocess.Popen[bytes] | None = None
 
     def create(self) -> None:

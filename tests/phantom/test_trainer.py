@@ -127,7 +127,7 @@ def test_every_layout_trains_scores_and_exports(name: str, results: Results) -> 
 # File and function: waits of one optimizer step. Not among them, because torch does not report a wait for an event: megatron's
 # dispatcher waits for the number of rows of each expert, once per layer of experts and forward pass.
 STEP_WAITS = {
-    "param_and_grad_buffer.py:check_grads": 2,  # of a group of buckets
+    "param_and_grad_buffer.py:check_grads": 2,  # for each group of buckets
     "rerun_state_machine.py:validate_result": 2,
     "clip_grads.py:get_grad_norm_fp32": 1,
     "sample_difference.py:gather_ragged": 1,  # numbers of tokens of the ranks

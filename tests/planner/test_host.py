@@ -55,7 +55,7 @@ def test_trainer_of_a_quickstart_model(spec: ModelSpec, tokens: int, measured: i
     assert table.total / MIB == pytest.approx(measured, rel=0.1)
 
 
-WIDE = EngineSettings(gpus=2, weights="bfloat16", max_running=256)  # of a model that fills main memory
+WIDE = EngineSettings(gpus=2, weights="bfloat16", max_running=256)  # settings of a model that fills main memory
 FREE = 40 * GIB
 
 

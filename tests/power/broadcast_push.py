@@ -35,7 +35,7 @@ PORT = 8000
 PEER_TIMEOUT_S = 3.0
 DEADLINE_S = 120.0
 SIZE = 2**23  # elements of a tensor, more than the buffers of a connection hold
-NUM_TENSORS = 4  # of a bucket; gloo sends two of them at the same time
+NUM_TENSORS = 4  # tensors of a bucket; gloo sends two of them at the same time
 MANY = 10_000  # more buckets than are sent before the first engine is lost
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 TRANSPORT = TransportSpec("broadcast", "gloo", 1, DEADLINE_S, PEER_TIMEOUT_S)

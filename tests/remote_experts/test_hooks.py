@@ -21,7 +21,7 @@ class RankUpdate:
 
     monkeypatch: pytest.MonkeyPatch
     incomplete: list[tuple[str, int, int]] = field(default_factory=list)  # matrices of this rank's worker
-    failure: str = ""  # of this rank's worker
+    failure: str = ""  # failure of this rank's worker
     commit_failure: str = ""
     of_other_rank: list[tuple[str, str]] = field(default_factory=list)  # its part in each exchange; then nothing
     calls: list[str] = field(default_factory=list)

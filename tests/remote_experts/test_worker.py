@@ -85,7 +85,7 @@ def test_a_number_beyond_float16_is_sent_as_float32(transport: str) -> None:
     with running(ClientSettings(transport=transport, row_type=RowType.float16)) as client:
         commit(client)
         rows, ids, weights = requests(SHAPES, 0, 4, 2)
-        for scale in (torch.tensor(1e5), torch.tensor(1e3)):  # of rows, and of sums only
+        for scale in (torch.tensor(1e5), torch.tensor(1e3)):  # numbers beyond float16 in rows, then only in sums
             expected = reference(rows * scale, ids, weights, MATRICES[0])
             sums = client.result(client.submit(0, rows * scale, ids, weights)).double()
             assert expected.abs().max() > 65504

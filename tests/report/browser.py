@@ -46,7 +46,7 @@ class PageVisit:
 
     complaints: tuple[str, ...]  # console errors and warnings, exceptions, violations of the page's policy
     loaded_urls: tuple[str, ...]  # URLs requested besides the page itself
-    height: int  # of the full page, in CSS pixels
+    height: int  # height of the full page, in CSS pixels
     png: bytes
 
 

@@ -13,7 +13,7 @@ import types
 from slime_like.reward.latex import equal
 
 LABEL = r"\sqrt{2}"
-MAX_CALLS = 5_000_000  # of Python functions; an idle core makes about a million a second
+MAX_CALLS = 5_000_000  # calls of Python functions; an idle core makes about a million a second
 MEMORY, CPU_S = 3 * 2**30, 120
 
 

@@ -291,7 +291,7 @@ def test_a_prompt_given_up_three_times_is_completed() -> None:
     rollouts, process, _ = collect(SamplingSetting(Refills(2, 4, 0), Partial(False, 9)), 30)
     rollout_of_prompt = {g.prompt.prompt_id: i for i, filled in enumerate(rollouts) for g in filled.groups}
     assert max(waiting.num_aborts for waiting in process.prompts.queued) <= 3
-    assert set(range(40)) <= set(rollout_of_prompt)  # of about 60 prompts; no early one was starved
+    assert set(range(40)) <= set(rollout_of_prompt)  # 40 of about 60 prompts; no early one was starved
 
 
 def test_groups_that_are_too_stale_are_restarted() -> None:

@@ -132,7 +132,7 @@ def _balance(router_logits: list[list[tuple[Tensor, ...]]], top: int) -> tuple[T
 
 
 def as_saved(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Return ``tensors`` of a model with the names of router and experts in files, which differ for MiniMax-M2."""
+    """Return ``tensors`` with the names of saved files. Only MiniMax-M2 saves router and experts under other names."""
     if model_type != "minimax_m2":
         return tensors
     new = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
@@ -206,8 +206,8 @@ class RelativeErrors:
     worst_grad: str
     score: float  # absolute
     decay: float = 0.0  # as ``grad``, of the decays of Gated DeltaNet layers
-    balance: float = 0.0  # of the reported auxiliary loss and load of experts
-    logits: float | None = None  # of the logits [T, V] of a micro-batch, relative to the largest; only on one rank
+    balance: float = 0.0  # error of the reported auxiliary loss and load of experts
+    logits: float | None = None  # error of a micro-batch's logits [T, V], relative to the largest; only on one rank
 
     @property
     def worst(self) -> float:

@@ -178,7 +178,7 @@ def flow_mla() -> None:
     hooks.install()
     make_layers = pkgutil.resolve_name("sglang.srt.utils.common:make_layers")
     assert list(inspect.signature(make_layers).parameters)[:2] == ["num_hidden_layers", "layer_fn"]
-    for name in ("ModelWeightParameter", "BlockQuantScaleParameter"):  # of FP8 weights
+    for name in ("ModelWeightParameter", "BlockQuantScaleParameter"):  # classes of FP8 weights
         parameter = pkgutil.resolve_name(f"sglang.srt.layers.parameter:{name}")
         weight: Any = parameter(data=torch.empty(2, 2), input_dim=1, output_dim=0, weight_loader=len)
         weight._weight_loader = max
