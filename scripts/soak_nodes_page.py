@@ -28,7 +28,7 @@ class PlannedKill:
 
     transport: str  # weights.transport of the part of the run
     role: str  # engine | trainer: process on the node
-    phase: str  # of SPANS
+    phase: str  # one of SPANS
     power: bool  # the node's cable is cut first, so its peers receive no packet
 
     @property
@@ -116,8 +116,8 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "rank 1 is on node 2. In parts with `broadcast` two engines start on nodes 3 and 4; in parts with `tensor` one is on node 1 "
         "and gets weights through shared memory, and two start on nodes 3 and 4 and get them in requests. An engine that was lost "
         "starts on another node. All processes of a node "
-        'are ended by SIGKILL; with "power" its cable is cut first, so its peers receive no packet about it. Its link has '
-        "40 Mbit/s. Ray declares a node dead within about 3 s (`tests/nodes/cluster.py`).",
+        'are ended by SIGKILL; with "power" the cable of the node is cut first, so its peers receive no packet about its end. '
+        "A node's link has 40 Mbit/s. Ray declares a node dead within about 3 s (`tests/nodes/cluster.py`).",
         "",
         f"{len(kills)} kills, {count.num_rollouts} rollouts, {count.num_samples} samples: none lost, none trained on twice. The group "
         "ids of all rollouts are consecutive, every group is complete, and every token of a rollout was sampled with that "
@@ -141,7 +141,7 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "",
         "The run ended with exit code 1 after each kill, and its message named the rank and the node's address. The node was started "
         "again, and the same command with the other transport resumed the run from its newest checkpoint (one in four rollouts). "
-        "The phase is the intended one.",
+        "The phase is the one at which the kill was planned.",
         "",
         *_trainer_table(kills),
         "",
