@@ -80,8 +80,10 @@ def clear_callbacks() -> None:
 class ObservedClient(EngineClient):
     """Client that runs the answer callbacks, counts waiting health checks, and limits the groups in flight."""
 
-    def __init__(self, url: str, *, admin_key: str, name: str, deadline_s: float) -> None:
-        super().__init__(url, admin_key=admin_key, name=name, deadline_s=deadline_s)
+    def __init__(self, url: str, spec: EngineSpec, name: str) -> None:
+        super().__init__(
+            url, admin_key=ADMIN_KEY, name=name, tp=spec.tp, num_dp_ranks=spec.dp_attention, deadline_s=120
+        )
         self.num_waiting_checks = 0
         self._room = asyncio.Semaphore(MAX_GROUPS_IN_FLIGHT)
 
@@ -129,19 +131,19 @@ class LocalSupervisor:
     """Supervisor of an engine whose server runs under this process."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
-        self._spec, self._name = spec, name
+        self.spec, self._name = spec, name
         self.server = self._start()
         self.client = EngineClient("http://nowhere", admin_key=ADMIN_KEY, name=name)
 
     def _start(self) -> EngineServer:
-        server = ForkedEngineServer(self._spec, admin_key=ADMIN_KEY)
+        server = ForkedEngineServer(self.spec, admin_key=ADMIN_KEY)
         server.start()
         return server
 
     def connect(self) -> None:
         """Wait until the server is ready and create its client."""
         self.server.wait_ready()
-        self.client = ObservedClient(self.server.url, admin_key=ADMIN_KEY, name=self._name, deadline_s=120)
+        self.client = ObservedClient(self.server.url, self.spec, self._name)
 
     async def restart(self) -> tuple[EngineClient, str]:
         cause = await asyncio.to_thread(self.server.exit_summary)
@@ -157,12 +159,8 @@ class LocalSupervisor:
         return processes.stopped_pids(self.server.pid)
 
     def kill_scheduler(self) -> None:
-        """Kill the scheduler process only; the HTTP server may still answer."""
-        (scheduler,) = [
-            int(process.name)
-            for process in processes.members(self.server.pid)
-            if b"scheduler" in (process / "cmdline").read_bytes()
-        ]
+        """Kill the last scheduler process only; the HTTP server may still answer."""
+        *_, scheduler = processes.pids_of_part(self.server.pid, "scheduler")
         os.kill(scheduler, signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -170,9 +168,11 @@ class LocalSupervisor:
 
 
 class EnginePair:
-    """Two engines and the managers that use them."""
+    """Two engines and the managers that use them. The second one has ``dp_attention`` data-parallel ranks."""
 
-    def __init__(self, models: Models, folder: Path, max_response_len: int = TOKENS, **engine: Any) -> None:
+    def __init__(
+        self, models: Models, folder: Path, max_response_len: int = TOKENS, dp_attention: int = 1, **engine: Any
+    ) -> None:
         self.models, self.folder, self.version = models, folder, 0
         self._max_response_len = max_response_len
         characters().save_pretrained(folder / "tokenizer")
@@ -190,8 +190,10 @@ class EnginePair:
             sglang={"max_total_tokens": 4096},
             **engine,
         )
+        specs = (spec, replace(spec, tp=dp_attention, dp_attention=dp_attention))
         self.supervisors = [
-            LocalSupervisor(replace(spec, log_path=str(folder / f"{i}.log")), f"engine {i}") for i in (0, 1)
+            LocalSupervisor(replace(spec, log_path=str(folder / f"{i}.log")), f"engine {i}")
+            for i, spec in enumerate(specs)
         ]
         self.loop = asyncio.new_event_loop()
         self._managers: list[RolloutManager] = []
@@ -247,7 +249,10 @@ class EnginePair:
     ) -> None:
         """Send the weights of a push over new connections and call ``action`` between the first two buckets."""
         engines = [supervisor for supervisor in self.supervisors if supervisor.client.name in names]
-        clients = [EngineClient(e.server.url, admin_key=ADMIN_KEY, name=e.client.name, deadline_s=120) for e in engines]
+        clients = [
+            EngineClient(e.server.url, admin_key=ADMIN_KEY, name=e.client.name, tp=e.spec.tp, deadline_s=120)
+            for e in engines
+        ]
         name, make = ("broadcast", BroadcastSender) if broadcast else ("tensor", TensorSender)
         sender = make(clients, transport=TransportSpec(name, "gloo", 1 << 16, 60.0), group_name="faults", host=HOST)
         try:

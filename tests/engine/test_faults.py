@@ -1,4 +1,7 @@
-"""Engines are killed and stopped during rollouts: each sample is made exactly once, and restarted engines join by a push."""
+"""Engines are killed and stopped during rollouts: each sample is made exactly once, and restarted engines join by a push.
+
+The second engine has data-parallel attention.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ RECOVERY_METRICS = ("rollout/engine_restarts", "rollout/remade_groups")
 
 @pytest.fixture(scope="module")
 def pair(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePair]:
-    engine_pair = EnginePair(models, tmp_path_factory.mktemp("faults"))
+    engine_pair = EnginePair(models, tmp_path_factory.mktemp("faults"), dp_attention=2)
     try:
         for supervisor in engine_pair.supervisors:
             supervisor.connect()
