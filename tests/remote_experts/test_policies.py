@@ -20,12 +20,13 @@ import torch
 
 from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import SlimeLikeError
-from slime_like.util.deadline import scale
+from slime_like.util.deadline import Deadline, scale
 from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
-from slime_like_plugins.remote_experts.experts import RemoteExperts, RemoteExpertsLost
+from slime_like_plugins.remote_experts.experts import RemoteExperts, RemoteExpertsLost, WorkerFault
 from slime_like_plugins.remote_experts.frames import Frame, FrameKind, Header, pack
 from slime_like_plugins.remote_experts.memory import ExpertMemory
+from slime_like_plugins.remote_experts.mode import STREAM_ROWS
 from slime_like_plugins.remote_experts.process import ExpertProcess, WorkerOrigin
 from slime_like_plugins.remote_experts.routing import ExpertRows, split
 from slime_like_plugins.remote_experts.serving import Service, WorkerSettings
@@ -37,8 +38,10 @@ ROWS = ExpertRows(5, (1, 4))  # two of five are remote
 MATRICES = weights_of(replace(SHAPES, layers=(LAYER,), num_experts=(5,)))[LAYER]
 LOCAL = {name: matrix[[0, 2, 3]] for name, matrix in MATRICES.items()}
 REMOTE = {name: matrix[[1, 4]] for name, matrix in MATRICES.items()}
-DEADLINE_S = 0.5
+DEADLINE_S, LATE_S = 0.5, 5.0
 OPTIONS = RemoteOptions(count=2, capacity=64, deadline_s=DEADLINE_S)
+PATIENT = replace(OPTIONS, deadline_s=20.0)
+BOUNDS = {"float32": 1e-6, "float16": 4e-3, "bfloat16": 3e-2}  # of sums, relative to the largest one
 
 
 def batch(num: int = 40, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -63,9 +66,11 @@ def update(experts: RemoteExperts, factor: float = 1.0) -> str:
     return failure or experts.commit()
 
 
-def assert_sums(experts: RemoteExperts, remote_factor: float = 1.0, seed: int = 0) -> None:
-    """Assert that the sums of a batch are those of all experts in one memory."""
-    x, ids, weights = batch(seed=seed)
+def assert_sums(
+    experts: RemoteExperts, remote_factor: float = 1.0, seed: int = 0, num: int = 40, bound: float = 1e-6
+) -> torch.Tensor:
+    """Assert that the sums of a batch are those of all experts in one memory. Returns them."""
+    x, ids, weights = batch(num, seed)
     local, buckets = split(ids, weights, ROWS)
     sums = experts.add_sums(
         LAYER, x, buckets, lambda feed: expert_sums(x, local, weights, LOCAL["w13"], LOCAL["w2"], feed)
@@ -74,11 +79,14 @@ def assert_sums(experts: RemoteExperts, remote_factor: float = 1.0, seed: int = 
     for matrix in every.values():
         matrix[[1, 4]] *= remote_factor
     expected = reference(x, ids, weights, every)
-    np.testing.assert_allclose(sums, expected, atol=1e-6 * float(expected.abs().max()))
+    np.testing.assert_allclose(sums, expected, rtol=0, atol=bound * float(expected.abs().max()))
+    return sums
 
 
 class ForkedProcess(ExpertProcess):
     """Worker process without the import of torch, which takes seconds."""
+
+    settings = WorkerSettings()
 
     def __init__(self, origin: object) -> None:
         self.socket, theirs = socket.socketpair()
@@ -87,7 +95,7 @@ class ForkedProcess(ExpertProcess):
             try:
                 self.socket.close()
                 torch.set_num_threads(1)
-                serve(theirs, WorkerSettings())
+                serve(theirs, self.settings)
             finally:
                 os._exit(0)
         theirs.close()
@@ -154,7 +162,7 @@ def experts_of(options: RemoteOptions) -> Generator[RemoteExperts]:
     experts = RemoteExperts(options, 0)
     try:
         experts.start()
-        experts.open(SHAPES)
+        experts.open(replace(SHAPES, capacity=options.capacity))
         assert update(experts) == ""
         yield experts
     finally:
@@ -176,6 +184,63 @@ def kill(process: psutil.Process) -> None:
 def stop(process: psutil.Process) -> None:
     """Stop a worker, which then lives but does not answer."""
     process.send_signal(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_sums_are_the_same_in_every_mode_over_every_transport(dtype: str) -> None:
+    """Both transports have the same bits; modes differ by the rounding of products of another size."""
+    calls: dict[str, int] = {}
+    for mode in ("batched", "stream", "auto"):
+        results: list[torch.Tensor] = []
+        for transport in ("shared", "socket"):
+            options = replace(PATIENT, mode=mode, transport=transport, payload_dtype=dtype)
+            with experts_of(options) as experts:
+                results.append(assert_sums(experts, num=150, bound=BOUNDS[dtype]))
+                assert experts._link.client.transport == transport
+                calls[mode] = experts.traffic.calls
+        assert torch.equal(*results)
+    assert calls["auto"] == calls["batched"] < calls["stream"]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "mode", "max_rows"),
+    [(1, "batched", 1), (1, "stream", 1), (31, "stream", 31), (4096, "stream", STREAM_ROWS), (4096, "batched", 4096)],
+)
+def test_no_request_is_larger_than_the_capacity(capacity: int, mode: str, max_rows: int) -> None:
+    with experts_of(replace(PATIENT, capacity=capacity, mode=mode)) as experts:
+        assert_sums(experts, num=150)
+        _, buckets = split(*batch(150)[1:], ROWS)
+        assert experts.traffic.calls == sum(-(-len(bucket.tokens) // max_rows) for bucket in buckets)
+
+
+def test_the_worker_computes_while_the_engine_does() -> None:
+    """Requests leave before the engine computes its own experts, and replies arrive between two of them."""
+    with experts_of(PATIENT) as experts:
+        x, ids, weights = batch()
+        local, buckets = split(ids, weights, ROWS)
+        pending, deadline = experts._link.client._pending, Deadline("a test", "receive replies", 20.0)
+
+        def compute_local(feed: Callable[[], None]) -> torch.Tensor:
+            assert len(pending) == len(buckets)
+            while pending:
+                feed()
+                deadline.remaining("the worker")
+            return expert_sums(x, local, weights, LOCAL["w13"], LOCAL["w2"], feed)
+
+        sums = experts.add_sums(LAYER, x, buckets, compute_local)
+        assert torch.equal(sums, assert_sums(experts))
+
+
+@pytest.mark.parametrize("policy", ["required", "fallback", "respawn"])
+def test_a_slow_worker_within_the_deadline_is_kept(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums have the bits of those of a fast worker."""
+    results: list[torch.Tensor] = []
+    for slowdown in (1.0, 10.0):
+        monkeypatch.setattr(ForkedProcess, "settings", WorkerSettings(slowdown=slowdown))
+        with experts_of(replace(PATIENT, policy=policy)) as experts:
+            results.append(assert_sums(experts))
+            assert experts.state == WorkerFault(0, False)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("fault", [kill, stop])
@@ -307,6 +372,12 @@ def future(service: FaultyService, frame: Frame) -> None:
     answer(service, frame, sequence=frame.header.sequence + 100)
 
 
+def late(service: FaultyService, frame: Frame) -> None:
+    """Answer correctly, but long after the deadline."""
+    time.sleep(LATE_S)
+    Service._compute(service, frame)
+
+
 def other_version(service: FaultyService, frame: Frame) -> None:
     """Answer with weights of another version."""
     answer(service, frame, version=frame.header.version + 1)
@@ -315,6 +386,11 @@ def other_version(service: FaultyService, frame: Frame) -> None:
 def other_rows(service: FaultyService, frame: Frame) -> None:
     """Answer with fewer rows."""
     answer(service, frame, num_rows=frame.header.num_rows - 1)
+
+
+def other_bytes(service: FaultyService, frame: Frame) -> None:
+    """Answer with fewer bytes than the rows have."""
+    answer(service, frame, payload_bytes=result(frame).payload_bytes - 4)
 
 
 def forgotten(service: FaultyService, frame: Frame) -> None:
@@ -348,9 +424,11 @@ def wrong_json(service: FaultyService, frame: Frame) -> None:
 
 FAULTS: dict[Any, str] = {
     stale: "waited",
+    late: "waited",
     future: "never sent",
     other_version: "weight version 2",
     other_rows: "39 rows|rows of 16 numbers",
+    other_bytes: "announced",
     forgotten: "worker has 0",
     truncated: "in the middle of a frame",
     oversized: "oversized RESULT",
@@ -369,7 +447,7 @@ def test_a_worker_that_answers_wrongly(
     monkeypatch.setattr("slime_like_plugins.remote_experts.link.ExpertProcess", ThreadProcess)
     monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
     monkeypatch.setattr(FaultyService, "fault", fault, raising=False)
-    seconds = 0.5 if fault is stale else 20.0
+    seconds = DEADLINE_S if fault in (stale, late) else 20.0
     for policy in ("required", "fallback", "respawn"):
         monkeypatch.setattr(FaultyService, "remaining", 1)
         with experts_of(replace(OPTIONS, policy=policy, transport=transport, deadline_s=seconds)) as experts:

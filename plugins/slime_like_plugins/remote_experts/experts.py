@@ -185,7 +185,8 @@ class RemoteExperts:
         return _added(sums, [(bucket, self._own_sums(layer, x_TH, bucket)) for bucket in buckets])
 
     def _max_rows(self) -> int:
-        return STREAM_ROWS if self._chooser.next_mode == "stream" else self._options.capacity
+        capacity = self._options.capacity
+        return min(STREAM_ROWS, capacity) if self._chooser.next_mode == "stream" else capacity
 
     def _own_sums(self, layer: int, x_TH: Tensor, bucket: TokenBucket) -> Tensor:
         assert self._copy is not None
