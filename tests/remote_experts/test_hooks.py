@@ -32,7 +32,9 @@ class RankUpdate:
             unwritten=lambda: (self.incomplete, self.failure),
             commit=lambda: self.calls.append("commit") or self.commit_failure,
         )
-        self.monkeypatch.setattr(hooks, "_models", [SimpleNamespace(experts=experts, record_load=lambda: None)])
+        self.monkeypatch.setattr(
+            hooks, "_models", [SimpleNamespace(experts=experts, record_load=lambda: self.calls.append("record"))]
+        )
         self.monkeypatch.setattr(hooks.dist, "get_world_size", lambda group: 2)
         self.monkeypatch.setattr(hooks.dist, "all_gather_object", self.exchange)
         self.monkeypatch.setattr(hooks, "_failed", lambda message: SimpleNamespace(success=False, message=message))
@@ -70,7 +72,7 @@ def respawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_update_is_committed_after_every_rank_has_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     update = RankUpdate(monkeypatch)
     assert hooks.end(update.original(), update.manager, None).success
-    assert update.calls == ["exchange", "original", "commit", "exchange"]
+    assert update.calls == ["exchange", "original", "commit", "record", "exchange"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import ConfigError
+from slime_like_plugins.remote_experts.model import ROWS, RemoteModel
 from slime_like_plugins.remote_experts.placement import LoadRecord, read_load, remote_ids
+from slime_like_plugins.remote_experts.routing import ExpertRows
 
 
 def test_placement_by_count_list_and_measured_load(tmp_path: Path) -> None:
@@ -34,3 +39,18 @@ def test_placement_by_count_list_and_measured_load(tmp_path: Path) -> None:
     path.write_text('{"tokens": {"5": [1, -1, 0, 0]}}')
     with pytest.raises(ConfigError, match="no list of counts"):
         read_load(path)
+
+
+def test_an_engine_records_the_load_of_its_routed_experts(tmp_path: Path) -> None:
+    """A shared expert that SGLang appends to the routed ones is not counted, as it cannot be remote."""
+    path = tmp_path / "load.json"
+    model = RemoteModel(RemoteOptions(count=2, record_load=str(path)), 0, 2)
+    matrices = {"w13_weight": torch.ones(3, 12, 8), "w2_weight": torch.ones(3, 8, 6)}
+    layer: Any = SimpleNamespace(layer_id=5, num_experts=5, num_global_routed_experts=4, **matrices)
+    setattr(layer, ROWS, ExpertRows(5, (1, 2)))
+    topk = SimpleNamespace(topk_ids=torch.tensor([[0, 4], [3, 4], [0, 4]]), topk_weights=torch.ones(3, 2))
+    for _ in range(2):
+        model.forward(layer, torch.ones(3, 8), topk, lambda ids: ids)
+    model.record_load()
+    assert read_load(path) == {5: [4, 0, 0, 2]}
+    assert remote_ids(RemoteOptions(count=2, load_file=str(path)), 5, 4) == (1, 2)

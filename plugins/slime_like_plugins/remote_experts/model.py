@@ -109,7 +109,7 @@ class RemoteModel:
         ids = topk.topk_ids.to("cpu", torch.int32).numpy()
         weights = topk.topk_weights.to("cpu", torch.float32).numpy()
         if self._load is not None:
-            self._load.add(int(layer.layer_id), ids, int(layer.num_experts))
+            self._load.add(int(layer.layer_id), ids, int(layer.num_global_routed_experts))
         local, buckets = split(ids, weights, rows)
 
         def compute_local(feed: Callable[[], None]) -> Tensor:

@@ -66,8 +66,8 @@ class LoadRecord:
         self._tokens: dict[int, NDArray[np.int64]] = {}
 
     def add(self, layer: int, ids: Ids, num_experts: int) -> None:
-        """Count the pairs of a batch."""
-        counts = np.bincount(ids[ids >= 0].ravel(), minlength=num_experts)
+        """Count the pairs of a batch with the ``num_experts`` routed experts; shared experts may follow them."""
+        counts = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
         self._tokens[layer] = self._tokens[layer] + counts if layer in self._tokens else counts
 
     def write(self, path: Path) -> None:
