@@ -98,6 +98,14 @@ def test_auto_follows_a_worker_that_changes(caplog: pytest.LogCaptureFixture) ->
     assert "change from batched to stream mode: 143 instead of 100 rows/s" in caplog.text
 
 
+def test_the_first_decision_is_logged_even_if_the_mode_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        measure(ModeChooser(), {"batched": 10.0, "stream": 12.5}, 1.0, 1000)
+    assert [record.getMessage() for record in caplog.records] == [
+        "slime_like remote experts keep batched mode: 100 rows/s, stream mode 80 rows/s"
+    ]
+
+
 @pytest.mark.parametrize("setting", ["batched", "stream"])
 def test_a_mode_that_is_set_is_kept(setting: str) -> None:
     chooser: Any = ModeChooser(setting)

@@ -26,6 +26,7 @@ class ModeChooser:
     mode: str = "batched"
     rates: dict[str, float] = field(default_factory=dict)  # rows/s
     changes: int = 0
+    _has_decided: bool = False
     _behind: int = 0
     _probe: int = 0  # measurements of the other mode that remain
     _since_probe: int = PROBE_INTERVAL
@@ -58,7 +59,14 @@ class ModeChooser:
 
     def _choose(self) -> None:
         other = _other(self.mode)
-        if self.rates[other] > FASTER * self.rates[self.mode]:
+        changes = self.rates[other] > FASTER * self.rates[self.mode]
+        if not changes and not self._has_decided:
+            logger.info(
+                "slime_like remote experts keep %s mode: %.0f rows/s, %s mode %.0f rows/s",
+                *(self.mode, self.rates[self.mode], other, self.rates[other]),
+            )
+        self._has_decided = True
+        if changes:
             logger.info(
                 "slime_like remote experts change from %s to %s mode: %.0f instead of %.0f rows/s",
                 *(self.mode, other, self.rates[other], self.rates[self.mode]),
