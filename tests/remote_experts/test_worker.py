@@ -252,6 +252,13 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         key.parse_address(address)
 
 
+@pytest.mark.parametrize(
+    ("address", "host"), [("7100", "127.0.0.1"), ("0.0.0.0:7100", "0.0.0.0"), ("[::1]:7100", "::1")]
+)
+def test_a_worker_listens_on_loopback_unless_it_gets_a_host(address: str, host: str) -> None:
+    assert worker.listen_address(address) == (host, 7100)
+
+
 def test_bfloat16_weights() -> None:
     shapes = ExpertShapes((1,), (2,), 16, 24, "bfloat16", 8, 2)
     matrices = weights_of(shapes)

@@ -1,7 +1,7 @@
 """Worker process: ``python -m slime_like_plugins.remote_experts.worker``.
 
-An engine that starts a worker passes one end of a socket pair (``--fd``). A worker that is started by hand listens, by default
-on loopback, and serves only engines that know the key in its key file.
+An engine that starts a worker passes one end of a socket pair (``--fd``). A worker that is started by hand listens, on loopback
+if it gets a port without a host, and serves only engines that know the key in its key file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,14 @@ def serve(sock: socket.socket, settings: WorkerSettings, secret: bytes | None = 
         connection.close()
 
 
+def listen_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``, or loopback and port of ``PORT``. Raises ``ConfigError``."""
+    return key.parse_address(f"{LOOPBACK}:{text}" if text.isdecimal() else text)
+
+
 def listen_and_serve(address: str, secret: bytes, settings: WorkerSettings) -> None:
     """Serve one engine's rank after the other at ``address`` until the process is stopped."""
-    host, port = key.parse_address(address)
+    host, port = listen_address(address)
     with listen(host, port) as listener:
         print_output(f"a worker of remote experts listens at {host}:{listener.getsockname()[1]}\n")
         while True:
@@ -59,7 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m slime_like_plugins.remote_experts.worker", description=__doc__)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--listen", metavar="HOST:PORT", help=f"address, e.g. {LOOPBACK}:7100; port 0: the kernel chooses"
+        "--listen", metavar="[HOST:]PORT", help=f"address; host: {LOOPBACK} by default; port 0: the kernel chooses"
     )
     where.add_argument(
         "--fd", type=int, help="file descriptor of a connected socket, for workers that an engine starts"
