@@ -26,7 +26,8 @@ def create_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
 def map_sealed(pid: int, fd: int, access: int) -> mmap.mmap:
     """Map the memory of another process. Raises ``OSError`` if it cannot be opened, ``ValueError`` if it is not sealed memory."""
     path = f"/proc/{pid}/fd/{fd}"
-    own_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
+    own_fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         state = os.fstat(own_fd)
         if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _cannot_shrink(own_fd)):

@@ -6,19 +6,17 @@ memory, through ``/proc/<pid>/fd``.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
-import stat
 from dataclasses import dataclass
 
+from slime_like.util.sealed_memory import create_sealed, map_sealed
 from slime_like_plugins.remote_experts.frames import FrameError
 
 NONCE_BYTES = 16
 FIRST_SLOT = 64  # bytes before the slots: the nonce
 ALIGNMENT = 64
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +39,27 @@ class Region:
     def create(cls, num_slots: int, slot_bytes: int) -> Region:
         """Allocate a region whose size can no longer change; pages take memory when they are first written."""
         slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
-        fd = os.memfd_create("slime_like-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        size = region_bytes(num_slots, slot_bytes)
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        memory = mmap.mmap(fd, size)
+        fd, memory = create_sealed("slime_like-experts", region_bytes(num_slots, slot_bytes))
         memory[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
         return cls(memory, num_slots, slot_bytes, fd)
 
     @classmethod
     def attach(cls, offer: RegionOffer) -> Region:
         """Map the region of another process. Raises ``FrameError`` if it cannot be opened, or is not sealed memory of this user."""
-        path = f"/proc/{offer.pid}/fd/{offer.fd}"
+        needed = region_bytes(offer.num_slots, offer.slot_bytes)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            memory = map_sealed(offer.pid, offer.fd, mmap.ACCESS_WRITE)
         except OSError as error:
-            raise FrameError(f"{path} cannot be opened ({error.strerror}): the peer is not on this machine") from error
-        try:
-            state = os.fstat(fd)
-            if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _is_sealed(fd)):
-                raise FrameError(f"{path} is not sealed memory of this user")
-            needed = region_bytes(offer.num_slots, offer.slot_bytes)
-            if min(offer.num_slots, offer.slot_bytes) < 1 or state.st_size < needed:
-                raise FrameError(
-                    f"the shared region is too small: {state.st_size} bytes for {offer.num_slots} slots of "
-                    f"{offer.slot_bytes} bytes"
-                )
-            return cls(mmap.mmap(fd, state.st_size), offer.num_slots, offer.slot_bytes)
-        finally:
-            os.close(fd)
+            raise FrameError(
+                f"memory {offer.fd} of process {offer.pid} cannot be opened ({error.strerror}): the peer is not on this machine"
+            ) from error
+        except ValueError as error:
+            raise FrameError(str(error)) from error
+        if min(offer.num_slots, offer.slot_bytes) < 1 or len(memory) < needed:
+            raise FrameError(
+                f"the shared region is too small: {len(memory)} bytes for {offer.num_slots} slots of {offer.slot_bytes} bytes"
+            )
+        return cls(memory, offer.num_slots, offer.slot_bytes)
 
     def offer(self) -> RegionOffer:
         """Return the description for ``attach``."""
@@ -99,11 +89,3 @@ class Region:
 def region_bytes(num_slots: int, slot_bytes: int) -> int:
     """Return the size of a region."""
     return FIRST_SLOT + num_slots * slot_bytes
-
-
-def _is_sealed(fd: int) -> bool:
-    """Return whether the memory cannot shrink, which would end a process that reads it by SIGBUS."""
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # not a memfd
-        return False
