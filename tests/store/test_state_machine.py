@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from slime_like.errors import StoreFull
 from slime_like.store.columns import TokenColumns
 from slime_like.store.store import Batch, SampleStore
-from tests.store.reference import BLOCKS, EXPERT_DTYPE, TOP, ScalarRow, assert_same, flat
+from tests.store.reference import BLOCKS, EXPERT_DTYPE, TOP, ScalarRow, assert_same, flat, num_tables
 
 TOKENS = st.lists(
     st.tuples(st.integers(0, 99), st.sampled_from([-0.5, -2.0, float("nan")]), st.integers(-2, 5)), max_size=70
 )
-CAPACITY = 3000
+CAPACITY = 300  # so small that one operation in twenty finds no space
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -48,6 +48,30 @@ class StoreMachine(RuleBasedStateMachine):
         for new in self.store.fork(row, length, count):
             self.rows[new] = self.rows[row].fork(size if length is None else length)
 
+    @rule(tokens=TOKENS, count=st.integers(1, 5), has_space=st.booleans())
+    def append_to_all_sharers(self, tokens: list[tuple[int, float, int]], count: int, has_space: bool) -> None:
+        """All rows but one are copied because they share memory, and the last one if no space is free behind it."""
+        try:
+            row = self.store.add(flat([] if has_space else tokens))
+        except StoreFull:
+            return
+        rows = [row]
+        try:
+            if has_space:
+                self.store.append_batch(Batch(np.array([row]), flat(tokens), np.array([len(tokens)])))
+            rows = [*self.store.fork(row, count=count)]
+            self.store.release([row])
+            clones, moves = self.store.num_clones, self.store.num_moves
+            self.store.append_batch(Batch(np.array(rows), flat([(7, -1.0, 0)] * count)))
+        except StoreFull:
+            self.store.release(rows)
+            return
+        num_moves = 0 if has_space and tokens else 1
+        assert (self.store.num_clones - clones, self.store.num_moves - moves) == (count - 1, num_moves)
+        for new in rows:
+            self.rows[new] = ScalarRow()
+            self.rows[new].append([*tokens, (7, -1.0, 0)], None)
+
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), routed=st.booleans())
     def append(self, data: st.DataObject, routed: bool) -> None:
@@ -66,12 +90,14 @@ class StoreMachine(RuleBasedStateMachine):
             experts if routed else (),
             np.array(finished, dtype=np.bool_),
         )
+        before = num_tables(self.store)
         try:
             self.store.append_batch(batch)
         except ValueError:
             assert any(self.rows[row].is_finished for row in rows)
             return
         except StoreFull:
+            assert num_tables(self.store) == before
             return  # ``same_bytes`` checks that no row has changed
         assert not any(self.rows[row].is_finished for row in rows)
         for row, new, own, is_finished in zip(rows, tokens, experts, finished, strict=True):
