@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
 import pytest
 import torch
+
+from slime_like.config.schema.remote_experts import RemoteOptions
+from tests.remote_experts.test_policies import ForkedProcess
 
 bench: Any = importlib.import_module("benchmarks.remote_experts")
 
@@ -24,6 +28,27 @@ def test_local_sums_are_those_of_the_split_arms(monkeypatch: pytest.MonkeyPatch)
         sums[bucket.index()] += bench.expert_sums(rows, bucket.ids, bucket.weights, layer.w13[num:], layer.w2[num:])
     every = bench.Local(layers).sums(0, x, layer.ids, layer.weights)
     torch.testing.assert_close(sums, every, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prompt_in_batches_takes_a_tenth_of_the_calls_and_in_float16_half_of_the_payload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slime_like_plugins.remote_experts.link.ExpertProcess", ForkedProcess)
+    size = bench.LayerSize(4, bench.SMALL.hidden, 8)  # the expert size changes neither calls nor payload
+    layers, x = bench.make_layers(size), torch.randn((bench.PROMPT, size.hidden))
+    assert (len(layers), len(x)) == (4, 4248)
+    traffics: list[Any] = []
+    for mode, dtype in (("stream", "float32"), ("batched", "float16")):
+        with contextlib.ExitStack() as stack:
+            options = RemoteOptions(count=bench.EXPERTS // 2, mode=mode, payload_dtype=dtype, deadline_s=120.0)
+            run = bench.Remote(layers, options)
+            stack.callback(run.experts.close)
+            bench.prefill(run, layers, x)
+            traffics.append(bench.traffic(run))
+    stream, batched = traffics
+    assert batched.rows == stream.rows
+    assert batched.calls <= 0.1 * stream.calls
+    assert batched.payload_bytes <= 0.52 * stream.payload_bytes
 
 
 def test_the_table_compares_with_stream_in_float32() -> None:

@@ -67,6 +67,11 @@ def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[s
     one_message(case, argv)
 
 
+@pytest.mark.parametrize(("keys", "capacity"), [("", 1024), (f"{KEY}.capacity=1", 1), (f"{KEY}.capacity=4096", 4096)])
+def test_requests_have_up_to_4096_tokens(keys: str, capacity: int, argv: list[str]) -> None:
+    assert load_config([*argv, ON, *keys.split()], files=False).rollout.remote_experts.capacity == capacity
+
+
 def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_path: Path) -> None:
     def check(keys: str, num_experts: int = 8) -> None:
         model: Any = SimpleNamespace(num_experts=num_experts, folder="models/M")

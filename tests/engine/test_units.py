@@ -431,7 +431,8 @@ def test_the_headline_is_the_last_exception_of_the_log(tmp_path: Path) -> None:
         "'x': no"
     )
     ours = [
-        f"slime_like_plugins.remote_experts.{name}: {name}" for name in ("connection.PeerLost", "experts.ExpertsLost")
+        f"slime_like_plugins.remote_experts.{name}: {name}"
+        for name in ("connection.PeerLost", "experts.RemoteExpertsLost")
     ]
     assert processes.headline([*ours, *["at x"] * 20, "RuntimeError: server ended"]) == f": {ours[1]}"
     log.write_text("ValueError: of an earlier engine\nwell\n")
