@@ -70,7 +70,14 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "float16 latent tp2 dcp2": {"payload_dtype": "float16", "policy": "fallback"},
 }
-FAMILIES = ("glm4_moe", "minimax_m2", "deepseek_v2", "qwen3_5_moe_text")  # qwen3_next: tests/e2e/test_hybrid.py
+FAMILIES = (
+    "glm4_moe",
+    "minimax_m2",
+    "deepseek_v2",
+    "kimi_k2",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
+)  # qwen3_next: tests/e2e/test_hybrid.py
 BOUNDS = {"float16 latent tp2 dcp2": 5e-3}
 
 
@@ -110,7 +117,12 @@ def start_arms(
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, ExpertArm]]:
     """Return an engine of each family of experts that ``ARMS`` lacks."""
-    builders: dict[str, Callable[[Path, str], Models]] = {"qwen3_5_moe_text": build_hybrid, "deepseek_v2": build_latent}
+    builders: dict[str, Callable[[Path, str], Models]] = {
+        "qwen3_5_moe_text": build_hybrid,
+        "qwen3_5_moe": build_hybrid,
+        "deepseek_v2": build_latent,
+        "kimi_k2": build_latent,
+    }
     yield from start_arms(
         {name: (builders.get(name, build)(tmp_path_factory.mktemp(name), name), {"threads": 1}) for name in FAMILIES},
         tmp_path_factory,
