@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from slime_like.store.columns import TokenColumns
+from slime_like.store.store import SampleStore
 
 BLOCKS, TOP = 2, 2
 EXPERT_DTYPE = np.dtype(np.uint8)
@@ -66,3 +67,8 @@ def assert_same(actual: TokenColumns, expected: TokenColumns) -> None:
         assert (a is None) == (b is None), name
         if a is not None:
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
+
+
+def num_tables(store: SampleStore) -> tuple[int, int]:
+    """Return bytes and copies of a store."""
+    return store.nbytes, store.num_clones + store.num_moves
