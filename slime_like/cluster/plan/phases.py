@@ -78,5 +78,5 @@ def _engine(table: MemoryTable, phase: str) -> MemoryTable:
 
 def _part(table: MemoryTable, names: Collection[str], *, communicators: bool = True) -> MemoryTable:
     """Return the items with these names, and those that a process never releases."""
-    kept = {*names, *FIXED} - ({COMMUNICATORS} if not communicators else set())
-    return MemoryTable(tuple(item for item in table.items if item.name in kept), table.place)
+    item_names = {*names, *FIXED} - ({COMMUNICATORS} if not communicators else set())
+    return MemoryTable(tuple(item for item in table.items if item.name in item_names), table.place)

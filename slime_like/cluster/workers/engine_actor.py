@@ -43,7 +43,7 @@ class EngineActor:
         self._closing = False
         self._server_lock = threading.Lock()  # guards _server: a stop may arrive during a restart
         self._server = self._start()
-        self._exit_summary: str | None = None  # of a server that ``stop_server`` has stopped
+        self._exit_summary: str | None = None  # summary of a server that ``stop_server`` has stopped
 
     def _start(self) -> EngineServer:
         if self._closing:

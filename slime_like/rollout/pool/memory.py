@@ -40,13 +40,13 @@ class PoolMemory:
             await self._stop(self._pool.slots)
             return
         await self._wait_for_restarts()
-        released = tuple(part for part in ENGINE_PARTS if part not in ENGINE_PHASES[phase])
+        unneeded_parts = tuple(part for part in ENGINE_PARTS if part not in ENGINE_PHASES[phase])
         self._pool.on_push_begin()  # paused engines decode nothing for a health check
         self._pool.defer_restarts()
 
         async def release(engine: EngineClient) -> None:
             await engine.pause()
-            await engine.release_memory(released)
+            await engine.release_memory(unneeded_parts)
 
         await self._on_each(release)
         await self._stop([slot for slot in self._pool.slots if slot.is_restarting])

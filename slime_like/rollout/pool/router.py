@@ -111,18 +111,13 @@ class EngineRouter:
 
     def _choose_engine(self, assignment: EngineAssignment) -> EngineClient:
         """Assign the least loaded engine and its least loaded data-parallel rank, and return the engine."""
-        load = dict.fromkeys(self._engines, 0)
+        rank_loads = {engine: [0] * engine.num_dp_ranks for engine in self._engines}
         for other in self._assignments:
-            if other.engine in load:
-                load[other.engine] += other.outstanding
-        engine = min(load, key=load.__getitem__)
-        assignment.engine, assignment.dp_rank = engine, None
-        if engine.num_dp_ranks > 1:
-            rank_load = [0] * engine.num_dp_ranks
-            for other in self._assignments:
-                if other.engine is engine and other.dp_rank is not None and other is not assignment:
-                    rank_load[other.dp_rank] += other.outstanding
-            assignment.dp_rank = rank_load.index(min(rank_load))
+            if other.engine in rank_loads:
+                rank_loads[other.engine][other.dp_rank or 0] += other.outstanding
+        engine = min(rank_loads, key=lambda candidate: sum(rank_loads[candidate]))
+        loads = rank_loads[engine]
+        assignment.engine, assignment.dp_rank = engine, loads.index(min(loads)) if len(loads) > 1 else None
         return engine
 
     def _wake(self) -> None:

@@ -67,38 +67,38 @@ class DeviceState:
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
         """Return the storages of each part that are on the device, each once."""
-        seen: set[int] = set()
+        addresses: set[int] = set()
         out: dict[str, list[torch.UntypedStorage]] = {}
         for part in TRAINER_PARTS:
             storages = [t.untyped_storage() for t in self._tensors[part]() if t.device.type == self._device.type]
-            by_address = {s.data_ptr(): s for s in storages if s.resizable() and s.data_ptr() not in seen}
+            by_address = {s.data_ptr(): s for s in storages if s.resizable() and s.data_ptr() not in addresses}
             by_address.pop(0, None)  # without memory
-            seen |= by_address.keys()
+            addresses |= by_address.keys()
             out[part] = list(by_address.values())
         return out
 
     def _offload(self, part: str, storages: list[torch.UntypedStorage]) -> None:
-        named = [(str(index), storage) for index, storage in enumerate(storages)]
+        storages_by_key = [(str(index), storage) for index, storage in enumerate(storages)]
         if part != GRADIENTS:
-            pieces = [piece for key, storage in named for piece in _pieces(key, storage)]
+            pieces = [piece for key, storage in storages_by_key for piece in _pieces(key, storage)]
             sizes = {key: piece.numel() for key, piece in pieces}
             if {key: copy.numel() for key, copy in self._copies.get(part, {}).items()} != sizes:
                 self._copies.pop(part, None)  # the optimizer's state grows at its first step
             self._copies[part] = copy_to_host(pieces, self._copies.get(part))
-        for key, storage in named:
+        for key, storage in storages_by_key:
             self._offloaded[part].append(OffloadedStorage(key, storage, storage.nbytes()))
             storage.resize_(0)
 
     def _restore(self, part: str) -> None:
-        offloaded = self._offloaded[part]
-        while offloaded:
-            entry = offloaded[-1]
+        entries = self._offloaded[part]
+        while entries:
+            entry = entries[-1]
             entry.storage.resize_(entry.num_bytes)
             if part == GRADIENTS:
                 _bytes(entry.storage).zero_()
             else:
                 copy_from_host(_pieces(entry.key, entry.storage), self._copies[part])
-            offloaded.pop()
+            entries.pop()
         if self._device.type != "cuda":  # pinned memory is kept, because pinning is slow
             self._copies.pop(part, None)
 

@@ -100,9 +100,8 @@ def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offl
     def push() -> None:
         for _ in trainer.hf_export.buckets(PUSH_BYTES):
             pass
-        if (
-            offload and trainer.spec.layout.vpp == 1
-        ):  # with virtual stages, the padding of one micro-batch has another shape
+        # With virtual stages, the padding of one micro-batch has another shape.
+        if offload and trainer.spec.layout.vpp == 1:
             trainer.score(batch)
 
     peaks.during("push", push)
