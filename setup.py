@@ -47,7 +47,7 @@ setup(
         "slime_like_plugins.megatron_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.sglang_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
     },
-    # Where slime_like.config.load.paths looks outside a checkout.
+    # slime_like.config.load.paths searches this folder outside a checkout.
     data_files=[(f"share/slime_like/{Path(path).parent}", [path]) for path in CONFIGS],
     install_requires=[
         "torch>=2.14,<2.15",

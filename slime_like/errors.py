@@ -26,7 +26,7 @@ class ConfigError(SlimeLikeError, ValueError):
 
 
 class MissingResources(ConfigError):
-    """Nodes or GPUs that a Ray cluster does not have now; they may be added or become free."""
+    """Nodes or GPUs that a Ray cluster lacks at the moment; they may be added or become free."""
 
 
 class DataError(SlimeLikeError, ValueError):

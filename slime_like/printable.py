@@ -12,7 +12,7 @@ from typing import Any
 
 ALLOWED = "\n\t"
 SECRET = "***"
-HIDDEN = ("Cc", "Cf", "Cs", "Co")  # control, format (direction of writing), lone surrogates, private use
+HIDDEN = ("Cc", "Cf", "Cs", "Co")  # control, format (such as text direction), lone surrogates, private use
 
 
 def visible(text: str) -> str:
@@ -27,7 +27,8 @@ def visible(text: str) -> str:
 def print_output(text: str) -> int:
     """Write the output of a command to standard output and flush it. Return the exit code.
 
-    It is 0 also if the reader of a pipe has gone (``| head``), and 1 with a message if the output cannot be written.
+    The code is 0, also if the reader of a pipe has exited (``| head``), or 1 with a message if the output cannot be
+    written.
     """
     stream = sys.stdout
     if stream is None:  # pyright: ignore[reportUnnecessaryComparison]  closed by the caller of the program
@@ -37,7 +38,7 @@ def print_output(text: str) -> int:
         stream.write(visible(text).encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
-        null = os.open(os.devnull, os.O_WRONLY)  # for the rest of the output, which Python writes when it exits
+        null = os.open(os.devnull, os.O_WRONLY)  # receives the remaining output, which Python flushes at exit
         os.dup2(null, stream.fileno())
         os.close(null)
         return 0 if isinstance(error, BrokenPipeError) else _cannot_print(str(error.strerror))
@@ -58,8 +59,8 @@ def complaint(error: BaseException) -> str:
 def hide_in_logs(secret: str) -> None:
     """Mask ``secret`` in every record that this process logs from now on, for current and future handlers.
 
-    The message, its arguments and the traceback are masked. An argument that is no string or number becomes the string
-    that would be logged if that contains the secret.
+    The message, its arguments and the traceback are masked. An argument of another type is replaced by its masked text if
+    that text contains the secret.
     """
     base_factory = logging.getLogRecordFactory()
 
@@ -73,7 +74,7 @@ def hide_in_logs(secret: str) -> None:
         if log_record.exc_info:
             traceback = logging.Formatter().formatException(log_record.exc_info)
             if secret in traceback:
-                log_record.exc_text = traceback.replace(secret, SECRET)  # formatters use it as it is
+                log_record.exc_text = traceback.replace(secret, SECRET)  # formatters print it unchanged
         return log_record
 
     logging.setLogRecordFactory(record)
@@ -84,7 +85,7 @@ def _mask(value: Any, secret: str) -> Any:
         return value.replace(secret, SECRET)
     if value is None or isinstance(value, int | float):
         return value
-    with suppress(Exception):  # the handler reports an object that has no string
+    with suppress(Exception):  # the log handler reports an object that cannot be converted to text
         for text in (str(value), repr(value)):
             if secret in text:
                 return text.replace(secret, SECRET)

@@ -12,17 +12,17 @@ from slime_like.errors import ConfigError
 from slime_like.util.user_module import user_module
 
 _WORDS = re.compile("[-_.:/ ]")
-SIMILAR = 0.8  # ratio of matching characters from which a name is a misspelling of another
+SIMILAR = 0.8  # minimum ratio of matching characters for a name to count as a misspelling
 SIMILAR_WORD = 0.7  # the same for a single word of more than three letters
-SHORT_WORD = 3  # letters; one different letter makes another word: gpu is not a misspelled cpu
+SHORT_WORD = 3  # letters; in shorter words one letter makes a different word: gpu is not a misspelled cpu
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name that ``name`` probably stands for, or None if none is similar.
+    """Return the known name that was probably meant by ``name``, or None if none is similar.
 
-    A name is similar if nearly all characters match, or if each word of ``name`` is a word of it: ``n_samples`` is
-    similar to ``n_samples_per_prompt``, but ``port`` is not similar to ``transport``. Of equals, the last is returned: ``qwen4``
-    gives ``qwen3``, not ``qwen2``.
+    A name is similar if nearly all characters match, or if each word of ``name`` occurs in it: ``n_samples`` is similar to
+    ``n_samples_per_prompt``, but ``port`` is not similar to ``transport``. Ties go to the last name: ``qwen4`` gives
+    ``qwen3``, not ``qwen2``.
     """
     scores = {option: _similarity(name.lstrip("-"), option.lstrip("-")) for option in sorted(names, reverse=True)}
     best = max(scores, key=lambda option: scores[option], default=None)
@@ -37,7 +37,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _similarity(name: str, option: str) -> float:
-    """Return a rank above 0 if ``option`` is similar to ``name``, else 0; names with the same letters have the highest."""
+    """Return a rank above 0 if ``option`` is similar to ``name``, else 0; a permutation of the same letters ranks
+    highest."""
     ratio = difflib.SequenceMatcher(None, option, name).ratio()
     words, option_words = _WORDS.split(name), _WORDS.split(option)
     same_words = 2 * len(words) >= len(option_words) and all(
@@ -65,7 +66,7 @@ def metric_part(name: str) -> str:
 def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False, table_name: str = "") -> None:
     """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is a path.
 
-    The message says how to use a part of one's own: by its path or, with ``table_name``, by an entry in that table.
+    The message says how to add a user's component: by its path or, with ``table_name``, by an entry in that table.
     """
     if name in table or (dotted and is_path(name)):
         return

@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 
 UNTRAINED = (Status.FAILED, Status.ABORTED)
-"""Samples with these statuses have no weight in the loss and count in no baseline. They are not scored."""
+"""Samples with these statuses are not scored, have weight 0 in the loss and are excluded from baselines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Corrections for tokens sampled from another policy than the trained one: TIS, MIS, rejection.
+"""Corrections for tokens sampled from a policy other than the trained one: TIS, MIS, rejection.
 
 A correction compares the old policy (the trainer's, before the update) with the rollout policy (the engine's) at sampled
-tokens. Corrections carry no gradient and leave ``loss_weight`` unchanged: a dropped token contributes 0 to the loss, and the
-other tokens do not weigh more. Axis: T = tokens.
+tokens. Corrections carry no gradient and leave ``loss_weight`` unchanged: a dropped token contributes 0 to the loss, and
+the weights of the other tokens do not increase. Axis: T = tokens.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
 def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
     """Return ``order`` with the rows of ``previous``, the end of the last epoch, moved back.
 
-    At least ``len(previous)`` places then separate a row from its place in ``previous``. Rows move by the fewest places
-    possible. ``previous`` must be shorter than ``order``.
+    At least ``len(previous)`` positions then separate a row from its position in ``previous``. Rows move as few positions
+    as possible. ``previous`` must be shorter than ``order``.
     """
     earliest_places = {row: place for place, row in enumerate(previous, 1)}
     remaining, delayed_rows, free_rows, moved_rows = iter(order), set[int](), deque[int](), list[int]()

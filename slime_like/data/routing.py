@@ -1,7 +1,7 @@
 """Experts that an engine chose for the tokens of a sample: an extra column of samples and batches.
 
-Axis suffixes: L tokens, N tokens whose experts an engine computed, B blocks of the decoder, K experts per token. A row of zeros
-has no choice: a chosen row has K different experts, and K is at least 2.
+Axis suffixes: L tokens, N tokens whose experts an engine computed, B blocks of the decoder, K experts per token. A row of
+zeros means that no experts are recorded: a recorded row has K different experts, and K is at least 2.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RoutingDifference:
 
     share: float  # share of a layer's tokens, mean over the layers
     max_share: float  # share in the layer where it is largest
-    max_gap: float  # largest difference of scores by which a router prefers its own choice: logits, or sigmoids with their bias
+    max_gap: float  # largest score difference in favour of a router's own choice; scores: logits, or sigmoids plus bias
 
     def metrics(self, prefix: str) -> tuple[Metric, ...]:
         """Return the metrics ``<prefix>/routed_experts_*``."""

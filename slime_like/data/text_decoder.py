@@ -1,8 +1,8 @@
 """Text of token ids, from a table of each token's bytes, for tokenizers whose texts are concatenated bytes of tokens.
 
-``tokenizers`` and transformers look each token up by name and convert its characters to bytes, at several hundred nanoseconds per
-token. That was the largest part of the rollout manager's work. Byte-level BPE (GPT-2, Qwen, Llama 3, DeepSeek, GLM) needs
-only the bytes.
+``tokenizers`` and transformers look each token up by name and convert its characters to bytes, at several hundred
+nanoseconds per token, which would be the largest part of the rollout manager's work. Byte-level BPE (GPT-2, Qwen, Llama 3,
+DeepSeek, GLM) needs only the bytes.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class GlooConnections:
         """Close the connections. Pending ops of this rank fail at once, and so do those of peers that wait for this rank."""
         for epoll in self._epolls & _epoll_instances():
             for fd, inode in TARGET.findall((FD_INFO / str(epoll)).read_text()):
-                with contextlib.suppress(OSError):  # gloo closed it meanwhile, or it is the listener
+                with contextlib.suppress(OSError):  # gloo has closed it in the meantime, or it is the listener
                     _shut_down(int(fd), int(inode, 16))
 
 
@@ -59,7 +59,7 @@ def _epoll_instances() -> set[int]:
 
 
 def _shut_down(fd: int, inode: int) -> None:
-    """Close the connection of socket ``fd``; gloo, which owns the descriptor, closes that."""
+    """Shut down the connection of socket ``fd``. gloo owns the descriptor and closes it."""
     with socket.socket(fileno=os.dup(fd)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:  # otherwise another thread has reused the number
             connection.getpeername()  # raises for the listener

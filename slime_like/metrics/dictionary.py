@@ -31,9 +31,11 @@ ENTRIES = (
     MetricEntry("eval/<dataset>/response_len/median", "median length of held-out responses", "tokens"),
     MetricEntry("eval/<dataset>/response_len/max", "longest held-out response", "tokens"),
     MetricEntry("eval/<dataset>/response_len/min", "shortest held-out response", "tokens"),
-    MetricEntry("comm/<group>/<op>/calls", "collectives issued in a kind of process group, all ranks together", ""),
-    MetricEntry("comm/<group>/<op>/bytes", "bytes of these collectives, all ranks together", "bytes"),
-    MetricEntry("comm/<group>/<op>/time", "time of a rank's thread for issuing and waiting, maximum of all ranks", "s"),
+    MetricEntry("comm/<group>/<op>/calls", "collectives issued in one kind of process group, sum over the ranks", ""),
+    MetricEntry("comm/<group>/<op>/bytes", "bytes of these collectives, sum over the ranks", "bytes"),
+    MetricEntry(
+        "comm/<group>/<op>/time", "time of a rank's thread for issuing and waiting, maximum over the ranks", "s"
+    ),
     MetricEntry("comm/<group>/<op>/checks", "free-memory queries before these collectives", ""),
     MetricEntry("comm/<group>/<op>/check_time", "time of these queries on the slowest rank", "s"),
     MetricEntry("comm/<group>/<op>/clears", "releases of memory before these collectives", "", "0"),
@@ -41,7 +43,7 @@ ENTRIES = (
     MetricEntry("guard/checks", "free-memory queries before the collectives of all ranks", ""),
     MetricEntry(
         "guard/time",
-        "time of these queries and of releasing memory, maximum of all ranks",
+        "time of these queries and of releasing memory, maximum over the ranks",
         "s",
         "below 0.1% of perf/step_time",
     ),
@@ -50,7 +52,7 @@ ENTRIES = (
     MetricEntry("guard/freed_bytes", "bytes released", "bytes"),
     MetricEntry("guard/free_bytes", "smallest free memory that any rank measured", "bytes", "above guard.threshold"),
     MetricEntry(
-        "guard/reload_time", "destroying and creating communicators, maximum of all ranks (guard.release)", "s"
+        "guard/reload_time", "destroying and creating communicators, maximum over the ranks (guard.release)", "s"
     ),
     MetricEntry(
         "memory/<phase>",

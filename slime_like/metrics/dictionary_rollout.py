@@ -81,12 +81,12 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/kv_capacity_tokens",
-        "tokens that the KV cache of an engine holds; the smallest of all engines",
+        "capacity of an engine's KV cache in tokens; minimum over the engines",
         "tokens",
     ),
     MetricEntry(
         "rollout/kv_usage",
-        "highest share of an engine's KV cache that running requests used since the previous rollout, at any batch",
+        "peak share of an engine's KV cache that running requests used since the previous rollout",
         "0 to 1",
         "below 1",
     ),
@@ -104,8 +104,8 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/dcp_exchange_time",
-        "time in which a rank exchanged queries and partial attention with its DCP group since the previous rollout, waiting for the other ranks "
-        "included, of the engine with the longest time (docs/dcp.md)",
+        "time that a rank spent on exchanging queries and partial attention with its DCP group since the previous rollout, "
+        "including waits for other ranks; maximum over the engines (docs/dcp.md)",
         "s",
         "below half of perf/rollout_time",
     ),

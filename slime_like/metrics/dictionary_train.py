@@ -85,7 +85,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/routed_experts_differ",
-        "share of tokens for which algo.routing_replay replays other experts than the trainer's router would choose, mean over "
+        "share of tokens for which algo.routing_replay replays experts that the trainer's router would not choose, mean over "
         "the layers",
         "0 to 1",
         "with algo.routing_replay=rollout and no staleness below 0.01 in float32; a few hundredths in bfloat16",
@@ -93,8 +93,8 @@ ENTRIES = (
     MetricEntry("train/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
     MetricEntry(
         "train/routed_experts_gap_max",
-        "largest score by which a router prefers its own choice to the replayed one: logits of a softmax, or sigmoids with "
-        "their bias",
+        "largest score difference in favour of a router's own choice over the replayed one; scores are logits of a softmax, "
+        "or sigmoids plus bias",
         "",
     ),
     MetricEntry("train/num_tokens", "tokens trained on", "tokens"),
@@ -169,7 +169,7 @@ ENTRIES = (
     MetricEntry(
         "probe/logprob_abs_diff_max/<layers>",
         "the same, with one kind of the trainer's layers (attention, gdn, mlp, or all) computed in float64: far smaller if the"
-        " trainer's rounding in those layers causes the difference; the rest with `all` is the engine's "
+        " trainer's rounding in those layers causes the difference; the difference that remains with `all` is the engine's "
         "(weights.probe_layers=true); own_experts: without algo.routing_replay=rollout",
         "nats",
     ),
@@ -183,7 +183,7 @@ ENTRIES = (
     MetricEntry("probe/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
     MetricEntry(
         "probe/routed_experts_gap_max",
-        "largest score by which the trainer's router prefers its own choice to the engine's",
+        "largest score difference in favour of the choice of the trainer's router over the engine's",
         "",
         "below weights.probe_tolerance, or the run ends",
     ),

@@ -73,7 +73,7 @@ REMEDIES = {
     "train/moe_load": "raise model.megatron.moe_aux_loss_coeff",
     "train/moe_aux_loss": "raise model.megatron.moe_aux_loss_coeff",
     "train/routed_experts_differ": "as train/train_rollout_logprob_abs_diff; with loop.max_staleness above 0 or "
-    "rollout.partial_rollout it also has the change of the routers since the tokens were sampled",
+    "rollout.partial_rollout it includes the change of the routers since the tokens were sampled",
     "probe/routed_experts_differ": "as probe/logprob_abs_diff_max",
     "probe/routed_experts_gap_max": "the engine's routers have other weights, or experts of other tokens were returned: read "
     "the error",

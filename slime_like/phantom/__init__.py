@@ -2,9 +2,9 @@
 
 A process started with ``PhantomGpu(...).environment()`` loads a library that takes the place of CUDA's runtime, cuBLAS,
 NCCL and the driver. torch's CUDA build then runs its dispatcher, caching allocator, streams and NCCL process groups on
-a machine without a GPU: peaks, fragmentation, running out of memory, shapes, dtypes, launch configurations, numbers of
+a machine without a GPU: peaks, fragmentation, out-of-memory errors, shapes, dtypes, launch configurations, numbers of
 calls and host synchronisations equal a GPU's. Kernels, matrix products and collectives compute nothing, so every value
 is meaningless, and so is every time.
 
-``python -m slime_like.phantom COMMAND...`` runs a command on one.
+``python -m slime_like.phantom COMMAND...`` runs a command on phantom GPUs.
 """

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         environment = {**os.environ, **gpu.environment()}
         program = shutil.which(options.command[0])
         if program is None:
-            raise ConfigError(f"{options.command[0]} is no program on PATH: give its path")
+            raise ConfigError(f"{options.command[0]} is not a program on PATH: give its path")
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)

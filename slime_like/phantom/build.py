@@ -48,7 +48,7 @@ def recipe() -> Recipe:
 
 
 def library() -> Path:
-    """Return the path of the library, ``libcuda.so.1`` in a folder of its own, compiled if not cached.
+    """Return the path of the library, ``libcuda.so.1`` in a separate folder, compiled if not cached.
 
     Raises ``ConfigError`` without a C compiler or CUDA's headers.
     """

@@ -47,7 +47,7 @@ def pinned_bytes() -> int:
 
 
 def used_bytes(device: int = 0) -> int:
-    """Return the device memory that the driver has given out, without the context."""
+    """Return the device memory allocated by the driver, without the context."""
     return _size("phantom_gpu_used", device)
 
 
@@ -57,7 +57,7 @@ def peak_bytes(device: int = 0) -> int:
 
 
 def reset_peak(device: int = 0) -> None:
-    """Begin a new maximum."""
+    """Restart the maximum that ``peak_bytes`` returns."""
     _PROCESS.phantom_gpu_reset_peak(device)
 
 

@@ -13,9 +13,9 @@ _stores: list[dist.Store] = []  # torch keeps only the C++ part of a store alive
 
 
 class SoloStore(dist.Store):
-    """Key-value store in which every absent rank has already done its part.
+    """Key-value store that behaves as if every absent rank had set its keys and joined every barrier.
 
-    A key that another rank would set has zeros as its value, as many as an NCCL id has bytes. No wait blocks.
+    The value of a key that another rank would set is zeros, as many as an NCCL id has bytes. No wait blocks.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SoloStore(dist.Store):
         return self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether this rank has set the keys: no other rank signals a fault."""
+        """Return whether this rank has set the keys: absent ranks set no key that signals a fault."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

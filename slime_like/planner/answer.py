@@ -44,7 +44,7 @@ class Phases:
     name: str
     training: float  # bytes
     sampling: float
-    kv_bytes: float  # that the engine may have for keys and values without exceeding the GPU
+    kv_bytes: float  # maximum for the engine's keys and values on this GPU
 
 
 ENGINE_REMAINDER = ("CUDA context", "communicators", "CUDA graphs")
@@ -74,7 +74,7 @@ def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of an engine layout, by the flag of the command line that makes it."""
+    """Change of an engine layout, named by the command-line flag that makes it."""
 
     flag: str
     answer: EngineAnswer

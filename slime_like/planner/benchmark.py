@@ -1,4 +1,4 @@
-"""Benchmark of an engine by a fixed number of clients, step by step: SGLang's ``bench_serving --max-concurrency``."""
+"""Step-by-step simulation of SGLang's ``bench_serving --max-concurrency``: a fixed number of clients of one engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _SimulatedRequest:
 
 @dataclass(slots=True)
 class _SimulatedEngine:
-    """Running requests of an engine, its time, and the clients' requests that wait."""
+    """Running requests of an engine, its clock, and the clients' waiting requests."""
 
     capacity: int  # tokens of the KV cache
     waiting: list[_SimulatedRequest]
@@ -101,7 +101,7 @@ def simulate(
     lengths: Sequence[tuple[int, int]],
     clients: int,
 ) -> BenchmarkResult:
-    """Return the result of requests of ``lengths``, of which ``clients`` are in the engine at once.
+    """Return the result of a benchmark with requests of ``lengths``, at most ``clients`` of them at a time.
 
     As in SGLang, prefill comes before decoding, and requests are admitted in order. Each has to fit the KV cache.
     """
@@ -111,7 +111,7 @@ def simulate(
     prefill = prefill_time(shape, settings, hardware)
     steps: dict[int, tuple[float, float]] = {}  # requests -> seconds of a step without context, per token of context
     while engine.waiting or engine.running:
-        while new_requests := engine.admit():  # less is reserved for a request once it runs
+        while new_requests := engine.admit():  # fewer tokens are reserved for a request once it runs
             for request in new_requests:
                 engine.seconds += prefill.seconds(request.context, request.context**2)
                 request.generated += 1

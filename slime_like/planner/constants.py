@@ -69,7 +69,7 @@ LEAST_RESERVE = Constant(
     "reserve of a tuned engine",
     5.07e9,
     "bytes",
-    "context, graphs and activations of an engine whose static fraction was raised until it no longer started",
+    "context, graphs and activations of an engine with the highest static fraction with which it starts",
     fitted_on="DeepSeek-R1 FP8 on 8xH20 under TP: batch 52",
 )
 BANDWIDTH_SHARE = Constant(
@@ -81,7 +81,7 @@ BANDWIDTH_SHARE = Constant(
 KERNEL_SECONDS = Constant(
     "fixed time per kernel",
     3.4e-6,
-    "s, besides its work",
+    "s, in addition to its work",
     "gpt-fast README: Llama-2-70B TP8, 62.50 tokens/s at 1135 GB/s: 16.0 ms, of which reading at 1397 GB/s takes 13.0; "
     "80 layers of 11 kernels",
 )
@@ -127,7 +127,7 @@ EXCHANGE_SECONDS = Constant(
     1.35e-6,
     "s per request and layer, in addition to three kernels and the bytes over the links",
     "queries out, partial outputs and log-sum-exp back and merged",
-    fitted_on="Qwen3-235B on 8xH20, 32k/4k, least largest relative error of the gains at concurrency 48 to 96",
+    fitted_on="Qwen3-235B on 8xH20, 32k/4k, minimum of the largest relative error of the gains at concurrency 48 to 96",
 )
 HOST_SERVER = Constant(
     "engine's HTTP server on a CPU", 921 * MIB, "bytes", "measured: ps, quickstart engines, SGLang 0.5.23"

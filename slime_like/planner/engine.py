@@ -1,4 +1,4 @@
-"""Memory of one rank of an SGLang engine, and the KV cache that fits in the rest."""
+"""Memory of one rank of an SGLang engine, and the KV cache that fits in the remaining memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
-    """Return the number of recurrent states, of ``slot`` bytes each, in the ``pool`` of one attention group, without padding's."""
+    """Return the number of states of ``slot`` bytes in the ``pool`` of an attention group, without the padding requests'
+    state."""
     s = settings
     if s.state_slots is not None:
         return s.state_slots // s.dp_attention
@@ -112,7 +113,7 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
 
 
 def _local_share(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the share of the routed experts that is not in the memory of a worker."""
+    """Return the share of the routed experts that is in the engine's memory, not in a worker's."""
     return 1.0 if shape.experts is None else 1.0 - settings.remote_experts / shape.experts.count
 
 

@@ -16,18 +16,20 @@ class EngineSettings:
     dp_attention: int = 1  # ranks hold different sequences; attention is tensor parallel over gpus / dp_attention
     dcp: int = 1  # ranks that share the tokens of a sequence
     flow_mla: tuple[str, ...] = ()  # projections that FlowMLA shards, keys of rollout.flow_mla.weights
-    flow_slots: int | None = None  # number of buffers for whole layers; None: two, less the rank's own part (article)
+    flow_slots: int | None = (
+        None  # number of buffers for whole layers; None: two, without the rank's own part (article)
+    )
     remote_experts: int = 0  # routed experts of each layer in the memory of a worker
     remote_copy: bool = False  # the engine has a copy of their weights in host memory
     weights: str = "bfloat16"
     kv_bytes: int = 2  # per element
     static: float | None = None  # SGLang's mem_fraction_static; None: SGLang's default
-    tuned: bool = False  # static was raised until the engine no longer started
+    tuned: bool = False  # static is the highest value with which the engine starts
     chunk: int | None = None  # SGLang's chunked_prefill_size; None: its default for the GPU, 0 or less: no chunks
     max_prefill_tokens: int = 16_384  # SGLang's, of a prefill without chunks
     graph_requests: int | None = None  # requests of the largest CUDA graph of decoding; None: SGLang's default
     decode_graphs: bool = True
-    padded_groups: bool = False  # graphs pad each attention group to the requests of all (SGLang until mid-2025)
+    padded_groups: bool = False  # graphs pad each attention group to the requests of all groups (SGLang until mid-2025)
     prefill_graphs: int | None = None  # number of CUDA graphs of prefill; None: SGLang's default
     deepep: bool = False  # SGLang's moe_a2a_backend=deepep
     replicated_head: bool = False  # SGLang's enable_dp_lm_head

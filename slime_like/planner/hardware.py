@@ -9,7 +9,7 @@ from slime_like.errors import ConfigError
 from slime_like.planner.constants import MIB
 from slime_like.registry import nearest
 
-CORES_PER_GPU = 8  # cores of a machine of which only the GPUs are known
+CORES_PER_GPU = 8  # assumed for a machine of which only the GPUs are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def known_gpu(name: str) -> GpuKind | None:
 
 
 def unknown_speed(name: str) -> GpuKind:
-    """Return a GPU that the table does not have, without memory and speeds."""
+    """Return an entry without memory and speeds for a GPU that is not in the table."""
     return GpuKind(name, memory=0, hbm=0, bf16=0, fp8=0, link=0, network=0, sms=0, source="the driver")
 
 

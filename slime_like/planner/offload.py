@@ -46,7 +46,11 @@ def offload_items(
             ("offloaded optimizer", state * on_host, "float32 weights and moments"),
             ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
             ("offloaded state", moved, moved_note),
-            ("copies of weights", num_copies * weights * total, "reference, teacher, and those that they replace"),
+            (
+                "copies of weights",
+                num_copies * weights * total,
+                "reference, teacher, and the weights that they replace",
+            ),
             ("checkpoint", snapshot, "snapshot during a save"),
         )
     )

@@ -49,7 +49,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """Seconds of an engine to prefill a prompt alone: per token, and per squared token."""
+    """Seconds that an engine takes to prefill one prompt: per token, and per squared token."""
 
     token: float
     square: float

@@ -11,7 +11,7 @@ from slime_like.planner.table import Item, MemoryTable, items
 
 PARAMETER_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # float32, in one buffer per rank
-MOMENT_BYTES = 8  # Adam's two
+MOMENT_BYTES = 8  # Adam's two moments, in float32
 MAIN_BYTES = 4  # float32 copy of 16-bit weights
 VOCABULARY_MULTIPLE = 128
 POLICY, VALUE, SCORING = "policy", "value", "scoring"
@@ -169,7 +169,7 @@ def _segments(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple
 
 
 def _part(shape: ModelShape, segments: tuple[StageSegment, ...]) -> ModelShape:
-    """Return the model with the layers of these segments alone."""
+    """Return the model with only the layers of these segments."""
     layers = (shape.layers[segment.first : segment.first + segment.num_layers] for segment in segments)
     return replace(shape, layers=sum(layers, ()))
 
@@ -225,8 +225,9 @@ def _head_item(shape: ModelShape, settings: TrainerSettings) -> tuple[str, float
 def _head_bytes(shape: ModelShape, settings: TrainerSettings) -> tuple[float, float]:
     """Return the bytes of the output layer in the forward and the backward pass, on the last pipeline stage.
 
-    Forward, two tensors in float32 of one chunk live while the next chunk's logits are computed in 16 bit and float32.
-    Backward, the weight's gradient is float32, and a chunk's gradient lives while the next chunk's logits are computed.
+    In the forward pass, two float32 tensors of one chunk are alive while the next chunk's logits are computed in 16 bit and
+    float32. In the backward pass, the weight's gradient is float32, and a chunk's gradient is alive while the next chunk's
+    logits are computed.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     num_scored = s.tokens * s.trained_share

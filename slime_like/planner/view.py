@@ -63,7 +63,7 @@ def trainer_lines(
     )
     yield from memory_lines(table, memory)
     yield ""
-    yield "changes, each alone, on as many GPUs"
+    yield "single changes, on the same number of GPUs"
     rows = [("", "per GPU", "change", "")]
     for change in trainer_changes(shape, s):
         total = trainer_memory(shape, change.settings).total
@@ -110,7 +110,7 @@ def model_line(shape: ModelShape) -> str:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the rows with aligned columns: the first to the left, numbers to the right, the last to the left."""
+    """Yield the rows with aligned columns: first and last column left-aligned, numbers right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     last = len(widths) - 1
     for row in rows:

@@ -1,9 +1,9 @@
 """Store of the samples of a group while they are sampled: they share one set of columns, to which tokens are appended in batches.
 
-A row is a sequence of tokens, and always contiguous in memory, so that a sample is a view of its row. A fork shares the tokens
-of its row. The first sharer that appends writes after the shared tokens if they have free space behind them; each other sharer
-first copies them (copy on write), so k sharers make k - 1 copies. Entries that a row contains never change, so views stay
-valid.
+A row is a sequence of tokens, and always contiguous in memory, so that a sample is a view of its row. A fork shares the
+tokens of its row. The first of the sharing rows that appends writes behind the shared tokens if there is free space; each
+of the others copies them first (copy on write), so k sharing rows make k - 1 copies. Entries that a row contains never
+change, so views stay valid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime_like.store.tables import Bools, ExpertEntry, ExtentTable, RowTable, S
 from slime_like.types import I64, RoutedExperts
 
 GROUP_CAPACITY = 2**30  # tokens, 12 GiB without experts
-MIN_SPARE = 16  # entries behind a row that has moved and is not finished; at least half of its length
+MIN_SPARE = 16  # minimum of the free entries behind an unfinished row after a move; long rows get half of their length
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Batch:
     counts: I64 | None = None  # [N]; None: one token per row
     experts: Sequence[
         RoutedExperts | None
-    ] = ()  # [N] or empty: of the row's first tokens, old and new; None keeps them
+    ] = ()  # [N] or empty: experts of each row's tokens from the first one on; None keeps them
     is_finished: Bools | None = None  # [N], rows that refuse later tokens; None: none of them
 
 
@@ -238,7 +238,7 @@ class SampleStore:
         """Return the key of a new slab. Raises ``StoreFull``."""
         if self._num_entries + size > self._capacity:
             raise StoreFull(
-                f"the samples of a group need memory for {self._num_entries + size} tokens, and may have {self._capacity}: lower "
+                f"the samples of a group need memory for {self._num_entries + size} tokens, but the limit is {self._capacity}: lower "
                 "rollout.n_samples_per_prompt or rollout.max_context_len"
             )
         try:

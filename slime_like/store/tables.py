@@ -29,7 +29,7 @@ class Slab:
     """Memory of one allocation."""
 
     columns: TokenColumns  # [size], writable
-    num_extents: int  # that have rows
+    num_extents: int  # extents of this slab that have rows
 
     @staticmethod
     def allocate(size: int, experts: ExpertEntry | None, num_extents: int) -> Slab:
@@ -59,7 +59,7 @@ def _booleans() -> Bools:
 
 @dataclass(slots=True)
 class ExtentTable:
-    """Contiguous entries of a slab that begin one or several rows. Entries below ``used`` never change."""
+    """Contiguous entries of a slab, from whose start one or several rows extend. Entries below ``used`` never change."""
 
     size: int = 0
     slab: I64 = field(default_factory=_integers)  # key of the slab

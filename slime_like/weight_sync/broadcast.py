@@ -171,7 +171,7 @@ class BroadcastSender:
         await asyncio.gather(*(receiver.close() for receiver in self._receivers))
 
     def _abort(self, group: dist.ProcessGroup) -> None:
-        """Let the ops of the group fail that wait for an engine."""
+        """Make the ops of the group that wait for an engine fail."""
         if self._connections is not None:
             self._connections.close()
         else:

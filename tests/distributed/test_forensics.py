@@ -79,7 +79,7 @@ def cases(outcomes: Outcomes) -> list[dict[str, tuple[str, float]]]:
             r"all_reduce #4 in group world: did not arrive: rank 1 \(process \d+ stopped, last op all_reduce #3",
         ),
         ("skips", r"all_reduce #4 in group world: did not arrive: rank 1 \(process \d+ running, last op all_reduce #3"),
-        ("no send", r"irecv #1 in group world: did not arrive: rank 1, which is to send \(process \d+ running"),
+        ("no send", r"irecv #1 in group world: did not arrive: rank 1, the sender \(process \d+ running"),
     ],
 )
 def test_the_rank_at_fault_is_named(case: str, named: str, cases: list[dict[str, tuple[str, float]]]) -> None:
@@ -227,8 +227,8 @@ def test_the_root_of_a_chain_of_waits_comes_first(tmp_path: Path) -> None:
     write(trainer_rings[0], "irecv", 1, 8, ended=0, peer=1, started=10)
     write(trainer_rings[2], "irecv", 1, 8, ended=0, peer=0, started=20)
     first, second = findings(read_rings(tmp_path))
-    assert first.headline.startswith("irecv #1 in group dp: did not arrive: rank 1, which is to send")
-    assert "rank 0, which is to send" in second.headline
+    assert first.headline.startswith("irecv #1 in group dp: did not arrive: rank 1, the sender")
+    assert "rank 0, the sender" in second.headline
     assert "in irecv #1 of group dp" in second.headline
     write(trainer_rings[1], "isend", 1, 8, peer=0)
     assert [finding.since_ns for finding in findings(read_rings(tmp_path))] == [20]

@@ -119,7 +119,7 @@ def test_every_change_of_the_trainer_is_computed_as_its_flags(capsys: pytest.Cap
 def _changes(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Return the memory of a trainer rank after each change in the table."""
     assert main(argv) == 0
-    table = capsys.readouterr().out.split("changes, each alone, on as many GPUs\n")[1].split("\n\n")[0]
+    table = capsys.readouterr().out.split("single changes, on the same number of GPUs\n")[1].split("\n\n")[0]
     rows = (re.fullmatch(r"  (--.*?)  +([\d.]+ GiB) .*", line) for line in table.splitlines())
     return {row[1]: row[2] for row in rows if row is not None}
 

@@ -37,7 +37,7 @@ class DcpObstacle:
 
     setting: str  # key=value
     reason: str
-    fix: str  # besides rollout.dcp=1
+    fix: str  # alternative to rollout.dcp=1
 
 
 def check_dcp(cfg: TrainConfig) -> None:

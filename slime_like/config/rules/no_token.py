@@ -1,4 +1,4 @@
-"""Refusal of sampling settings that leave no token to sample, which SGLang refuses only once an engine runs."""
+"""Refusal of sampling settings that leave no token to sample. SGLang itself refuses them only when an engine runs."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 DEFAULT_BACKENDS: Mapping[str, str] = {"cpu": "slime_like_cpu", "cuda": "triton"}
 """Device -> attention backend of an engine with DCP, unless the config names another or the model has latent attention."""
 LATENT_BACKENDS = ("flashinfer", "trtllm_mla", "cutedsl_mla")
-"""SGLang's attention backends with which GPUs serve latent attention with DCP, the default first."""
+"""SGLang's attention backends that serve latent attention with DCP on GPUs, the default first."""
 SHARDED_FLASHINFER = "flashinfer_dcp"
 SHARDED_BACKENDS: Mapping[str, Mapping[str, str]] = {"cpu": {}, "cuda": {"flashinfer": SHARDED_FLASHINFER}}
 """Device -> SGLang's attention backend without DCP -> the backend of ``slime_like_plugins.dcp`` that adds it."""

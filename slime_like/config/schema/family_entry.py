@@ -17,7 +17,7 @@ class FamilyEntry:
         ""  # SGLang's class, if sglang_cpu's fused forward can replace its forward; empty: SGLang's forward runs
     )
     bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise
-    config_class: str = ""  # model_type whose transformers config reads the folder, if the family's own has none
+    config_class: str = ""  # model_type of the config class in transformers that reads the folder; "": the family's
     engine_dp_attention: bool = True  # SGLang's model supports attn_dp_size, data-parallel attention
     engine_rotary_dim: bool = False  # SGLang's model reads rotary_dim, the number of rotated channels of a head
     yarn: bool = False  # rope_type=yarn is supported
@@ -27,7 +27,7 @@ class FamilyEntry:
 
 _SPARSE_ATTENTION = (
     "its attention is sparse (DSA: an indexer chooses the keys of each query), which neither the trainer nor the CPU engines "
-    "implement, and an engine that attends to chosen keys differs from a trainer that attends to all; train a model with full "
+    "implement, and an engine that attends to selected keys differs from a trainer that attends to all; train a model with full "
     "attention"
 )
 REFUSED_FAMILIES = {

@@ -1,4 +1,4 @@
-"""Parts of trainer ranks and engines that are on the GPUs that they share, by phase of the loop. Torch-free.
+"""Parts of trainer ranks and engines that occupy their shared GPUs in each phase of the loop. Torch-free.
 
 | phase   | trainer                        | engine                              |
 |---------|--------------------------------|-------------------------------------|

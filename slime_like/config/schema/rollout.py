@@ -103,7 +103,7 @@ class RolloutConfig(Config):
     cpu_kernels: str = key(
         "auto",
         "Decode kernels of a CPU engine: c (compiled when the run starts), torch, or off (SGLang's forward); auto: c, "
-        "or torch without a C compiler and for attention over latents of 512 or more numbers.",
+        "or torch without a C compiler and for latent attention with latents of 512 or more dimensions.",
         choices=("auto", "c", "torch", "off"),
     )
     sglang: dict[str, Any] = key({}, "Extra fields of SGLang's ServerArgs; unknown fields are refused.")

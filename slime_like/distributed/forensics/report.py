@@ -132,7 +132,7 @@ def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[Collec
             group_rank = group.ranks.index(rank)
             if any(r.sequence >= record.sequence for r in _sends(ranks.get(sender), group, group_rank)):
                 continue
-            missing_rank = f"rank {sender}, which is to send ({_describe_rank(ranks.get(sender), now)})"
+            missing_rank = f"rank {sender}, the sender ({_describe_rank(ranks.get(sender), now)})"
             arrived_rank = f"rank {rank} ({_describe_issue(record, now)})"
             yield CollectiveFinding(
                 "irecv", group, record.sequence, record.phase, record.started_ns, (arrived_rank,), (missing_rank,)

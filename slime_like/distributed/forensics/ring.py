@@ -32,7 +32,7 @@ RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequen
 REBUILDS, FREE, HELD, TOTAL, QUERIED = 5, 6, 7, 8, 9  # words of the head
 ENDED, FAILED = 2, -1  # position of the end time in a record; its value if the op failed
 OP_BITS, PHASE_BITS = 8, 8
-GROUP_SHIFT = OP_BITS + PHASE_BITS  # a code has the group's number above op and phase
+GROUP_SHIFT = OP_BITS + PHASE_BITS  # in a code, the group's number is in the bits above op and phase
 CODES = {op.name: number for number, op in enumerate(OPS)}
 
 

@@ -52,7 +52,7 @@ class QuerySchedule:
         first = self._queried_at < 0
         if not first:
             loss, growth = self._free_bytes - num_free, process_bytes - self._held_at_query
-            # With cheap checks, the growth of this process has a rate of its own.
+            # With cheap checks, the growth of this process has a separate rate.
             loss = loss - max(growth, 0) if self._uses_cheap_checks else max(loss, growth)
             self._loss_rate = max(loss / max(now - self._queried_at, 1.0), RATE_DECAY * self._loss_rate)
         self._query_cost = cost if first else max(cost, COST_DECAY * self._query_cost)
