@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError, RayTaskError
 
-from slime_like.cluster.workers import calls
+from slime_like.cluster.workers import calls, lost_node
 from slime_like.errors import CheckpointError, CollectiveError, DeadlineExceeded, WorkerError
 from slime_like.util.deadline import Deadline, scale
 
@@ -120,7 +120,7 @@ def test_a_lost_node_is_the_cause_if_the_deadline_passes_before_ray_declares_it_
         wait(seconds)
 
 
-@pytest.mark.parametrize(("num_nodes", "limit"), [(1, calls.GRACE_S), (2, calls.NODE_GRACE_S)])
+@pytest.mark.parametrize(("num_nodes", "limit"), [(1, calls.GRACE_S), (2, calls.DECLARED_S)])
 def test_a_failed_collective_is_the_cause_if_no_process_dies(
     monkeypatch: pytest.MonkeyPatch, num_nodes: int, limit: float
 ) -> None:
@@ -148,6 +148,38 @@ def test_the_address_of_a_lost_node_is_named(monkeypatch: pytest.MonkeyPatch) ->
         WorkerError, match=r"^rank 0 died in phase 'step' with its node 10\.0\.0\.2: ActorDiedError: The actor"
     ):
         wait({"0": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("lost", "dead_process", "text"),
+    [(True, False, " with its node 10.0.0.2: Actor"), (False, True, ": Actor"), (False, False, ": Actor")],
+)
+def test_the_node_of_an_actor_with_a_reset_connection_is_named_once_ray_has_declared_it_dead(
+    monkeypatch: pytest.MonkeyPatch, lost: bool, dead_process: bool, text: str
+) -> None:
+    clock = [0.0]
+    declared_s = 7.0
+
+    def nodes() -> list[dict[str, Any]]:
+        alive = not (lost and clock[0] >= declared_s)
+        return [{"NodeID": str(i), "Alive": alive or i == 1, "NodeManagerAddress": f"10.0.0.{i}"} for i in (1, 2)]
+
+    def actors(_: str) -> dict[str, Any]:
+        dead = (lost or dead_process) and clock[0] >= declared_s
+        return {"Address": {"NodeID": "2"}, "State": "DEAD" if dead else "ALIVE"}
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    simulate(monkeypatch, {"0": 5.0}, {"0": ActorUnavailableError("Connection reset by peer", bytes(16))})
+    monkeypatch.setattr(Deadline, "elapsed", lambda _: clock[0])
+    monkeypatch.setattr(lost_node.ray, "nodes", nodes)
+    monkeypatch.setattr(lost_node.state, "actors", actors)
+    monkeypatch.setattr(lost_node.time, "sleep", sleep)
+    with pytest.raises(WorkerError, match=f"^rank 0 died in phase 'step'{text}") as raised:
+        wait({"0": 0.0})
+    assert raised.value.died
+    assert clock[0] == (declared_s if lost or dead_process else lost_node.DECLARED_S * scale())
 
 
 def test_an_error_with_a_type_of_the_project_is_preferred_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

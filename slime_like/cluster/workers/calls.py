@@ -6,7 +6,6 @@ its arguments and its result, and an editor finds its definition.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, cast, overload
@@ -18,13 +17,13 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.supervise.crash import one_line
+from slime_like.cluster.workers.lost_node import DECLARED_S, describe_node
 from slime_like.errors import CollectiveError, SlimeLikeError, WorkerError
 from slime_like.util.deadline import Deadline
 
 FIRST_POLL_S = 0.01
 POLL_S = 1.0  # the longest wait
 GRACE_S = 2.0  # for peers of a failed process to report their errors
-NODE_GRACE_S = 60.0  # for Ray to declare a lost node dead: five failed checks, by default
 NODES_S = 30.0  # for Ray to list its nodes
 
 
@@ -110,9 +109,9 @@ def _root_cause(
     if not any(_died(error) or _is_specific(error) for error in errors):
         waiting, waited_s = dict(pending), 0.0
         is_collective = any(isinstance(error, CollectiveError) for error in errors)
-        limit = NODE_GRACE_S if waiting and is_collective and _has_several_nodes() else GRACE_S
+        limit = DECLARED_S if waiting and is_collective and _has_several_nodes() else GRACE_S
         # The deadline may pass during this wait, and is not the cause.
-        extended_deadline = replace(deadline, seconds=deadline.seconds + NODE_GRACE_S)
+        extended_deadline = replace(deadline, seconds=deadline.seconds + DECLARED_S)
         while waiting and waited_s < limit and not any(map(_died, errors)):
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_S)
             errors = [*errors, *_errors(ready, waiting, extended_deadline)]
@@ -175,13 +174,7 @@ def _get[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
         raise WorkerError(f"{name} failed in phase '{deadline.phase}': {one_line(cause)}") from error
     # An actor cannot be scheduled if it may only run on a node that was lost.
     except (RayActorError, ActorUnschedulableError) as error:
-        text = f"{name} died in phase '{deadline.phase}'{_lost_node(error)}: {one_line(error)}"
+        text = f"{name} died in phase '{deadline.phase}'{describe_node(error)}: {one_line(error)}"
         raise WorkerError(text, died=True) from error
     except GetTimeoutError as error:
         raise deadline.exceeded(name) from error
-
-
-def _lost_node(error: Exception) -> str:
-    """Describe the node that a process was lost with; empty if its node is alive. Ray has both in the text of its error only."""
-    address = re.search(r"^\s*ip: (\S+)$", str(error), re.MULTILINE)
-    return f" with its node {address[1]}" if address and "its node has died" in str(error) else ""
