@@ -1,8 +1,10 @@
-"""Control traffic of a manager with many engines: HTTP servers without models, under the manager's own code.
+"""Control traffic of many engines and trainer ranks without models, under the run's own code.
 
 python benchmarks/scale.py --engines 4 32 128
+python benchmarks/scale.py --ranks 16 64 256
 
-The servers are called through ``EnginePool``, ``EngineWeightUpdate`` and ``EngineClient``. Results: docs/scale.md
+Engines are HTTP servers, called through ``EnginePool``, ``EngineWeightUpdate`` and ``EngineClient``. Ranks are Ray actors, called
+through ``TrainerGroup``. Results: docs/scale.md
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
-from benchmarks import scale_engines  # noqa: E402
+from benchmarks import scale_engines, scale_ranks  # noqa: E402
 from benchmarks.options import at_least  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
@@ -26,14 +28,20 @@ ROUNDS = 5
 def main(argv: list[str]) -> int:
     """Print the tables; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=at_least(1), nargs="+", default=[], metavar="N", help="numbers of engines")
     parser.add_argument(
-        "--engines", type=at_least(1), nargs="+", default=[4, 32, 128], metavar="N", help="numbers of engines"
+        "--ranks", type=at_least(8, multiple=8), nargs="+", default=[], metavar="N", help="numbers of trainer ranks"
     )
     parser.add_argument("--rounds", type=at_least(1), default=ROUNDS, help="measured rounds of each size")
     args = parser.parse_args(argv)
+    if not args.engines and not args.ranks:
+        parser.error("give --engines, --ranks or both")
     load = os.getloadavg()[0]
     print(visible(f"load average {load:.1f} at the start\n"))
-    _print_engines([asyncio.run(scale_engines.measure(engines, args.rounds)) for engines in args.engines])
+    if args.engines:
+        _print_engines([asyncio.run(scale_engines.measure(engines, args.rounds)) for engines in args.engines])
+    if args.ranks:
+        _print_ranks([scale_ranks.measure(ranks, args.rounds) for ranks in args.ranks])
     return 0
 
 
@@ -43,6 +51,18 @@ def _print_engines(rows: list[scale_engines.EngineTimes]) -> None:
     for row in rows:
         cells = (row.begin, row.commit, row.resume, row.health, row.cpu)
         print(visible(f"| {row.num_engines} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |"))
+    print()
+
+
+def _print_ranks(rows: list[scale_ranks.RankTimes]) -> None:
+    print(
+        "| ranks | start (s) | step (s) | reduce metrics (s) | push (s) | probe (s) | offload (s) | CPU of the driver (s) | its memory (MiB) |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        times = (row.step, row.reduce, row.push, row.probe, row.offload, row.cpu)
+        cells = " | ".join(f"{seconds:.3f}" for seconds in times)
+        print(visible(f"| {row.num_ranks} | {row.start:.0f} | {cells} | {row.memory:.0f} |"))
     print()
 
 

@@ -1,0 +1,168 @@
+"""Trainer ranks without models for ``benchmarks/scale.py``: Ray actors that answer the driver's calls of a step and of a push."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import psutil
+from ray.actor import ActorHandle
+
+from benchmarks.scale_engines import cpu_seconds, median
+from slime_like.batch import PackedBatch, StepBatch, TrainBatch
+from slime_like.cluster.start import local_ray
+from slime_like.cluster.workers.calls import start_actor
+from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
+from slime_like.cluster.workers.trainer_worker import TrainerWorker
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.model import ModelConfig, OptimConfig
+from slime_like.config.schema.resolved import Layout, RankSpec, TransportSpec
+from slime_like.interfaces import EngineAddress, TensorMeta
+from slime_like.metrics.types import Max, Metric, Sum, reduce_metrics
+from slime_like.types import F32
+from slime_like.util.deadline import Deadline
+from slime_like.weight_sync import manifest
+
+TP = 8
+RANKS_PER_ENGINE = 8
+MICRO_BATCHES = 4  # of each data-parallel rank in a step
+TOKENS = 8192  # of a micro-batch, in sequences of SEQUENCE tokens
+SEQUENCE = 1024
+OPS = 20  # ops x groups that a rank counts, with three metrics each (``distributed/guard/counters.py``)
+TENSORS = 400
+PARTS = ("weights", "gradients", "optimizer")
+LIMIT_S = 600.0
+SPEC = RankSpec(
+    model=ModelConfig(hf_checkpoint="none"),
+    optim=OptimConfig(),
+    algo=GrpoConfig(),
+    layout=Layout(tp=TP),
+    device="cpu",
+    dtype="float32",
+    temperature=1.0,
+    num_steps=1,
+    steps_per_rollout=1,
+    max_tokens_per_rank=TOKENS,
+    seed=0,
+    deadline_s=LIMIT_S,
+)
+
+
+class SimulatedRank(TrainerWorker):
+    """Rank of ``TrainerGroup`` that receives its batches and returns results of a real rank's size, without computing them."""
+
+    def connect(self, spec: RankSpec, master: tuple[str, int]) -> int:
+        """Return the data-parallel rank: tensor-parallel ranks are adjacent."""
+        return self._rank // spec.layout.tp
+
+    def keep_on_device(self, parts: Sequence[str]) -> None:
+        """Move nothing: the rank has no state."""
+
+    def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """Return the number of received tokens and the counters of ``OPS`` collectives."""
+        tokens = sum(len(batch.token_ids) for step in steps for batch in step)
+        counters: list[Metric] = [Sum("tokens", tokens)]
+        for op in range(OPS):
+            name = f"comm/group_{op}/all_reduce"
+            counters += [Sum(f"{name}/calls", 1), Sum(f"{name}/bytes", 4096), Max(f"{name}/time", 0.001 * self._rank)]
+        return tuple(counters)
+
+    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
+        """Return zeros on the reporter."""
+        return np.zeros(len(batch.token_ids), dtype=np.float32) if self._rank == 0 else None
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        """Return the names of ``TENSORS`` tensors on the sender."""
+        return MANIFEST if self._rank == 0 else ()
+
+    def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+        """Return the metadata of the sent tensors; no bytes are sent."""
+        return list(self.manifest())
+
+
+MANIFEST = tuple(
+    TensorMeta(f"model.layers.{index // 10}.part_{index % 10}.weight", (4096, 4096), "bfloat16")
+    for index in range(TENSORS)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Medians of the driver's seconds in the calls of one rollout, its CPU seconds for them, and its memory at the end in MiB."""
+
+    num_ranks: int
+    start: float  # until all ranks have answered ``connect``
+    step: float
+    reduce: float
+    push: float
+    probe: float
+    offload: float  # two moves of the ranks' state
+    cpu: float
+    memory: float
+
+
+def measure(num_ranks: int, rounds: int) -> RankTimes:
+    """Start ``num_ranks`` ranks in a Ray of their own; return the medians of ``rounds`` rollouts after one that warms up."""
+    start = time.perf_counter()
+    local_ray.start("scale")
+    try:
+        with tempfile.TemporaryDirectory() as stacks:
+            group = _start_ranks(num_ranks, stacks)
+            started = time.perf_counter() - start
+            batch = make_batch(num_ranks // TP)
+            rows = [_rollout(group, batch, num_ranks) for _ in range(rounds + 1)][1:]
+    finally:
+        local_ray.shutdown()
+    return RankTimes(num_ranks, started, *(median(column) for column in zip(*rows, strict=True)))
+
+
+def _start_ranks(num_ranks: int, stacks: str) -> TrainerGroup:
+    start_rank = start_actor(SimulatedRank, num_cpus=0)
+    workers = [cast("ActorHandle[TrainerWorker]", start_rank(rank, num_ranks, stacks, {})) for rank in range(num_ranks)]
+    group = TrainerGroup(workers, replace(SPEC, layout=Layout(tp=TP, dp=num_ranks // TP)))
+    connect([group], Deadline("driver", "connect", LIMIT_S))
+    return group
+
+
+def make_batch(dp: int) -> TrainBatch:
+    """Return a step of ``MICRO_BATCHES`` micro-batches of ``TOKENS`` tokens for each of ``dp`` ranks."""
+    num_sequences = TOKENS // SEQUENCE
+    micro_batch = PackedBatch(
+        token_ids=np.zeros(TOKENS, dtype=np.int32),
+        cu_seqlens=np.arange(num_sequences + 1, dtype=np.int32) * SEQUENCE,
+        loss_weight=np.full(TOKENS, 1.0, dtype=np.float32),
+        versions=np.zeros(TOKENS, dtype=np.int32),
+        rollout_logprobs=np.zeros(TOKENS, dtype=np.float32),
+        rewards=np.zeros(num_sequences, dtype=np.float32),
+        advantages=np.zeros(num_sequences, dtype=np.float32),
+        sample_ids=np.arange(num_sequences, dtype=np.int64),
+    )
+    step = StepBatch(((micro_batch,) * MICRO_BATCHES,) * dp, TOKENS * MICRO_BATCHES * dp)
+    return TrainBatch(0, (step,))
+
+
+def _rollout(group: TrainerGroup, batch: TrainBatch, num_ranks: int) -> list[float]:
+    """Make the driver's calls of one rollout; return the times of ``RankTimes`` after ``start``, and the memory."""
+    cpu = cpu_seconds()
+    offload, _ = _timed(lambda: group.keep_on_device(PARTS))
+    step, stats = _timed(lambda: group.step(batch))
+    reduction, values = _timed(lambda: reduce_metrics(stats.metrics))
+    assert values["tokens"] == TP * batch.num_tokens, "every rank receives the shard of its data-parallel rank"
+    assert values["comm/group_0/all_reduce/calls"] == num_ranks
+    engines = [EngineAddress(f"engine {i}", "http://127.0.0.1:1", "", TP) for i in range(num_ranks // RANKS_PER_ENGINE)]
+    push, tensors = _timed(lambda: group.send_weights(engines, TransportSpec("tensor", "gloo", 2**30, LIMIT_S)))
+    manifest.check(stats.version, manifest.merge([MANIFEST]), tensors)
+    probe, _ = _timed(lambda: group.score(batch.steps[0].micro_batches[0][0]))
+    offload += _timed(lambda: group.keep_on_device(()))[0]
+    memory = psutil.Process().memory_info().rss / 2**20
+    return [step, reduction, push, probe, offload, cpu_seconds() - cpu, memory]
+
+
+def _timed[R](work: Callable[[], R]) -> tuple[float, R]:
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
