@@ -1,6 +1,6 @@
 """Reward ``deepscaler``: ``math`` for reasoning models, applied to the text after the thinking part.
 
-Source of the rule: DeepScaleR (Luo et al. 2025), as slime's rm_type ``deepscaler`` has it.
+Source of the rule: DeepScaleR (Luo et al. 2025), as implemented by slime's rm_type ``deepscaler``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reward ``f1``: word overlap between response and label, for free-text answers.
 
 Source: the F1 of SQuAD, Rajpurkar et al. 2016, arXiv:1606.05250, with HotpotQA's rule for yes and no (Yang et al. 2018,
-arXiv:1809.09600), as slime's rm_type ``f1`` has it.
+arXiv:1809.09600), as implemented by slime's rm_type ``f1``.
 """
 
 from __future__ import annotations

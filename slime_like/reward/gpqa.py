@@ -91,7 +91,7 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
 
 
 def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
-    """Return the letter that a response chooses: the last one called answer, correct or option, or that stands alone.
+    """Return the letter that a response chooses: the last letter that is named as the answer, or that stands alone.
 
     Example: ``chosen_letter("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
     """

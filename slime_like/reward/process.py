@@ -19,7 +19,7 @@ from slime_like.reward.worker import OUT_OF_MEMORY, Load, ScoreReply, ScoreReque
 from slime_like.util.deadline import Deadline, scale
 
 EXIT_S = 5.0
-PIPE_S = 5.0  # limit of a write or read without progress: a stopped process reads no long request
+PIPE_S = 5.0  # limit of a write or read without progress: a stopped process does not read a long request
 
 
 class WorkerDied(Exception):

@@ -1,7 +1,8 @@
 """Upper bound on the size of a formula after sympy has evaluated and expanded it.
 
-The bound is found without evaluating the formula, as a few characters can denote numbers that exhaust memory: ``((9^{99})^{99})^{99}``, ``\\binom{999!}{500!}``, ``(a+b+c+d+e+f)^{99}``.
-The reader parses LaTeX as sums of products of powers, and assumes that letters are small numbers.
+The bound is computed without evaluating the formula, because a few characters can denote numbers that exhaust memory:
+``((9^{99})^{99})^{99}``, ``\\binom{999!}{500!}``, ``(a+b+c+d+e+f)^{99}``. The reader parses LaTeX as sums of products of
+powers, and assumes that letters are small numbers.
 """
 
 from __future__ import annotations

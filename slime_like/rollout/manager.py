@@ -71,7 +71,7 @@ class ManagerSpec:
     overlong: OverlongPenalty | None = None  # applied by the driver before advantages
     baseline: str = "group"  # baseline of advantages: group, batch or none; see LearningSignal
     routing: RoutingShape | None = None  # shape of the routed experts that engines return; None if they return none
-    releases_memory: bool = False  # the engines give up memory while the trainer needs it
+    releases_memory: bool = False  # the engines release memory while the trainer needs it
     receives_pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
 
 
@@ -227,7 +227,7 @@ class RolloutManager:
         return EvalResult((*metrics, *self._rewards.metrics()), tuple(answers))
 
     async def enter_phase(self, phase: str) -> None:
-        """Give up the engines' memory that ``phase`` (``config.schema.residency``) does not need, or take it back."""
+        """Release the engines' memory that ``phase`` (``config.schema.residency``) does not need, or allocate it again."""
         self._monitor.start()
         await self._memory.enter(phase)
 

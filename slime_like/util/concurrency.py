@@ -41,10 +41,9 @@ async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
 
 
 async def run_in_thread[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return the result of a blocking call in a thread of its own.
-
-    After a cancellation the thread continues, and its result is dropped. Unlike a thread of ``asyncio.to_thread``, it takes no
-    place in a pool, and the process does not wait for it at its exit.
+    """Return the result of a blocking call, run in a new thread. After a cancellation the thread continues, and its result
+    is dropped. Unlike a thread of ``asyncio.to_thread``, it occupies no slot of a pool, and the process exits without
+    waiting for it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[R] = loop.create_future()

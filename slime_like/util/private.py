@@ -91,7 +91,7 @@ def owned_by_another_user(path: Path) -> Path | None:
     for part in (path, *path.parents):
         try:
             state, parent_state = part.lstat(), part.parent.lstat()
-        except OSError:  # not there yet
+        except OSError:  # does not exist yet
             continue
         if parent_state.st_mode & stat.S_IWOTH and state.st_uid not in (0, os.geteuid()):
             return part

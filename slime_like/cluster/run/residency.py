@@ -1,6 +1,7 @@
-"""Memory by phase: before each phase of the loop, trainer and engines move to the GPUs what the phase needs, and nothing else.
+"""Memory by phase: before each phase of the loop, trainer and engines move exactly the state that the phase needs to the
+GPUs.
 
-The side that gives memory up does so before the other side takes it.
+The side that releases memory does so before the other side allocates it.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ class EngineStates:
     deadline_s: float
 
     def enter(self, phase: str) -> None:
-        """Keep on the devices of every engine only what ``phase`` needs."""
+        """Keep only the parts that ``phase`` needs on the devices of every engine."""
         deadline = Deadline("driver", f"offload/{phase}", self.deadline_s)
         wait_one("rollout manager", call(self.manager, RolloutActor.enter_phase, phase), deadline)
 
 
 @dataclass(slots=True)
 class Residency:
-    """Parts of trainer and engines that are on their devices. Moves nothing if a phase needs what the last one needed."""
+    """Parts of trainer and engines that are on their devices. Moves nothing if a phase needs the same parts as the last
+    one."""
 
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
     others: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
@@ -61,7 +63,7 @@ class Residency:
     def enter(self, phase: str) -> None:
         """Move the parts that ``phase`` does not need off the devices, then those that it needs onto them.
 
-        In phase push, the push itself moves the parts of the engines, and afterwards they have all of them.
+        In phase push, the push itself moves the engines' parts; at its end all of them are on the devices.
         """
         start = time.perf_counter()
         if phase in (STEP, SAVE):
@@ -75,7 +77,7 @@ class Residency:
         self._seconds += time.perf_counter() - start
 
     def drain_metrics(self) -> tuple[Metric, ...]:
-        """Return the time spent moving since the last call; nothing if nothing is ever moved."""
+        """Return the time spent moving since the last call; no metric if no part is ever moved."""
         seconds, self._seconds = self._seconds, 0.0
         return (Last("perf/offload_time", seconds),) if self.actor or self.engines else ()
 
@@ -100,7 +102,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTrainer:
-    """A trainer whose ranks have on their devices what each call needs."""
+    """A trainer that moves the state needed by each call to the devices of its ranks."""
 
     trainer: Trainer
     residency: Residency
@@ -155,7 +157,7 @@ class ResidentTrainer:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRollout:
-    """A source of rollouts whose engines have the memory of the devices while they sample."""
+    """A source of rollouts that gives the devices' memory to the engines while they sample."""
 
     rollout: RolloutSource
     residency: Residency
@@ -184,7 +186,8 @@ class ResidentRollout:
 
 
 def pushes_within(push: Callable[[], object], residency: Residency) -> Callable[[], object]:
-    """Return ``push`` for restarted engines while a rollout is awaited, after which the rollout continues."""
+    """Return a function that calls ``push`` during a rollout, for restarted engines, and then gives the memory back to the
+    rollout."""
 
     def push_and_continue() -> None:
         push()

@@ -93,7 +93,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
         finally:
             driver_link.report_teardown(code)
             stop.ignore_signals()
-            with ExitStack() as teardown:  # each runs even if another fails; processes are stopped first
+            with ExitStack() as teardown:  # each callback runs even if another fails; processes are stopped first
                 teardown.callback(stop.restore)  # runs last: another signal must not interrupt the other callbacks
                 teardown.callback(_report, cfg, run_dir)
                 teardown.callback(_close, sink)

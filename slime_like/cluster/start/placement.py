@@ -36,13 +36,13 @@ STOP_S = 20.0  # for actors to stop their child processes
 CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is stopped
 PIN = 0.001  # amount of a node's resource node:ADDRESS, in each bundle that has to be on the node
 POLL_S = 1.0  # between two checks of a cluster that lacks nodes or GPUs
-SAY_S = 10.0  # between two lines in the log about them
+SAY_S = 10.0  # between two log lines about such a cluster
 # Makes cuBLAS and NCCL sum in the same order each time; must be set before they start; GPUs only.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the bundle of each GPU of the plan, as Ray assigns the GPUs of a node to bundles in any order.
+    """Return the bundle of each GPU of the plan. Ray assigns the GPUs of a node to bundles in arbitrary order.
 
     ``locations`` are node id and GPU id of each bundle. The bundles of a node are sorted by GPU and keep the positions of that
     node, so that adjacent ranks are on adjacent GPUs.

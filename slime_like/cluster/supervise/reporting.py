@@ -11,7 +11,8 @@ NOTHING_LOGGED = "nothing was logged yet"
 
 
 def try_report(run_dir: Path) -> tuple[Path | None, str]:
-    """Write the report; return its path, or None and the reason. Its import takes half of a driver's start, so it comes last."""
+    """Write the report; return its path, or None and the reason. Its modules are imported late: that takes half of a
+    driver's start."""
     if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
         return None, NOTHING_LOGGED
     try:

@@ -62,9 +62,9 @@ def wait_all[R](
 ) -> dict[str, R]:
     """Return the results of all ``refs`` by name; call ``waiting`` with the pending names after each wait without a result.
 
-    Raises the error of a remote call with its type; ``WorkerError`` naming a process that died; ``DeadlineExceeded``
-    naming the processes that have not responded. An error is raised within ``POLL_S``, also while other calls are pending.
-    A wait takes every result that is available, and the waits become longer: their number does not depend on the number of ``refs``.
+    Raises the error of a remote call with its type; ``WorkerError`` naming a process that died; ``DeadlineExceeded`` naming
+    the processes that have not responded. An error is raised within ``POLL_S``, also while other calls are pending. A wait
+    collects all available results, and waits become longer, so that their number does not depend on the number of ``refs``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}

@@ -70,7 +70,7 @@ class EngineTemplate:
 
 
 class EngineStarter:
-    """Starter of engines in the rollout manager's process, which also stops those that it has started."""
+    """Starter of engines in the rollout manager's process, which also stops the engines that it has started."""
 
     def __init__(
         self, template: EngineTemplate, actors: Mapping[int, ActorHandle[EngineActor]], hosts: Mapping[int, str]

@@ -63,7 +63,7 @@ class RayEngineFactory:
         )
 
     async def end(self, index: int) -> None:
-        """Stop an engine, also one that is still starting."""
+        """Stop an engine, even if it is still starting."""
         await self._starter.end(index)
 
 

@@ -1,6 +1,6 @@
 """Entry point of an engine's process: ``python -m slime_like.rollout.engine.main`` runs an SGLang HTTP server.
 
-In slime_like only this module imports sglang; the plugins in slime_like_plugins import it too.
+Only this module of slime_like and the plugins in slime_like_plugins import sglang.
 
 The parent (``EngineServer``) sends one line of JSON on stdin, since ``ps`` would show a key on the command line, and keeps
 the pipe open. When the parent ends, this process reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire

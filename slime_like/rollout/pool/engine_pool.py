@@ -40,7 +40,7 @@ class EnginePool:
         self._reported: dict[int, Recovery] = {}  # index -> value last returned
         self.health = health
         self.receives_pushes = receives_pushes
-        self.is_pushing = False  # engines are paused: they respond, and decode nothing
+        self.is_pushing = False  # True while engines are paused: they respond, but do not decode
         self._may_restart = asyncio.Event()  # cleared while the trainer has the memory of the devices
         self._may_restart.set()
         self.num_pushes = 0

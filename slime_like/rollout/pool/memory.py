@@ -1,4 +1,4 @@
-"""Device memory of a pool's engines, which they give up while the trainer needs it."""
+"""Device memory of a pool's engines, which they release while the trainer needs it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PoolMemory:
     async def enter(self, phase: str) -> None:
         """Release the parts that ``phase`` does not need; in phase collect, restore all of them and decode again.
 
-        Parts that a push needs are restored by the push. An engine that is lost before restarts first, because its start needs
-        memory. One that is lost during the release is stopped, because a hung engine would keep its memory; like one that is lost
-        afterwards, it restarts in the next push or in phase collect. If an error has ended the run, all engines are stopped: the
-        last checkpoint may still be written.
+        Parts that a push needs are restored by the push. An engine that was lost earlier restarts first, because its start
+        needs memory. An engine that is lost during the release is stopped, because a hung engine would keep its memory; it
+        restarts in the next push or in phase collect, as does an engine that is lost afterwards. If an error has ended the
+        run, all engines are stopped: the last checkpoint may still be written.
         """
         if phase == COLLECT:
             self._pool.allow_restarts()

@@ -29,7 +29,7 @@ class EngineFactory(Protocol):
         ...
 
     async def end(self, index: int) -> None:
-        """Stop an engine, also one that is still starting."""
+        """Stop an engine, even if it is still starting."""
         ...
 
 

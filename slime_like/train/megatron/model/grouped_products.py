@@ -67,7 +67,7 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 class WeightedSwiGLU(torch.autograd.Function):
-    """SwiGLU weighted by row, which saves its inputs alone: (gate and up [R, 2 F], probabilities [R]) -> [R, F]."""
+    """SwiGLU weighted by row, which saves only its inputs: (gate and up [R, 2 F], probabilities [R]) -> [R, F]."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, probs_R: Tensor) -> Tensor:

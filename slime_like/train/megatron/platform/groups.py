@@ -36,7 +36,7 @@ class RankInfo:
     dp_group: Any  # ranks with the same part of the model and the same cp_rank
     dp_cp_group: Any  # all ranks with the same part of the model
     ep_rank: int  # index of the range of experts that this rank holds
-    etp_rank: int  # index of this rank's shard of each of them
+    etp_rank: int  # index of this rank's shard of each expert in the range
     expert_dp_rank: int  # index of this copy of the range
     expert_group: Any  # ranks that share one copy of all experts: shards of the first range, of the second, and so on
     # Each rank's node address if that node does not share run.dir with the driver's node, else ""; () if all share it.

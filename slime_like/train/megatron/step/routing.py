@@ -90,7 +90,7 @@ class RoutingReplay:
                 choice.recorded_experts = None
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the comparison since the last call; () if nothing is replayed. A collective."""
+        """Return metrics of the comparison since the last call; () if nothing is replayed. A collective."""
         return () if self._mode == "off" else self.difference().metrics("train")
 
     def difference(self) -> RoutingDifference:

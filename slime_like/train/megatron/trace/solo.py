@@ -1,4 +1,4 @@
-"""A trainer rank without the other ranks of its world, on a phantom GPU.
+"""A single trainer rank of a larger world, on a phantom GPU.
 
 Kernels compute nothing there, so numbers on which shapes depend come from the host: the rows that routers give to experts
 are even, and a pipeline stage receives tensors of the shape that it would send itself.
@@ -57,7 +57,7 @@ def leave() -> None:
 
 
 def _keep_objects() -> None:
-    """Exchange Python objects with no other rank: their sizes would be read from the device."""
+    """Replace exchanges of Python objects, whose sizes would be read from the device, by this rank's own objects."""
     global _keeps_objects
     if _keeps_objects:
         return
@@ -68,7 +68,7 @@ def _keep_objects() -> None:
 
 
 def _adapt() -> None:
-    """Give the host's code the numbers that it would read from the device."""
+    """Replace numbers that the host's code would read from the device."""
     global _is_adapted
     if _is_adapted:
         return
@@ -146,7 +146,7 @@ def _own_shape(
 
 
 def _without_values(stock: Callable[..., Any], owner: Any, *args: Any) -> Any:
-    """Return the metrics, or none if a check of their values fails, as it may with any value on a phantom GPU."""
+    """Return the metrics, or no metrics if a check of their values fails: values are meaningless on a phantom GPU."""
     del owner
     try:
         return stock(*args)
