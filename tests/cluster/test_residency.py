@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from slime_like.cluster.run import sync
 from slime_like.cluster.run.residency import Residency, pushes_within
+from slime_like.cluster.run.sync import EngineSync
 from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP
+from slime_like.config.schema.run import WeightsConfig
 
 ALL = ("weights", "gradients", "optimizer")
 
@@ -99,3 +102,18 @@ def test_a_rollout_continues_after_a_push_for_a_restarted_engine() -> None:
     pushes_within(push, residency)()
     assert calls[:2] == [("critic", ()), ("actor", ("weights",))]
     assert calls[2:] == [("push", None), ("critic", ()), ("actor", ())]
+
+
+def test_engines_take_no_memory_if_the_trainer_cannot_give_up_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort of the push would restore the engines' memory; no update is open that it has to close."""
+    manager_calls: list[str] = []
+    monkeypatch.setattr(sync, "call", lambda _, method, *__: manager_calls.append(method.__name__))
+    monkeypatch.setattr(sync, "wait_one", lambda *_: ())
+    residency, _ = sides()
+    nothing: Any = None
+    push = EngineSync(nothing, nothing, {}, nothing, WeightsConfig(), 0.0, 1, 1, residency).push
+    assert isinstance(residency.actor, Side)
+    residency.actor.fails = True
+    with pytest.raises(MemoryError):
+        push(1)
+    assert manager_calls == []

@@ -68,6 +68,37 @@ def test_memory_is_released_for_a_step_and_restored_by_the_push() -> None:
     play(SlowSupervisor, HealthConfig(), scene)
 
 
+def test_memory_is_restored_once_if_a_commit_is_cancelled_during_the_restore() -> None:
+    """Another engine's error cancels the commit; SGLang's scheduler would end at a second request for the same parts."""
+
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        client, requests = record(pool, 0)
+        record(pool, 1)
+        memory, update = PoolMemory(pool), EngineWeightUpdate(pool)
+        await memory.enter(STEP)
+        await update.begin()
+        answered, post = asyncio.Event(), client._connection.post
+
+        async def slow_post(phase: str, path: str, body: dict[str, Any], **options: Any) -> None:
+            await post(phase, path, body, **options)
+            if path == "/resume_memory_occupation":
+                await answered.wait()
+
+        client._connection.post = slow_post
+        requests.clear()
+        commit = asyncio.create_task(update.commit(1))
+        await let_run()
+        commit.cancel()
+        abort = asyncio.create_task(update.abort())
+        await let_run()
+        assert client.released and not abort.done()
+        answered.set()
+        await abort
+        assert [path for path, _ in requests].count("resume_memory_occupation") == 1 and client.released == set()
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
 def test_a_save_keeps_the_weights() -> None:
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
         (_, requests), _ = record(pool, 0), record(pool, 1)

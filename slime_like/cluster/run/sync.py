@@ -66,8 +66,8 @@ class EngineSync:
         weights stay paused.
         """
         num_losses = num_engines = 0
+        self.residency.enter(PUSH)  # if it fails, no update is open, and the engines must not take memory
         try:
-            self.residency.enter(PUSH)
             while True:
                 try:
                     if version == self.config.debug_skip_push_at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ class EngineClient:
         self._aborting = 0  # calls in progress
         self._routing = routing
         self._released: set[str] = set()
+        self._restoring: asyncio.Task[None] | None = None
         self._connection = EngineConnection(self.address, deadline_s, peer_timeout_s)
 
     @property
@@ -205,10 +207,21 @@ class EngineClient:
             await self._connection.post("release memory", "/release_memory_occupation", {"tags": tags})
 
     async def restore_memory(self, parts: Collection[str]) -> None:
-        """Allocate the device memory of ``parts`` again, uninitialised. SGLang accepts only parts that were released."""
+        """Allocate the device memory of ``parts`` again, uninitialised.
+
+        SGLang's scheduler ends at a request for parts that are not released. If the caller is cancelled, its request therefore
+        continues, and the next call waits for it.
+        """
+        if self._restoring is not None and not self._restoring.done():
+            await asyncio.wait([self._restoring])
         if tags := [part for part in parts if part in self._released]:
-            await self._connection.post("restore memory", "/resume_memory_occupation", {"tags": tags})
-            self._released.difference_update(tags)
+            self._restoring = asyncio.create_task(self._restore(tags))
+            self._restoring.add_done_callback(lambda task: task.cancelled() or task.exception())  # it has been read
+            await asyncio.shield(self._restoring)
+
+    async def _restore(self, tags: list[str]) -> None:
+        await self._connection.post("restore memory", "/resume_memory_occupation", {"tags": tags})
+        self._released.difference_update(tags)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_update(self) -> None:
