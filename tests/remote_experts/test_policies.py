@@ -216,8 +216,9 @@ def test_no_request_is_larger_than_the_capacity(capacity: int, mode: str, max_ro
 def test_the_worker_computes_while_the_engine_does() -> None:
     """Requests leave before the engine computes its own experts, and replies arrive between two of them."""
     with experts_of(PATIENT) as experts:
-        x, ids, weights = batch()
+        x, ids, weights = batch(60)
         local, buckets = split(ids, weights, ROWS)
+        assert len(buckets) > 1
         pending, deadline = experts._link.client._pending, Deadline("a test", "receive replies", 20.0)
 
         def compute_local(feed: Callable[[], None]) -> torch.Tensor:
@@ -228,7 +229,7 @@ def test_the_worker_computes_while_the_engine_does() -> None:
             return expert_sums(x, local, weights, LOCAL["w13"], LOCAL["w2"], feed)
 
         sums = experts.add_sums(LAYER, x, buckets, compute_local)
-        assert torch.equal(sums, assert_sums(experts))
+        assert torch.equal(sums, assert_sums(experts, num=60))
 
 
 @pytest.mark.parametrize("policy", ["required", "fallback", "respawn"])

@@ -126,7 +126,7 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served() -> Non
         for layer, arguments, message in (
             (1, (rows, ids, weights), "layer 1 has no remote experts"),
             (0, (rows, ids + 2, weights), "layer 0 has 3 remote experts"),
-            (0, (rows, ids - 1, weights), "layer 0 has 3 remote experts"),
+            (0, (rows, ids - 2, weights), "layer 0 has 3 remote experts"),
             (0, (rows[:, :8], ids, weights), "do not fit"),
             (0, requests(SHAPES, 0, 65, 2), "do not fit"),
         ):

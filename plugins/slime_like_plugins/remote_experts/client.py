@@ -214,6 +214,11 @@ class WorkerClient:
         """True if a request would be sent without waiting for a reply."""
         return bool(self._free)
 
+    @property
+    def is_sending(self) -> bool:
+        """True while bytes of a request wait for room in the socket."""
+        return self._connection.is_sending
+
     def result(self, request: ExpertRequest) -> Tensor:
         """Return the float32 sums [N, H] of a request. Waits until its deadline."""
         started = time.monotonic()

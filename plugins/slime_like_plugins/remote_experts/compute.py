@@ -36,17 +36,18 @@ def expert_sums(
     out = torch.empty((num_rows * num_selected, hidden), dtype=torch.float32, device=device)
     order = np.argsort(flat, kind="stable")
     start = int(np.searchsorted(flat[order], 0))
+    counts = np.bincount(flat[order[start:]], minlength=1)
+    pairs = _index(order, device)
+    tokens = pairs // num_selected
     if start:
-        out[_index(order[:start], device)] = 0.0
-    counts = np.bincount(flat[order[start:]], minlength=1) if start < len(flat) else np.zeros(0, np.int64)
+        out[pairs[:start]] = 0.0
     x = x_NH.to(device=device, dtype=w13.dtype)
     for expert in np.flatnonzero(counts).tolist():
-        pairs = order[start : start + int(counts[expert])]
-        start += len(pairs)
-        rows = x[_index(pairs // num_selected, device)]
-        gate, up = F.linear(rows, w13[expert]).chunk(2, -1)
-        product = F.linear(F.silu(gate) * up, w2[expert])
-        out[_index(pairs, device)] = product.float()
+        end = start + int(counts[expert])
+        gate, up = F.linear(x.index_select(0, tokens[start:end]), w13[expert]).chunk(2, -1)
+        product = F.linear(F.silu(gate).mul_(up), w2[expert])
+        out.index_copy_(0, pairs[start:end], product.float())
+        start = end
         between()
     scale = torch.from_numpy(np.ascontiguousarray(np.where(ids < 0, 0, weights), dtype=np.float32)).to(device)
     return out.view(num_rows, num_selected, hidden).mul_(scale[:, :, None]).sum(1)

@@ -25,6 +25,8 @@ class Exchange:
 
     def feed(self) -> None:
         """Receive replies, and send requests while the worker takes them. Does not wait."""
+        if self._next is None and len(self._sent) < 2 and not self._client.is_sending:
+            return  # the worker has one request, and would not do more if its reply were received now
         self._client.poll()
         while self._next is not None and self._client.has_room:
             bucket = self._next

@@ -17,7 +17,7 @@ from typing import Any
 from slime_like.errors import SlimeLikeError
 
 MAGIC = b"slRE"
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_JSON = 1 << 20  # bytes
 INLINE = 0xFFFF  # slot of a frame whose payload follows in the socket
 _FIELDS = struct.Struct("<4sHHQQiIIIHHIQ")

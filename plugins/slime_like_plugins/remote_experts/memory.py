@@ -70,11 +70,12 @@ class ExpertMemory:
         self.version = version
 
     def sums(self, layer: int, rows_NH: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` if an id is not that of an expert."""
+        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` if an id is not -1 or that of an expert."""
         matrices = self._matrices(layer)
         num_experts = len(matrices["w13"])
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):
-            raise FrameError(f"layer {layer} has {num_experts} remote experts, and a request names {int(ids.max())}")
+        if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= num_experts):
+            named = int(ids.max()) if int(ids.min()) >= -1 else int(ids.min())
+            raise FrameError(f"layer {layer} has {num_experts} remote experts, and a request names {named}")
         return expert_sums(rows_NH, ids, weights, matrices["w13"], matrices["w2"])
 
     def _matrices(self, layer: int) -> dict[str, Tensor]:

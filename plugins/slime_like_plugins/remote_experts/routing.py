@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
 from slime_like_plugins.remote_experts.compute import Ids, Weights
+from slime_like_plugins.remote_experts.mode import STREAM_ROWS
 
 
 class ExpertRows:
@@ -30,10 +31,10 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenBucket:
-    """Tokens of a batch for one or more requests, all with the same number of remote experts."""
+    """Tokens of a batch for one or more requests."""
 
     tokens: NDArray[np.int64]  # ascending
-    ids: Ids  # [N, K]
+    ids: Ids  # [N, K]; -1: no expert
     weights: Weights  # [N, K]
 
     def chunks(self, max_rows: int) -> Iterator[TokenBucket]:
@@ -56,23 +57,38 @@ class TokenBucket:
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
     """Return the rows [T, K] of local experts, -1 for other pairs, and the buckets in ascending order of remote experts.
 
-    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket.
+    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. Up to ``STREAM_ROWS`` tokens, such as
+    those of a decode step, form a single bucket: the worker then computes each expert once, and a layer takes one request.
     """
     used = weights != 0
     local = np.where(used, rows.local_rows[ids], -1)
     remote = np.where(used, rows.remote_rows[ids], -1)
     is_remote = remote >= 0
     counts = is_remote.sum(1)
-    buckets: list[TokenBucket] = []
-    for count in np.flatnonzero(np.bincount(counts)).tolist():
-        if not count:
-            continue
-        tokens = np.flatnonzero(counts == count)
-        chosen = is_remote if len(tokens) == len(counts) else is_remote[tokens]
-        shape = (len(tokens), count)
-        if len(tokens) < len(counts):
-            ids_of, weights_of = remote[tokens][chosen], weights[tokens][chosen]
-        else:
-            ids_of, weights_of = remote[chosen], weights[chosen]
-        buckets.append(TokenBucket(tokens, ids_of.reshape(shape), weights_of.reshape(shape)))
-    return local, buckets
+    tokens = np.flatnonzero(counts)
+    if not len(tokens):
+        return local, []
+    if len(tokens) <= STREAM_ROWS:
+        return local, [_padded(tokens, counts, remote, weights)]
+    return local, [
+        _selected(np.flatnonzero(counts == count), is_remote, remote, weights)
+        for count in np.flatnonzero(np.bincount(counts)).tolist()
+        if count
+    ]
+
+
+def _padded(tokens: NDArray[np.int64], counts: NDArray[np.int64], remote: Ids, weights: Weights) -> TokenBucket:
+    """Return a bucket of tokens with different numbers of remote experts; the rows of some end with pairs of id -1."""
+    if len(tokens) < len(counts):
+        counts, remote, weights = counts[tokens], remote[tokens], weights[tokens]
+    columns = np.argsort(remote < 0, 1, kind="stable")[:, : int(counts.max())]
+    ids = np.take_along_axis(remote, columns, 1)
+    return TokenBucket(tokens, ids, np.where(ids < 0, np.float32(0), np.take_along_axis(weights, columns, 1)))
+
+
+def _selected(tokens: NDArray[np.int64], is_remote: NDArray[np.bool_], remote: Ids, weights: Weights) -> TokenBucket:
+    """Return the bucket of tokens with equally many remote experts."""
+    if len(tokens) < len(is_remote):
+        is_remote, remote, weights = is_remote[tokens], remote[tokens], weights[tokens]
+    shape = (len(tokens), -1)
+    return TokenBucket(tokens, remote[is_remote].reshape(shape), weights[is_remote].reshape(shape))
