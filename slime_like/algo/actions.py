@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slime_like.interfaces import TokenView
+from slime_like.algo_interfaces import TokenView
 
 
 def sequences(view: TokenView) -> Tensor:

@@ -9,10 +9,7 @@ from typing import cast
 from torch import Tensor
 
 from slime_like.algo.off_policy import Correction, OffPolicy
-from slime_like.config.schema.names import LOSSES, OFF_POLICY, TOKEN_ADVANTAGES
-from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
-from slime_like.errors import UserCodeError
-from slime_like.interfaces import (
+from slime_like.algo_interfaces import (
     Diagnostics,
     LossFn,
     LossOutput,
@@ -23,6 +20,9 @@ from slime_like.interfaces import (
     TokenAdvantage,
     TokenView,
 )
+from slime_like.config.schema.names import LOSSES, OFF_POLICY, TOKEN_ADVANTAGES
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
+from slime_like.errors import UserCodeError
 from slime_like.registry import is_path, resolve
 from slime_like.util.user_code import name_user_errors
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.algo_interfaces import GroupAdvantage
 from slime_like.config.schema.names import GROUP_ADVANTAGES
 from slime_like.errors import UserCodeError
-from slime_like.interfaces import GroupAdvantage
 from slime_like.registry import is_path, resolve
 from slime_like.types import F32
 from slime_like.util.user_code import name_user_errors

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from slime_like.algo.actions import segments
 from slime_like.algo.token_advantage import whiten
+from slime_like.algo_interfaces import Reduce, TokenView
 from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.role_algo import DistillConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import Reduce, TokenView
 
 
 class ReverseKL:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from slime_like.algo.actions import is_last_action, segments, token_rewards
 from slime_like.algo.token_advantage import discounted_returns, whiten
+from slime_like.algo_interfaces import Reduce, TokenView
 from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
 
 MIN_VARIANCE = 1e-12  # returns with a smaller variance count as constant: the explained variance is 0

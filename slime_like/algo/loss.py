@@ -18,9 +18,9 @@ from torch import Tensor
 from slime_like.algo.bind import bind_off_policy
 from slime_like.algo.kl import MAX_LOG_RATIO
 from slime_like.algo.off_policy import OffPolicy
+from slime_like.algo_interfaces import LossFn, LossOutput, LossView, Reduce
 from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
-from slime_like.interfaces import LossFn, LossOutput, LossView, Reduce
 from slime_like.registry import resolve
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.kl import MAX_LOG_RATIO
+from slime_like.algo_interfaces import Sequences
 from slime_like.config.schema.policy import PolicyConfig
-from slime_like.interfaces import Sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.actions import segments, sequences, token_rewards
+from slime_like.algo_interfaces import Reduce, TokenView
 from slime_like.config.schema.algo import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
 from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.config.schema.policy import AlgoConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
 
 MIN_VARIANCE = 1e-8  # below it whitening would scale up rounding errors of equal values

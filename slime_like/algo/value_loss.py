@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime_like.interfaces import LossOutput
+from slime_like.algo_interfaces import LossOutput
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> LossOutput:

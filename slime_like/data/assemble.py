@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slime_like.algo_interfaces import GroupAdvantage
 from slime_like.batch import PackedBatch, StepBatch, TrainBatch
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.pack import pack_equal
 from slime_like.data.routing import RoutingShape, with_routing
 from slime_like.errors import ConfigError, DataError, EngineError
-from slime_like.interfaces import GroupAdvantage
 from slime_like.types import F32, I32, UNTRAINED, Reward, Sample, SampleGroup, Source, Span, Status
 
 FILLER_ID = -1  # sample_id of a sequence with weight 0, for a rank that has fewer sequences than micro-batches

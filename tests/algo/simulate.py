@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.loss import PackedSequences
+from slime_like.algo_interfaces import LossFn, LossView, Reduce, TokenAdvantage, TokenView
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.config.schema.names import LOSSES, TOKEN_ADVANTAGES
 from slime_like.config.schema.policy import AlgoConfig
-from slime_like.interfaces import LossFn, LossView, Reduce, TokenAdvantage, TokenView
 from slime_like.registry import resolve
 from slime_like.train.megatron.model.layout import token_layout
 from slime_like.types import I32

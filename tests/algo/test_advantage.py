@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algo.advantage import dr_grpo, grpo, rloo
+from slime_like.algo_interfaces import GroupAdvantage
 from slime_like.config.schema.names import GROUP_ADVANTAGES
-from slime_like.interfaces import GroupAdvantage
 from slime_like.registry import resolve
 
 REWARDS = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=16)

@@ -19,13 +19,13 @@ from slime_like.algo import gae
 from slime_like.algo.distill import ReverseKL
 from slime_like.algo.gae import GeneralisedAdvantage
 from slime_like.algo.value_loss import value_loss
+from slime_like.algo_interfaces import TokenView
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.names import GROUP_ADVANTAGES
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.errors import ConfigError
-from slime_like.interfaces import TokenView
 from slime_like.registry import resolve
 from slime_like.types import Sample, SampleGroup, Source, Status
 from tests.algo.samples import batches

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from slime_like.algo.loss import PackedSequences, cispo, gspo, policy_gradient, sft
+from slime_like.algo_interfaces import LossOutput, LossView
 from slime_like.config.schema.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
 from slime_like.config.schema.names import LOSSES
 from slime_like.config.schema.policy import PolicyConfig
-from slime_like.interfaces import LossOutput, LossView
 from slime_like.metrics.dictionary import unknown
 from slime_like.registry import resolve
 from tests.algo.simulate import LocalReduce

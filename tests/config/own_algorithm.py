@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.off_policy import Correction
+from slime_like.algo_interfaces import LossOutput, LossView, Reduce, Sequences, TokenView
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
-from slime_like.interfaces import LossOutput, LossView, Reduce, Sequences, TokenView
 from slime_like.types import F32
 
 

@@ -17,10 +17,10 @@ from slime_like.algo.bind import (
     token_advantages,
 )
 from slime_like.algo.bind_group import bind_group_advantage
+from slime_like.algo_interfaces import LossOutput, LossView, TokenView
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.errors import ConfigError, UserCodeError
-from slime_like.interfaces import LossOutput, LossView, TokenView
 from tests.algo.simulate import LocalReduce
 from tests.config.bad_input import message
 from tests.config.own_algorithm import BrokenReturns

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from slime_like.algo.bind import bind_loss, bind_token_advantage
+from slime_like.algo_interfaces import LossOutput, LossView
 from slime_like.config.schema.algo import CispoConfig, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import UserCodeError
-from slime_like.interfaces import LossOutput, LossView
 from slime_like.metrics.types import reduce_metrics
 from tests.algo.reference import importance, is_kept, surrogate
 from tests.train.faults import replace_attribute

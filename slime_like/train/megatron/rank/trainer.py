@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.algo.bind import bind_loss, bind_token_advantage, critic_targets, diagnose, token_advantages
+from slime_like.algo_interfaces import Diagnostics, ReturnEstimator, TokenView
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import FLOAT64_LAYERS
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.data.routing import OWN_EXPERTS, RoutingDifference
 from slime_like.distributed.wrapper import install
-from slime_like.interfaces import Diagnostics, MultiKernelLayer, ReturnEstimator, TokenView
+from slime_like.interfaces import MultiKernelLayer
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.model import float64_layers
 from slime_like.train.megatron.model.float64_layers import ALL

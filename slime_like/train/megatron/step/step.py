@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.algo.loss import PackedSequences
+from slime_like.algo_interfaces import LossFn, LossOutput, LossView
 from slime_like.errors import UserCodeError
-from slime_like.interfaces import LossFn, LossOutput, LossView
 from slime_like.metrics.types import Last, Max, Mean, Metric
 from slime_like.train.megatron.model.forward import LogprobSettings, MicroBatch, run_schedule, to_device
 from slime_like.train.megatron.model.model import ModelSegments
