@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,10 +12,13 @@ import pytest
 from slime_like.quickstart.arithmetic import ArithmeticSpec, write_datasets
 from slime_like.quickstart.model import DENSE, write_model
 from slime_like.util.deadline import Deadline
+from tests.e2e import checks
 from tests.e2e.local_cluster import LocalCluster, local_cluster
-from tests.e2e.runs import RUN_S
+from tests.e2e.runs import RUN_S, metrics
+from tests.e2e.test_hybrid import FLOW_MLA
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+ROLLOUTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +53,22 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_a_submitted_run_streams_its_steps_and_returns_its_code(cluster: LocalCluster, tmp_path: Path) -> None:
+    """The engine's ranks hold different requests, and each has half of the attention weights of a model with shared KV heads."""
     changes = overrides(cluster, tmp_path / "run", "train.jsonl")
-    steps = ("loop.num_rollout=2", "optim.warmup_steps=0", "algo.kl_loss_coef=0")
-    process = cluster.submit("run", "--env", "A_VARIABLE=1", "+recipe=quickstart", *changes, *steps)
-    output = read_until(process, "[1/2]")
+    steps = (f"loop.num_rollout={ROLLOUTS}", "optim.warmup_steps=0", "algo.kl_loss_coef=0")
+    reward = "reward.name=tests.e2e.custom:num_digits"  # random answers have different scores
+    process = cluster.submit("run", "--env", "A_VARIABLE=1", "+recipe=quickstart", *changes, *steps, reward, *FLOW_MLA)
+    output = read_until(process, f"[1/{ROLLOUTS}]")
     assert "cluster: 2 nodes, 0 GPUs, 8 CPUs" in output
     assert process.poll() is None, "the log is written as it appears"
     code, rest = ended(process)
     assert code == 0, output + rest
-    assert "[2/2]" in rest and "SUCCEEDED" in rest
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum("train/loss" in row for row in rows) == 2
+    assert f"[{ROLLOUTS}/{ROLLOUTS}]" in rest and "SUCCEEDED" in rest
+    rows = metrics(tmp_path / "run")
+    assert [row["train/grad_norm"] > 0 for row in rows if "train/loss" in row] == [True] * ROLLOUTS
+    checks.check_consistency(rows)
+    log = (tmp_path / "run" / "logs" / "engine_0.log").read_text()
+    assert log.count(f"FlowMLA shards o_proj, qkv_proj of {DENSE.num_hidden_layers} layers over 2 ranks") == 2
 
 
 def test_a_run_with_uploaded_code_is_stopped_with_a_checkpoint(cluster: LocalCluster, tmp_path: Path) -> None:

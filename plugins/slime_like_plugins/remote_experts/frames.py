@@ -61,6 +61,9 @@ class RowType(IntEnum):
         return 4 if self is RowType.float32 else 2
 
 
+_KINDS, _ROW_TYPES = frozenset(FrameKind), frozenset(RowType)
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """First part of a frame. Fields that a kind does not use are 0."""
@@ -115,7 +118,7 @@ def unpack(data: bytes | bytearray | memoryview, max_payload: int) -> Header:
         raise FrameError("the checksum of a header is wrong")
     if protocol != PROTOCOL:
         raise FrameError(f"the peer speaks protocol {protocol}, this process {PROTOCOL}: install the same version")
-    if kind not in set(FrameKind) or row_type not in set(RowType):
+    if kind not in _KINDS or row_type not in _ROW_TYPES:
         raise FrameError(f"unknown kind {kind} or row type {row_type}")
     if json_bytes > MAX_JSON or payload_bytes > max_payload:
         raise FrameError(

@@ -81,9 +81,9 @@ def _padded(tokens: NDArray[np.int64], counts: NDArray[np.int64], remote: Ids, w
     """Return a bucket of tokens with different numbers of remote experts; the rows of some end with pairs of id -1."""
     if len(tokens) < len(counts):
         counts, remote, weights = counts[tokens], remote[tokens], weights[tokens]
-    columns = np.argsort(remote < 0, 1, kind="stable")[:, : int(counts.max())]
-    ids = np.take_along_axis(remote, columns, 1)
-    return TokenBucket(tokens, ids, np.where(ids < 0, np.float32(0), np.take_along_axis(weights, columns, 1)))
+    pairs = np.arange(len(tokens))[:, None], np.argsort(remote < 0, 1, kind="stable")[:, : int(counts.max())]
+    ids = remote[pairs]
+    return TokenBucket(tokens, ids, np.where(ids < 0, np.float32(0), weights[pairs]))
 
 
 def _selected(tokens: NDArray[np.int64], is_remote: NDArray[np.bool_], remote: Ids, weights: Weights) -> TokenBucket:
