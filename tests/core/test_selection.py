@@ -45,5 +45,5 @@ def test_files_that_fork_engines_are_in_a_group() -> None:
     root = Path(__file__).parents[2]
     for path in [*root.glob("tests/engine/test_*.py"), *root.glob("tests/e2e/test_*.py")]:
         file = str(path.relative_to(root))
-        if re.search(r"forked_engines|fault_injection", path.read_text()):
+        if re.search(r"forked_engines|fault_injection|worker_server", path.read_text()):
             assert any(file in files for files in GROUPS), f"{file}: add it to a group of tests/groups.py"

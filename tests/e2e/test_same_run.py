@@ -15,7 +15,7 @@ from slime_like.data.faults import read
 from slime_like.util.deadline import scale
 from tests.e2e.runs import RunResult, Training, metrics, train
 from tests.e2e.same_run import PROBE_DIFFERENCE, SAMPLE_DIFFERENCE, differences, weight_differences, write_inputs
-from tests.engine.forked_engines import forking_engines
+from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 PHASES = ("collect", "step", "push", "save")
@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("same_run")
     job = (*write_inputs(folder / "inputs"), f"loop.num_rollout={ROLLOUTS}", "rollout.temperature=0.7")
     reference, disturbed = folder / "whole", folder / "killed"
-    result = train(*job, f"run.dir={reference}", log=folder / "whole.log", environment=forking_engines())
+    result = train(*job, f"run.dir={reference}", log=folder / "whole.log", environment=forking_workers())
     assert result.code == 0, result.output
     rng = random.Random(SEED)
     first, second = rng.sample(PHASES, 2)
@@ -59,7 +59,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
             *(*job, *offload, *fast_health, *settings.get(i, ())),
             *(f"run.dir={disturbed}", f"chaos.faults=[{faults_of_part}]"),
             log=folder / f"part{i}.log",
-            environment=forking_engines(),
+            environment=forking_workers(),
         )
         for i, faults_of_part in enumerate(faults)
     )

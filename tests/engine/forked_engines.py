@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import multiprocessing
 import os
 import pkgutil
@@ -38,6 +39,7 @@ IMPORTS = {  # read when torch and SGLang are imported
     "TORCHDYNAMO_DISABLE": "1",
     "SLIME_LIKE_TEST_PADDING": "x" * 65_536,  # space for the environment of an engine
 }
+_environments: list[Any] = []  # arrays of pointers that libc uses
 
 
 def import_sglang() -> None:
@@ -118,16 +120,21 @@ class ForkedEngineServer(EngineServer):
 
 
 def show_environment() -> None:
-    """Overwrite the memory that ``/proc/<pid>/environ`` shows by the current environment.
+    """Move the environment into the memory that ``/proc/<pid>/environ`` shows, where a new program has it.
 
-    The product and the tests find the processes and folders of a run by it.
+    The product and the tests find the processes and folders of a run by it. Ray finds the title of a process before it.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start, env_end of proc_pid_stat(5)
-    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in os.environ.items())
+    variables = [os.fsencode(f"{name}={value}") + b"\0" for name, value in os.environ.items()]
+    block = b"".join(variables)
     assert len(block) <= end - start, "the padding of the fork server is smaller than the environment of an engine"
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, block, len(block))
+    addresses = itertools.accumulate(map(len, variables), initial=start)
+    pointers = (ctypes.c_void_p * (len(variables) + 1))(*list(addresses)[:-1], None)
+    _environments.append(pointers)
+    ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ").value = ctypes.addressof(pointers)
 
 
 def forking_engines() -> dict[str, str]:

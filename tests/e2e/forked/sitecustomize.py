@@ -1,4 +1,6 @@
-"""Replacement of an engine's start in the actors of a run: a fork of the test's fork server (tests/engine/forked_engines.py).
+"""Replacement of the start of engines and of Ray's workers: forks of a test's servers.
+
+Engines: tests/engine/forked_engines.py. Workers: tests/e2e/worker_server.py.
 
 Python imports this module at its start if this folder is on PYTHONPATH.
 """
@@ -10,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+import fork_client
 
 SERVER = "slime_like.rollout.engine.server"
 
@@ -35,4 +39,6 @@ class EngineServerFinder:
         return spec
 
 
+if fork_client.forks(sys.orig_argv):
+    fork_client.run_in_fork(sys.orig_argv)
 sys.meta_path.insert(0, EngineServerFinder())

@@ -1,0 +1,62 @@
+"""Client of tests/e2e/worker_server.py: runs the command of a starting Python process in a fork of the server.
+
+It imports little, because each worker of Ray pays for it, and nothing of ``tests``, which is not on the worker's path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+ADDRESS = "SLIME_LIKE_TEST_WORKER_SERVER"  # path of the server's socket; its log is in the same folder
+SCRIPT = "/ray/_private/workers/default_worker.py"  # script of a worker
+LOG = "log"
+START_S = 60.0
+NUM_BYTES = 8  # of the length before a request
+
+
+def forks(command: list[str]) -> bool:
+    """Return whether the server at ``ADDRESS`` runs a command."""
+    return ADDRESS in os.environ and len(command) > 1 and command[1].endswith(SCRIPT)
+
+
+def run_in_fork(command: list[str]) -> NoReturn:
+    """Run ``command`` in a fork of the server, which has this process's files, folder and environment, and end as it does.
+
+    The server kills the fork when this process ends.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(START_S * float(os.environ.get("SLIME_LIKE_DEADLINE_FACTOR", "1")))
+            connection.connect(os.environ[ADDRESS])
+            request = {"arguments": command[1:], "folder": os.getcwd(), "environment": dict(os.environ)}
+            data = json.dumps(request).encode()
+            socket.send_fds(connection, [len(data).to_bytes(NUM_BYTES)], [0, 1, 2])
+            connection.sendall(data)
+            replies = connection.makefile("rb")
+            started = json.loads(replies.readline() or b'{"error": "no reply"}')
+            if "error" in started:
+                fail(started["error"])
+            connection.settimeout(None)
+            code = json.loads(replies.readline() or b"1")
+    except (OSError, ValueError) as error:
+        fail(str(error))
+    if code < 0:
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def fail(reason: str) -> NoReturn:
+    """Print the reason and the end of the server's log; exit with 1."""
+    log = Path(os.environ[ADDRESS]).with_name(LOG)
+    text = log.read_text(errors="replace")[-3000:] if log.exists() else "no log: the server has ended"
+    sys.stderr.write(f"fork of a worker (tests/e2e/worker_server.py): {reason}\nlog of the server:\n{text}\n")
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,298 @@
+"""Server that forks Ray's workers of a test's runs from a process that has imported torch and megatron-core.
+
+Their imports take a third of the CPU time of a rank in a short run. All else is Ray's and the product's. The server does not
+import Ray, which reads variables of a worker (``RAY_JOB_ID``) when its library is loaded. A run whose environment has
+``forking_workers()`` starts its workers in this way: the raylet starts Python as usual, tests/e2e/forked/sitecustomize.py
+sends command, environment and files to the server, and waits for the end of the fork. A fork ends with the process that
+requested it and with the server; the server ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from slime_like.util.deadline import Deadline, scale
+from tests.e2e.forked.fork_client import ADDRESS, LOG, NUM_BYTES, START_S
+from tests.engine import forked_engines
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLIENT = REPOSITORY / "tests" / "e2e" / "forked"
+TITLE_BYTES = 4_096  # space for the title of a worker
+MAX_REQUEST_BYTES = 2**20
+REQUEST_S = 10.0  # for a client to send its request
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+IMPORTS = (
+    "slime_like.rollout.manager",
+    "slime_like.train.megatron.rank.critic",
+    "slime_like.train.megatron.rank.teacher",
+    "slime_like.train.megatron.rank.trainer",
+)
+# Prefixes of variables that the imports read: they have to be equal in server and worker.
+READ_AT_IMPORT = ("CUDA_", "GOMP_", "HF_", "HOME", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTORCH_")
+READ_AT_IMPORT += ("SGLANG_", "TORCH", "TRANSFORMERS_", "TRITON_", "XDG_")
+READ_LATER = {"HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR"}
+SET_BY_ACTORS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}  # before they import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Command of a worker with its folder, environment and standard files."""
+
+    arguments: list[str]  # after the interpreter
+    folder: str
+    environment: dict[str, str]
+    files: list[int] = field(compare=False)
+
+
+def forking_workers() -> dict[str, str]:
+    """Return variables for train.py with which its engines and Ray's workers are forks of this process's servers."""
+    engines = forked_engines.forking_engines()
+    return engines | {ADDRESS: str(start_worker_server())}
+
+
+@cache
+def start_worker_server() -> Path:
+    """Start this process's server; return the path of its socket."""
+    folder = Path(tempfile.mkdtemp(prefix="slime_like_test_"))
+    address, log = folder / "socket", folder / LOG
+    environment = os.environ | SET_BY_ACTORS | {"HF_HUB_OFFLINE": "1"}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+    }
+    environment["SLIME_LIKE_TEST_PADDING"] = "x" * 65_536  # space for the environment of a worker
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(address), "x" * TITLE_BYTES],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    atexit.register(_stop, process, folder)
+    deadline = Deadline("test", "start of the server that forks workers", START_S)
+    while not address.exists():
+        try:
+            process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            deadline.remaining(f"{log}: {log.read_text(errors='replace')[-3000:]}")
+        else:
+            raise AssertionError(f"the server that forks workers ended: {log.read_text(errors='replace')[-3000:]}")
+    return address
+
+
+def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(START_S)
+    process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def import_worker() -> None:
+    """Import what a trainer rank and the actors of a run import."""
+    from slime_like.util.imports import heavy_imports
+
+    with heavy_imports():
+        from slime_like.train.megatron.platform import host
+
+        host.install("cpu")
+        for name in IMPORTS:
+            importlib.import_module(name)
+    assert "ray" not in sys.modules, "Ray has read its variables"
+    assert len(os.listdir("/proc/self/task")) == 1, "only a process with one thread can be forked"
+    gc.collect()
+    gc.freeze()
+
+
+@dataclass(slots=True)
+class Server:
+    """The server: each fork has a connection to the process that requested it."""
+
+    listener: socket.socket
+    selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
+    forks: dict[int, socket.socket] = field(default_factory=dict[int, socket.socket])  # by process id
+
+    def serve(self) -> Request | None:
+        """Serve until EOF on stdin, and then return None. In a fork, return its request."""
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.selector.register(0, selectors.EVENT_READ, lambda: None)
+        while True:
+            for key, _ in self.selector.select():
+                if key.fd == 0:
+                    self.kill(*self.forks)
+                    return None
+                if request := key.data():
+                    return request
+
+    def accept(self) -> Request | None:
+        """Fork a process for the next connection; return its request in the fork."""
+        connection, _ = self.listener.accept()
+        files: list[int] = []
+        try:
+            connection.settimeout(REQUEST_S * scale())
+            request = receive(connection, files)
+            if different := different_variables(request.environment):
+                raise ValueError(f"the server has imported torch with other values of {different}")
+            server_pid, pid = os.getpid(), os.fork()
+            if pid == 0:
+                end_with_parent(server_pid)
+                self.selector.close()
+                for opened in (self.listener, connection, *self.forks.values()):
+                    opened.close()
+                files.clear()
+                return request
+        except (OSError, ValueError, TypeError) as error:
+            send(connection, {"error": str(error)})
+            connection.close()
+            return None
+        finally:
+            for file in files:
+                os.close(file)
+        self.forks[pid] = connection
+        handle = os.pidfd_open(pid)
+        self.selector.register(handle, selectors.EVENT_READ, lambda: self.reap(pid, handle))
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self.disconnected(pid))
+        send(connection, {"pid": pid})
+        return None
+
+    def disconnected(self, pid: int) -> None:
+        """Kill a fork whose client has ended, unless it has ended too."""
+        if pid in self.forks:
+            self.selector.unregister(self.forks[pid])
+            self.kill(pid)
+
+    def kill(self, *pids: int) -> None:
+        """Kill forks."""
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def reap(self, pid: int, handle: int) -> None:
+        """Send the exit code of a fork to its client."""
+        self.selector.unregister(handle)
+        os.close(handle)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with self.forks.pop(pid) as connection:
+            with contextlib.suppress(KeyError):  # its client has ended
+                self.selector.unregister(connection)
+            send(connection, code)
+
+
+def send(connection: socket.socket, reply: object) -> None:
+    """Send a line to a client, which may have ended."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def receive(connection: socket.socket, files: list[int]) -> Request:
+    """Return the request of a client, whose files are added to ``files``. Raises ``OSError`` or ``ValueError`` if it is incomplete."""
+    size, opened, _, _ = socket.recv_fds(connection, NUM_BYTES, 3)
+    files += opened
+    num_bytes = int.from_bytes(size)
+    if len(size) != NUM_BYTES or len(files) != 3 or num_bytes > MAX_REQUEST_BYTES:
+        raise ValueError("an incomplete request")
+    with connection.makefile("rb") as reader:
+        return Request(**json.loads(reader.read(num_bytes)), files=list(files))
+
+
+def different_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables read at an import that are not as in this process. Actors set ``SET_BY_ACTORS`` themselves."""
+    names = {name for name in (*environment, *os.environ) if name.startswith(READ_AT_IMPORT)}
+    names -= READ_LATER | SET_BY_ACTORS.keys()
+    return sorted(f"{name}={environment.get(name)}" for name in names if environment.get(name) != os.environ.get(name))
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent, the server, ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def run_worker(request: Request) -> None:
+    """Run the command of a worker in this process."""
+    os.setsid()
+    for target, source in enumerate(request.files):
+        os.dup2(source, target)
+        os.close(source)
+    os.chdir(request.folder)
+    set_environment(request.environment, str(Path(request.arguments[0]).parent))
+    forked_engines.show_environment()
+    check_actors()
+    sys.argv = list(request.arguments)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def check_actors() -> None:
+    """Make ranks compare the variables that they set before they import torch with those at torch's import."""
+    import torch
+
+    from slime_like.cluster.start.placement import CPU_ENV, DETERMINISTIC_ENV
+    from slime_like.cluster.workers.trainer_worker import RankWorker
+
+    assert CPU_ENV == SET_BY_ACTORS, "the actors set other variables now"
+    start = RankWorker.__init__
+
+    def __init__(
+        worker: RankWorker, name: str, rank: int, world_size: int, stacks: str, env: Mapping[str, str]
+    ) -> None:
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        expected = SET_BY_ACTORS | DETERMINISTIC_ENV | {"OMP_NUM_THREADS": env["OMP_NUM_THREADS"]}
+        different = [item for item in env.items() if item not in expected.items()]
+        assert not different, f"torch was imported with other values of {different}: start the workers as Ray does"
+        start(worker, name, rank, world_size, stacks, env)
+
+    RankWorker.__init__ = __init__
+
+
+def set_environment(environment: Mapping[str, str], folder: str) -> None:
+    """Set the environment, and what Python derives from it and the folder of its script at its start."""
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    inherited = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path]
+    sys.path[:] = [folder, *paths, *(path for path in sys.path[1:] if path not in inherited)]
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    if forked_engines.ADDRESS in environment:
+        from slime_like.rollout.engine import server
+
+        forked_engines.fork_engines_of(server)
+
+
+def main(address: str) -> None:
+    """Import, listen at ``address`` and serve."""
+    import_worker()
+    scratch = Path(f"{address}.{secrets.token_hex(4)}")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(scratch))
+        listener.listen(64)
+        scratch.rename(address)
+        request = Server(listener).serve()
+    if request is not None:
+        run_worker(request)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
