@@ -47,14 +47,16 @@ IMPORTS = (
     "slime_like.train.megatron.rank.trainer",
 )
 # Prefixes of variables that the imports read: they have to be equal in server and worker.
-READ_AT_IMPORT = ("CUDA_", "GOMP_", "HF_", "HOME", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTORCH_")
-READ_AT_IMPORT += ("SGLANG_", "TORCH", "TRANSFORMERS_", "TRITON_", "XDG_")
+READ_AT_IMPORT = (
+    *("CUDA_", "GOMP_", "HF_", "HOME", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTORCH_"),
+    *("SGLANG_", "TORCH", "TRANSFORMERS_", "TRITON_", "XDG_"),
+)
 READ_LATER = {"HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR"}
 SET_BY_ACTORS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}  # before they import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkerRequest:
     """Command of a worker with its folder, environment and standard files."""
 
     arguments: list[str]  # after the interpreter
@@ -128,14 +130,14 @@ def import_worker() -> None:
 
 
 @dataclass(slots=True)
-class Server:
+class WorkerServer:
     """The server: each fork has a connection to the process that requested it."""
 
     listener: socket.socket
     selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
     forks: dict[int, socket.socket] = field(default_factory=dict[int, socket.socket])  # by process id
 
-    def serve(self) -> Request | None:
+    def serve(self) -> WorkerRequest | None:
         """Serve until EOF on stdin, and then return None. In a fork, return its request."""
         self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
         self.selector.register(0, selectors.EVENT_READ, lambda: None)
@@ -147,7 +149,7 @@ class Server:
                 if request := key.data():
                     return request
 
-    def accept(self) -> Request | None:
+    def accept(self) -> WorkerRequest | None:
         """Fork a process for the next connection; return its request in the fork."""
         connection, _ = self.listener.accept()
         files: list[int] = []
@@ -206,7 +208,7 @@ def send(connection: socket.socket, reply: object) -> None:
         connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def receive(connection: socket.socket, files: list[int]) -> Request:
+def receive(connection: socket.socket, files: list[int]) -> WorkerRequest:
     """Return the request of a client, whose files are added to ``files``. Raises ``OSError`` or ``ValueError`` if it is incomplete."""
     size, opened, _, _ = socket.recv_fds(connection, NUM_BYTES, 3)
     files += opened
@@ -214,7 +216,7 @@ def receive(connection: socket.socket, files: list[int]) -> Request:
     if len(size) != NUM_BYTES or len(files) != 3 or num_bytes > MAX_REQUEST_BYTES:
         raise ValueError("an incomplete request")
     with connection.makefile("rb") as reader:
-        return Request(**json.loads(reader.read(num_bytes)), files=list(files))
+        return WorkerRequest(**json.loads(reader.read(num_bytes)), files=list(files))
 
 
 def different_variables(environment: Mapping[str, str]) -> list[str]:
@@ -231,7 +233,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def run_worker(request: Request) -> None:
+def run_worker(request: WorkerRequest) -> None:
     """Run the command of a worker in this process."""
     os.setsid()
     for target, source in enumerate(request.files):
@@ -256,13 +258,13 @@ def check_actors() -> None:
     start = RankWorker.__init__
 
     def __init__(
-        worker: RankWorker, name: str, rank: int, world_size: int, stacks: str, env: Mapping[str, str]
+        self: RankWorker, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]
     ) -> None:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         expected = SET_BY_ACTORS | DETERMINISTIC_ENV | {"OMP_NUM_THREADS": env["OMP_NUM_THREADS"]}
         different = [item for item in env.items() if item not in expected.items()]
         assert not different, f"torch was imported with other values of {different}: start the workers as Ray does"
-        start(worker, name, rank, world_size, stacks, env)
+        start(self, name, rank, world_size, stacks_dir, env)
 
     RankWorker.__init__ = __init__
 
@@ -289,8 +291,10 @@ def main(address: str) -> None:
         listener.bind(str(scratch))
         listener.listen(64)
         scratch.rename(address)
-        request = Server(listener).serve()
-    if request is not None:
+        request = WorkerServer(listener).serve()
+    if request is None:
+        shutil.rmtree(Path(address).parent, ignore_errors=True)
+    else:
         run_worker(request)
 
 
