@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slime_like.cluster.plan.changes import changes
-from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.memory import MemoryPlan, plan_memory
-from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.remedies import OFFLOAD_KEYS
 from slime_like.cluster.plan.shapes import role_shapes
-from slime_like.cluster.plan.view import render_plan, show_plan
+from slime_like.cluster.plan.view import show_plan
 from slime_like.config.load.loader import load_config
-from slime_like.config.rules import foreign
-from slime_like.config.schema.resolved import EngineSpec
-from slime_like.errors import CheckpointError, ConfigError
+from slime_like.errors import ConfigError
 from slime_like.planner.hardware import known_gpu
 from slime_like.planner.models import MODELS
 from tests.config.model_folder import write_model
+from tests.config.recipe_plans import H100, RESIDENT, WIDE, plan
 
-H100 = described_machine("8xH100")
-WIDE = ("model.hf_checkpoint=models/Qwen3-30B-A3B", "rollout.tp=8", "rollout.num_engines=1", "parallel.ep=8")
 BY_BLOCK = "model.recompute_method=block"
 BARS = ("trainer", "engine", "together")
 RECIPES = ("qwen3_4b_gsm8k", "qwen3_4b_gsm8k_async", "qwen3_4b_dapo", "qwen3_4b_dapo_async")
-
-
-OFFLOAD = tuple(OFFLOAD_KEYS.split())
-RESIDENT = (*(f"{key.partition('=')[0]}=false" for key in OFFLOAD), "rollout.sglang.mem_fraction_static=0.5")
-
-
-def plan(recipe: str, *overrides: str, machine: Machine = H100, shipped: bool = False) -> Plan:
-    """Plan a recipe; unless ``shipped``, that of gsm8k without offload, so that trainer and engine stay on a GPU."""
-    changed = {override.partition("=")[0] for override in overrides}
-    resident = () if shipped or recipe != "qwen3_4b_gsm8k" else RESIDENT
-    base = [override for override in resident if override.partition("=")[0] not in changed]
-    return make_plan(load_config([f"+recipe={recipe}", *base, *overrides], files=False, machine=False), machine)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -101,36 +82,6 @@ def test_an_engine_that_cannot_hold_one_sequence_is_refused_and_every_named_key_
         assert memory.engine is not None and memory.engine.requests(1_536) >= 1
 
 
-@pytest.mark.parametrize(
-    ("device", "dcp", "options", "states"),
-    [
-        ("cuda", 1, {}, 5),
-        ("cuda", 1, {"disable_overlap_schedule": True}, 3),
-        ("cuda", 1, {"mamba_radix_cache_strategy": "extra_buffer", "disable_overlap_schedule": True}, 4),
-        ("cuda", 1, {"mamba_radix_cache_strategy": "extra_buffer_lazy"}, 4),
-        ("cuda", 1, {"mamba_radix_cache_strategy": "no_buffer"}, 3),
-        ("cuda", 1, {"disable_radix_cache": True}, 1),
-        ("cpu", 1, {}, 3),
-        ("cpu", 2, {}, 4),
-        ("cpu", 2, {"disable_radix_cache": True}, 1),
-    ],
-)
-def test_recurrent_states_per_request_are_sglangs(
-    device: str, dcp: int, options: dict[str, object], states: int
-) -> None:
-    spec = EngineSpec("", device, "bfloat16", 2, 64, 0, "", 1.0, dcp=dcp, sglang=options)
-    assert engine_settings(spec).states_per_request == states
-
-
-@pytest.mark.parametrize("dcp", [1, 2])
-def test_max_total_tokens_bounds_the_cache_of_a_gpu_for_each_dcp_rank(dcp: int) -> None:
-    overrides = (*WIDE, "placement.actor_num_gpus_per_node=8", "rollout.sglang.max_total_tokens=65536")
-    memory = plan("qwen3_4b_gsm8k_async", *overrides, f"rollout.dcp={dcp}", machine=described_machine("16xH200")).memory
-    assert memory.engine is not None and memory.engine.tokens == 65_536 * dcp
-    table = dict(memory.tables)["engine"]
-    assert table.of("KV cache") == memory.engine.tokens * memory.engine.token_bytes
-
-
 @pytest.mark.parametrize("dcp", [1, 2])
 def test_a_limit_below_a_sequence_is_named_and_the_named_value_mends_it(dcp: int) -> None:
     limit = "rollout.sglang.max_total_tokens"
@@ -145,46 +96,6 @@ def test_a_limit_below_a_sequence_is_named_and_the_named_value_mends_it(dcp: int
     assert fix == f"{limit}={1_536 // dcp}"
     memory = plan("qwen3_4b_gsm8k_async", *keys, fix, machine=machine).memory
     assert memory.engine is not None and memory.engine.requests(1_536) == 1
-
-
-class RecordingOptions(dict[str, object]):
-    """Options of an engine that record the fields read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fields: set[str] = set()
-
-    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]
-        self.fields.add(key)
-        return default
-
-
-def test_every_engine_field_that_the_plan_reads_can_be_set() -> None:
-    options = RecordingOptions()
-    engine_settings(EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang=options))
-    assert {"cuda_graph_max_bs_decode", "max_total_tokens"} <= options.fields
-    assert options.fields <= foreign.table(foreign.SGLANG).keys() - foreign.OWNED[foreign.SGLANG].keys()
-
-
-@pytest.mark.parametrize(
-    ("options", "graphs"),
-    [
-        ({}, (True, None, None)),
-        ({"disable_cuda_graph": True}, (False, 0, None)),
-        ({"disable_decode_cuda_graph": True}, (False, None, None)),
-        ({"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 24}, (True, 0, 24)),
-        ({"disable_cuda_graph": True, "cuda_graph_backend_prefill": "full"}, (False, None, None)),
-        ({"cuda_graph_backend_decode": "disabled", "cuda_graph_bs_prefill": [64, 512]}, (False, 2, None)),
-        ({"cuda_graph_bs_decode": [1, 40], "cuda_graph_max_bs_prefill": 32}, (True, 8, 40)),
-        ({"enable_two_batch_overlap": True}, (True, 0, None)),
-        ({"moe_a2a_backend": "mooncake"}, (True, 0, None)),
-    ],
-)
-def test_cuda_graphs_are_those_that_sglangs_fields_name(
-    options: dict[str, object], graphs: tuple[bool, int | None, int | None]
-) -> None:
-    settings = engine_settings(EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang=options))
-    assert (settings.decode_graphs, settings.prefill_graphs, settings.graph_requests) == graphs
 
 
 @pytest.mark.parametrize(
@@ -350,109 +261,3 @@ def test_a_plan_checks_a_model_that_the_run_will_make(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         show_plan([f"+recipe={recipe}", "placement.device=cpu", *overrides.split()])
-
-
-def test_a_cpu_run_whose_cache_is_short_is_told_of_dcp() -> None:
-    ranks = ("rollout.tp=4", "rollout.sglang.max_total_tokens=2048")
-    cfg = load_config(["+recipe=quickstart", *ranks], files=False, machine=False)
-    laptop = Machine(0, 4, 16 * 2**30, ())
-    text = render_plan(cfg, make_plan(cfg, laptop), laptop)
-    assert "KV cache 2,048 tokens per engine: 32 sequences of 64 tokens" in text
-    assert "rollout.dcp=2 would hold 4,096 tokens per engine" in text
-
-
-def test_dcp_is_suggested_if_the_cache_limits_the_rollout_and_ranks_repeat_heads() -> None:
-    text = show_plan(["+recipe=qwen3_4b_dapo_async", *WIDE, "placement.actor_num_gpus_per_node=8"], "16xH200")
-    assert "rollout.dcp=2 would hold" in text
-    assert "rollout.dcp" not in show_plan(["+recipe=qwen3_4b_gsm8k"], "8xH100")
-
-
-def test_max_running_requests_limits_a_rollout_before_the_cache_does() -> None:
-    short = ("rollout.tp=4", "rollout.sglang.max_total_tokens=2048", "rollout.max_running_requests=8")
-    cfg = load_config(["+recipe=quickstart", *short], files=False, machine=False)
-    laptop = Machine(0, 4, 16 * 2**30, ())
-    text = render_plan(cfg, make_plan(cfg, laptop), laptop)
-    assert "limited by rollout.max_running_requests" in text and "rollout.dcp=2 would hold" not in text
-
-
-def test_samples_in_flight_include_the_over_sampled_groups() -> None:
-    texts = [
-        show_plan(["+recipe=qwen3_4b_gsm8k_async", f"rollout.over_sampling_batch_size={groups}"], "8xH200")
-        for groups in (1_024, 2_048)
-    ]
-    assert [int(re.findall(r"samples ([\d,]+) per engine", text)[0].replace(",", "")) for text in texts] == [
-        2_560,
-        5_120,
-    ]
-
-
-def test_cores_are_counted_per_node() -> None:
-    cluster = ("placement.ray_address=auto", "placement.actor_num_nodes=4", "rollout.num_engines=16")
-    described = plan("qwen3_4b_gsm8k")
-    four = plan("qwen3_4b_gsm8k", *cluster, machine=described_machine("4x8xH100"))
-    assert (
-        (described.trainer_threads, described.engine_threads) == (four.trainer_threads, four.engine_threads) == (8, 8)
-    )
-    assert any("on each of 4 nodes" in decision.reason for decision in four.decisions)
-
-
-@pytest.mark.parametrize("machine", ["8xH200", "8xNVIDIA H100 80GB HBM3", "2x4xH100"])
-def test_another_machine_is_planned_in_an_empty_folder(
-    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    overrides = ["placement.ray_address=auto"] if machine.startswith("2x") else []
-    text = show_plan(["+recipe=qwen3_4b_gsm8k", *overrides], machine)
-    assert re.search(r"^memory     \d+\.\d GiB of \d+\.\d GiB on each GPU with trainer \+ engine", text, re.MULTILINE)
-    assert "sequences of 1,536 tokens" in text and "weights, tokenizer, data and main memory are not checked" in text
-
-
-def test_a_plan_for_several_nodes_names_the_cluster_that_the_run_joins() -> None:
-    for machine, has_nodes in (("8xH100", False), ("2x4xH100", True)):
-        advice = plan("qwen3_4b_gsm8k", machine=described_machine(machine)).advice
-        assert any("2 nodes" in line and "set placement.ray_address=auto" in line for line in advice) is has_nodes
-    joined_plan = plan("qwen3_4b_gsm8k", "placement.ray_address=auto", machine=described_machine("2x4xH100"))
-    assert joined_plan.advice == ()
-
-
-@pytest.mark.parametrize("address", ["placement.ray_address=auto", "placement.ray_address=null"])
-def test_an_engine_over_a_part_of_described_nodes_is_refused(address: str) -> None:
-    wide = ("rollout.tp=8", "rollout.num_engines=1", address)
-    with pytest.raises(ConfigError, match=r"rollout\.tp=8: .* nodes of --plan-for have at most 6 .*rollout\.tp=6"):
-        plan("qwen3_4b_gsm8k", *wide, machine=described_machine("2x6xH100"))
-
-
-def test_an_engine_over_whole_nodes_is_planned_as_on_one_node() -> None:
-    """Only the advice tells that a run refuses it."""
-    wide = ("rollout.tp=8", "rollout.num_engines=1", "placement.ray_address=auto")
-    one, two = (plan("qwen3_4b_gsm8k", *wide, machine=described_machine(text)) for text in ("8xH100", "2x4xH100"))
-    assert two.memory.tables == one.memory.tables and two.roles == one.roles and one.advice == ()
-    (advice,) = two.advice
-    assert re.search(
-        r"rollout\.tp=8: .* spans 2 nodes, but a run starts each engine on one node: set rollout\.tp=4 or less", advice
-    )
-
-
-def test_the_largest_machine_that_can_be_described_is_planned() -> None:
-    machine = described_machine("9999x999xH100")
-    assert machine.num_gpus == 9_999 * 999 and len(machine.gpu_names) == 1
-
-
-def test_a_model_without_folder_or_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'models/Unheard-1B' is neither .* Qwen3-4B, "):
-        show_plan(["+recipe=qwen3_4b_gsm8k", "model.hf_checkpoint=models/Unheard-1B"], "8xH200")
-
-
-@pytest.mark.parametrize("text", ["x8", "0xH100", "8xx", "-8xH100", "8x8x8xH100"])
-def test_a_malformed_machine_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--plan-for .*: write the number of GPUs"):
-        described_machine(text)
-
-
-@pytest.mark.slow
-def test_plan_for_works_from_the_command_line(tmp_path: Path) -> None:
-    repository = Path(__file__).parents[2]
-    command = [sys.executable, str(repository / "train.py"), "--plan-for", "8xH200", "+recipe=qwen3_4b_gsm8k"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr

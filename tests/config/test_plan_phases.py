@@ -10,7 +10,7 @@ from slime_like.cluster.plan.remedies import OFFLOAD_KEYS
 from slime_like.cluster.plan.view import show_plan
 from slime_like.errors import ConfigError
 from slime_like.planner.engine import WEIGHT_ITEMS
-from tests.config.test_plan_memory import OFFLOAD, RESIDENT, plan
+from tests.config.recipe_plans import OFFLOAD, RESIDENT, plan
 
 
 def test_a_gpu_needs_the_memory_of_its_largest_phase() -> None:

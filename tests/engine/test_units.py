@@ -1,17 +1,10 @@
-"""Functions of the engine packages that need no engine."""
+"""Seeded sampling, unwritten parameters, and settings of an engine's server, without an engine."""
 
 from __future__ import annotations
 
-import base64
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,100 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.config.schema.dcp import UNSUPPORTED_BACKENDS, UNSUPPORTED_FIELDS
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main, processes
-from slime_like.rollout.engine.plugins import ENTRY_POINTS, OPTIONAL_ENTRY_POINTS
-from slime_like.rollout.engine.replies import completions, error_text, scores
 from slime_like.rollout.engine.server import derived_ports
-from slime_like_plugins import dcp, sglang_hooks
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
-from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
 from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
 
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
-
-
-# ---- replies ---------------------------------------------------------------------------------------------------------
-def answer(**changes: Any) -> dict[str, Any]:
-    """Return a sample as in SGLang's reply."""
-    meta = {
-        "finish_reason": {"type": "length", "length": 3},
-        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None], [-2.5, 9, None]],
-        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
-    }
-    return {"output_ids": [7, 8, 9], "meta_info": meta | changes}
-
-
-def test_a_reply_becomes_columns() -> None:
-    (completion,) = completions([answer()], 1)
-    np.testing.assert_array_equal(completion.token_ids, np.array([7, 8, 9], np.int32), strict=True)
-    np.testing.assert_array_equal(completion.logprobs, np.array([-0.5, -1.5, -2.5], np.float32), strict=True)
-    assert completion.versions == ((0, 1, 3), (1, 3, 4))
-    assert completion.finish == "length"
-
-
-def test_a_reply_with_columns_has_the_same_completion() -> None:
-    def encoded(values: list[float], dtype: type[np.generic]) -> str:
-        return base64.b64encode(np.array(values, dtype).tobytes()).decode()
-
-    item = answer(slime_like_logprobs=encoded([-0.5, -1.5, -2.5], np.float32))
-    del item["meta_info"]["output_token_logprobs"]
-    (completion,) = completions([item | {"output_ids": encoded([7, 8, 9], np.int32)}], 1)
-    np.testing.assert_array_equal(completion.token_ids, np.array([7, 8, 9], np.int32), strict=True)
-    np.testing.assert_array_equal(completion.logprobs, np.array([-0.5, -1.5, -2.5], np.float32), strict=True)
-    for column in ("no base64!", encoded([7, 8, 9], np.int32)[:-4]):
-        with pytest.raises(EngineError, match="not base64 of int32"):
-            completions([item | {"output_ids": column}], 1)
-    with pytest.raises(EngineError, match="2 tokens but 3 log-probabilities"):
-        completions([item | {"output_ids": encoded([7, 8], np.int32)}], 1)
-
-
-def test_an_aborted_sample_without_tokens_has_no_span() -> None:
-    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}
-    (completion,) = completions(
-        [{"output_ids": [], "meta_info": meta | {"weight_versions": [{"version": "3", "start": 0, "end": 0}]}}], 1
-    )
-    assert (len(completion.token_ids), completion.versions, completion.finish) == (0, (), "abort")
-
-
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        ({"error": "x"}, "did not return 1 samples but"),
-        ([answer(), answer()], "did not return 1 samples"),
-        ([{"text": "hi"}], "returned no 'output_ids'"),
-        ([answer(output_token_logprobs=[[-0.5, 7, None]])], "3 tokens but 1 log-probabilities"),
-        ([answer(weight_versions=[{"version": "default", "start": 0, "end": 3}])], "'default', which is not a number"),
-        ([answer(weight_versions=[{"version": "-1", "start": 0, "end": 3}])], "'-1', which is not a number"),
-    ],
-)
-def test_a_reply_that_is_not_an_answer_is_an_engine_error(reply: Any, message: str) -> None:
-    with pytest.raises(EngineError, match=message):
-        completions(reply, 1)
-
-
-def test_scores_skip_the_first_token_and_are_counted() -> None:
-    item = {"meta_info": {"input_token_logprobs": [[None, 4, None], [-0.25, 5, None]]}}
-    np.testing.assert_array_equal(scores([item], [2])[0], np.array([-0.25], np.float32), strict=True)
-    with pytest.raises(EngineError, match="scored 2 of 3 tokens"):
-        scores([item], [3])
-
-
-@pytest.mark.parametrize(
-    ("body", "reply", "text"),
-    [
-        (b"", {"error": {"message": "too long"}}, "HTTP 400: too long"),
-        (b"", {"success": False, "message": "no session"}, "HTTP 400: no session"),
-        (b"", {"detail": "paused"}, "HTTP 400: paused"),
-        (b"plain", None, "HTTP 400: plain"),
-        (b"", None, "HTTP 400: (no message)"),
-    ],
-)
-def test_the_engines_error_message_is_extracted(body: bytes, reply: Any, text: str) -> None:
-    assert error_text(400, body, reply) == text
 
 
 # ---- seeded sampling -------------------------------------------------------------------------------------------------
@@ -182,184 +90,6 @@ def test_the_message_about_unwritten_parameters_names_ranks_and_counts() -> None
     assert text is not None
     assert "rank 1: 5 parameters: p0 (1 of 1 elements), p1 (1 of 1 elements), p2 (1 of 1 elements) and 2 more" in text
     assert incomplete_message([[], []]) is None
-
-
-# ---- hooks -----------------------------------------------------------------------------------------------------------
-def test_a_hook_on_a_renamed_target_is_detected() -> None:
-    assert problem(Hook("os.path.no_such_function", "after", print)) == (
-        "os.path.no_such_function does not exist (module 'posixpath' has no attribute 'no_such_function')"
-    )
-    assert "is not wrapped by" in str(problem(Hook("os.path.join", "after", self_hook)))
-
-
-def self_hook(result: Any) -> Any:
-    """Hook that is never applied."""
-    return result
-
-
-def test_a_missing_hook_target_stops_the_engine() -> None:
-    """SGLang's plugin loader logs and ignores other exceptions than SystemExit."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    missing_hook = Hook("sglang.srt.utils.weight_versions.renamed", "after", self_hook)
-    try:
-        with pytest.raises(
-            SystemExit, match=r"plugin 'weight_commit' does not fit.*weight_versions\.renamed does not exist"
-        ):
-            install("weight_commit", [missing_hook])
-    finally:
-        HookRegistry.reset()
-
-
-def test_two_plugins_hook_the_same_function() -> None:
-    """SGLang itself would ignore the hook of the second one."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.utils import weight_versions
-
-    def add(letter: str) -> Hook:
-        return Hook("sglang.srt.utils.weight_versions.tested", "after", lambda result: result + letter)
-
-    weight_versions.tested = lambda: "a"  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        for letter in "bc":
-            install("weight_commit", [add(letter)])
-        install("weight_commit", [])
-        assert weight_versions.tested() == "abc"  # pyright: ignore[reportAttributeAccessIssue]
-    finally:
-        HookRegistry.reset()
-        del weight_versions.tested  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_a_hooked_function_is_replaced_in_the_modules_that_imported_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No module is searched for a method."""
-    from sglang.srt.plugins import hook_registry
-    from sglang.srt.utils import weight_versions
-
-    sources = list[Any]()
-    search: Any = hook_registry._propagate_patch
-
-    def count(original: Any, wrapped: Any, source: Any) -> int:
-        sources.append(source)
-        return search(original, wrapped, source)
-
-    monkeypatch.setattr(hook_registry, "_propagate_patch", count)
-
-    class Owner:
-        def tested(self) -> str:
-            return "a"
-
-    def tested() -> str:
-        return "a"
-
-    importer: Any = ModuleType("importer")
-    importer.tested = tested
-    monkeypatch.setitem(sys.modules, "importer", importer)
-    for value in (tested, Owner):
-        monkeypatch.setattr(weight_versions, value.__name__, value, raising=False)
-    try:
-        targets = ("sglang.srt.utils.weight_versions.tested", "sglang.srt.utils.weight_versions.Owner.tested")
-        install("weight_commit", [Hook(target, "after", lambda result, *_: result + "b") for target in targets])
-        assert importer.tested() == Owner().tested() == "ab"
-        assert sources == [weight_versions] and hook_registry._propagate_patch is count
-    finally:
-        hook_registry.HookRegistry.reset()
-
-
-def test_replacing_a_missing_attribute_stops_the_engine() -> None:
-    with pytest.raises(SystemExit, match=r"thing\.old does not exist"):
-        replace_attribute("cpu", SimpleNamespace(__name__="thing"), "old", 1)
-
-
-def test_entry_points_import_nothing_heavy_unless_enabled() -> None:
-    program = (
-        "import sys\n"
-        "from slime_like_plugins import kv_capacity, rollout_sampling, sglang_cpu, weight_commit\n"
-        "assert sglang_cpu.activate() is None\n"
-        "for plugin in (sglang_cpu, rollout_sampling, weight_commit, kv_capacity): plugin.load()\n"
-        "assert not {'torch', 'megatron', 'sglang'} & sys.modules.keys(), 'heavy import'\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != engine_environment.SGLANG_PLUGINS}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-
-
-def test_a_plugin_that_fails_to_load_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(engine_environment.SGLANG_PLUGINS, "dcp")
-    monkeypatch.setitem(sys.modules, "slime_like_plugins.dcp.hooks", None)
-    with pytest.raises(ImportError):
-        dcp.load()
-    with pytest.raises(SystemExit, match="plugin not loaded: dcp of SLIME_LIKE_SGLANG"):
-        sglang_hooks.load_all()
-
-
-@pytest.mark.parametrize("user", ["", "mine"])
-def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLUGINS", user)
-    allowed = engine_environment.child_environment(SPEC, "/scratch")["SGLANG_PLUGINS"]
-    points = (*ENTRY_POINTS["sglang.srt.plugins"], *OPTIONAL_ENTRY_POINTS)
-    assert allowed == (",".join([user, *points]) if user else "")
-    setup = (Path(__file__).parents[2] / "setup.py").read_text()
-    assert all(f'"{name} = ' in setup for name in points)
-    assert setup.count(":load") + setup.count(":activate") == len(points) + len(ENTRY_POINTS["sglang.srt.platforms"])
-
-
-@pytest.fixture
-def dcp_obstacle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
-    """Return ``obstacle`` of an engine of two ranks, as a function of what SGLang resolved: backends, model and other fields."""
-    from sglang.srt.arg_groups import overrides
-    from sglang.srt.configs.model_config import AttentionArch
-
-    from slime_like_plugins.dcp import hooks
-
-    def obstacle(
-        *backends: str, kv_heads: int = 1, windows: bool = False, latent: bool = False, **fields: object
-    ) -> str | None:
-        arch = AttentionArch.MLA if latent else AttentionArch.MHA
-        model = SimpleNamespace(is_hybrid_swa=windows, get_total_num_kv_heads=lambda: kv_heads, attention_arch=arch)
-        for name, result in (("attention_backends_of", backends), ("model_config_of", model)):
-            monkeypatch.setattr(overrides, name, lambda arguments, result=result: result)  # pyright: ignore
-        monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments)  # pyright: ignore
-        values = {name: required for name, (required, _) in UNSUPPORTED_FIELDS.items()}
-        sizes = {"dcp_size": 2, "tp_size": 2, "attn_dp_size": 1, "device": "cpu", "dcp_replicate_q_proj": False}
-        return hooks.obstacle(SimpleNamespace(**(sizes | values | fields)))
-
-    return obstacle
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("enable_mis", True), ("enable_two_batch_overlap", True), ("kv_cache_dtype", "fp4_e2m1")]
-)
-def test_dcp_checks_the_fields_that_sglang_resolved(
-    field: str, value: object, dcp_obstacle: Callable[..., str | None]
-) -> None:
-    assert dcp_obstacle("slime_like_cpu") is None
-    assert f"SGLang resolved {field}={value!r}" in (dcp_obstacle("slime_like_cpu", **{field: value}) or "")
-
-
-def test_dcp_checks_the_projection_the_model_and_its_heads(dcp_obstacle: Callable[..., str | None]) -> None:
-    replicated = dcp_obstacle("slime_like_cpu", dcp_replicate_q_proj=True, dcp_comm_backend="ag_rs")
-    assert "dcp_replicate_q_proj=True, which is not allowed here: SGLang refuses it" in (replicated or "")
-    assert "a model with sliding windows" in (dcp_obstacle("slime_like_cpu", windows=True) or "")
-    heads = dcp_obstacle("slime_like_cpu", tp_size=4, dcp_size=4, kv_heads=2)
-    assert "4 attention ranks store 2 KV heads, which is 2 copies of each head" in (heads or "")
-    data_parallel = dcp_obstacle("slime_like_cpu", tp_size=4, attn_dp_size=2, kv_heads=2)
-    assert "each of the 2 attention ranks already stores different KV heads" in (data_parallel or "")
-
-
-@pytest.mark.parametrize("backend", sorted(UNSUPPORTED_BACKENDS))
-def test_dcp_checks_the_backend_that_sglang_resolved(backend: str, dcp_obstacle: Callable[..., str | None]) -> None:
-    """SGLang chooses the backends of prefill and decode, also where the config names none."""
-    assert dcp_obstacle("triton", "flashinfer_dcp", device="cuda") is None
-    for backends in ([backend, "triton"], ["triton", backend]):
-        text = dcp_obstacle(*backends, device="cuda") or ""
-        assert f"SGLang resolved the attention backend {backend!r}, which cannot serve with dcp_size=2" in text
-
-
-@pytest.mark.parametrize(("backend", "words"), [("flashinfer", ""), ("triton", "attention backend 'triton'")])
-def test_dcp_of_latent_attention_has_one_head(
-    backend: str, words: str, dcp_obstacle: Callable[..., str | None]
-) -> None:
-    text = dcp_obstacle(backend, kv_heads=128, latent=True, device="cuda", tp_size=8, dcp_size=8)
-    assert words in (text or "") and (text is None) == (not words)
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------

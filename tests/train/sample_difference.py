@@ -18,9 +18,10 @@ from slime_like.metrics.types import reduce_metrics
 from slime_like.types import F32
 from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
-from tests.train.lifecycle import _from_reporter, digest, four_micro_batches
+from tests.train.lifecycle import digest, four_micro_batches
 from tests.train.models import count_tokens
 from tests.train.ranks import RankWorld
+from tests.train.training import _from_reporter
 
 TOLERANCE = 1e-4
 Columns = Sequence[F32]

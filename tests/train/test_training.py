@@ -33,15 +33,15 @@ GSPO = GspoConfig(eps_clip=0.01, eps_clip_high=0.02)
 BF16 = {"dtype": "bfloat16", "model": {"recompute": "full"}, **LEARN}
 JOBS = {
     1: [
-        RankJob("no idle rank", "tests.train.lifecycle:idle_ranks", (Layout(),)),
-        RankJob("another reference", "tests.train.lifecycle:another_reference", (Layout(),)),
-        RankJob("rotary", "tests.train.lifecycle:rotary_frequencies"),
-        RankJob("steps or rollouts", "tests.train.lifecycle:steps_or_rollouts", (Layout(),)),
-        RankJob("durations", "tests.train.lifecycle:durations", (Layout(),)),
-        RankJob("bad rows", "tests.train.lifecycle:bad_rows", (Layout(),)),
+        RankJob("no idle rank", "tests.train.training:idle_ranks", (Layout(),)),
+        RankJob("another reference", "tests.train.training:another_reference", (Layout(),)),
+        RankJob("rotary", "tests.train.training:rotary_frequencies"),
+        RankJob("steps or rollouts", "tests.train.training:steps_or_rollouts", (Layout(),)),
+        RankJob("durations", "tests.train.training:durations", (Layout(),)),
+        RankJob("bad rows", "tests.train.training:bad_rows", (Layout(),)),
     ],
     2: [
-        RankJob("idle rank", "tests.train.lifecycle:idle_ranks", (Layout(dp=2),)),
+        RankJob("idle rank", "tests.train.training:idle_ranks", (Layout(dp=2),)),
         *(RankJob(f"sft {name}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN)) for name, layout in LAYOUTS.items()),
         *(RankJob(f"grpo {name}", ROLLOUTS, (layout, GRPO, 2, 2, {})) for name, layout in LAYOUTS.items()),
         *(RankJob(f"gspo {name}", ROLLOUTS, (layout, GSPO, 2, 1, {})) for name, layout in LAYOUTS.items()),
@@ -52,8 +52,8 @@ JOBS = {
             RankJob(f"sft {kind}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN, kind))
             for kind, layout in HYBRID_LAYOUTS.items()
         ),
-        RankJob("off policy", "tests.train.lifecycle:off_policy", (Layout(dp=2),)),
-        RankJob("reference swap", "tests.train.lifecycle:reference_swap", (Layout(dp=2),)),
+        RankJob("off policy", "tests.train.training:off_policy", (Layout(dp=2),)),
+        RankJob("reference swap", "tests.train.training:reference_swap", (Layout(dp=2),)),
     ],
 }
 
