@@ -132,7 +132,7 @@ def read_record(folder: Path) -> CheckpointRecord:
             f"{folder}: missing, though {folder.parent / LATEST} names it; {other_iterations(folder)}"
         )
     if not path.exists():
-        raise CheckpointError(_not_ours(folder))
+        raise CheckpointError(_without_manifest(folder))
     file, values = _read_values(path)
     record = _record(file, values)
     iteration = record.manifest.iteration
@@ -208,7 +208,7 @@ def _check_size(path: Path, size: int, folder: Path) -> None:
         )
 
 
-def _not_ours(folder: Path) -> str:
+def _without_manifest(folder: Path) -> str:
     if (folder / "metadata.json").is_file():
         return (
             f"{folder}: a Megatron checkpoint of another trainer (no {MANIFEST}), which cannot be resumed; "

@@ -60,7 +60,7 @@ class Branches:
 
     def _and_or(self, item: AndOr) -> bool | None:
         result, words = self._pipeline(item.first), _words(simple_commands_of(item.first))
-        for sign, pipeline in item.rest:
+        for sign, pipeline in item.next_pipelines:
             runs = result if sign == "&&" else negated(result)
             if runs is False:
                 continue

@@ -82,7 +82,7 @@ class AndOr:
     """Pipelines between ``&&`` and ``||``."""
 
     first: Pipeline
-    rest: tuple[tuple[str, Pipeline], ...]
+    next_pipelines: tuple[tuple[str, Pipeline], ...]
     background: bool
 
 
@@ -93,7 +93,7 @@ type Commands = tuple[AndOr, ...]
 def simple_commands(commands: Commands) -> Iterator[SimpleCommand]:
     """Yield every simple command in ``commands``, at any depth."""
     for item in commands:
-        for pipeline in (item.first, *(pipeline for _, pipeline in item.rest)):
+        for pipeline in (item.first, *(pipeline for _, pipeline in item.next_pipelines)):
             yield from simple_commands_of(pipeline)
 
 

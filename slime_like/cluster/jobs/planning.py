@@ -40,15 +40,15 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode]) -> JobPlan:
     if not nodes:
         raise ConfigError("the cluster has no live node: wait until its nodes have joined (`ray status`)")
     machine = _machine(nodes)
-    where = f"{len(nodes)} nodes, {machine.num_gpus} GPUs, {sum(node.num_cpus for node in nodes)} CPUs"
+    cluster = f"{len(nodes)} nodes, {machine.num_gpus} GPUs, {sum(node.num_cpus for node in nodes)} CPUs"
     try:
         model = model_config(cfg, machine)
     except CheckpointError as error:
-        return JobPlan(cfg, (f"cluster: {where}",), (f"not planned: {error}",))
+        return JobPlan(cfg, (f"cluster: {cluster}",), (f"not planned: {error}",))
     if model is not None:
         check_model(cfg, model)
     planned = plan_on_nodes(cfg, make_plan(cfg, machine), nodes)
-    return JobPlan(cfg, (f"cluster: {where}", planned.plan.summary), (*planned.plan.advice, *planned.warnings))
+    return JobPlan(cfg, (f"cluster: {cluster}", planned.plan.summary), (*planned.plan.advice, *planned.warnings))
 
 
 def _machine(nodes: Sequence[ClusterNode]) -> Machine:

@@ -70,7 +70,7 @@ class Demand:
     actor: RankSpec
     engines: tuple[EngineSpec, ...]
     roles: tuple[Role, ...]
-    others: tuple[CriticSpec | None, TeacherSpec | None]
+    role_specs: tuple[CriticSpec | None, TeacherSpec | None]
     machine: Machine
     hardware: Hardware | None = None  # None: on a CPU
     trainer: TrainerSettings | None = None
@@ -130,7 +130,7 @@ class Demand:
     def _tables(self) -> Iterator[tuple[str, MemoryTable]]:
         """Yield the memory of one rank of each role that trains or scores."""
         rank_memory = host_trainer if self.hardware is None else trainer_memory
-        critic, teacher = self.others
+        critic, teacher = self.role_specs
         if self.shapes.actor is not None:
             yield "trainer", rank_memory(self.shapes.actor, self.settings)
         if critic is not None and self.shapes.critic is not None:

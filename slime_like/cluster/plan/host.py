@@ -53,7 +53,7 @@ def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
 def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
     """Yield the host memory of one process of each kind and the number of these processes in the run."""
     counts = {role.name: len(role.devices) for role in demand.roles}
-    shapes, (critic, teacher) = demand.shapes, demand.others
+    shapes, (critic, teacher) = demand.shapes, demand.role_specs
     assert shapes.actor is not None, "the memory of an unknown model is not predicted"
     offloads = demand.offload_settings.train
     if "trainer" in counts:

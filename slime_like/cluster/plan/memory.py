@@ -23,13 +23,13 @@ def plan_memory(
     actor: RankSpec,
     engines: tuple[EngineSpec, ...],
     roles: tuple[Role, ...],
-    others: tuple[CriticSpec | None, TeacherSpec | None],
+    role_specs: tuple[CriticSpec | None, TeacherSpec | None],
 ) -> MemoryPlan:
     """Predict the memory of a run. Raises ``ConfigError`` naming the keys to change if a GPU or a node is too small."""
     if shapes.actor is None:
         return MemoryPlan(unknown=shapes.unknown)
     if actor.device != "cuda":
-        demand = Demand(cfg, shapes, actor, engines, roles, others, machine)
+        demand = Demand(cfg, shapes, actor, engines, roles, role_specs, machine)
         plan = replace(demand.plan(), demand=demand)
         if cfg.placement.ray_address is not None:  # the engines may be on other machines
             return plan
@@ -39,7 +39,7 @@ def plan_memory(
     hardware = known_hardware(cfg, machine, shapes)
     if isinstance(hardware, str):
         return MemoryPlan(unknown=hardware, warning="" if machine.is_local else f"memory is not checked: {hardware}")
-    demand = Demand(cfg, shapes, actor, engines, roles, others, machine, hardware)
+    demand = Demand(cfg, shapes, actor, engines, roles, role_specs, machine, hardware)
     plan = replace(demand.plan(), demand=demand, source=_source(machine))
     if plan.min_bytes > plan.available:
         raise ConfigError(refusal(demand, plan))

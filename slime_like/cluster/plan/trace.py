@@ -94,8 +94,10 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
     for name in RESIDENT:
         rows.append((name, gib(trace[name]), "-" if table is None else gib(table.of(name)), ""))
     resident = sum(trace[name] for name in RESIDENT)
-    rest = None if table is None else table.total - sum(table.of(name) for name in RESIDENT)
-    rows.append(("activations and temporary", gib(peak - resident), "-" if rest is None else gib(rest), ""))
+    other_bytes = None if table is None else table.total - sum(table.of(name) for name in RESIDENT)
+    rows.append(
+        ("activations and temporary", gib(peak - resident), "-" if other_bytes is None else gib(other_bytes), "")
+    )
     error = "" if table is None else f"planner {table.total / peak - 1:+.1%}"
     rows.append(("peak", gib(peak), "-" if table is None else gib(table.total), error))
     rows += _push_row(plan, trace)

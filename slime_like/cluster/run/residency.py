@@ -54,7 +54,7 @@ class Residency:
     one."""
 
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
-    others: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
+    other_roles: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
     engines: EngineStates | None = None  # None: they stay on their devices
     _parts: tuple[str, ...] | None = field(default=TRAINER_PARTS)  # parts of each rank; None after a failed move
     _engine_phase: str | None = field(default=COLLECT)
@@ -85,9 +85,9 @@ class Residency:
         if parts == self._parts:
             return
         self._parts = None
-        others = () if parts == TRAINER_PHASES[PUSH] else parts
-        for role in self.others:
-            role.keep_on_device(others)
+        other_parts = () if parts == TRAINER_PHASES[PUSH] else parts
+        for role in self.other_roles:
+            role.keep_on_device(other_parts)
         if self.actor is not None:
             self.actor.keep_on_device(parts)
         self._parts = parts

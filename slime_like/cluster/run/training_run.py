@@ -117,7 +117,7 @@ class Run:
     ) -> None:
         """Dump, evaluate, log and save if due or requested."""
         if rollout_id == self.first_rollout:
-            self._name_kernels()
+            self._print_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             self._dump(rollout_id, collected)
@@ -150,7 +150,7 @@ class Run:
             self._save_if_due(num_trained)
         self._handle_requests(requests, num_trained)
 
-    def _name_kernels(self) -> None:
+    def _print_kernels(self) -> None:
         """Print the kernels used in the first rollout."""
         if self.cfg.metrics.console != "off":
             for line in self.trainer.kernels():

@@ -193,7 +193,7 @@ class Cluster:
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor
         if self.cfg.placement.offload_train:
-            self.residency.actor, self.residency.others = actor, tuple(groups[1:])
+            self.residency.actor, self.residency.other_roles = actor, tuple(groups[1:])
         trainer = self._combine_roles(actor, critic, teacher)
         if first > 0:
             trainer.load(self._checkpoints(), first)

@@ -50,7 +50,7 @@ def check_dcp(cfg: TrainConfig) -> None:
             )
     size = _configured_size(cfg)
     if size > 1:
-        _divides_tp(cfg, size)
+        _check_divides_tp(cfg, size)
         _refuse(size, setting_obstacles(cfg))
 
 
@@ -211,7 +211,7 @@ def _refuse(size: int, obstacles: Iterator[DcpObstacle]) -> None:
         )
 
 
-def _divides_tp(cfg: TrainConfig, size: int) -> None:
+def _check_divides_tp(cfg: TrainConfig, size: int) -> None:
     rollout, ranks = cfg.rollout, num_attention_ranks(cfg)
     if ranks % size == 0:
         return

@@ -38,8 +38,8 @@ def check_files(cfg: TrainConfig) -> None:
     templated = "data.apply_chat_template=true" if cfg.data.apply_chat_template else ""
     agent = f"rollout.generate={cfg.rollout.generate}" if cfg.rollout.agent is not None else ""
     check_tokenizer(key, folder, needs_template=templated or agent)
-    _megatron(cfg)
-    _reference(cfg, model)
+    _check_megatron(cfg)
+    _check_reference(cfg, model)
     check_role_files(cfg, model)
     if cfg.run.replay_from is not None and not Path(cfg.run.replay_from).is_dir():
         raise DataError(
@@ -60,10 +60,10 @@ def check_model(cfg: TrainConfig, model: HfConfig) -> None:
     family_of(cfg, model)
     check_has_gdn(cfg.model.gdn, model)
     check_rope("model.hf_checkpoint", model)
-    _layout(cfg, model)
+    _check_layout(cfg, model)
     _check_engine_support(cfg, model)
-    _context(cfg, model)
-    _stop_tokens(cfg, model)
+    _check_context(cfg, model)
+    _check_stop_tokens(cfg, model)
 
 
 def family_of(cfg: TrainConfig, model: HfConfig) -> str:
@@ -85,20 +85,20 @@ def refuse_family(key: str, folder: str, model_type: str) -> None:
         raise ConfigError(f"{key}={folder!r} has model_type {model_type!r}, which is not supported: {reason}")
 
 
-def _layout(cfg: TrainConfig, model: HfConfig) -> None:
+def _check_layout(cfg: TrainConfig, model: HfConfig) -> None:
     p, ranks = cfg.parallel, num_attention_ranks(cfg)
     engine = "rollout.tp" if ranks == cfg.rollout.tp else "rollout.tp / rollout.dp_attention", ranks
-    _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
-    _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
+    _check_divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
+    _check_divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
     if model.gdn is not None:
         for key, size in (("parallel.tp", p.tp), engine):
-            _divides(key, size, model.gdn.key_heads, "linear attention key heads", model)
-            _divides(key, size, model.gdn.value_heads, "linear attention value heads", model)
+            _check_divides(key, size, model.gdn.key_heads, "linear attention key heads", model)
+            _check_divides(key, size, model.gdn.value_heads, "linear attention value heads", model)
         gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=p.tp, cp=p.cp)
     segments(p, model.num_layers)
     check_experts(cfg, model)
     check_replayed_model(cfg, model)
-    _divides(*engine, model.num_heads, "attention heads", model)
+    _check_divides(*engine, model.num_heads, "attention heads", model)
     if model.num_kv_heads % ranks and ranks % model.num_kv_heads:
         raise ConfigError(
             f"{engine[0]}={ranks} is neither a divisor nor a multiple of the "
@@ -136,7 +136,7 @@ def _check_engine_support(cfg: TrainConfig, model: HfConfig) -> None:
         )
 
 
-def _divides(key: str, size: int, total: int, unit: str, model: HfConfig) -> None:
+def _check_divides(key: str, size: int, total: int, unit: str, model: HfConfig) -> None:
     if total % size:
         fits = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
@@ -145,7 +145,7 @@ def _divides(key: str, size: int, total: int, unit: str, model: HfConfig) -> Non
         )
 
 
-def _context(cfg: TrainConfig, model: HfConfig) -> None:
+def _check_context(cfg: TrainConfig, model: HfConfig) -> None:
     limit, max_positions = cfg.rollout.max_context_len, model.max_positions
     if limit is not None and limit > max_positions:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
             )
 
 
-def _stop_tokens(cfg: TrainConfig, model: HfConfig) -> None:
+def _check_stop_tokens(cfg: TrainConfig, model: HfConfig) -> None:
     if invalid := [token for token in cfg.rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
         raise ConfigError(
             f"rollout.stop_token_ids has {invalid[0]}, but the last token id of {model.folder} is "
@@ -172,7 +172,7 @@ def _stop_tokens(cfg: TrainConfig, model: HfConfig) -> None:
         )
 
 
-def _megatron(cfg: TrainConfig) -> None:
+def _check_megatron(cfg: TrainConfig) -> None:
     path = cfg.model.megatron_checkpoint
     if path is not None and megatron_folder(Path(path)) is None:
         raise CheckpointError(
@@ -181,7 +181,7 @@ def _megatron(cfg: TrainConfig) -> None:
         )
 
 
-def _reference(cfg: TrainConfig, model: HfConfig) -> None:
+def _check_reference(cfg: TrainConfig, model: HfConfig) -> None:
     """Check that the reference has the actor's shape, because it runs by swapping weights on the actor's ranks."""
     folder = cfg.model.ref_checkpoint
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:

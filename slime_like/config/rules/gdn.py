@@ -85,9 +85,9 @@ def check_runtime(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNSha
         kind = "FlashQLA's TileLang" if name == "flashqla" else "fla's Triton"
         raise ConfigError(f"{setting} on a CPU: {kind} kernels run on NVIDIA GPUs only; {ANYWHERE}")
     if name == "flashqla":
-        _flashqla(config, machine, dtype, shape)
+        _check_flashqla(config, machine, dtype, shape)
     else:
-        _fla(machine, shape)
+        _check_fla(machine, shape)
     for package, minimum in NEEDS[name].items():
         version = machine.versions.get(package)
         if version is None or version < minimum:
@@ -95,7 +95,7 @@ def check_runtime(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNSha
             raise ConfigError(f"{setting} needs {package} >= {_dots(minimum)}, which {state}: {INSTALL}; or {ANYWHERE}")
 
 
-def _fla(machine: Runtime, shape: GDNShape | None) -> None:
+def _check_fla(machine: Runtime, shape: GDNShape | None) -> None:
     if machine.capability is not None and machine.capability < FLA_CAPABILITY:
         raise ConfigError(
             f"model.gdn.backend=fla on a GPU of compute capability {_dots(machine.capability)}: fla's kernels need "
@@ -108,7 +108,7 @@ def _fla(machine: Runtime, shape: GDNShape | None) -> None:
         )
 
 
-def _flashqla(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape | None) -> None:
+def _check_flashqla(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape | None) -> None:
     setting, fix = "model.gdn.backend=flashqla", "set model.gdn.backend=fla (--qwen-gdn-backend fla)"
     if machine.capability is not None and machine.capability not in FLASHQLA_VALIDATED:
         location = f"{setting} on a GPU of compute capability {_dots(machine.capability)}"

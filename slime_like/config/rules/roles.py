@@ -109,12 +109,12 @@ def _check_unused(group: str, config: CriticConfig | TeacherConfig, algo: str, *
 def check_role_files(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``CheckpointError`` or ``ConfigError`` on a critic's or teacher's checkpoint that does not fit the policy."""
     if isinstance(cfg.algo, PpoConfig):
-        _critic(cfg, model)
+        _check_critic_files(cfg, model)
     if isinstance(cfg.algo, DistillConfig):
-        _teacher(cfg, model)
+        _check_teacher_files(cfg, model)
 
 
-def _critic(cfg: TrainConfig, model: HfConfig) -> None:
+def _check_critic_files(cfg: TrainConfig, model: HfConfig) -> None:
     key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
     critic = model if folder is None else read_hf_config(key, folder)
     if folder is not None:
@@ -124,7 +124,7 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
                 f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} has {model.vocab_size}: the critic reads the policy's tokens; use a model with the same tokenizer"
             )
         check_shapes(key, critic)
-    _layout("critic", cfg.critic, critic, cfg)
+    _check_layout("critic", cfg.critic, critic, cfg)
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
             raise CheckpointError(
@@ -143,13 +143,13 @@ def check_critic(cfg: TrainConfig, source: Path, manifest: Manifest) -> None:
     check_saved_model(manifest, source, key, folder, cfg.critic.tp or cfg.parallel.tp)
 
 
-def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
+def _check_teacher_files(cfg: TrainConfig, model: HfConfig) -> None:
     key, folder = "teacher.hf_checkpoint", cfg.teacher.hf_checkpoint
     assert folder is not None, "check_roles comes first"
     teacher = read_hf_config(key, folder)
-    _same_vocabulary(cfg.model.hf_checkpoint, model, folder, teacher)
+    _check_same_vocabulary(cfg.model.hf_checkpoint, model, folder, teacher)
     check_shapes(key, teacher)
-    _layout("teacher", cfg.teacher, teacher, cfg)
+    _check_layout("teacher", cfg.teacher, teacher, cfg)
     difference = shape_difference(cfg.model.hf_checkpoint, folder)
     if cfg.teacher.placement == "swap" and difference is not None:
         raise CheckpointError(
@@ -158,7 +158,7 @@ def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
         )
 
 
-def _same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
+def _check_same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
     """Check that student and teacher share the tokenizer.
 
     If the tokenizers can be compared, the vocabulary sizes may differ by padding rows.
@@ -204,7 +204,7 @@ def _tokens(folder: str) -> dict[str, int] | None:
     return ids
 
 
-def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
+def _check_layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
     """Check the role's layout. Sizes that the role does not set are the actor's."""
     if role.tp is not None:
         for num_heads, kind in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):

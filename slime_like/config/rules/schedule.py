@@ -40,7 +40,7 @@ def resolve_schedule(
             )
     decay = (optim.decay_steps if decays else None) or num_steps
     run = f"{num_steps} optimizer steps" + (f" ({formula})" if formula else "")
-    _fits("optim.decay_steps", decay, num_steps, run, "the learning rate would not decay to optim.min_lr")
+    _check_fits("optim.decay_steps", decay, num_steps, run, "the learning rate would not decay to optim.min_lr")
     warmup = optim.warmup_steps
     if optim.warmup_fraction is not None:
         if warmup:
@@ -48,7 +48,7 @@ def resolve_schedule(
                 f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: set only one of them"
             )
         warmup = round(optim.warmup_fraction * decay)
-    _fits(warmup_key, warmup, num_steps, run, "the learning rate would never reach optim.lr")
+    _check_fits(warmup_key, warmup, num_steps, run, "the learning rate would never reach optim.lr")
     tail = (optim.wsd_decay_steps or max(1, decay // 10)) if is_wsd else 0
     if decays and warmup + tail >= decay + is_wsd:
         tail_text = f" and optim.wsd_decay_steps={tail} leave" if is_wsd else " leaves"
@@ -65,7 +65,7 @@ def resolve_schedule(
     )
 
 
-def _fits(key: str, value: int, num_steps: int, run: str, harm: str) -> None:
+def _check_fits(key: str, value: int, num_steps: int, run: str, harm: str) -> None:
     if value > num_steps:
         raise ConfigError(
             f"{key}={value} is longer than the run, which takes {run}: {harm}; set {key}={num_steps} or less, "

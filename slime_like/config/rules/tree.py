@@ -44,26 +44,26 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no path is
     imported. With ``num_rollout_known=False``, loop.num_rollout is not known yet, so rules that read it are skipped.
     """
-    _ranges(cfg)
+    _check_ranges(cfg)
     check_names(cfg, code=code)
     check_agent(cfg.rollout)
     check_overrides(cfg.evaluation, cfg.reward)
-    _algorithm(cfg)
-    _mode(cfg)
+    _check_algorithm(cfg)
+    _check_mode(cfg)
     samples_per_step(cfg)
-    _lengths(cfg)
+    _check_lengths(cfg)
     check_trained_sampling(cfg, os.environ if machine else {})
     check_over_sampling(cfg)
     stage_ranks(cfg, trainer_ranks(cfg))
     check_pipeline(cfg.parallel)
-    _placement(cfg)
+    _check_placement(cfg)
     check_offload(cfg)
     check_roles(cfg)
     cfg.chaos.check_reward_server(cfg.reward.remote_url)
     if num_rollout_known:
         cfg.chaos.check_rollout_ids(cfg.loop.num_rollout)
-        _schedule(cfg)
-    _memory_and_overlap(cfg)
+        _check_schedule(cfg)
+    _check_memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)
     check_gdn(cfg, machine=machine)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
@@ -137,7 +137,7 @@ def trainer_ranks(cfg: TrainConfig) -> int:
     return world
 
 
-def _ranges(cfg: TrainConfig) -> None:
+def _check_ranges(cfg: TrainConfig) -> None:
     within("optim.", cfg.optim, 0.0, BIG, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
     within("optim.", cfg.optim, 0.0, 1.0, "beta1", "beta2", "warmup_fraction", "cpu_offload_fraction")
     for name in ("beta1", "beta2"):
@@ -167,7 +167,7 @@ def _ranges(cfg: TrainConfig) -> None:
         )
 
 
-def _algorithm(cfg: TrainConfig) -> None:
+def _check_algorithm(cfg: TrainConfig) -> None:
     algo = cfg.algo
     algorithm = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
     if algo.name != algorithm:
@@ -216,7 +216,7 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
         )
 
 
-def _mode(cfg: TrainConfig) -> None:
+def _check_mode(cfg: TrainConfig) -> None:
     run = cfg.run
     if run.mode == "train_only" and run.replay_from is None and not isinstance(cfg.algo, SftConfig):
         raise ConfigError(
@@ -235,7 +235,7 @@ def _mode(cfg: TrainConfig) -> None:
         )
 
 
-def _lengths(cfg: TrainConfig) -> None:
+def _check_lengths(cfg: TrainConfig) -> None:
     buffer = cfg.reward.overlong_buffer_len
     if buffer is not None and isinstance(cfg.algo, SftConfig):
         raise ConfigError(f"reward.overlong_buffer_len={buffer} with algo=sft, which reads no reward: remove it")
@@ -257,7 +257,7 @@ def _lengths(cfg: TrainConfig) -> None:
             )
 
 
-def _placement(cfg: TrainConfig) -> None:
+def _check_placement(cfg: TrainConfig) -> None:
     mode, transport = cfg.placement.mode, cfg.weights.transport
     if cfg.loop.max_staleness > 0 and mode == "colocated":
         raise ConfigError(
@@ -279,12 +279,12 @@ def _placement(cfg: TrainConfig) -> None:
         )
 
 
-def _schedule(cfg: TrainConfig) -> None:
+def _check_schedule(cfg: TrainConfig) -> None:
     if cfg.run.mode != "rollout_only":
         resolve_schedule(cfg.optim, *actor_steps(cfg))
 
 
-def _memory_and_overlap(cfg: TrainConfig) -> None:
+def _check_memory_and_overlap(cfg: TrainConfig) -> None:
     """Check that keys of recompute, overlap and offload are set together with the keys they require."""
     model, p, optim = cfg.model, cfg.parallel, cfg.optim
     if model.recompute_num_layers is not None and model.recompute != "full":
