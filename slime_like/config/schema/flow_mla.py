@@ -32,8 +32,7 @@ class FlowMlaConfig(Config):
 
     enabled: bool = key(
         False,
-        "Each rank holds a part of the attention weights that it would hold with rollout.dp_attention alone, and gathers the "
-        "rest ahead of each layer (docs/flow_mla.md).",
+        "Shard the attention weights over the ranks, which gather each layer shortly before it runs (docs/flow_mla.md).",
     )
     weights: list[str] = key(
         [*DEFAULT_WEIGHTS],
@@ -45,7 +44,7 @@ class FlowMlaConfig(Config):
     )
     transport: str = key(
         TRANSPORTS[0],
-        "Way in which the parts of a layer arrive: collective (all-gathers of NCCL or gloo), or p2p (copies from the memory of "
+        "Gather of a layer: collective (all-gathers of NCCL or gloo), or p2p (copies from the memory of "
         "the other ranks, by CUDA IPC or shared memory; they have to run on one machine).",
         choices=TRANSPORTS,
     )

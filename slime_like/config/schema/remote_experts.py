@@ -26,33 +26,37 @@ class RemoteExpertsConfig(Config):
 
     count: int = key(
         0,
-        "Number of routed experts per layer in a worker process: the last ones, or with load_file the ones with the least load; "
+        "Number of routed experts per layer in a worker process: the last ones, or with load_file those with the least load; "
         "0: none (docs/remote_experts.md).",
     )
     experts: list[int] = key([], "Ids of the remote experts of every layer, instead of count.")
-    load_file: str | None = key(None, "JSON file with the tokens of each expert, as record_load writes it, for count.")
+    load_file: str | None = key(
+        None,
+        "JSON file with the number of tokens of each expert (as from record_load), which selects the experts of count.",
+    )
     record_load: str | None = key(
-        None, "JSON file to write the tokens of each expert to, at every weight push; null: none."
+        None,
+        "JSON file to which an engine writes the number of tokens of each expert at every weight push; null: none.",
     )
     mode: str = key(
         "auto",
-        "Requests of a prefill chunk. batched: of up to capacity tokens; stream: of up to 32; auto: batched while the worker "
+        "Size of the requests of a prefill chunk. batched: up to capacity tokens; stream: up to 32; auto: batched while the worker "
         "keeps up, otherwise the mode with more tokens per second.",
         choices=MODES,
     )
     transport: str = key(
         "auto",
-        "Path of hidden states and weights. shared: memory shared with a worker on the same machine; socket; auto: shared if "
+        "Transport of hidden states and weights. shared: memory shared with a worker on the same machine; socket; auto: shared if "
         "possible.",
         choices=TRANSPORTS,
     )
-    capacity: int = key(CAPACITY, "Maximum tokens of a request, 1 to 4096.")
+    capacity: int = key(CAPACITY, "Maximum number of tokens of a request, 1 to 4096.")
     payload_dtype: str = key("float32", "Number format of hidden states and results.", choices=PAYLOAD_DTYPES)
     policy: str = key(
         "required",
-        "If a worker ends or misses a deadline. required: the engine ends, and is restarted like any lost engine; fallback: the "
-        "engine computes the experts itself; respawn: a new worker gets the weights. The last two keep a copy of the weights in "
-        "host memory.",
+        "Action if a worker ends or misses a deadline. required: the engine ends, and is restarted like any lost engine; "
+        "fallback: the engine computes the experts itself; respawn: a new worker gets the weights. The last two keep a copy of "
+        "the weights in host memory.",
         choices=POLICIES,
     )
     deadline_s: float = key(DEADLINE_S, "Time limit of a request in seconds.")
@@ -97,7 +101,7 @@ def placement_problem(count: int, experts: list[int], load_file: str | None) -> 
     if load_file and not count:
         return f"load_file={load_file!r} needs count, the number of remote experts per layer"
     if len(set(experts)) < len(experts) or min(experts, default=0) < 0:
-        return f"experts={experts} has a negative id, or one twice"
+        return f"experts={experts} has a negative or a repeated id: remove it"
     return ""
 
 

@@ -21,8 +21,9 @@ KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on
 class EngineConnection:
     """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply.
 
-    A node that loses power or its cable sends nothing that would end a request. The kernel therefore ends a connection whose
-    peer has acknowledged nothing for ``peer_timeout_s``; that of a process that is stopped or busy acknowledges.
+    A node that loses power or its network link sends nothing that would end a request. The kernel therefore ends a
+    connection whose peer has acknowledged nothing for ``peer_timeout_s``; that of a process that is stopped or busy
+    acknowledges.
     """
 
     def __init__(self, address: EngineAddress, deadline_s: float, peer_timeout_s: float) -> None:
