@@ -12,7 +12,7 @@ from tests.e2e import checks
 from tests.e2e.conftest import WarmStart
 from tests.e2e.runs import Training, metrics, train
 from tests.e2e.test_colocated import expected_prompts
-from tests.engine.forked_engines import forking_engines
+from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 20
@@ -38,14 +38,14 @@ def run_dir(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> 
         f"optim.decay_steps={FROZEN_AFTER}",
     )
     first = Training(
-        *command, "chaos.faults=[terminate:push:4]", log=folder / "first.log", environment=forking_engines()
+        *command, "chaos.faults=[terminate:push:4]", log=folder / "first.log", environment=forking_workers()
     )
     result = first.wait()
     assert result.code == 130, result.output
     assert "stopped after 5 rollouts; continue with the same command" in result.output
     assert "terminate:push:4:0 on driver: ends the run" in result.output
     assert first.leftovers() == []
-    resumed = train(*command, log=folder / "second.log", environment=forking_engines())
+    resumed = train(*command, log=folder / "second.log", environment=forking_workers())
     assert resumed.code == 0, resumed.output
     return folder / "run"
 

@@ -16,7 +16,7 @@ import pytest
 
 from slime_like.util.deadline import Deadline
 from tests.e2e.forked.fork_client import ADDRESS, LOG, SCRIPT
-from tests.e2e.worker_server import CLIENT, start_worker_server
+from tests.e2e.worker_server import CLIENT, forking_workers
 
 pytestmark = pytest.mark.e2e
 WAIT_S = 30.0
@@ -45,8 +45,7 @@ def script(tmp_path: Path) -> Path:
 @contextmanager
 def worker(script: Path, action: str, **variables: str) -> Generator[subprocess.Popen[str]]:
     """Start a worker as the raylet does; kill it at the end."""
-    environment = os.environ | {ADDRESS: str(start_worker_server()), "PYTHONPATH": str(CLIENT), "OF_WORKER": "7"}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+    environment = os.environ | forking_workers() | {"HF_HUB_OFFLINE": "1", "OF_WORKER": "7", **variables}
     with subprocess.Popen(
         [sys.executable, str(script), action],
         cwd=script.parent,

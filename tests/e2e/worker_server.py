@@ -38,6 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLIENT = REPOSITORY / "tests" / "e2e" / "forked"
 TITLE_BYTES = 4_096  # space for the title of a worker
 MAX_REQUEST_BYTES = 2**20
+NUM_THREADS = "1"  # of torch in the server, and of a rank unless the run's plan has another number
 REQUEST_S = 10.0  # for a client to send its request
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 IMPORTS = (
@@ -68,7 +69,7 @@ class WorkerRequest:
 def forking_workers() -> dict[str, str]:
     """Return variables for train.py with which its engines and Ray's workers are forks of this process's servers."""
     engines = forked_engines.forking_engines()
-    return engines | {ADDRESS: str(start_worker_server())}
+    return engines | {ADDRESS: str(start_worker_server()), "OMP_NUM_THREADS": NUM_THREADS}
 
 
 @cache
@@ -78,7 +79,7 @@ def start_worker_server() -> Path:
     address, log = folder / "socket", folder / LOG
     environment = os.environ | SET_BY_ACTORS | {"HF_HUB_OFFLINE": "1"}
     environment |= {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": NUM_THREADS,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
     }
     environment["SLIME_LIKE_TEST_PADDING"] = "x" * 65_536  # space for the environment of a worker
