@@ -25,7 +25,7 @@ from tests.e2e.conftest import SMALL_ROLLOUTS
 from tests.e2e.remote_workers import worker_killed_once, workers
 from tests.e2e.runs import REPOSITORY, metrics, train
 from tests.e2e.vision import add_vision, untrained_tensors
-from tests.engine.forked_engines import forking_engines
+from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 5
@@ -100,7 +100,7 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
             "run.save_hf=true",
             "run.dump_rollouts=true",
             log=tmp_path / "log",
-            environment=forking_engines(),
+            environment=forking_workers(),
         )
     assert result.code == 0, result.output
     assert f"Gated DeltaNet ran on torch: torch {torch.__version__}" in result.output
